@@ -2,12 +2,13 @@
 
 AOTAutograd describes each input and output of the graph that it exports (this is parameter 3, this
 is the gradient of input 0); `read_joint` translates that into a `Capture` and refuses what a plan
-cannot be for: outputs that share memory, and written tensors that overlap with others.
+cannot be for: outputs that are inputs, and written tensors that overlap with others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from graphs.capture.as_eager import Guard
 from graphs.capture.filled_once import Filled
 from graphs.capture.opaque import OpaquePart
 from graphs.capture.refuse import HeldTensor, refuse_overlapping
+from graphs.capture.shared_outputs import share_again, storage_of, title
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import has_distributed, of_local_parts
 from graphs.model_calls import HOLE, TraceError, local_part, nested
@@ -116,6 +118,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
         by_desc[desc] = node
         sources[node] = _source(desc, shell)
     output_node = module.graph.output_node()
+    share_again(module.graph)
     take_places(module.graph, [n for n, source in sources.items() if source.kind == "tangent"])
     values = list(pytree.tree_leaves(output_node.args[0], is_leaf=lambda item: item is None))
     flat: dict[int, Any] = {}
@@ -138,7 +141,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
     tangents = {
         positions[sources[node].index]: node for node in sources if sources[node].kind == "tangent"
     }
-    _refuse_shared(outputs, shell.chosen)
+    _refuse_inputs(outputs, shell, [n for n, s in sources.items() if s.kind != "tangent"])
     _refuse_written_backward(module.graph, sources)
     _refuse_overlapping(sources, mutations, shell)
     if shell.spec is None:
@@ -164,23 +167,20 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
     )
 
 
-def _refuse_shared(outputs: list[Any], chosen: tuple[int, ...]) -> None:
-    """Raise TraceError where an output that gets a gradient shares its storage."""
-    storages: dict[Any, int] = {}
-    for index, item in enumerate(outputs):
-        if not isinstance(item, torch.fx.Node):
-            continue
-        storage = item.meta["val"].untyped_storage()._cdata
-        other = storages.setdefault(storage, index)
-        if index in chosen and item.op == "placeholder":
+def _refuse_inputs(outputs: Sequence[Any], shell: Shell, inputs: Iterable[Any]) -> None:
+    """Raise TraceError where an output that gets a gradient is an input, or shares the memory of
+    one with another output.
+    """
+    given = {storage_of(node.meta["val"]) for node in inputs}
+    nodes = {i: item for i, item in enumerate(outputs) if isinstance(item, torch.fx.Node)}
+    n_sharing = Counter(storage_of(node.meta["val"]) for node in nodes.values())
+    for index in shell.chosen:
+        node, storage = nodes[index], storage_of(nodes[index].meta["val"])
+        if node.op == "placeholder" or (storage in given and n_sharing[storage] > 1):
+            assert shell.spec is not None
             raise TraceError(
-                f"output {index} of the model, which gets a gradient, is one of its inputs or "
-                "parameters; return a clone of it"
-            )
-        if other != index and (index in chosen or other in chosen):
-            raise TraceError(
-                f"outputs {other} and {index} of the model share memory, and one of them gets a "
-                "gradient; return a clone of it"
+                f"{title(index, shell.spec)}, which gets a gradient, is one of the model's inputs "
+                "or parameters, or a view of one; return a clone of it"
             )
 
 

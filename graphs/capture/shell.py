@@ -27,6 +27,7 @@ from graphs.capture.refuse import (
     random_states_untouched,
     refuse_replaced_buffers,
 )
+from graphs.capture.shared_outputs import of_their_own, refuse_twins
 from graphs.capture.tensor_parallel import gradient_noted, refuse_distributed, with_part
 from graphs.model_calls import (
     HOLE,
@@ -185,9 +186,14 @@ class Shell(_WithoutHooks):
             for index, item in enumerate(flat)
             if isinstance(item, torch.Tensor) and item.requires_grad
         )
-        return [
-            with_strides(item, i, self._arriving) if i in self.chosen else item.detach()
+        refuse_twins(flat, self.chosen, self.spec)
+        arriving = [
+            with_strides(item, i, self._arriving) if i in self.chosen else item
             for i, item in enumerate(flat)
+        ]
+        return [
+            item if i in self.chosen else item.detach()
+            for i, item in enumerate(of_their_own(arriving, self.chosen))
             if isinstance(item, torch.Tensor)
         ]
 

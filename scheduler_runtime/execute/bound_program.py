@@ -29,6 +29,7 @@ class BoundProgram:
 
     others: the programs for steps that run again (None: no step does).
     captured: the program as it was traced.
+    shares_outputs: whether outputs that get gradients are views of the same memory.
     """
 
     def __init__(
@@ -47,6 +48,9 @@ class BoundProgram:
         self._guards = step.captured.guards
         self._held = step.captured.held
         self._filled = step.captured.filled
+        chosen = (step.captured.outputs[at] for at in step.captured.gradient_outputs)
+        storages = [step.layout.storage[node] for node in chosen]
+        self.shares_outputs = len({*storages}) < len(storages)
         self._output_spec = step.captured.output_spec
         self._places: dict[fx.Node, Place] = {}
         for node, source in step.captured.sources.items():

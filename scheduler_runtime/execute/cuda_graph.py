@@ -16,6 +16,8 @@ memory. The preconditions are checked:
   advance. To recompute one its generator's state has to be restored, which happens on the host and
   cannot be recorded, so such a plan is refused. Use a plan that keeps the results of random
   operators.
+- Outputs with memory of their own: of views among the recorded outputs, autograd would not know
+  that a write to one changes the other, so they are refused where they get gradients.
 
 The loss (any output of one number) is copied out of the recording; the memory of other outputs is
 overwritten by the next step.
@@ -73,6 +75,11 @@ def check_program(bound: BoundProgram) -> None:
         raise CudaGraphError(
             "the plan copies tensors to host memory, on streams that a recording does not follow; "
             "apply it without cuda_graph, or plan without a host"
+        )
+    if bound.shares_outputs:
+        raise CudaGraphError(
+            "outputs of the model that get gradients share memory, and of a recording autograd "
+            "would not know it: return clones of them, or apply the plan without cuda_graph"
         )
     for piece in (bound.program.forward, *bound.program.backward):
         for node in piece.module.graph.nodes:
