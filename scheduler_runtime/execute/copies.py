@@ -96,8 +96,8 @@ class Pool:
 class Held:
     """A copy at bytes start to stop of its place. ready: it is whole. busy: copies from and to it.
 
-    aside: on the host, outside of the pool: the storage is larger than planned, as batch norm's
-        statistics under autocast are, and has no room there or in the file.
+    aside: on the host, outside of the pool: the storage is larger than planned, where a kernel
+        returns more than its meta function says, and has no room there or in the file.
     """
 
     start: int

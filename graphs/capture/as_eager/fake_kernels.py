@@ -1,8 +1,9 @@
 """Results of CPU kernels on fake tensors, where PyTorch's meta function differs from the kernel.
 
 Fake tensors are computed by meta functions. Where one rejects what the CPU kernel takes, or returns
-other strides or another storage, the traced step would differ from eager mode; `cpu_kernel_result`
-replaces these functions.
+another dtype, other strides or another storage, the traced step would differ from eager mode, or
+its bytes would; `cpu_kernel_result` replaces these functions, `as_by_cpu_kernel` mends their
+results.
 
 The layout of a kernel's result is found by running the kernel on tensors of two elements per
 dimension with strides in the same order.
@@ -85,24 +86,40 @@ def _with_targets_in_bytes(
     return operator(**{**given, "target": given["target"].long()})
 
 
-def laid_out_as_by_cpu_kernel(
+def as_by_cpu_kernel(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Any:
-    """The fake result on CPU tensors, with its strides in the kernel's order."""
-    tensors = [item for item in args if isinstance(item, torch.Tensor)]
-    if operator not in _LAID_OUT_BY_THE_KERNEL or not _are_fake_cpu_tensors(tensors):
+    """The fake result on CPU tensors, with the kernel's dtypes, and its strides in its order."""
+    tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
+    if not _are_fake_cpu_tensors(tensors):
         return result
+    if operator in _NORMS:
+        result = _with_statistics_of_kernel(tensors, result)
+    if operator in _LAID_OUT_BY_THE_KERNEL:
+        result = _laid_out_by_kernel(operator, args, kwargs, result)
+    return result
+
+
+def _with_statistics_of_kernel(tensors: Sequence[torch.Tensor], result: Any) -> Any:
+    """A norm of half-precision values with float32 parameters, as under autocast: the kernel's mean
+    and deviation are in float32, the meta function's in the values' dtype.
+    """
+    if all(item.dtype == tensors[0].dtype for item in tensors):
+        return result
+    out, mean, deviation, *rest = result
+    return (out, mean.to(torch.float32), deviation.to(torch.float32), *rest)
+
+
+def _laid_out_by_kernel(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Any:
+    tensors = [item for item in args if isinstance(item, torch.Tensor)]
     if all(item.is_contiguous() for item in tensors) or any(not t.numel() for t in tensors):
         return result
     names = [argument.name for argument in operator._schema.arguments]
     arguments = [_small(item, name) for item, name in zip(args, names, strict=False)]
-    try:
-        with unset_fake_temporarily(), torch.no_grad():
-            small = operator(*arguments, **kwargs)
-    except (
-        RuntimeError
-    ):  # half-precision batch norm: the meta function gives its statistics another dtype
-        return result
+    with unset_fake_temporarily(), torch.no_grad():
+        small = operator(*arguments, **kwargs)
 
     def like(one: Any, other: Any) -> Any:
         if not isinstance(one, torch.Tensor) or other is None:  # None: a gradient not asked for
@@ -161,6 +178,14 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(_REDUCED_LOSSES, _reduced_loss),
     **{each: partial(_with_targets_in_bytes, each) for each in _LOSSES_OF_CLASSES},
 }
+_NORMS = (
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+)
 _LAID_OUT = """
     _native_batch_norm_legit_functional native_batch_norm_backward native_layer_norm_backward
     log_sigmoid_forward log_sigmoid_backward elu_backward hardsigmoid_backward

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.capture.as_eager.drawn_values import Drawn, Draws, Replay, key_of
-from graphs.capture.as_eager.fake_kernels import cpu_kernel_result, laid_out_as_by_cpu_kernel
+from graphs.capture.as_eager.fake_kernels import as_by_cpu_kernel, cpu_kernel_result
 from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes
 from graphs.costs import OpCall
 from graphs.model_calls import is_distributed_class, strided_like
@@ -143,7 +143,7 @@ class KnowingMode(FakeTensorMode):
         result = cpu_kernel_result(self, func, args, kwargs or {})
         if result is NotImplemented:
             result = super().dispatch(func, types, args, kwargs or {})
-            result = laid_out_as_by_cpu_kernel(func, args, kwargs or {}, result)
+            result = as_by_cpu_kernel(func, args, kwargs or {}, result)
         if func._schema.is_mutable:
             self._note_written(func, args, kwargs or {})
         elif recipe is not None:

@@ -175,6 +175,51 @@ def test_half_precision_batch_norm_in_channels_last_is_planned() -> None:
     assert_equal(*gradients)
 
 
+def statistics(one: Tensor | None) -> tuple[Tensor, Tensor]:
+    dtype = torch.float32 if one is None else one.dtype
+    return torch.zeros(8, dtype=dtype), torch.ones(8, dtype=dtype)
+
+
+NORMS: dict[str, Callable[[Tensor, Tensor | None], tuple[Tensor, ...]]] = {
+    "layer norm": lambda x, one: aten.native_layer_norm(x, [8], one, one, 1e-5),
+    "group norm": lambda x, one: aten.native_group_norm(x, one, one, 2, 8, 8, 2, 1e-5),
+    "batch norm": lambda x, one: aten._native_batch_norm_legit_functional(
+        x, one, one, *statistics(one), True, 0.1, 1e-5
+    ),
+    "batch norm in evaluation": lambda x, one: aten._native_batch_norm_legit_functional(
+        x, one, one, *statistics(one), False, 0.1, 1e-5
+    ),
+    "batch norm without running statistics": lambda x, one: aten._native_batch_norm_legit.no_stats(
+        x, one, one, True, 0.1, 1e-5
+    ),
+}
+MIXTURES = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, None),
+    (torch.float32, torch.float32),
+    (torch.float32, None),
+]
+
+
+@pytest.mark.parametrize(("values", "parameters"), MIXTURES, ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_statistics_of_norms_have_the_dtypes_of_the_kernels(
+    name: str, values: torch.dtype, parameters: torch.dtype | None
+) -> None:
+    """Under autocast parameters in float32 meet values in half precision."""
+
+    def run() -> list[tuple[torch.Size, torch.dtype]]:
+        one = None if parameters is None else torch.ones(8, dtype=parameters)
+        results = NORMS[name](torch.ones(2, 8, 8, dtype=values), one)
+        return [(each.shape, each.dtype) for each in results[:3]]
+
+    with KnowingMode({}):
+        fake = run()
+    assert fake == run()
+
+
 class Transcribed(nn.Module):
     """Sequences of unequal lengths."""
 

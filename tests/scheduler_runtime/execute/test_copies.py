@@ -211,6 +211,46 @@ def test_low_precision_gives_the_same_bits(dtype: torch.dtype | None) -> None:
     assert all(map(torch.equal, *results))
 
 
+class Norms(nn.Module):
+    """Layers, each with another norm; their statistics are large beside their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.norm = nn.ModuleList([nn.LayerNorm(4), nn.GroupNorm(16, 32), nn.BatchNorm1d(32)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for mix, norm in zip(self.mix, [*self.norm, nn.Identity()], strict=True):
+            x = norm(mix(x))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copies_under_autocast_are_as_large_as_planned(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is larger has no room in the pool: its copy takes memory of its own, beside the plan."""
+    torch.manual_seed(0)
+    model, batch = Norms(), torch.randn(64, 32, 4)
+    with torch.autocast("cpu", dtype):
+        graph = trace(model, batch)
+    planned = apply(copy.deepcopy(model), solution_of(graph, all_away(graph, baseline(graph))))
+    stored: list[tuple[str, int, int]] = []
+    store = copies_module.Copies.store
+
+    def noted(self: Any, storage: str, start: int, stop: int, *tensors: torch.Tensor) -> None:
+        stored.append((storage, stop - start, tensors[0].untyped_storage().nbytes()))
+        store(self, storage, start, stop, *tensors)
+
+    monkeypatch.setattr(copies_module.Copies, "store", noted)
+    with torch.autocast("cpu", dtype):
+        loss = planned(batch)
+    loss.backward()
+    norms = {storage.split(".")[0] for storage, _, _ in stored if "_norm" in storage}
+    assert len([name for name in norms if "backward" not in name]) == len(model.norm)
+    assert [made for _, _, made in stored] == [expected for _, expected, _ in stored]
+
+
 def test_accumulated_gradients_and_several_passes(made_pools: list[copies_module.Pool]) -> None:
     """Each pass before a backward pass has a pool of its own; they are used again."""
     torch.manual_seed(0)
