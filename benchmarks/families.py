@@ -72,7 +72,10 @@ def run(family: Family, batch_name: str, *, time_limit_s: float) -> Row:
     budget_bytes = (graph.resident_bytes + peak_bytes) // 2
     row: Row = {
         "n_nodes": len(graph.nodes),
-        "opaque": graph.meta.opaque_parts,
+        "opaque": [
+            {**part, "why": harness.without_folders(str(part["why"]))}
+            for part in graph.meta.opaque_parts
+        ],
         "resident_bytes": graph.resident_bytes,
         "plain_peak_bytes": peak_bytes,
         "budget_bytes": budget_bytes,

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -148,6 +149,11 @@ def write(path: Path | None, report: Row, markdown: Callable[[Row], str] | None 
     path.write_text(json.dumps(report, indent=1) + "\n")
     if markdown is not None:
         path.with_suffix(".md").write_text(markdown(report))
+
+
+def without_folders(words: str) -> str:
+    """The text, with the names of installed files from their package on."""
+    return re.sub(r"/[^\s()]*/site-packages/", "", words)
 
 
 def ran(report: Row, *, cpus: str = "") -> str:

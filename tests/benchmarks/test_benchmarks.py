@@ -180,3 +180,8 @@ def test_a_command_names_files_of_one_machine_without_their_folders(monkeypatch)
     ]
     monkeypatch.setattr(sys, "argv", words)
     assert harness.command() == "python -m benchmarks.allocator --wheel torch.whl --out b/a.json"
+
+
+def test_installed_files_are_named_from_their_package_on() -> None:
+    words = "reads values (/home/me/venv/lib/python3.11/site-packages/package/file.py, line 3)"
+    assert harness.without_folders(words) == "reads values (package/file.py, line 3)"
