@@ -164,9 +164,10 @@ def test_without_attempt_the_passes_of_the_model_run_again(kind: type[nn.Module]
         from_start(model, state)
         try:
             assert same(expected, step(model, case, FailingOperators([at])))
-        except torch.OutOfMemoryError:  # in the loss, whose operators are the caller's
+        except torch.OutOfMemoryError:
             n_raised += 1
-            assert kind is Net
+            # in the loss, whose operators are the caller's, or in `loss.backward()` itself
+            assert kind is Net or "ones_like" in counted.names[at]
     assert n_raised <= 3
 
 
