@@ -105,6 +105,7 @@ def assert_same(some: list[Any], others: list[Any]) -> None:
 FORMS = [clip, clip_dict, views_of_one, halves, read_inside, views_of_views]
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("loss", [loss_of, loss_of_last])
 @pytest.mark.parametrize("returned", [each for each in FORMS if each is not clip_dict])
 def test_apply_has_the_gradients_of_eager_mode(returned: Any, loss: Any) -> None:
@@ -115,6 +116,7 @@ def test_apply_has_the_gradients_of_eager_mode(returned: Any, loss: Any) -> None
         assert_same(gradients_after(plain, loss), gradients_after(planned, loss))
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("returned", FORMS)
 def test_fit_has_the_gradients_of_eager_mode(returned: Any) -> None:
     plain, planned = made(returned), made(returned)
