@@ -109,6 +109,8 @@ class CopySearch(BestSoFar):
         """The order with the cut's recomputation, and the gaps around it that are copied."""
         schedule = schedule_from_cuts(self.folded, {position: kept | away}, deadline=self.deadline)
         order = schedule.order
+        if position == len(self.graph.nodes):  # nothing runs after it that could be waited for
+            return order, []
         here = order.index(self.graph.nodes[position].name)
         gaps = [
             gap
