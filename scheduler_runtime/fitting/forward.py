@@ -105,7 +105,7 @@ class FittedForward(CalledPart):
         self._loss = LossReserve(options.loss_reserve)
         self._ahead, self._unseen, self._outdated = MadePlans(), MadePlans(), MadePlans()
         self._first = MadePlans()
-        self._passes: PassesInFlight | None = PassesInFlight()
+        self._passes = PassesInFlight()
         self.attempt: Attempted | None = None
 
     @property
@@ -153,21 +153,8 @@ class FittedForward(CalledPart):
                 device=device_of(self._model),
                 then=functools.partial(self._loss_seen, made),
             )
-        if self._passes is not None and (n_passes := self._passes.with_one_more(output)) > 1:
-            self._passes = None  # told once
-            warnings.warn(self._of_several(n_passes), stacklevel=2)
+        self._passes.note(output, self._model, self._own_plans)
         return output
-
-    def _of_several(self, n_passes: int) -> str:
-        name = type(self._model).__name__
-        judged = [each.solution.simulation for each in self._own_plans]
-        saved_bytes = max((each.saved_bytes for each in judged if each is not None), default=0)
-        return (
-            f"fit: {n_passes} forward passes of {name} wait for a backward pass together, and the "
-            f"budget is for one: each of the others holds up to {format_both(saved_bytes)} more. "
-            "Take that off the budget, call the model once on the batches concatenated, or run "
-            "each pass backward before the next one"
-        )
 
     def begin(self) -> None:
         if self._is_copy and self.options.optimizer_state == "host":
