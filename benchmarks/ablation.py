@@ -24,7 +24,7 @@ Replacements = dict[tuple[Any, str], Any]
 
 QUICK: Replacements = {
     (stages, "MAX_WORK"): stages.MAX_WORK // 4,
-    (recombine, "NODES_TIMES_COLUMNS"): recombine.NODES_TIMES_COLUMNS // 4,
+    (recombine, "MAX_WORK"): recombine.MAX_WORK // 4,
 }
 
 

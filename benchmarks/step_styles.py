@@ -55,9 +55,14 @@ class Training:
                 tensor.grad = None
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of what was seen; the name is counted on where it was seen before."""
+        """Keep a copy of what was seen; the name is counted on where it was seen before.
+
+        It is NumPy's memory, so that the peak of the step does not count what is noted.
+        """
         count = sum(other.startswith(name) for other in self.seen)
-        self.seen[f"{name} ({count})"] = tensor.detach().clone()
+        seen = tensor.detach().cpu()
+        copied = torch.from_numpy(seen.reshape(-1).view(torch.uint8).numpy().copy())
+        self.seen[f"{name} ({count})"] = copied.view(seen.dtype).view(seen.shape)
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,8 @@ class Style:
     autocast: of forward pass and loss.
     gradients: as in `solve`.
     steps_inside: the optimizer steps while the backward pass runs.
-    own_memory: the step takes memory beside model, loss and optimizer that no plan knows of, so its
-        peak is not checked.
-    own_bytes: the same where it is so little that the peak is checked with it.
+    own_bytes: what the step takes at most beside model, loss and optimizer, which no plan knows of,
+        for a model; the peak is checked with it.
     """
 
     step: Callable[[Training], None]
@@ -83,8 +87,7 @@ class Style:
     autocast: torch.dtype | None = None
     gradients: str = "fresh"
     steps_inside: bool = False
-    own_memory: bool = False
-    own_bytes: int = 0
+    own_bytes: Callable[[nn.Module], int] = lambda _model: 0
 
 
 def autocast_to(dtype: torch.dtype | None) -> torch.autocast:
@@ -215,6 +218,27 @@ def _has_floating_point(_model: nn.Module, batch: Any) -> bool:
 
 SCALER_BYTES = 1024
 """Scalars of a gradient scaler: scale, growth, what it found, each in a block of the allocator."""
+
+
+def _trained_bytes(model: nn.Module) -> list[int]:
+    return [p.nbytes for p in model.parameters() if p.requires_grad]
+
+
+def _bytes_of_hooks(model: nn.Module) -> int:
+    """The gradient of the first parameter times two, and a norm for each parameter."""
+    sizes = _trained_bytes(model)
+    return sizes[0] + 2 * NORM_BYTES * len(sizes)
+
+
+def _bytes_of_stepping(model: nn.Module) -> int:
+    """AdamW steps one parameter at a time with two more tensors like it: the root of its second
+    moment, and that over the correction of its bias.
+    """
+    return 2 * max(_trained_bytes(model))
+
+
+NORM_BYTES = 64
+"""A scalar in a block of the allocator."""
 STYLES: dict[str, Style] = {
     "plain": Style(_step),
     "accumulation": Style(_accumulating, gradients="accumulate"),
@@ -223,11 +247,16 @@ STYLES: dict[str, Style] = {
         partial(_step, autocast=torch.float16, max_norm=1.0),
         set_up=_with_scaler,
         autocast=torch.float16,
-        own_bytes=SCALER_BYTES,
+        own_bytes=lambda _model: SCALER_BYTES,
     ),
-    "hooks, clipping": Style(partial(_step, max_norm=0.1), set_up=_with_hooks, own_memory=True),
+    "hooks, clipping": Style(
+        partial(_step, max_norm=0.1), set_up=_with_hooks, own_bytes=_bytes_of_hooks
+    ),
     "optimizer in backward": Style(
-        _backward_alone, set_up=_optimizer_in_backward, steps_inside=True, own_memory=True
+        _backward_alone,
+        set_up=_optimizer_in_backward,
+        steps_inside=True,
+        own_bytes=_bytes_of_stepping,
     ),
     "half frozen": Style(_step, prepare=_half_frozen),
     "LoRA": Style(

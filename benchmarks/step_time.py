@@ -160,17 +160,13 @@ def measured(sides: dict[str, nn.Module], batch: Any, n_rounds: int) -> dict[str
             for title, model in sides.items():
                 model.zero_grad()
                 started_s = time.process_time()
-                _step(model, batch)
+                loss = model(**batch) if isinstance(batch, dict) else model(*batch)
+                loss.backward()
                 used[title].append(time.process_time() - started_s)
             gc.collect()
     finally:
         gc.enable()
     return {title: times_s[N_WARM_UP:] for title, times_s in used.items()}
-
-
-def _step(model: nn.Module, batch: Any) -> None:
-    loss = model(**batch) if isinstance(batch, dict) else model(*batch)
-    loss.backward()
 
 
 def _line(row: Row) -> str:

@@ -10,9 +10,7 @@ from graphs.costs import (
     cpu_peak_bytes,
     flops_of,
 )
-from graphs.hardware import Hardware, named
-from graphs.links import Link
-from graphs.links import named as link_named
+from graphs.hardware import Hardware, Link, link_named, named
 
 __all__ = [
     "Cost",

@@ -1,6 +1,6 @@
-"""Planning for one rank of tensor parallelism, of `graphs.fake_mesh`."""
+"""Planning for one rank of tensor parallelism, of `graphs.trace`."""
 
 from graphs.capture import MeshError
-from graphs.fake_mesh import fake_mesh
+from graphs.trace import fake_mesh
 
 __all__ = ["MeshError", "fake_mesh"]

@@ -24,8 +24,8 @@ NAVIGATION = (
     (
         "How to",
         (
-            "report options model_files running_a_plan hugging_face emit export compile pipeline "
-            "tensor_parallel gpu"
+            "report options model_files running_a_plan hugging_face emit export compile passes "
+            "pipeline tensor_parallel gpu"
         ),
     ),
     (

@@ -4,10 +4,11 @@ Only `graphs.trace` (`from graphs.trace import trace`) and its helpers import to
 """
 
 from graphs.files import FormatError
-from graphs.graph import Graph, GraphError, Node, Tensor
-from graphs.meta import GraphMeta
+from graphs.graph import Graph, GraphError, GraphMeta, Node, Tensor
 from graphs.moved_imports import announce_moves
+from graphs.passes import PassesError
 from graphs.pipeline import Pipeline, PipelineError
+from graphs.zero import Zero, ZeroError
 
 __all__ = [
     "FormatError",
@@ -15,9 +16,12 @@ __all__ = [
     "GraphError",
     "GraphMeta",
     "Node",
+    "PassesError",
     "Pipeline",
     "PipelineError",
     "Tensor",
+    "Zero",
+    "ZeroError",
 ]
 
 announce_moves()

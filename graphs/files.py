@@ -20,8 +20,6 @@ MAX_FILE_BYTES = 2**27
 node."""
 MAX_ENTRIES = 2_000_000
 """Of one list; 10 to 100 times the largest traced models."""
-
-
 MAX_INTEGER = 2**63 - 1
 MAX_DEPTH = 50
 """Of objects and lists inside each other where a field may hold anything."""
@@ -63,23 +61,21 @@ def write_whole(path: str | Path, content: bytes) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+    if path.exists():
+        mode = path.stat().st_mode & 0o777
+    else:
+        mask = os.umask(0)  # it can only be read by setting it
+        os.umask(mask)
+        mode = 0o666 & ~mask
     handle, temporary = tempfile.mkstemp(dir=path.parent or ".", prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.chmod(temporary, _mode(path))
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def _mode(path: Path) -> int:
-    if path.exists():
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 _REQUIRED: Any = object()

@@ -8,7 +8,10 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 MOVED_TO = {
-    "graphs.eager_memory": "graphs.eager",
+    "graphs.graph": "graphs.eager eager_memory meta parts",
+    "graphs.hardware": "links",
+    "graphs.host_state": "parameter_loads",
+    "graphs.trace": ("captured_graph fake_mesh layers mixed_precision step_variants traced_device"),
     "graphs.model_calls": "graphs.calls nested call strides",
     "graphs.capture": (
         "shell extract own_checkpoints eager_kernels eager_rnn autocast_casts fake_kernels "
@@ -25,6 +28,8 @@ MOVED_TO = {
     ),
     "graphs.moved_imports": "moved",
     "scheduler_runtime": "apply fit measure verify",
+    "scheduler_runtime.export": "export_copies exportable selective_calls",
+    "scheduler_runtime.host_memory": "host_state host_parameters on_host",
     "scheduler_runtime.rounding_errors": "errors",
     "scheduler_runtime.by_submodule": "coarse observe eager_step submodule_solution",
     "scheduler_runtime.execute": (

@@ -13,7 +13,8 @@ decides (`Graph.n_in_flight`). What else is there, whatever the plan, are reside
 - what was sent, for as long as the schedule holds on to it: under 1F1B the gradient of the last
   input, and one output of the warm-up; under GPipe the gradients of all inputs; under interleaved
   these and all outputs;
-- the losses of all micro-batches, and the states of random numbers of those in flight;
+- the losses of all micro-batches, and of those in flight what a loss outside of the stage saves for
+  its backward pass (cross-entropy: as much as its logits), and the states of random numbers;
 - under interleaved, parameters, gradients and optimizer state of the rank's other stages, which are
   taken to be like this one.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +63,13 @@ class Pipeline:
     stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("n_stages", "n_microbatches", "stages_per_rank"):
-            _check_count(name, getattr(self, name), least=1)
-        _check_count("stage", self.stage, least=0)
+        for name in ("n_stages", "n_microbatches", "stages_per_rank", "stage"):
+            value, least = getattr(self, name), 0 if name == "stage" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise PipelineError(f"{name} is {value!r}; a whole number of at least {least}")
         if self.stage >= self.n_stages:
             raise PipelineError(
-                f"stage is {self.stage}, of {self.n_stages} stages; from 0 to {self.n_stages - 1}"
+                f"stage is {self.stage} of {self.n_stages} stages; give 0 to {self.n_stages - 1}"
             )
         if self.schedule not in SCHEDULES:
             raise PipelineError(f"schedule is {self.schedule!r}; one of {', '.join(SCHEDULES)}")
@@ -78,12 +80,12 @@ class Pipeline:
             )
         if self.n_stages % self.stages_per_rank:
             raise PipelineError(
-                f"{self.n_stages} stages cannot be {self.stages_per_rank} on each rank"
+                f"{self.n_stages} stages cannot be divided into {self.stages_per_rank} per rank"
             )
         if self.schedule == "interleaved" and self.n_microbatches % self._n_rounds:
             raise PipelineError(
                 f"n_microbatches is {self.n_microbatches}; interleaved schedules run them in "
-                f"{self._n_rounds} rounds of equal size: a multiple of that"
+                f"{self._n_rounds} rounds of equal size: give a multiple of {self._n_rounds}"
             )
 
     @property
@@ -145,11 +147,6 @@ class Pipeline:
         return f"stage {self.stage} of {self.n_stages}, {self.schedule}, {counted}"
 
 
-def _check_count(name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PipelineError(f"{name} is {value!r}; a whole number of at least {least}")
-
-
 def pipeline_of(environment: Mapping[str, Any]) -> Pipeline | None:
     """The pipeline in the environment of a graph or plan; None: the step is no stage of one.
 
@@ -176,18 +173,8 @@ def with_pipeline(graph: Graph, pipeline: Pipeline | None) -> Graph:
         for name, size_bytes, kind in _beside(graph, pipeline)
         if size_bytes
     )
-    meta = graph.meta.with_environment(pipeline=dataclasses.asdict(pipeline))
-    return dataclasses.replace(
-        graph,
-        tensors=(*graph.tensors, *beside),
-        meta=dataclasses.replace(meta, dtypes=_dtypes_beside(graph, beside)),
-        n_in_flight=pipeline.n_in_flight,
-    )
-
-
-def _dtypes_beside(graph: Graph, beside: Iterable[Tensor]) -> dict[str, list[str]]:
-    """The graph's dtypes, with those of outputs of other micro-batches and of their gradients,
-    where all outputs of the stage have one."""
+    # Outputs of other micro-batches and their gradients have the dtype of the stage's, where all of
+    # its outputs have one.
     dtype_of = graph.meta.dtype_of
     of_outputs = {
         dtype_of[t.name]
@@ -201,7 +188,38 @@ def _dtypes_beside(graph: Graph, beside: Iterable[Tensor]) -> dict[str, list[str
     if len(of_outputs) == 1:
         named = [each.name for each in beside if each.kind in ("output", "tangent")]
         dtypes[of_outputs.pop()] += named
-    return dtypes
+    meta = graph.meta.with_environment(pipeline=dataclasses.asdict(pipeline))
+    return dataclasses.replace(
+        graph,
+        tensors=(*graph.tensors, *beside),
+        meta=dataclasses.replace(meta, dtypes=dtypes),
+        n_in_flight=pipeline.n_in_flight,
+    )
+
+
+def _saved_by_loss_bytes(graph: Graph) -> int:
+    """What a loss outside has made when its value is there, and is read again after that. No
+    schedule touches it; what it reads of the stage is counted where the stage saves it."""
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    values = [
+        name
+        for name in graph.outputs
+        if name in graph.producer
+        and graph.producer[name].phase == "outside"
+        and graph.tensor_by_name[name].kind not in ("gradient", "tangent")
+    ]
+    if not values:
+        return 0
+    end = 1 + max(position[graph.producer[name].name] for name in values)
+    made = {
+        graph.root(name)
+        for node in graph.nodes[:end]
+        if node.phase == "outside"
+        for name in node.outputs
+    }
+    made = {name for name in made if graph.producer[name].phase == "outside"}
+    read = {graph.root(name) for node in graph.nodes[end:] for name in node.inputs}
+    return sum(graph.tensor_by_name[name].size_bytes for name in made & read - {*values})
 
 
 def is_of_other_stages(name: str) -> bool:
@@ -236,6 +254,7 @@ def _beside(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]
         yield "output_gradients", (n_runs - 1) * resident["tangent"], "tangent"
     loss_bytes = made["outside"] - made["outside", "gradient"] - made["outside", "tangent"]
     yield "losses", (pipeline.n_microbatches - 1) * loss_bytes, "output"
+    yield "saved_by_loss", (pipeline.n_in_flight - 1) * _saved_by_loss_bytes(graph), "output"
     state = graph.tensor_by_name.get(RANDOM_STATE)
     if state is not None:
         yield "random_states", (pipeline.n_in_flight - 1) * state.size_bytes, "buffer"

@@ -9,7 +9,7 @@ from scheduler_runtime.compiler import (
     uncompile,
 )
 from scheduler_runtime.fitting import FitError, Fitted, attempt, fit, plan_ahead, plans_of
-from scheduler_runtime.host_parameters import parameters_on_device
+from scheduler_runtime.host_memory import parameters_on_device
 from scheduler_runtime.measuring import Measurement, measure
 from scheduler_runtime.planned import ReplanError
 from scheduler_runtime.ranks import RanksDisagreeError, on_all_ranks

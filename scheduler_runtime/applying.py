@@ -23,8 +23,10 @@ from torch import nn
 
 from graphs.capture import FailsOnBatchError
 from graphs.costs import finish_measuring, from_description
+from graphs.graph import warn
+from graphs.host_state import with_loads
 from graphs.model_calls import Call, TraceError, device_of
-from graphs.parameter_loads import with_loads
+from graphs.passes import passes_of
 from graphs.pipeline import pipeline_of
 from graphs.trace import CapturedStep
 from graphs.training_step import GivenOptimizer, read_optimizer
@@ -38,13 +40,14 @@ from scheduler_runtime.execute import (
     remove_torch_checkpoint,
 )
 from scheduler_runtime.execute import cuda_graph as cuda_graphs
-from scheduler_runtime.host_parameters import HostParameters
-from scheduler_runtime.host_state import bring_back, keep_on_host
+from scheduler_runtime.host_memory import bring_back, hosted_optimizer, hosted_parameters
 from scheduler_runtime.planned import (
     AnyPlan,
     Difference,
+    PassesInFlight,
     Plan,
     PlannedForward,
+    PlannedPass,
     check_arguments,
     check_module,
     check_order,
@@ -58,8 +61,8 @@ from scheduler_runtime.planned import (
     warn_of_existing,
 )
 from solver.methods import KnownPlan
-from solver.schedule import Spill, simulate
-from solver.sizes_deadlines_progress import format_time, names_checked, now_s, tell
+from solver.schedule import Free, Spill, simulate
+from solver.sizes_deadlines_progress import format_both, format_time, names_checked, now_s, tell
 
 ON_MISMATCH = ("smaller", "replan", "error")
 
@@ -146,10 +149,10 @@ class AppliedForward(PlannedForward):
     ) -> None:
         if not plans:
             raise ValueError("there is no plan to apply: the list is empty")
-        self._host_parameters = _on_host(model, plans, cuda_graph=cuda_graph)
-        self._optimizer = _with_state_on_host(plans, optimizer, self._host_parameters, owner=self)
+        self._host_parameters = hosted_parameters(model, plans, cuda_graph=cuda_graph)
+        self._optimizer = hosted_optimizer(plans, optimizer, self._host_parameters, owner=self)
         # shapes may differ between plans, but not what is differentiated, nor how
-        for field in ("train", "gradients", "gradient_outputs"):
+        for field in ("train", "gradients", "gradient_outputs", "passes"):
             values = [plan.environment.get(field) for plan in plans]
             if any(value != values[0] for value in values):
                 raise ValueError(f"the plans are for different steps: {field} is {values}")
@@ -168,6 +171,7 @@ class AppliedForward(PlannedForward):
         self._n_plans = len(plans)
         self._said: set[str] = set()
         self._told_of_gradients = False
+        self._passes, self._told_of_passes = PassesInFlight(), False
         self.on_mismatch = on_mismatch
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
 
@@ -175,6 +179,7 @@ class AppliedForward(PlannedForward):
         """The optimizer belongs to the original, not to a copy of the module."""
         recordings = None if self._recordings is None else cuda_graphs.Recordings()
         own: dict[str, Any] = {"_recordings": recordings, "_kept": [], "_optimizer": None}
+        own["_passes"] = PassesInFlight()
         return {**super().__getstate__(), **own}
 
     def restore(self) -> None:
@@ -227,7 +232,24 @@ class AppliedForward(PlannedForward):
         "checkpoint_solver.remove(model) undoes it"
     )
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        return super().run(*args, **kwargs)
+        output = super().run(*args, **kwargs)
+        if not self._told_of_passes and self._passes.add(output):
+            self._tell_of_passes()
+        return output
+
+    def _tell_of_passes(self) -> None:
+        """Warn where more passes wait for a backward pass than the plan is for, or larger ones."""
+        above_bytes, n = self._passes.above_bytes(), len(self._passes.waiting)
+        if not above_bytes:
+            return
+        self._told_of_passes = True
+        planned = passes_of(self.plan.environment)
+        warn(
+            f"apply: {n} forward passes of {type(self._model).__name__} wait for a backward pass "
+            f"together, but the plan is for {planned.n}: this step may take up to "
+            f"{format_both(above_bytes)} more than the budget. Plan for {n} passes of the largest "
+            f"batch: solve(..., passes={n}) or --passes {n}"
+        )
 
     @property
     def plan(self) -> Plan:
@@ -266,15 +288,27 @@ class AppliedForward(PlannedForward):
             plan, step, part = self.plans[fitting], steps[fitting], parts[fitting]
             schedule = module_schedule(plan.schedule, part)
             # A file may say anything. In the module's part the gradients of its outputs count from
-            # the start; without their bytes this is at most what the whole step takes.
+            # the start, and outputs to the end that the caller drops (in plans of `fit`); without
+            # their bytes this is at most what the whole step takes.
             tangent_bytes = sum(t.size_bytes for t in part.resident if t.kind == "tangent")
+            freed = {op.tensor for op in plan.schedule.ops if isinstance(op, Free)}
+            dropped = freed.intersection(part.returned)
+            dropped_bytes = sum(part.tensor_by_name[name].size_bytes for name in dropped)
             places = plan.request.places
-            peak_bytes = simulate(part, schedule, places=places).peak_bytes - tangent_bytes
+            alone = simulate(part, schedule, places=places)
+            peak_bytes = alone.peak_bytes - tangent_bytes - dropped_bytes
             if peak_bytes > plan.request.available_bytes:
                 raise PlanMismatchError(
                     f"the plan takes at least {peak_bytes} bytes, and its budget leaves "
                     f"{plan.request.available_bytes}: the schedule file was edited; plan again"
                 )
+            planned = PlannedPass.of(
+                part,
+                n=passes_of(plan.environment).n,
+                saved_bytes=alone.saved_bytes,
+                peak_bytes=plan.peak_bytes,
+                available_bytes=plan.request.available_bytes,
+            )
             took = format_time(now_s() - started_s)
             tell(f"{type(model).__name__}: its step is the planned one, found in {took}")
         else:
@@ -294,9 +328,11 @@ class AppliedForward(PlannedForward):
             line = told(new.solution, is_reused=new.reused, took_s=now_s() - started_s)
             warn_of_another(line, reason, n_plans=self._n_plans, said=self._said)
             schedule = module_schedule(new.solution.schedule, step.graph.module_part())
+            planned = PlannedPass.of_solution(new.solution)
         program = BoundProgram(
             step, build_program(step, schedule, places=plan.request.places, pools=self._pools)
         )
+        self._passes.plan(program.program, planned)
         if self._recordings is None:
             return program
         return cuda_graphs.Recorded(program, model, call, self._recordings)
@@ -344,52 +380,6 @@ def _as_planned(step: CapturedStep, plan: Plan) -> CapturedStep:
         return step
     graph = with_loads(step.graph, tensors, in_s=lambda _size_bytes: 0.0)
     return dataclasses.replace(step, graph=graph)
-
-
-def _on_host(model: nn.Module, plans: Sequence[Plan], *, cuda_graph: bool) -> HostParameters | None:
-    """The parameters that the plans have in host memory; None: none."""
-    of_plans = {tuple(plan.host_parameters) for plan in plans}
-    if of_plans == {()}:
-        return None
-    if cuda_graph:
-        raise ValueError(
-            "a recorded step (cuda_graph=True) has its parameters at fixed addresses, and the plan "
-            'has some in host memory; plan with parameters="device"'
-        )
-    if len(of_plans) > 1:
-        raise ValueError(
-            "the plans have different parameters in host memory; solve them all with "
-            'parameters="host", or all with "device"'
-        )
-    (names,) = of_plans
-    return HostParameters(model, names)
-
-
-def _with_state_on_host(
-    plans: Sequence[Plan],
-    optimizer: torch.optim.Optimizer | None,
-    parameters: HostParameters | None,
-    *,
-    owner: object,
-) -> torch.optim.Optimizer | None:
-    """The optimizer after its state has moved to the host; None where it stays on the device."""
-    buckets = {plan.state_buckets for plan in plans}
-    if len(buckets) > 1:
-        raise ValueError(
-            "the plans are for different steps: some have the optimizer's state on the host, or in "
-            'other parts; solve them all with optimizer_state="host", or all with "device"'
-        )
-    (of_all,) = buckets
-    if not of_all:
-        return None
-    if optimizer is None:
-        raise ValueError(
-            "the plan has the optimizer's state on the host: give the optimizer that trains the "
-            "model, apply(model, plan, optimizer=optimizer), or solve with "
-            'optimizer_state="device"'
-        )
-    keep_on_host(optimizer, of_all, parameters=parameters, owner=owner)
-    return optimizer
 
 
 __all__ = ["CudaGraphError", "PlanMismatchError", "TraceError", "apply", "remove"]

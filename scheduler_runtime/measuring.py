@@ -30,7 +30,7 @@ from graphs.model_calls import (
 )
 from graphs.training_step import GivenOptimizer, read_optimizer
 from scheduler_runtime.execute import ReplacedForward, nothing_watches
-from scheduler_runtime.host_state import host_blocks
+from scheduler_runtime.host_memory import host_blocks
 from solver.sizes_deadlines_progress import names_checked
 
 
@@ -180,7 +180,9 @@ def measure_in_turns(
             with side():
                 of_side.append(seconds_of(step.run, device))
     optimizers = () if own is None else (own,)
-    constants = [tensor for forward in _replaced_forwards(model) for tensor in forward.constants()]
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    planned = [forward for forward in forwards if isinstance(forward, ReplacedForward)]
+    constants = [tensor for forward in planned for tensor in forward.constants()]
     found = []
     for side, (_, *timed_s) in zip(sides, times_s, strict=True):
         if gradients == "fresh":
@@ -200,12 +202,6 @@ def measure_in_turns(
             )
         )
     return found
-
-
-def _replaced_forwards(model: nn.Module) -> Iterator[ReplacedForward]:
-    for module in model.modules():
-        if isinstance(forward := module.__dict__.get("forward"), ReplacedForward):
-            yield forward
 
 
 def emptied(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from graphs.fsdp import sharding_of
 from graphs.pipeline import pipeline_of
-from scheduler_runtime.execute import checkpoints_of
+from scheduler_runtime.execute import exported_to
 from scheduler_runtime.planned import RanksDisagreeError
 from solver.schedule import Solution
 
@@ -44,17 +44,20 @@ class _Report:
     def of(cls, solution: Solution, model: nn.Module | None) -> _Report:
         if solution.schedule is None:
             return cls(failure=f"nothing fits: {solution}")
-        place = pipeline_of(solution.environment)
-        if place is not None:
-            fields = dataclasses.asdict(place)
-            return cls(agreed=fields, stage=fields.pop("stage"), n_ranks=place.n_ranks)
-        sharding = sharding_of(solution.environment)
+        place, sharding = pipeline_of(solution.environment), sharding_of(solution.environment)
+        fields = {} if place is None else dataclasses.asdict(place)
+        shards = {} if sharding is None else dataclasses.asdict(sharding)
+        if place is not None and model is None:  # each rank has its own stage, and own groups
+            shards.pop("groups", None)
+            agreed = {**fields, **shards}
+            return cls(agreed=agreed, stage=agreed.pop("stage"), n_ranks=place.n_ranks)
         return cls(
             agreed={
-                **({} if sharding is None else dataclasses.asdict(sharding)),
+                **fields,
+                **shards,
                 "step": solution.graph.graph_id[:19],
                 "schedule": _digest(solution.schedule.ops_to_json()),
-                **({} if model is None else {"exported plan": _digest(checkpoints_of(model))}),
+                **({} if model is None else {"exported plan": _digest(exported_to(model))}),
             }
         )
 
@@ -74,7 +77,8 @@ def on_all_ranks(
     plan: calls `solve`, say, or `Solution.load`. Each rank of a pipeline plans its own stage, once
         for each of them; ranks of a sharded or replicated step all make the same plan.
     group: the ranks that train together (None: all): those of the pipeline, or of the mesh.
-    model: to which the plan has been exported, the same modules on all ranks.
+    model: what the plan is for, where all ranks of the group run the same step, of a stage too; to
+        which it may have been exported, the same modules on all ranks.
 
     Raises what `plan` raises, and RanksDisagreeError on all other ranks; on all ranks where nothing
     fits on some, and where the plans are not of one pipeline, or not the same. A rank that does not

@@ -27,10 +27,11 @@ from torch import nn
 
 from graphs.hardware import is_cuda
 from graphs.model_calls import nested
+from graphs.passes import passes_of
 from graphs.rewrites import results_of
 from scheduler_runtime.applying import apply, remove
 from scheduler_runtime.execute import nothing_watches, own_forwards
-from scheduler_runtime.host_state import on_device
+from scheduler_runtime.host_memory import on_device
 from scheduler_runtime.measuring import Measurement, TrainingStep, measure_in_turns
 from scheduler_runtime.rounding_errors import (
     InFloat64,
@@ -56,7 +57,7 @@ def verify(
     batch: Callable[[], Any],
     loss: Loss | None,
     inputs: Callable[[Any], Any] | None,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer | None],
     device: str,
     autocast: str | None,
     say: Callable[[str], object] = lambda _what: None,
@@ -73,6 +74,11 @@ def verify(
         raise ValueError(
             "the plan is for a stage of a pipeline, whose step takes all stages: run it under its "
             "schedule, with and without apply(stage, solution)"
+        )
+    if (passes := passes_of(solution.environment)).n > 1:
+        raise ValueError(
+            f"the plan is for a step in which {passes.words}, and one pass is run here: compare "
+            "your own step, with and without apply(model, solution)"
         )
     torch.manual_seed(SEED)
     bench = _Bench(
@@ -100,6 +106,14 @@ def verify(
     say(f"memory and time without and with the plan in turns, {n_steps}")
     baseline, measured = bench.measured(solution)
     where = torch.device(device)
+    # the device that the plan is for, and whose rates its times come from unless they were measured
+    costs = solution.graph.meta.cost_model
+    known = costs if isinstance(costs, Mapping) else {}
+    on_cuda = bool(known) and is_cuda(known)
+    title = str(known.get("title", known.get("device", "")))
+    rates_of = title if on_cuda or not title else f"a {title}"
+    if known.get("model") != "roofline":
+        rates_of = ""
     return Verification(
         device=(
             torch.cuda.get_device_name(where) if where.type == "cuda" else "the CPU of this machine"
@@ -123,29 +137,12 @@ def verify(
         differences=tuple(words for name, words in found.items() if name not in unsteady),
         unsteady=unsteady if results == "bitwise" else (),
         results=results,
-        planned_for=_card_of(solution) if where.type == "cpu" else "",
-        rates_of=_rates_of(solution),
+        planned_for=title if on_cuda and where.type == "cpu" else "",
+        rates_of=rates_of,
         largest_error=largest,
         reserved_bytes=measured.reserved_bytes,
         context_bytes=measured.context_bytes,
     )
-
-
-def _card_of(solution: Solution) -> str:
-    """The CUDA card that the plan is for, if it is for one."""
-    costs = solution.graph.meta.cost_model
-    if not isinstance(costs, Mapping) or not is_cuda(costs):
-        return ""
-    return str(costs.get("title", costs["device"]))
-
-
-def _rates_of(solution: Solution) -> str:
-    """The device whose rates the plan's times come from; "": they were measured, or not said."""
-    costs = solution.graph.meta.cost_model
-    if not isinstance(costs, Mapping) or costs.get("model") != "roofline":
-        return ""
-    title = str(costs.get("title", costs.get("device", "")))
-    return title if is_cuda(costs) or not title else f"a {title}"
 
 
 @nothing_watches()
@@ -210,7 +207,7 @@ class _Bench:
     model: nn.Module
     batch: Any
     step: dict[str, Any]
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer | None]
     gradients: str
     mode: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     start: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -232,7 +229,7 @@ class _Bench:
         torch.manual_seed(SEED)
 
     @contextlib.contextmanager
-    def planned(self, solution: Solution) -> Iterator[torch.optim.Optimizer]:
+    def planned(self, solution: Solution) -> Iterator[torch.optim.Optimizer | None]:
         """With the optimizer of its steps."""
         optimizer = self.optimizer(self.model)
         # another batch would be planned for, and that plan compared
@@ -277,7 +274,8 @@ class _Bench:
 
             @contextlib.contextmanager
             def without() -> Iterator[None]:
-                with own_forwards(self.model), on_device(optimizer):
+                on_host = contextlib.nullcontext() if optimizer is None else on_device(optimizer)
+                with own_forwards(self.model), on_host:
                     yield
 
             return measure_in_turns(

@@ -252,12 +252,12 @@ def check_budget_of(budget_of: str, *, kind: str | None) -> None:
 
 
 def check_in_flight(n_in_flight: int, *, with_host: bool, budget_of: str) -> None:
-    """Raises BudgetError for what is planned for one micro-batch at a time only."""
+    """Raises BudgetError for what is planned for one micro-batch or pass at a time only."""
     if n_in_flight == 1 or not (with_host or budget_of == "reserved"):
         return
     what = "copies to the host" if with_host else "a budget of reserved memory"
     option = "--host (host_budget=)" if with_host else "--budget-of (budget_of=)"
     raise BudgetError(
-        f"{what}: not planned for a stage with {n_in_flight} micro-batches in flight; leave out "
-        f"{option}"
+        f"{what}: not planned for a step with {n_in_flight} micro-batches or passes in flight; "
+        f"leave out {option}"
     )

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from graphs.graph import Graph
+from graphs.graph import Graph, warn
+from graphs.host_state import optimizer_of
 from graphs.rewrites import Variants
 from solver.plan_analysis import Curve, SizeSearch, advise, pareto
 from solver.reporting import Report, describe_costs, step_notes
@@ -157,8 +157,9 @@ def verify(
     """Run the step with and without the plan here, and compare peaks, times and every bit.
 
     model, batch: functions that create them.
-    loss, inputs, optimizer: as in `solve` (no optimizer: AdamW). One that is given must be of the
-        parameters of `model()`; its own state is not changed.
+    loss, inputs, optimizer: as in `solve`. One that is given must be of the parameters of
+        `model()`; its own state is not changed. None: the planned class with its default options,
+        or none where the plan counts none.
     autocast: "bf16", "fp16" or None.
 
     Needs the memory of the step without the plan. `.passed` of the result is the verdict. Warns
@@ -183,22 +184,24 @@ def verify(
             batch=batch,
             loss=loss,
             inputs=inputs,
-            optimizer=_maker("AdamW" if optimizer is None else optimizer),
+            optimizer=_maker(optimizer or optimizer_of(solution.environment).get("name")),
             device=device,
             autocast=autocast,
             say=lambda what: say(f"verifying the plan of {name}: {what}"),
         )
     tell(f"{name}: {found.line}")
     for line in (*found.memory_failures, *found.warnings):
-        warnings.warn(line, stacklevel=2)
+        warn(line)
     return found
 
 
-def _maker(given: GivenOptimizer) -> Callable[[nn.Module], optim.Optimizer]:
+def _maker(given: GivenOptimizer | None) -> Callable[[nn.Module], optim.Optimizer | None]:
     """The function from a model to a new optimizer of it. Raises what `solve` raises, and names."""
     from graphs.training_step import check_parameters, read_optimizer, without_state
 
-    def made(model: nn.Module) -> optim.Optimizer:
+    def made(model: nn.Module) -> optim.Optimizer | None:
+        if given is None:
+            return None
         optimizer = read_optimizer(given, model)
         check_parameters(optimizer, model)
         return without_state(optimizer)

@@ -60,11 +60,6 @@ def run_submodule_planner(**step: Any) -> Planned:
 N_REAL_STEPS = 11
 """That `run_submodule_planner` runs, if the first plan takes what was predicted."""
 
-PLAN_BY_SUBMODULES = (
-    "to plan by submodules: checkpoint_solver.fallback.plan_chain(model, batch, budget=...)"
-)
-"""Added to a TraceError of a model that runs."""
-
 
 class VerifyError(ValueError):
     """The step cannot be run with and without the plan here; says why."""

@@ -74,6 +74,8 @@ def compared(rows: Iterable[Any], known: Iterable[Row] = ()) -> list[Row]:
         _compare(result, prediction.value, prediction.measured)
         if prediction.rate_share is not None:
             result |= {"rate_share": prediction.rate_share, "ratio": prediction.ratio}
+        if prediction.kinds is not None:
+            result["kinds"] = prediction.kinds
     others = [row for row in known if _series(row) in of_series]
     for name, series in of_series.items():
         told = [(row, _attempted(row, {})) for row in others if _series(row) == name]

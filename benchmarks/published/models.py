@@ -28,6 +28,7 @@ _REASONS = {
     r"compil|chunked ce|optimizer in backward": "torch.compile: Inductor's buffers are its own",
     r"unpacked": "lengths of the batches are those of the data set and not given",
     r"model in the pr": "the model is not described",
+    r"^bf16 ": "neither its checkpointing nor whether it is compiled is stated",
 }
 _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.2-1b": {"n_layers": 16, "h": 2048, "a": 32, "n_kv": 8, "i": 8192, "tied": True},

@@ -32,13 +32,15 @@ MIB = 2**20
 class Prediction:
     """value, measured: in the row's unit. is_up_to_a_constant: earlier calls in the process have
     left bytes on the card that the row does not tell; value is without them. rate_share: of the
-    card's peak rates, what the measured speed is. ratio: see `shares.ratio_range`."""
+    card's peak rates, what the measured speed is. ratio: see `shares.ratio_range`. kinds: times of
+    products and of other operators at peak rates."""
 
     value: float
     measured: float
     is_up_to_a_constant: bool = False
     rate_share: float | None = None
     ratio: tuple[float, float] | None = None
+    kinds: tuple[float, float] | None = None
 
 
 def predicted(row: Mapping[str, Any]) -> Prediction:
@@ -56,8 +58,9 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
         at_peak_rates = time_ms(graph, script, hardware)
         value = at_peak_rates / expected_share(hardware.name)
         products_ms = 1e3 * split_s(graph.nodes)[0]
-        ratio = ratio_range(products_ms, at_peak_rates - products_ms, measured)
-        return Prediction(value, measured, rate_share=at_peak_rates / measured, ratio=ratio)
+        kinds = products_ms, at_peak_rates - products_ms
+        share, ratio = at_peak_rates / measured, ratio_range(*kinds, measured)
+        return Prediction(value, measured, rate_share=share, ratio=ratio, kinds=kinds)
     return Prediction(simulate_unplanned(graph).peak_bytes / MIB, measured, script.compiles)
 
 

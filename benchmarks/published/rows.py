@@ -50,7 +50,7 @@ def module_row(row: Mapping[str, Any]) -> ModuleRow:
     config, x = (_settings(row, name) for name in ("config", "x"))
     if twice := sorted(config.keys() & x.keys()):
         raise NotPredictedError(f"{twice[0]} is in config and in x")
-    settings = Settings({**config, **x}, date=row.get("date"))
+    settings = Settings({**config, **x}, date=row.get("date"), is_time=metric == TIME)
     script = SCRIPTS[op](settings)
     settings.refuse_unread()
     return ModuleRow(script, _text(row, "gpu"), metric, measured)

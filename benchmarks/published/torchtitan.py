@@ -23,6 +23,7 @@ from graphs.fsdp import MixedPrecision, Sharding
 from graphs.graph import Graph
 from graphs.hardware import Hardware
 from graphs.trace import trace
+from graphs.training_step import with_dropped_outputs
 from solver.module_checkpointing import CheckpointRegion, plan_regions
 from solver.module_checkpointing.regions import nodes_of
 from solver.schedule import Schedule
@@ -77,17 +78,20 @@ def step(
         )
     saves = row["ckpt"] == "per-op SAC"
     checkpointed = () if row["ckpt"] == "none" else blocks
+    graph = with_dropped_outputs(graph, graph.returned)
     regions = [_region(graph, f"{path}.block", saves=saves) for path in checkpointed]
     return graph, plan_regions(graph, regions).schedule
 
 
 def _region(graph: Graph, path: str, *, saves: bool) -> CheckpointRegion:
-    """saves: of attention and every other product the results stay."""
+    """saves: of attention and every other product the results stay, that of the last product too,
+    which nothing reads: the policy names kinds of operators."""
     names = nodes_of(graph, path)
     ops = {name: graph.node_by_name[name].op for name in names}
     products = [name for name in names if ops[name].startswith("aten.mm.")]
     saved = {*products[::2], *(name for name in names if "dot_product" in ops[name])}
-    return CheckpointRegion(names, (path,), frozenset(saved if saves else ()))
+    kept = frozenset(saved if saves else ())
+    return CheckpointRegion(names, (path,), kept, keeps_unread=True)
 
 
 def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -27,7 +27,12 @@ from graphs.trace import CapturedStep, loss_index, trace_module
 INSTANCE = Path(__file__).parents[2] / "tests" / "data" / "gpt2_small_b8_t1024.json"
 
 
+# A step makes its variants of the living model. Those on the meta device take no memory.
+_MODELS: list[nn.Module] = []
+
+
 def captured(model: nn.Module, batch: Any) -> CapturedStep:
+    _MODELS.append(model)
     return trace_module(
         model,
         Call.of(*as_call(batch)),

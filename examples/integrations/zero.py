@@ -20,31 +20,41 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for `examples`, which is not installed
 
-from checkpoint_solver import apply, solve
+from checkpoint_solver import Zero, apply, solve
 from checkpoint_solver.costs import cpu_peak_bytes
 from checkpoint_solver.export import to_torch_checkpoint
 from examples import gpt2
 from examples.integrations.two_processes import N_STEPS, SIZES, small_gpt2
 
-BUDGET = "4.5MB"
-"""For what the plan knows: parameters, gradients, batch and activations of a rank."""
-BUCKET = 100_000
+BUDGET = "7MB"
+"""Of a rank, with what the engine holds. Without a plan the step takes more."""
+BUCKET = 60_000
 """Elements; the engine allocates buckets whatever the size of the model."""
+FEW = 20_000
+"""Elements that ZeRO-3 may gather ahead or keep: by default all of a model as small as this."""
 
 
 def config_of(stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": SIZES["batch_size"],
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": BUCKET,
+            "stage3_max_live_parameters": FEW,
+            "stage3_max_reuse_distance": FEW,
+            "stage3_prefetch_bucket_size": FEW,
+            "stage3_param_persistence_threshold": 100,
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
 
 
-def planned(model: nn.Module, batch: Any, stage: int) -> int:
-    """Put a plan into the model; returns how many operators it recomputes."""
-    solution = solve(model, batch, budget=BUDGET, rewrites="none")
-    assert solution.simulation is not None
+def planned(model: nn.Module, batch: Any, stage: int, optimizer: torch.optim.Optimizer) -> int:
+    """Put a plan for one rank into the model; returns how many operators it recomputes."""
+    zero = Zero(n_ranks=dist.get_world_size(), config=config_of(stage))
+    solution = solve(model, batch, budget=BUDGET, optimizer=optimizer, zero=zero, rewrites="none")
+    assert solution.simulation is not None, solution
     if stage == 3:
         to_torch_checkpoint(model, solution)
     else:
@@ -57,8 +67,8 @@ def trained(stage: int, rank: int, *, with_plan: bool) -> tuple[list[torch.Tenso
     model = small_gpt2()
     torch.manual_seed(rank)
     batch = gpt2.get_batch(**SIZES)
-    n_recomputed = planned(model, batch, stage) if with_plan else 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    n_recomputed = planned(model, batch, stage, optimizer) if with_plan else 0
     config = config_of(stage)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     torch.manual_seed(7 + rank)

@@ -1,8 +1,10 @@
 """From a module and a batch to one traced program of forward and backward, and to graph nodes."""
 
 from graphs.capture.absent_card import can_trace_absent, for_absent_card
+from graphs.capture.as_eager import CheckError, caching_configs
 from graphs.capture.backward_rehearsal import Rehearsed
 from graphs.capture.buffer_writes import Write
+from graphs.capture.called_losses import CalledLoss, LossCalls, called_loss_of, overwrites_logits
 from graphs.capture.captured_step import Capture, Source
 from graphs.capture.extraction import (
     CPU_RANDOM_STATE_BYTES,
@@ -10,7 +12,6 @@ from graphs.capture.extraction import (
     Overwrite,
     extract,
 )
-from graphs.capture.generation_cache import caching_configs
 from graphs.capture.joint_graph import (
     capture,
     fake_output,

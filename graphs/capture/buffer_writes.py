@@ -91,8 +91,17 @@ def part_writes(captured: Capture) -> PartWrites:
     late = (at for n, at in position.items() if n.op == "call_function" and is_backward(n))
     backward = min(late, default=len(position))
     for buffer, new_value in captured.mutations.items():
-        versions = _versions(buffer, new_value)
-        if not versions or new_value in captured.outputs or position[new_value] > backward:
+        versions: list[fx.Node] = []  # the values that it takes one after the other
+        version: Any = new_value
+        while version is not buffer and _replaces_part(version):
+            versions.insert(0, version)
+            version = version.args[0]
+        if (
+            version is not buffer
+            or not versions
+            or new_value in captured.outputs
+            or position[new_value] > backward
+        ):
             continue
         within: set[fx.Node] = set()
         writes = {version: _write(buffer, version, within) for version in versions}
@@ -105,18 +114,6 @@ def part_writes(captured: Capture) -> PartWrites:
             found.within |= within
             found.buffers.add(buffer)
     return found
-
-
-def _versions(buffer: fx.Node, new_value: fx.Node) -> list[fx.Node]:
-    """The values that the buffer takes one after the other; [] if not all are written in parts."""
-    versions: list[fx.Node] = []
-    version = new_value
-    while version is not buffer:
-        if not _replaces_part(version):
-            return []
-        versions.insert(0, version)
-        version = version.args[0]  # type: ignore[assignment]
-    return versions
 
 
 def _replaces_part(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ cannot be for: outputs that are inputs, and written tensors that overlap with ot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,12 +16,11 @@ import torch
 from torch._functorch._aot_autograd import descriptors
 from torch.utils import _pytree as pytree
 
-from graphs.capture.arriving_gradients import take_places
 from graphs.capture.as_eager import Guard
 from graphs.capture.filled_once import Filled
 from graphs.capture.opaque import OpaquePart
 from graphs.capture.refuse import HeldTensor, refuse_overlapping
-from graphs.capture.shared_outputs import share_again, storage_of, title
+from graphs.capture.shared_outputs import storage_of, take_places, title
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import has_distributed, of_local_parts
 from graphs.model_calls import HOLE, TraceError, local_part, nested
@@ -53,7 +52,8 @@ class Capture:
     """The joint fx graph and the meaning of its inputs and outputs.
 
     sources: placeholder -> where it comes from.
-    outputs: fx nodes (or constants) of the model's flat outputs, in the order of `output_spec`.
+    outputs: fx nodes (or constants) of the model's flat outputs, in the order of `output_spec`;
+        after them those of the checks of values (`graphs.capture.as_eager.checked_values`).
     gradient_outputs: indices of the outputs that get a gradient.
     differentiable: indices of the outputs that require one, whether or not they get it.
     tangents: index of an output -> placeholder of its gradient.
@@ -81,6 +81,11 @@ class Capture:
     filled: tuple[Filled, ...] = ()
     opaque: tuple[OpaquePart, ...] = ()
     gradient_specs: Mapping[torch.fx.Node, Any] = field(default_factory=dict)
+
+    @property
+    def has_checks(self) -> bool:
+        """Whether values that the step computes are checked in it."""
+        return len(self.outputs) > self.output_spec.num_leaves
 
     def copy(self) -> Capture:
         """The same with a graph of its own, which may be changed; nodes have the same names."""
@@ -116,9 +121,8 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
     for node in module.graph.find_nodes(op="placeholder"):
         desc = node.meta["desc"]
         by_desc[desc] = node
-        sources[node] = _source(desc, shell)
+        sources[node] = _source(desc, shell.paths)
     output_node = module.graph.output_node()
-    share_again(module.graph)
     take_places(module.graph, [n for n, source in sources.items() if source.kind == "tangent"])
     values = list(pytree.tree_leaves(output_node.args[0], is_leaf=lambda item: item is None))
     flat: dict[int, Any] = {}
@@ -136,16 +140,47 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
             raise TraceError(f"an output of kind {type(desc).__name__} is not supported")
     positions = [index for index, item in enumerate(shell.flat_outputs) if item is HOLE]
     outputs = list(shell.flat_outputs)
+    n_made = len(positions)
     for index, value in flat.items():
-        outputs[positions[index]] = value
+        if index < n_made:
+            outputs[positions[index]] = value
+    outputs += [value for index, value in sorted(flat.items()) if index >= n_made]
     tangents = {
         positions[sources[node].index]: node for node in sources if sources[node].kind == "tangent"
     }
-    _refuse_inputs(outputs, shell, [n for n, s in sources.items() if s.kind != "tangent"])
-    _refuse_written_backward(module.graph, sources)
-    _refuse_overlapping(sources, mutations, shell)
     if shell.spec is None:
         raise TraceError("the model was never called while it was traced")
+    inputs = {node: source for node, source in sources.items() if source.kind != "tangent"}
+    given = {storage_of(node.meta["val"]) for node in inputs}
+    nodes = {i: item for i, item in enumerate(outputs) if isinstance(item, torch.fx.Node)}
+    n_sharing = Counter(storage_of(node.meta["val"]) for node in nodes.values())
+    for index in shell.chosen:
+        node, storage = nodes[index], storage_of(nodes[index].meta["val"])
+        if node.op == "placeholder" or (storage in given and n_sharing[storage] > 1):
+            raise TraceError(
+                f"{title(index, shell.spec)}, which gets a gradient, is one of the model's inputs "
+                "or parameters, or a view of one; return a clone of it"
+            )
+    # What the backward pass writes is the only change that is no output: a `copy_` in the graph.
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        if (source := sources.get(node.args[0])) is not None:
+            raise TraceError(
+                f"the backward pass of an autograd.Function or a hook changes {source.title} in "
+                "place, which a planned step would not do; change it in forward, or after "
+                "backward()",
+                runs_in_eager=True,
+            )
+    state = shell.state
+    tensors: dict[Any, torch.Tensor] = {
+        node: local_part(
+            shell.batch_given[source.index] if source.kind == "input" else state[source.name]
+        )
+        for node, source in inputs.items()
+    }
+    titles: dict[Any, str] = {node: source.title for node, source in inputs.items()}
+    for index, tensor in enumerate(shell.mode.read.tensors):
+        tensors[index], titles[index] = tensor, "a tensor that forward reads besides its arguments"
+    refuse_overlapping(tensors, mutations, titles)
     return Capture(
         graph=module.graph,
         module=module,
@@ -167,76 +202,23 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
     )
 
 
-def _refuse_inputs(outputs: Sequence[Any], shell: Shell, inputs: Iterable[Any]) -> None:
-    """Raise TraceError where an output that gets a gradient is an input, or shares the memory of
-    one with another output.
-    """
-    given = {storage_of(node.meta["val"]) for node in inputs}
-    nodes = {i: item for i, item in enumerate(outputs) if isinstance(item, torch.fx.Node)}
-    n_sharing = Counter(storage_of(node.meta["val"]) for node in nodes.values())
-    for index in shell.chosen:
-        node, storage = nodes[index], storage_of(nodes[index].meta["val"])
-        if node.op == "placeholder" or (storage in given and n_sharing[storage] > 1):
-            assert shell.spec is not None
-            raise TraceError(
-                f"{title(index, shell.spec)}, which gets a gradient, is one of the model's inputs "
-                "or parameters, or a view of one; return a clone of it"
-            )
-
-
-def _refuse_written_backward(
-    graph: torch.fx.Graph, sources: Mapping[torch.fx.Node, Source]
-) -> None:
-    """Raise TraceError where the backward pass writes an input: the only change that is no output.
-
-    AOTAutograd leaves it in the graph as a `copy_`.
-    """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        source = sources.get(node.args[0])
-        if source is not None:
-            raise TraceError(
-                f"the backward pass of an autograd.Function or a hook changes {source.title} in "
-                "place, which a planned step would not do; change it in forward, or after "
-                "backward()",
-                runs_in_eager=True,
-            )
-
-
-def _refuse_overlapping(
-    sources: Mapping[torch.fx.Node, Source], mutations: Iterable[torch.fx.Node], shell: Shell
-) -> None:
-    """Raise TraceError where a written tensor shares memory with another that the step reads."""
-    state = shell.state
-    tensors: dict[Any, torch.Tensor] = {}
-    titles: dict[Any, str] = {}
-    for node, source in sources.items():
-        if source.kind != "tangent":
-            is_input = source.kind == "input"
-            given = shell.batch_given[source.index] if is_input else state[source.name]
-            tensors[node] = local_part(given)
-            titles[node] = source.title
-    for index, tensor in enumerate(shell.mode.read.tensors):
-        tensors[index], titles[index] = tensor, "a tensor that forward reads besides its arguments"
-    refuse_overlapping(tensors, mutations, titles)
-
-
-def _source(desc: Any, shell: Shell) -> Source:
+def _source(desc: Any, paths: Mapping[str, str]) -> Source:
+    """paths: the model's name of a parameter or buffer, by the shell's."""
     if isinstance(desc, descriptors.ParamAOTInput):
-        return Source("parameter", shell.path(desc.target), int(desc.target[1:]))
+        return Source("parameter", paths[desc.target], int(desc.target[1:]))
     if isinstance(desc, descriptors.BufferAOTInput):
-        return Source("buffer", shell.path(desc.target), int(desc.target[1:]))
+        return Source("buffer", paths[desc.target], int(desc.target[1:]))
     if isinstance(desc, descriptors.PlainAOTInput):
         return Source("input", f"input.{desc.idx}", desc.idx)
     if isinstance(desc, descriptors.TangentAOTInput):
-        if not isinstance(desc.output, descriptors.PlainAOTOutput):
-            # a gradient would arrive for something that is not an output of its own
-            written = getattr(desc.output, "mutated_input", None)
-            if isinstance(written, descriptors.ParamAOTInput):
-                raise TraceError(
-                    f"forward changes parameter {shell.path(written.target)!r} in place (clamp_, "
-                    "copy_, .data, max_norm of nn.Embedding); change it outside of forward, before "
-                    "the step"
-                )
-            raise TraceError("outputs of the model share memory; return clones of them")
-        return Source("tangent", f"tangent.{desc.output.idx}", desc.output.idx)
+        if isinstance(desc.output, descriptors.PlainAOTOutput):
+            return Source("tangent", f"tangent.{desc.output.idx}", desc.output.idx)
+        # a gradient would arrive for something that is not an output of its own
+        written = getattr(desc.output, "mutated_input", None)
+        if isinstance(written, descriptors.ParamAOTInput):
+            raise TraceError(
+                f"forward changes parameter {paths[written.target]!r} in place (clamp_, copy_, "
+                ".data, max_norm of nn.Embedding); change it outside of forward, before the step"
+            )
+        raise TraceError("outputs of the model share memory; return clones of them")
     raise TraceError(f"an input of kind {type(desc).__name__} is not supported")

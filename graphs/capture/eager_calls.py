@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.costs import OpCall
 
+_Traced = TypeVar("_Traced")
+_Eager = TypeVar("_Eager")
+
 
 @dataclass(frozen=True)
 class EagerCall:
-    """index: of all calls. storages: what it makes, or writes where it makes nothing."""
+    """index: of all calls. storages: what it makes, or writes where it makes nothing.
+
+    function: sequence number of the autograd function that makes the call.
+    """
 
     name: str
     index: int
     storages: tuple[int, ...]
     overwrites: bool
+    function: int | None
 
 
 class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Numbers calls and the storages that they make, while entered.
+    """While entered, records calls of operators, views left out, and numbers their storages.
 
     freed: storage -> how many calls had run when it was freed.
     written: storage -> the calls that wrote into it after it was made.
@@ -32,31 +40,39 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[EagerCall] = []
         self.freed: dict[int, int] = {}
         self.written: dict[int, list[int]] = {}
-        self.n_calls = self._n_storages = 0
+        self._n_storages = 0
         self._number: dict[int, int] = {}  # address of a live storage -> its number
 
-    def noted(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Any
-    ) -> EagerCall | None:
-        """A call that has run; None if it is a view, or makes and writes nothing."""
-        call = OpCall(target=func, args=args, kwargs=dict(kwargs), value=value)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        value = func(*args, **(kwargs or {}))
+        call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
         if not call.outputs() or call.is_view():
-            return None
+            return value
         known = {item.untyped_storage()._cdata for item in call.inputs()}
-        written = call.mutated()
         outputs = {item.untyped_storage()._cdata: item for item in call.outputs()}
         made = [item.untyped_storage() for at, item in outputs.items() if at not in known]
-        storages = tuple(
-            map(self._numbered, made or [next(iter(outputs.values())).untyped_storage()])
-        )
+        storages = made or [next(iter(outputs.values())).untyped_storage()]
+        numbers = tuple(map(self._numbered, storages))
+        written = call.mutated()
         for item in written:
             if (number := self._number.get(item.untyped_storage()._cdata)) is not None:
-                self.written.setdefault(number, []).append(self.n_calls)
-        self.n_calls += 1
-        overwrites = bool(written) and not made
-        return EagerCall(packet(str(func)), self.n_calls - 1, storages, overwrites)
+                self.written.setdefault(number, []).append(len(self.calls))
+        node = torch._C._current_autograd_node()
+        self.calls.append(
+            EagerCall(
+                name=packet(str(func)),
+                index=len(self.calls),
+                storages=numbers,
+                overwrites=bool(written) and not made,
+                function=None if node is None else node._sequence_nr(),
+            )
+        )
+        return value
 
     def _numbered(self, storage: torch.UntypedStorage) -> int:
         at = storage._cdata
@@ -67,9 +83,29 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._number[at]
 
     def _drop(self, at: int) -> None:
-        self.freed[self._number.pop(at)] = self.n_calls
+        self.freed[self._number.pop(at)] = len(self.calls)
 
 
 def packet(operator: str) -> str:
     """ "aten.mul" of aten.mul.Tensor and of aten.mul_.Scalar."""
     return operator.rpartition(".")[0].rstrip("_")
+
+
+def matched(
+    traced: Sequence[_Traced],
+    eager: Sequence[_Eager],
+    are_same: Callable[[_Traced, _Eager], bool],
+    *,
+    n_ahead: int,
+) -> Iterator[tuple[_Traced, _Eager]]:
+    """Pairs of the same, both in order; what has no counterpart is left out.
+
+    n_ahead: of eager ones, to look for the next traced one.
+    """
+    start = 0
+    for one in traced:
+        for at, other in enumerate(islice(eager, start, start + n_ahead), start):
+            if are_same(one, other):
+                yield one, other
+                start = at + 1
+                break

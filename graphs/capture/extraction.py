@@ -56,6 +56,7 @@ class Layout:
     gradients: placeholder of a leaf -> the tensor that holds its gradient; all different.
     copies: name of a clone node -> fx node of the gradient that it copies.
     in_place: forward nodes whose operator overwrites its first argument in eager mode.
+    module_calls: path of a module -> numbers of its calls that forward nodes are in.
     within: call of an operator that is traced as several -> those of its forward nodes that read
         what eager mode holds until it returns, and the last.
     overwriting: name of a node that overwrites an input -> how it is called (`Overwrite`).
@@ -73,6 +74,7 @@ class Layout:
     gradients: dict[torch.fx.Node, str] = field(default_factory=dict)
     copies: dict[str, torch.fx.Node] = field(default_factory=dict)
     in_place: list[str] = field(default_factory=list)
+    module_calls: dict[str, set[int]] = field(default_factory=dict)
     within: dict[int, list[str]] = field(default_factory=dict)
     functions: dict[int, list[str]] = field(default_factory=dict)
     sums: list[str] = field(default_factory=list)
@@ -156,7 +158,12 @@ class _Extraction:
         if known is None:
             known = name
             self._alias(value, name)
-            n_bytes = _dense_bytes(value) if kind == "tangent" else storage.nbytes()
+            n_bytes = storage.nbytes()
+            if kind == "tangent":  # made with the strides of its output, on a storage of its own,
+                # while the output of a CPU kernel may keep more alive (`as_eager.fake_kernels`)
+                steps = zip(value.shape, value.stride(), strict=True)
+                last = sum((n - 1) * step for n, step in steps)
+                n_bytes = int(last + 1) * value.element_size() if value.numel() else 0
             if not isinstance(n_bytes, int):
                 raise TraceError(
                     f"the size of {node.name} ({node.target}) depends on the data ({n_bytes}); "
@@ -184,19 +191,37 @@ class _Extraction:
         made = self._made(node, values)
         if not made:
             return  # a view, or nothing at all
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
         inputs = tuple(
             dict.fromkeys(
                 self.layout.storage[argument]
-                for argument in pytree.tree_leaves((node.args, node.kwargs))
+                for argument in leaves
                 if isinstance(argument, torch.fx.Node) and argument in self.layout.storage
             )
         )
-        if self._has_own_generator(node):
+        constants = (
+            getattr(self.captured.module, str(item.target), None)
+            for item in leaves
+            if isinstance(item, torch.fx.Node) and item.op == "get_attr"
+        )
+        if any(isinstance(item, torch.Generator) for item in (*leaves, *constants)):
             raise own_generator(node.target)
         cost = self.cost(node)
         phase: Phase = "backward" if is_backward(node) else "forward"
         self.layout.calls[node.name] = node
-        self._note_eager(node, phase)
+        # Facts of eager mode that a functional graph of single operators has lost.
+        custom, number = _custom(node), node.meta.get("seq_nr")
+        if phase == "forward":
+            if custom.get("in_place"):
+                self.layout.in_place.append(node.name)
+            for path, module_call in custom.get("module_calls", {}).items():
+                self.layout.module_calls.setdefault(path, set()).add(module_call)
+            if (within := custom.get("runs_within")) is not None:
+                self.layout.within.setdefault(within, []).append(node.name)
+        elif node.meta.get("is_gradient_acc"):
+            self.layout.sums.append(node.name)
+        elif number is not None:
+            self.layout.functions.setdefault(number, []).append(node.name)
         self.layout.nodes.append(
             Node(
                 name=node.name,
@@ -207,22 +232,9 @@ class _Extraction:
                 workspace_bytes=cost.workspace_bytes,
                 phase=phase,
                 recomputable=phase == "forward" and self._is_recomputable(node, inputs),
-                module=str(_custom(node).get("module_path", "")),
+                module=str(custom.get("module_path", "")),
             )
         )
-
-    def _note_eager(self, node: torch.fx.Node, phase: Phase) -> None:
-        """Record facts of eager mode that a functional graph of single operators has lost."""
-        number = node.meta.get("seq_nr")
-        if phase == "forward":
-            if _custom(node).get("in_place"):
-                self.layout.in_place.append(node.name)
-            if (call := _custom(node).get("runs_within")) is not None:
-                self.layout.within.setdefault(call, []).append(node.name)
-        elif node.meta.get("is_gradient_acc"):
-            self.layout.sums.append(node.name)
-        elif number is not None:
-            self.layout.functions.setdefault(number, []).append(node.name)
 
     def _made(self, node: torch.fx.Node, values: list[Any]) -> list[str]:
         """Names of the storages that the call allocates; empty for a view."""
@@ -274,16 +286,13 @@ class _Extraction:
                 return False  # its random numbers cannot be replayed
             self._n_random += 1
         mutated = {self.layout.storage[placeholder] for placeholder in self.captured.mutations}
-        return mutated.isdisjoint(inputs) or _ignores_running_statistics(node)
-
-    def _has_own_generator(self, node: torch.fx.Node) -> bool:
-        leaves = pytree.tree_leaves((node.args, node.kwargs))
-        constants = (
-            getattr(self.captured.module, str(item.target), None)
-            for item in leaves
-            if isinstance(item, torch.fx.Node) and item.op == "get_attr"
+        # Training batch norm reads the running statistics only to update them: its other outputs
+        # can be recomputed after they have changed.
+        aten = torch.ops.aten
+        ignores_them = node.target is aten._batch_norm_with_update_functional.default or (
+            node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True
         )
-        return any(isinstance(item, torch.Generator) for item in (*leaves, *constants))
+        return mutated.isdisjoint(inputs) or ignores_them
 
     def _update(self, name: str, write: Write) -> None:
         old = self.layout.storage[write.buffer]
@@ -325,20 +334,16 @@ class _Extraction:
             ]
             layout.nodes += of_inputs
 
-    def _is_scalar(self, index: int) -> bool:
-        value = self.captured.outputs[index]
-        return isinstance(value, torch.fx.Node) and value.meta["val"].numel() == 1
-
     def _label(self) -> None:
         """Mark the graph's outputs, and count the random states that recomputation needs."""
         layout = self.layout
         made = {name: i for i, node in enumerate(layout.nodes) for name in node.outputs}
-        losses = {index for index in self.captured.gradient_outputs if self._is_scalar(index)}
         for index, value in enumerate(self.captured.outputs):
             returned = layout.storage.get(value) if isinstance(value, torch.fx.Node) else None
             if returned is not None and returned in made and returned not in layout.outputs:
                 layout.outputs.append(returned)
-                self.kinds[returned] = "activation" if index in losses else "output"
+                is_loss = index in self.captured.gradient_outputs and value.meta["val"].numel() == 1
+                self.kinds[returned] = "activation" if is_loss else "output"
                 # The caller holds what the model returns: freeing it here would free no memory.
                 node = layout.nodes[made[returned]]
                 layout.nodes[made[returned]] = dataclasses.replace(node, recomputable=False)
@@ -347,25 +352,6 @@ class _Extraction:
         if self._n_random and device == "cpu":
             self.sizes[RANDOM_STATE] = CPU_RANDOM_STATE_BYTES * self._n_random
             self.kinds[RANDOM_STATE] = "buffer"
-
-
-def _ignores_running_statistics(node: torch.fx.Node) -> bool:
-    """Training batch norm reads the running statistics only to update them.
-
-    Its other outputs do not depend on them, so it can be recomputed after they have changed.
-    """
-    if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
-        return node.args[5] is True
-    return node.target is torch.ops.aten._batch_norm_with_update_functional.default
-
-
-def _dense_bytes(tensor: torch.Tensor) -> int:
-    """Of a storage that holds nothing else. A gradient is made with the strides of its output, but
-    the output of a CPU kernel may keep more alive (`graphs.capture.as_eager.fake_kernels`)."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(last + 1) * tensor.element_size()
 
 
 def _custom(node: torch.fx.Node) -> dict[str, Any]:

@@ -93,7 +93,10 @@ class SetBeforeRead:
                 watch = self._watches.setdefault(place, _Watch(name, default))
                 watch.waiting[id(module)] = each.value
         for module in self._modules.values():
-            self._stack.callback(_put_back, module, dict(vars(module)))
+            # Put back in their order, which is a part of what calls are compared by.
+            attributes = vars(module)
+            self._stack.callback(attributes.update, dict(attributes))
+            self._stack.callback(attributes.clear)
         for (kind, name), watch in self._watches.items():
             for module in self._modules.values():
                 if id(module) in watch.waiting:
@@ -105,12 +108,13 @@ class SetBeforeRead:
 
     def marked(self) -> tuple[Filled, ...]:
         """The attributes, after a step inside that ran as it does outside."""
-        return tuple(replace(each, is_unread=self._is_unread(each)) for each in self._filled)
-
-    def _is_unread(self, each: Filled) -> bool:
-        module = self._modules[each.module]
-        watch = self._watches.get((type(module), each.attribute))
-        return watch is not None and id(module) in watch.set_first
+        found = []
+        for each in self._filled:
+            module = self._modules[each.module]
+            watch = self._watches.get((type(module), each.attribute))
+            is_unread = watch is not None and id(module) in watch.set_first
+            found.append(replace(each, is_unread=is_unread))
+        return tuple(found)
 
 
 class _Watch:
@@ -146,12 +150,6 @@ class _Watch:
 
 
 _MISSING = object()
-
-
-def _put_back(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """In their order, which is a part of what calls are compared by."""
-    vars(module).clear()
-    vars(module).update(attributes)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,22 +41,18 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.traceback import annotate
 
-from graphs.capture.as_eager import eager_branches, eager_kernels, refuse_fast_path
-from graphs.capture.backward_rehearsal import (
-    BackwardCalls,
-    Rehearsed,
-    compared,
-    saved_by_functions,
-)
+from graphs.capture.as_eager import eager_branches, eager_kernels, no_cache, refuse_fast_path
+from graphs.capture.backward_rehearsal import Rehearsed, compared, saved_by_functions
 from graphs.capture.captured_step import Capture, read_joint
+from graphs.capture.eager_calls import EagerCalls
 from graphs.capture.extraction import Layout
 from graphs.capture.filled_once import Filled, SetBeforeRead, filled_once, put_meanwhile
-from graphs.capture.forward_rehearsal import ForwardCalls, held_by_variables
-from graphs.capture.generation_cache import no_cache
+from graphs.capture.forward_rehearsal import held_by_variables
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_most, with_opaque_parts
 from graphs.capture.own_failure import failures_not_logged
 from graphs.capture.refuse import (
     SideEffectError,
+    around_module_calls,
     attributes_unchanged,
     refuse_hooks,
     refuse_parametrization_cache,
@@ -64,6 +61,7 @@ from graphs.capture.same_program import Described, described
 from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import forget_placements, has_distributed
+from graphs.capture.traced_calls import is_backward
 from graphs.model_calls import Call, TraceError, strided_like
 
 TRACING = threading.RLock()
@@ -106,7 +104,29 @@ def capture(
 
     def traced(standing: Sequence[StandIn]) -> Capture:
         def run() -> Capture:
-            return _captured(model, call, standing, device=device, choose=choose, arriving=arriving)
+            shell = Shell(
+                model, call, choose=choose, device=device, standing=standing, arriving=arriving
+            )
+            # The cache of results on fake tensors ignores storage offsets: without this, sizes
+            # would depend on what this process has traced before.
+            FakeTensorMode.cache_clear()
+            if has_distributed(model):
+                forget_placements()
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(eager_kernels(device or torch.device("cpu")))
+                stack.enter_context(_module_paths(model))
+                # `backward()` is called after the autocast context has ended.
+                stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+                stack.enter_context(_tracing(model, standing))
+                refuse_parametrization_cache(model)
+                with attributes_unchanged(model):
+                    joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
+                bind(joint.graph_module.graph, standing)
+                shell.mode.read.refuse_hidden(call.rest)
+                captured = read_joint(joint, shell)
+                _name_modules_of_copying_functions(captured.graph)
+                shell.mode.leaves = {}  # the program's fake tensors refer to the mode
+                return captured
 
         captured, filled = _with_filled(model, call, device, run, standing)
         return replace(captured, filled=filled)
@@ -114,37 +134,6 @@ def capture(
     captured, opaque = with_opaque_parts(model, call, device, traced, planned=planned)
     refuse_most(captured.graph, opaque)
     return replace(captured, opaque=opaque)
-
-
-def _captured(
-    model: nn.Module,
-    call: Call,
-    standing: Sequence[StandIn],
-    *,
-    device: torch.device | None,
-    choose: Callable[[Any], tuple[int, ...]],
-    arriving: Mapping[int, tuple[int, ...]] | None,
-) -> Capture:
-    shell = Shell(model, call, choose=choose, device=device, standing=standing, arriving=arriving)
-    # The cache of results on fake tensors ignores storage offsets: without this, sizes would depend
-    # on what this process has traced before.
-    FakeTensorMode.cache_clear()
-    if has_distributed(model):
-        forget_placements()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(eager_kernels(device or torch.device("cpu")))
-        stack.enter_context(_module_paths(model))
-        # `backward()` is called after the autocast context has ended.
-        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-        stack.enter_context(_tracing(model, standing))
-        refuse_parametrization_cache(model)
-        with attributes_unchanged(model):
-            joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
-        bind(joint.graph_module.graph, standing)
-        shell.mode.read.refuse_hidden(call.rest)
-        captured = read_joint(joint, shell)
-        shell.mode.leaves = {}  # the program's fake tensors refer to the mode
-        return captured
 
 
 @one_at_a_time
@@ -206,7 +195,7 @@ def rehearse(
             shell.mode,
             torch.enable_grad(),
         ):
-            with ForwardCalls() as forward:
+            with EagerCalls() as forward:
                 returned = shell(*shell.batch)
             outputs = [item for item in returned if item.requires_grad]
             del returned
@@ -215,16 +204,15 @@ def rehearse(
             if [each.shape for each in tangents] == [item.shape for item in outputs]:
                 gradients = [strided_like(each).fill_(1.0) for each in tangents]
             saved = saved_by_functions(outputs)
-            calls = BackwardCalls()
             with (
                 torch._C._DisableAutocast(),
                 torch.autograd.set_multithreading_enabled(False),
-                calls,
+                EagerCalls() as backward,
             ):
                 torch.autograd.backward(outputs, gradients)
     except TraceError:
         return Rehearsed()
-    found = compared(layout, calls, saved)
+    found = compared(layout, backward, saved)
     return replace(found, saved={**found.saved, **held_by_variables(layout, forward)})
 
 
@@ -299,90 +287,70 @@ def _tracing(model: nn.Module, standing: Sequence[StandIn]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _module_paths(model: nn.Module) -> Iterator[None]:
-    """Record the path of the running module of `model` in each fx node's meta."""
+    """Record the path of the running module of `model` in each fx node's meta, and which call of
+    it and of those around it this is."""
     paths = {module: name for name, module in model.named_modules()}
     entered: list[contextlib.ExitStack] = []
-    tracing = threading.get_ident()
+    running: list[dict[str, int]] = [{}]  # path -> number of the call
+    numbers = itertools.count()
 
-    def before(module: nn.Module, _args: Any) -> None:
-        if threading.get_ident() != tracing:  # another thread runs a step meanwhile
-            return
+    def before(module: nn.Module) -> None:
         stack = contextlib.ExitStack()
         if module in paths:
-            stack.enter_context(annotate({"module_path": paths[module]}))
+            running.append(running[-1] | {paths[module]: next(numbers)})
+            stack.callback(running.pop)
+            about = {"module_path": paths[module], "module_calls": running[-1]}
+            stack.enter_context(annotate(about))
         entered.append(stack)
 
-    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-        if entered and threading.get_ident() == tracing:
+    def after() -> None:
+        if entered:
             entered.pop().close()
 
-    hooks: tuple[Any, ...] = (before, after)
-    for hook in hooks:
-        hook.is_of_trace = True
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(before),
-        nn.modules.module.register_module_forward_hook(after, always_call=True),
-    ]
     try:
-        yield
+        with around_module_calls(before, after):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         while entered:
             entered.pop().close()
 
 
-_READS_VALUES = "forward reads values that the step computes"
-_READS_VALUES_ADVICE = (
-    " (an `if` on a tensor, .item(), int(), indexing by a computed mask), so that each step could "
-    "run other operators; a plan is for one sequence. Use torch.where or multiply by a mask, or "
-    "decide by values of the batch or of buffers, which may be read"
-)
+def _name_modules_of_copying_functions(graph: torch.fx.Graph) -> None:
+    """Give backward nodes of operators in place the module's path where PyTorch finds none.
 
-_CHECKS_ARGUMENTS = f"{_READS_VALUES}: torch.distributions checks its arguments"
-_CHECKS_ARGUMENTS_ADVICE = (
-    ", and raises an error for wrong ones (NaN), so that steps could differ. Pass "
-    "validate_args=False, or call "
-    "torch.distributions.Distribution.set_default_validate_args(False) before planning"
-)
-
-
-def _in_check_of_distribution(error: Exception) -> bool:
-    """Whether it was raised while a distribution checked its arguments or a value."""
-    frames = traceback.walk_tb(error.__traceback__)
-    codes = (frame.f_code for frame, _ in frames)
-    return any(
-        code.co_filename == torch.distributions.distribution.__file__
-        and code.co_name in ("__init__", "_validate_sample")
-        for code in codes
-    )
+    It goes by the number of the autograd function. Where autograd copies first what is overwritten
+    (`silu_`, `pow_`), the copy and the operator have the number after the function's.
+    """
+    calls = [node for node in graph.nodes if "seq_nr" in node.meta]
+    forward = {n.meta["seq_nr"]: n.meta.get("custom") for n in calls if not is_backward(n)}
+    for node in calls:
+        number = node.meta["seq_nr"]
+        if is_backward(node) and number not in forward and not node.meta.get("custom"):
+            path = (forward.get(number + 1) or {}).get("module_path")
+            if path is not None:
+                node.meta["custom"] = {"module_path": path}
 
 
 def _refused(model: nn.Module, error: Exception) -> TraceError:
     """In one line: what failed, and where in the user's code."""
-    name, place = type(model).__name__, _line_of(error)
+    name, place = type(model).__name__, ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        ours = Path(path).is_relative_to(Path(__file__).parents[1])
+        at_exit = path == contextlib.__file__  # found when forward had ended
+        if "/torch/" not in path and not ours and not at_exit and not path.startswith("<"):
+            place = f" ({path}, line {line})"
     if isinstance(error, SideEffectError):
         why = f"{name} cannot be planned{place}: {error}"
         return TraceError(why, runs_in_eager=True, short=str(error))
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     what, advice = f"{type(error).__name__}: {lines[0] if lines else 'no message'}", ""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        what, advice = _READS_VALUES, _READS_VALUES_ADVICE
-        if _in_check_of_distribution(error):
-            what, advice = _CHECKS_ARGUMENTS, _CHECKS_ARGUMENTS_ADVICE
+        what = "forward reads values that the step computes"
+        advice = (
+            " (an `if` on a tensor, .item(), int(), indexing by a computed mask), so that each "
+            "step could run other operators; a plan is for one sequence. Use torch.where or "
+            "multiply by a mask, or decide by values of the batch or of buffers, which may be read"
+        )
     why = f"{name} cannot be traced{place}: {what}{advice}"
     return TraceError(why, runs_in_eager=True, short=f"{what}{place}")
-
-
-def _line_of(error: Exception) -> str:
-    """The last line of the user's code that it passed, for messages."""
-    place = ""
-    frame = error.__traceback__
-    while frame is not None:
-        path = frame.tb_frame.f_code.co_filename
-        ours = Path(path).is_relative_to(Path(__file__).parents[1])
-        at_exit = path == contextlib.__file__  # found when forward had ended
-        if "/torch/" not in path and not ours and not at_exit and not path.startswith("<"):
-            place = f" ({path}, line {frame.tb_lineno})"
-        frame = frame.tb_next
-    return place

@@ -24,16 +24,14 @@ def at_each_checkpoint(notice: Callable[[], None]) -> Iterator[None]:
         (checkpoints, "_checkpoint_without_reentrant_generator"),
         (checkpoints.CheckpointFunction, "apply"),
     ]
-
-    def noticed(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            notice()
-            return function(*args, **kwargs)
-
-        return call
-
     with TRACING, contextlib.ExitStack() as stack:
         for place, name in places:
-            stack.enter_context(mock.patch.object(place, name, noticed(getattr(place, name))))
+            function = getattr(place, name)
+
+            @functools.wraps(function)
+            def call(*args: Any, _function: Callable[..., Any] = function, **kwargs: Any) -> Any:
+                notice()
+                return _function(*args, **kwargs)
+
+            stack.enter_context(mock.patch.object(place, name, call))
         yield

@@ -18,16 +18,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import annotate
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from graphs.capture.arriving_gradients import with_strides
-from graphs.capture.as_eager import KnowingMode, Leaf, casts_once, generator_states
+from graphs.capture.as_eager import (
+    KnowingMode,
+    Leaf,
+    casts_once,
+    checks_noted,
+    generator_states,
+)
+from graphs.capture.called_losses import calls_noted
 from graphs.capture.opaque import StandIn
 from graphs.capture.refuse import (
+    SideEffectError,
     buffers_of,
     no_unseen_changes,
     random_states_untouched,
     refuse_replaced_buffers,
 )
-from graphs.capture.shared_outputs import of_their_own, refuse_twins
+from graphs.capture.shared_outputs import for_trace
 from graphs.capture.tensor_parallel import gradient_noted, refuse_distributed, with_part
 from graphs.model_calls import (
     HOLE,
@@ -59,7 +66,12 @@ class _Forward(_WithoutHooks):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before = buffers_of(self.inner)
         inner = self.inner
-        with random_states_untouched(inner), no_unseen_changes(inner), _InPlaceNoted():
+        with (
+            random_states_untouched(inner),
+            no_unseen_changes(inner),
+            _NotedCalls(),
+            calls_noted(),
+        ):
             output = inner.forward(*args, **kwargs)
         refuse_replaced_buffers(before, inner)
         return output
@@ -69,6 +81,7 @@ class Shell(_WithoutHooks):
     """Owns fake copies of a module's tensors and calls the module with them.
 
     spec, chosen, flat_outputs, differentiable: of the last call; see `Capture`.
+    checks: what `checks_noted` has noted in it; returned after the flat outputs.
     gradient_specs: parameter -> how DTensor places its gradient, once it has been computed.
     """
 
@@ -87,11 +100,13 @@ class Shell(_WithoutHooks):
         refuse_distributed(model, call.tensors)
         self._standing = tuple(standing)
         self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
-        self._paths: dict[str, str] = {}  # by the name here
+        self.batch_given = call.tensors
+        self.paths: dict[str, str] = {}  # the model's name of a parameter or buffer, by that here
         self._cache_enabled = torch.is_autocast_cache_enabled()
         self.spec: nested.Spec | None = None
         self.chosen: tuple[int, ...] = ()
         self.flat_outputs: list[Any] = []
+        self.checks: list[torch.Tensor] = []
         self.differentiable: tuple[int, ...] = ()
         self.gradient_specs: dict[str, Any] = {}
         known = {
@@ -104,11 +119,11 @@ class Shell(_WithoutHooks):
             for i, (name, parameter) in enumerate(model.named_parameters()):
                 fake = nn.Parameter(_fake(parameter, device), requires_grad=parameter.requires_grad)
                 self.register_parameter(f"p{i}", fake)
-                self._paths[f"p{i}"] = name
+                self.paths[f"p{i}"] = name
             for i, (name, buffer) in enumerate(model.named_buffers()):
                 fake_buffer = self.mode.set_leaf(_fake(buffer, device), Leaf("buffer", name))
                 self.register_buffer(f"b{i}", fake_buffer)
-                self._paths[f"b{i}"] = name
+                self.paths[f"b{i}"] = name
             self.batch = [
                 self.mode.set_leaf(_fake(tensor, device), Leaf("input", index)).requires_grad_(
                     tensor.requires_grad
@@ -124,15 +139,6 @@ class Shell(_WithoutHooks):
     def state(self) -> dict[str, torch.Tensor]:
         """The model's own parameters and buffers by their names."""
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-
-    @property
-    def batch_given(self) -> list[torch.Tensor]:
-        """The tensors of the call that `batch` stands for."""
-        return self._outside[1].tensors
-
-    def path(self, target: str) -> str:
-        """The model's name of the shell's parameter or buffer."""
-        return self._paths[target]
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output for the shell's parameters and these tensors."""
@@ -159,14 +165,16 @@ class Shell(_WithoutHooks):
     ) -> Any:
         model, call, _ = self._outside
         self.mode.begin()
+        self.checks.clear()
         for each in self._standing:
-            each.begin()
+            each.asked.clear()
         # Each attribute of each module once. `tie_weights=True` lists an attribute once per name of
         # its module (shared modules have several), and would finally restore a fake tensor there.
         state = {f"inner.{name}": own[tensor] for name, tensor in named_state(model)}
         args, kwargs = call.arguments(tensors)
         forward = _Forward(model)
-        return torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)
+        with checks_noted(self.checks):
+            return torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
         own = self._own()
@@ -174,49 +182,48 @@ class Shell(_WithoutHooks):
         with casts_once(leaves, cache_enabled=self._cache_enabled):
             output = self._call(tensors, own)
         flat, self.spec = nested.flatten(output)
+        flat = nested.once(flat)
         for item in flat:
             if is_distributed(item):
-                raise TraceError(_DISTRIBUTED_OUTPUT)
-            if not isinstance(item, torch.Tensor | int | float | bool | str | None):
-                raise TraceError(_hidden(item))
-        self.chosen = self._outside[2](output)
+                raise TraceError(
+                    "the model returns a DTensor; return this rank's part (use_local_output=True "
+                    "in the parallel style of its last submodule) or all of it (full_tensor())"
+                )
+            if isinstance(item, torch.Tensor | nested.Repeated | int | float | bool | str | None):
+                continue
+            name = type(item).__name__
+            library: Any = sys.modules.get("transformers.cache_utils")
+            if library is not None and isinstance(item, library.Cache):
+                raise TraceError(
+                    "the model returns the cache that transformers fills for generation "
+                    f"({name}); pass use_cache=False"
+                )
+            raise TraceError(
+                f"the model returns an object of type {name}, which hides its tensors; return "
+                "tensors, tuples, lists or dicts"
+            )
+        chosen = self._outside[2](output)
+        if missing := [index for index in chosen if not 0 <= index < len(flat)]:
+            raise TraceError(
+                f"output {missing[0]} is to get a gradient, and the model returns "
+                f"{len(flat)}, counted from 0: the plan is of another model, or was edited"
+            )
+        repeated = {
+            i: item.index for i, item in enumerate(flat) if isinstance(item, nested.Repeated)
+        }
+        self.chosen = tuple(sorted({repeated.get(index, index) for index in chosen}))
         self.flat_outputs = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
         self.differentiable = tuple(
             index
             for index, item in enumerate(flat)
             if isinstance(item, torch.Tensor) and item.requires_grad
         )
-        refuse_twins(flat, self.chosen, self.spec)
-        arriving = [
-            with_strides(item, i, self._arriving) if i in self.chosen else item
-            for i, item in enumerate(flat)
-        ]
-        return [
+        made = [
             item if i in self.chosen else item.detach()
-            for i, item in enumerate(of_their_own(arriving, self.chosen))
+            for i, item in enumerate(for_trace(flat, self.chosen, self._arriving))
             if isinstance(item, torch.Tensor)
         ]
-
-
-_DISTRIBUTED_OUTPUT = (
-    "the model returns a DTensor; return this rank's part (use_local_output=True in the parallel "
-    "style of its last submodule) or all of it (full_tensor())"
-)
-
-
-def _hidden(item: object) -> str:
-    """Why the model's output cannot be traced."""
-    name = type(item).__name__
-    library: Any = sys.modules.get("transformers.cache_utils")
-    if library is not None and isinstance(item, library.Cache):
-        return (
-            f"the model returns the cache that transformers fills for generation ({name}); pass "
-            "use_cache=False"
-        )
-    return (
-        f"the model returns an object of type {name}, which hides its tensors; return tensors, "
-        "tuples, lists or dicts"
-    )
+        return [*made, *self.checks]
 
 
 def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
@@ -245,19 +252,33 @@ _CHECKS_RESULT = (
     "variant that does not check: cholesky_ex(a).L, inv_ex(a).inverse, solve_ex(a, b).result, "
     "lu_factor_ex(a)[:2]"
 )
+_CHECKS_IN_BACKWARD = (
+    "the gradient of torch.linalg.eig and eigvals is computed by a function that reads its result, "
+    "to raise an error where the eigenvectors are dependent. Put the call into a submodule of its "
+    "own, which is planned as one piece; use eigh for a symmetric matrix; or detach the matrix"
+)
+_OBSERVES_FIRST = (
+    "an observer of torch.ao.quantization has not seen a tensor yet: its first call gives its "
+    "buffers one element for each channel. Call the model once before it is planned"
+)
 
 
-class _InPlaceNoted(TorchDispatchMode):
-    """Records in an fx node's meta that the module's operator overwrites its first argument.
-
-    The functional graph no longer shows it.
-    """
+class _NotedCalls(TorchDispatchMode):
+    """Records in an fx node's meta that the module's operator overwrites its first argument, which
+    the functional graph no longer shows; refuses operators that read what the step computes."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten._linalg_check_errors.default:
             raise TraceError(_CHECKS_RESULT)
+        is_eig = func is torch.ops.aten.linalg_eig.default
+        if is_eig and torch.is_grad_enabled() and args[0].requires_grad:
+            raise SideEffectError(_CHECKS_IN_BACKWARD)
+        if func is torch.ops.aten._fused_moving_avg_obs_fq_helper.default:
+            x, running_min, axis, *by_channel = args[0], args[3], *args[10:12]
+            if any(by_channel) and running_min.numel() != x.shape[axis]:
+                raise SideEffectError(_OBSERVES_FIRST)
         first = next(iter(func._schema.arguments), None)
         writes = first is not None and first.alias_info is not None and first.alias_info.is_write
         with annotate({"in_place": True}) if writes else contextlib.nullcontext():

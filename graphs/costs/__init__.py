@@ -10,5 +10,5 @@ from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_byte
 from graphs.costs.models import CostModel, Measured, Roofline, from_description
 from graphs.costs.node_costs import NodeCosts
 from graphs.costs.observed import ObservedRun, OperatorCalls
-from graphs.costs.operators import Cost, OpCall, bytes_moved, flops_of
+from graphs.costs.operators import Cost, OpCall, bytes_moved, flops_of, tensors_in
 from graphs.costs.tracker import Tracker

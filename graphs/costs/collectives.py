@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from graphs.costs.operators import OpCall
-from graphs.links import Link, all_gather_s, all_reduce_s, reduce_scatter_s
+from graphs.hardware import Link, all_gather_s, all_reduce_s, reduce_scatter_s
 
 _NAMESPACES = ("_c10d_functional", "c10d_functional", "c10d", "_dtensor")
 _WAIT = "_c10d_functional.wait_tensor.default"
@@ -42,7 +42,9 @@ class Collective:
         kind = call.packet.__name__.rstrip("_").removesuffix("_coalesced")
         tensors = call.outputs() if kind == _GATHERS else call.inputs()
         n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return cls(kind, n_bytes, distributed_c10d._get_group_size_by_name(_group(call)))
+        names = [argument.name for argument in call.target._schema.arguments]
+        given: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        return cls(kind, n_bytes, distributed_c10d._get_group_size_by_name(given["group_name"]))
 
     def time_s(self, link: Link) -> float:
         """Of an operator that is not known as an all-reduce, which sends the most."""
@@ -52,13 +54,6 @@ class Collective:
     def gloo_workspace_bytes(self) -> int:
         """gloo gathers into a list of tensors, and reduces a copy."""
         return self.n_bytes if self.kind in (_GATHERS, _SCATTERS) else 0
-
-
-def _group(call: OpCall) -> Any:
-    """The name of its process group."""
-    names = [argument.name for argument in call.target._schema.arguments]
-    given: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    return given["group_name"]
 
 
 _GATHERS, _SCATTERS = "all_gather_into_tensor", "reduce_scatter_tensor"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphs.costs.operators import OpCall, aten
-from graphs.costs.workspace import masked_rows_bytes
+from graphs.costs.workspace import masked_rows_bytes, matrix_exp_bytes
 
 _INDEX_BYTES = 8
 _FLOAT_BYTES = 4
@@ -43,9 +43,8 @@ def _attention_backward(call: OpCall) -> int:
     row_sums = _FLOAT_BYTES * rows
     if query.dtype == torch.float32:
         return row_sums
-    shared = 0
-    if key.shape[1] != n_heads:
-        shared = 2 * n_batch * n_heads * key.shape[2] * head_size * query.element_size()
+    is_shared = key.shape[1] != n_heads
+    shared = 2 * is_shared * n_batch * n_heads * key.shape[2] * head_size * query.element_size()
     return _FLOAT_BYTES * rows * _up(head_size, 32) + row_sums + shared
 
 
@@ -71,18 +70,36 @@ def _embedding_backward(call: OpCall) -> int:
     return _INDEX_BYTES * (2 * n_indices + 3 * n_different + n_partial) + row_bytes * n_partial
 
 
-def _group_norm(call: OpCall) -> int:
-    """A factor and an offset for each channel of each image (a, b): cuda/group_norm_kernel.cu."""
-    n_images, n_channels = call.args[3:5]
-    return 2 * _FLOAT_BYTES * int(n_images) * int(n_channels)
-
-
 def _group_norm_backward(call: OpCall) -> int:
     """Two sums for each channel of each image (ds, db), and what the gradient of the input is made
     of: one number for each channel where there is a weight (c1), two for each group (c2, c3)."""
     n_images, n_channels, _, n_groups = map(int, call.args[5:9])
     n_per_channel = 2 if call.args[4] is None else 3
     return _FLOAT_BYTES * n_images * (n_per_channel * n_channels + 2 * n_groups)
+
+
+_WARP = 32
+_MANY_ROWS = 2**16
+_MOST_BLOCKS = 2**15
+_MOST_MULTIPROCESSORS = 148
+"""Of the cards in `graphs.hardware`: a B200's."""
+
+
+def _norm_backward(call: OpCall) -> int:
+    """Partial sums of the gradients of weight and bias, where rows are many and short.
+
+    cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel, also of RMSNorm: a sum for each
+    32 rows, or fewer. How short depends on the card's multiprocessors; with the most of them, here,
+    at most 8 MiB are counted that other cards do not take.
+    """
+    x: torch.Tensor = call.args[1]
+    width = math.prod(call.args[2])
+    n_rows = x.numel() // max(1, width)
+    if n_rows <= _MANY_ROWS or width // _WARP >= _MOST_MULTIPROCESSORS // 2:
+        return 0
+    n_sums = min(_MOST_BLOCKS // math.ceil(width / _WARP), math.ceil(n_rows / _WARP))
+    gradients = [each for each in call.value[1:] if isinstance(each, torch.Tensor)]
+    return sum(n_sums * width * each.element_size() for each in gradients)
 
 
 def _up(size: int, step: int) -> int:
@@ -92,8 +109,12 @@ def _up(size: int, step: int) -> int:
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.embedding_dense_backward: _embedding_backward,
     aten._safe_softmax: masked_rows_bytes,
-    aten.native_group_norm: _group_norm,
+    aten.linalg_matrix_exp: matrix_exp_bytes,
+    # a factor and an offset for each channel of each image (a, b): cuda/group_norm_kernel.cu
+    aten.native_group_norm: lambda call: 2 * _FLOAT_BYTES * int(call.args[3]) * int(call.args[4]),
     aten.native_group_norm_backward: _group_norm_backward,
+    aten.native_layer_norm_backward: _norm_backward,
+    aten._fused_rms_norm_backward: _norm_backward,
     **{
         getattr(aten, f"_scaled_dot_product_{kind}"): _attention_backward
         for kind in (

@@ -47,31 +47,30 @@ def _seconds(
     """Of one copy of SMALL_BYTES and of one of LARGE_BYTES."""
 
     def small() -> None:
-        for _ in range(N_TOGETHER):
-            target[:SMALL_BYTES].copy_(source[:SMALL_BYTES], non_blocking=True)
+        target[:SMALL_BYTES].copy_(source[:SMALL_BYTES], non_blocking=True)
 
     def large() -> None:
         target.copy_(source, non_blocking=True)
 
-    timed = _on_cuda if device.type == "cuda" else _on_cpu
-    for warm_up in (small, large):
-        timed(warm_up, device)
-    small_s = statistics.median(timed(small, device) for _ in range(N_RUNS)) / N_TOGETHER
-    return small_s, statistics.median(timed(large, device) for _ in range(N_RUNS))
+    for warm_up, n_runs in ((small, N_TOGETHER), (large, 1)):
+        seconds_of(warm_up, device, n_runs=n_runs)
+    small_s = statistics.median(seconds_of(small, device, n_runs=N_TOGETHER) for _ in range(N_RUNS))
+    return small_s, statistics.median(seconds_of(large, device) for _ in range(N_RUNS))
 
 
-def _on_cpu(run: Callable[[], None], _device: torch.device) -> float:
-    started_s = time.perf_counter()
-    run()
-    return time.perf_counter() - started_s
-
-
-def _on_cuda(run: Callable[[], None], device: torch.device) -> float:
+def seconds_of(run: Callable[[], object], device: torch.device, *, n_runs: int = 1) -> float:
+    """Seconds of one of so many consecutive runs; on CUDA by the device's clock."""
+    if device.type != "cuda":
+        started_s = time.perf_counter()
+        for _ in range(n_runs):
+            run()
+        return (time.perf_counter() - started_s) / n_runs
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         start.record()
-        run()
+        for _ in range(n_runs):
+            run()
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        return float(start.elapsed_time(end)) / 1e3 / n_runs

@@ -29,7 +29,8 @@ arguments 0 and 2, input and target, have the rows."""
 
 @dataclass(frozen=True)
 class RowLoop(ABC):
-    """A function that handles some rows of its arguments at a time; may be the target of a call.
+    """A function that handles some rows of its arguments at a time; may be the target of a call in
+    an fx graph, whose generated code calls it by its `__name__`.
 
     row_inputs: positions of the arguments whose first dimension is the rows.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -16,20 +15,18 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs import links
 from graphs.costs.attention_seeds import real_seeds
 from graphs.costs.cache import CostCache
 from graphs.costs.collectives import Collective, is_collective, is_wait
 from graphs.costs.cuda_workspace import cuda_workspace_bytes
 from graphs.costs.free_memory import free_bytes
-from graphs.costs.host_copies import measured_host_copies
+from graphs.costs.host_copies import measured_host_copies, seconds_of
 from graphs.costs.loops import loop_cost, row_loop
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.costs.observed import observed_run
 from graphs.costs.operators import Cost, OpCall, aten, bytes_moved, dtype_of, flops_of
 from graphs.costs.workspace import cpu_workspace_bytes
-from graphs.hardware import Hardware, HostCopies, card_called, named
-from graphs.links import Link, link_between
+from graphs.hardware import Hardware, HostCopies, Link, card_called, link_between, link_named, named
 
 DISPATCH_S = 5e-6
 """Seconds in which eager PyTorch dispatches one operator, however small: `torch.ops.aten.add` of
@@ -77,13 +74,13 @@ class Roofline:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        described = {
+        is_usual = self.link is link_between(self.hardware)
+        return {
             "model": "roofline",
             "device": self.hardware.name,
             "title": self.hardware.title,
+            **({} if is_usual else {"link": self.link.name}),
         }
-        is_usual = self.link is link_between(self.hardware)
-        return described if is_usual else {**described, "link": self.link.name}
 
     def cost(self, call: OpCall) -> Cost:
         if (collective := Collective.of(call)) is not None:
@@ -98,12 +95,9 @@ class Roofline:
             return Cost(sum(self.cost(each).time_s for each in run.calls), run.workspace_bytes)
         compute_s = flops_of(call) / self.hardware.rate(_rate_name(call))
         transfer_s = bytes_moved(call) / self.hardware.bytes_per_s
-        workspace_bytes = (
-            cpu_workspace_bytes if self.hardware.kind == "cpu" else cuda_workspace_bytes
-        )
-        return Cost(
-            time_s=max(compute_s, transfer_s, DISPATCH_S), workspace_bytes=workspace_bytes(call)
-        )
+        is_cpu = self.hardware.kind == "cpu"
+        workspace_bytes = cpu_workspace_bytes(call) if is_cpu else cuda_workspace_bytes(call)
+        return Cost(max(compute_s, transfer_s, DISPATCH_S), workspace_bytes)
 
 
 def _rate_name(call: OpCall) -> str:
@@ -210,21 +204,17 @@ class Measured:
                 return self._run(call)
             except _CALL_ERRORS as error:
                 reason = f"{type(error).__name__}: {error}"
-            self._check_device(call, reason)
+            if self.device.type == "cuda":
+                # after a kernel has failed on the device every later call fails: say which it was
+                try:
+                    torch.cuda.synchronize(self.device)
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"measuring {call.target} left the device {self.device} in error "
+                        f"({reason}); plan with costs='roofline' in a new process"
+                    ) from error
             self.n_fallbacks += 1
             return self.roofline.cost(call)
-
-    def _check_device(self, call: OpCall, reason: str) -> None:
-        """After a kernel has failed on the device every later call fails: say which one it was."""
-        if self.device.type != "cuda":
-            return
-        try:
-            torch.cuda.synchronize(self.device)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"measuring {call.target} left the device {self.device} in error ({reason}); plan "
-                "with costs='roofline' in a new process"
-            ) from error
 
     def _run(self, call: OpCall) -> Cost:
         """A warm-up, timed runs, and one run for the peak memory; a slow call runs only twice."""
@@ -241,25 +231,11 @@ class Measured:
         return Cost(time_s=statistics.median(times_s), workspace_bytes=workspace)
 
     def _seconds(self, run: Callable[[], Any]) -> float:
-        if self.device.type == "cpu":
-            started_s = time.perf_counter()
-            run()
-            return time.perf_counter() - started_s
-        once_s = self._events_s(run, 1)
+        once_s = seconds_of(run, self.device)
         n_together = min(MOST_IN_BATCH, int(BATCH_S / max(once_s, 1e-9)))
-        return once_s if n_together < 2 else self._events_s(run, n_together) / n_together
-
-    def _events_s(self, run: Callable[[], Any], n_runs: int) -> float:
-        """Seconds of `n_runs` consecutive runs, by the device's clock."""
-        with torch.cuda.device(self.device):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            for _ in range(n_runs):
-                run()
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end)) / 1e3
+        if self.device.type == "cpu" or n_together < 2:
+            return once_s
+        return seconds_of(run, self.device, n_runs=n_together)
 
     def _peak_bytes(self, run: Callable[[], Any]) -> int:
         if self.device.type == "cpu":
@@ -282,7 +258,7 @@ def from_description(
     kind = str(description.get("device", "cpu"))
     if description.get("model") != "measured":
         link = description.get("link")
-        return Roofline(named(kind), link=None if link is None else links.named(str(link)))
+        return Roofline(named(kind), link=None if link is None else link_named(str(link)))
     fallback = named(str(description.get("fallback", "cpu")))
     if kind == "cuda" and not torch.cuda.is_available():
         return Roofline(fallback)
@@ -360,10 +336,10 @@ def _n_indices(call: OpCall) -> dict[int, int]:
         return {id(args[1]): args[0].shape[0]}
     if packet is aten.embedding_dense_backward:
         return {id(args[1]): args[2]}
-    if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
-        return {id(args[1]): args[0].shape[min(1, args[0].dim() - 1)]}
-    if packet in (aten.nll_loss_backward, aten.nll_loss2d_backward):
-        return {id(args[2]): args[1].shape[min(1, args[1].dim() - 1)]}
+    forward = packet in (aten.nll_loss_forward, aten.nll_loss2d_forward)
+    if forward or packet in (aten.nll_loss_backward, aten.nll_loss2d_backward):
+        x, target = args[:2] if forward else args[1:3]  # after the gradient
+        return {id(target): x.shape[min(1, x.dim() - 1)]}
     if packet in (aten.gather, aten.index_select, aten.scatter, aten.scatter_add, aten.index_add):
         return {id(args[2]): args[0].shape[args[1]] if args[0].dim() else 1}
     if packet in (aten.index, aten.index_put):

@@ -70,22 +70,17 @@ def _on_meta(call: OpCall) -> OpCall:
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            shape, dtype = _shape(tensor), tensor.dtype
-            made[id(tensor)] = torch.empty(shape, dtype=dtype, device="meta")
-            if tensor.layout == torch.strided and not tensor.is_nested:
-                made[id(tensor)] = torch.empty_strided(
-                    shape, tensor.stride(), dtype=dtype, device="meta"
-                )
+            like: dict[str, Any] = {"dtype": tensor.dtype, "device": "meta"}
+            if tensor.is_nested:  # the padded one
+                sizes: torch.Tensor = tensor._nested_tensor_size()
+                new = torch.empty(len(sizes), *sizes.amax(0).tolist(), **like)
+            elif tensor.layout == torch.strided:
+                new = torch.empty_strided(tensor.shape, tensor.stride(), **like)
+            else:
+                new = torch.empty(tensor.shape, **like)
+            made[id(tensor)] = new
         return made[id(tensor)]
 
     parts = (call.args, dict(call.kwargs), call.value)
     args, kwargs, value = pytree.tree_map_only(torch.Tensor, meta, parts)
     return OpCall(target=call.target, args=args, kwargs=kwargs, value=value)
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of a nested tensor: that of the padded one."""
-    if not tensor.is_nested:
-        return tuple(tensor.shape)
-    sizes: torch.Tensor = tensor._nested_tensor_size()
-    return len(sizes), *sizes.amax(0).tolist()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 aten = torch.ops.aten
@@ -41,22 +40,20 @@ class OpCall:
         return getattr(self.target, "overloadpacket", None)
 
     def inputs(self) -> list[torch.Tensor]:
-        return _tensors((self.args, dict(self.kwargs)))
+        return tensors_in((self.args, dict(self.kwargs)))
 
     def outputs(self) -> list[torch.Tensor]:
-        return _tensors(self.value)
+        return tensors_in(self.value)
 
     def mutated(self) -> list[torch.Tensor]:
         """The inputs that the call writes, by its schema."""
         schema = getattr(self.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return []
-        given = {
-            argument.name: value
-            for argument, value in zip(schema.arguments, self.args, strict=False)
-        } | dict(self.kwargs)
+        given = dict(zip((a.name for a in schema.arguments), self.args, strict=False))
+        given |= self.kwargs
         written = (a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
-        return _tensors([given.get(name) for name in written])
+        return tensors_in([given.get(name) for name in written])
 
     def made_bytes(self) -> int:
         """Bytes of the storages that the call allocates for its outputs."""
@@ -81,8 +78,18 @@ class Cost:
     workspace_bytes: int = 0
 
 
-def _tensors(items: Any) -> list[torch.Tensor]:
-    return [item for item in pytree.tree_leaves(items) if isinstance(item, torch.Tensor)]
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in what an operator takes or returns, in order.
+
+    Lists and dicts are all that operators nest; pytree, which knows more, takes ten times as long.
+    """
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
 
 
 def _storages(tensors: Iterable[torch.Tensor], *, but: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -142,11 +149,6 @@ def _twice(forward: Callable[..., int]) -> Callable[..., int]:
     return lambda *args, **kwargs: 2 * forward(*args, **kwargs)
 
 
-def _add_product(_: Shape, one: Shape, other: Shape, *__: Any, **___: Any) -> int:
-    """One product, or a batch of them (also summed over the batch)."""
-    return 2 * math.prod(one) * other[-1]
-
-
 def _trilinear(*arguments: Any, **_: Any) -> int:
     """nn.Bilinear and its gradients: two products and a sum of three tensors, each expanded."""
     shapes: list[list[int]] = []
@@ -183,7 +185,8 @@ _FORMULAS: Mapping[Callable[..., int], str] = {
     _mkldnn_rnn: "mkldnn_rnn_layer",
     _twice(_mkldnn_rnn): "mkldnn_rnn_layer_backward",
     _grouped_mm: "_grouped_mm",
-    _add_product: "addbmm addmm_ baddbmm_",
+    # one product, or a batch of them (also summed over the batch)
+    lambda _, one, other, *__, **___: 2 * math.prod(one) * other[-1]: "addbmm addmm_ baddbmm_",
     _trilinear: "_trilinear",
 }
 
@@ -232,13 +235,8 @@ _NOT_READ: Mapping[Any, tuple[int, ...]] = {
 }
 """Positions of inputs of which only the shape, or a few elements, are read."""
 
-_WRITES_NOTHING = {
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-}
+_ALLOCATIONS = "empty empty_like empty_strided new_empty new_empty_strided"
+_WRITES_NOTHING = {getattr(aten, name) for name in _ALLOCATIONS.split()}
 
 
 def bytes_moved(call: OpCall) -> int:
@@ -254,12 +252,12 @@ def bytes_moved(call: OpCall) -> int:
     unread = _NOT_READ.get(call.packet, ())
     args = [arg for position, arg in enumerate(call.args) if position not in unread]
     if call.packet in _READS_ROWS:
-        rest = _tensors((args[1:], dict(call.kwargs)))
+        rest = tensors_in((args[1:], dict(call.kwargs)))
         return 2 * written + sum(map(_n_bytes, rest))
     arguments = getattr(getattr(call.target, "_schema", None), "arguments", ())
     out = {argument.name for argument in arguments if argument.is_out}  # written, not read
     others = [value for name, value in call.kwargs.items() if name not in out]
-    read = {id(item): item for item in _tensors((args, others))}
+    read = {id(item): item for item in tensors_in((args, others))}
     return written + sum(map(_n_bytes, read.values()))
 
 

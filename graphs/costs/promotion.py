@@ -23,12 +23,7 @@ _MASK: Mapping[Any, int] = {aten.where: 0, aten.masked_fill: 1}
 """Position of an argument that stays as it is."""
 
 _REDUCTIONS = {
-    aten.sum,
-    aten.mean,
-    aten.prod,
-    aten.cumsum,
-    aten.cumprod,
-    aten.linalg_vector_norm,
+    *(aten.sum, aten.mean, aten.prod, aten.cumsum, aten.cumprod, aten.linalg_vector_norm),
 }
 
 

@@ -3,28 +3,29 @@
 Convolutions matter most (a tenth of a step's peak in a ResNet): oneDNN reorders tensors into blocks
 of 16 channels, computes there, and reorders the result. The estimates follow its order of copies.
 Compared with the profiler's memory events on an x86 machine with AVX-512 and torch 2.13
-(`tests/graphs/costs/test_costs.py` repeats this), they are within a few percent of the bytes that a
-float32 convolution handles. With AVX2 it takes no more, often less; with SSE alone it may take
-more. Other machines choose other layouts; for exact bytes, measure. CUDA is not covered: cuDNN's
-workspace depends on the algorithm it picks on the card.
+(`tests/graphs/costs/test_workspace.py` repeats this), they are within a few percent of the bytes
+that a float32 convolution handles. With AVX2 it takes no more, often less; with SSE alone it may
+take more. Other machines choose other layouts; for exact bytes, measure. CUDA is not covered:
+cuDNN's workspace depends on the algorithm it picks on the card.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from graphs.costs.convolution_workspace import (
+    convolution,
+    convolution_backward,
+    keeps_channels_last,
+    plain_bytes,
+    strided_bytes,
+)
+from graphs.costs.matrix_workspace import MATRICES
 from graphs.costs.operators import OpCall, aten
 from graphs.costs.promotion import promotion_bytes
-
-_BLOCK = 16
-"""Channels per block of oneDNN's layouts with AVX-512 (8 with AVX2, which takes no more)."""
-
-_WIDEST_UNROLLED = 14
-"""Columns of a convolution kernel; wider ones are computed as matrix products."""
 
 
 def cpu_workspace_bytes(call: OpCall) -> int:
@@ -33,130 +34,10 @@ def cpu_workspace_bytes(call: OpCall) -> int:
     return promotion_bytes(call) if estimate is None else estimate(call)
 
 
-def _blocked(tensor: torch.Tensor, *channels: int) -> int:
-    """Bytes of a tensor with the dimensions `channels` padded to whole blocks."""
-    shape = [
-        -(-size // _BLOCK) * _BLOCK if dim in channels else size
-        for dim, size in enumerate(tensor.shape)
-    ]
-    return math.prod(shape) * tensor.element_size()
-
-
-def _plain(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _strided(*tensors: torch.Tensor) -> int:
-    """Bytes of contiguous copies of those that are not, such as a part of a concatenation.
-
-    They exist for as long as the operator runs (ATen/native/Convolution.cpp).
-    """
-    return sum(0 if each.is_contiguous() else _plain(each) for each in tensors)
-
-
-def _convolution(call: OpCall) -> int:
-    """Reordered input and weight and the blocked result, then the result is reordered."""
-    x, weight, _, stride, _, _, transposed, _, groups = call.args
-    out = call.outputs()[0]
-    if _keeps_channels_last(x):
-        copies = 1 if _is_depthwise(weight, groups) else 2
-        return copies * _blocked(weight, 0) + _of_bias(out)
-    blocked = _input(x, weight, groups) + _weight(x, weight, groups) + _blocked(out, 1)
-    if transposed or x.dtype != torch.float32:
-        return _strided(x) + max(blocked - _plain(out), 2 * _blocked(out, 1))
-    copied = _blocked(x, 1) // math.prod(stride) if math.prod(weight.shape[2:]) == 1 else 0
-    subsampled = copied if any(step > 1 for step in stride) else 0
-    return _strided(x) + max(blocked + subsampled - _plain(out), _blocked(out, 1))
-
-
-def _convolution_backward(call: OpCall) -> int:
-    """First the gradient of the input, then that of the weight, beside it."""
-    gradient, x, weight, _, stride, *_, groups, mask = call.args
-    if _keeps_channels_last(x):
-        is_copied = not gradient.is_contiguous(memory_format=torch.channels_last)
-        copied = _plain(gradient) if is_copied else 0
-        return copied + _in_channels_last(weight, groups) + _of_bias(gradient)
-    of_x, of_weight = (_plain(x) if mask[0] else 0), (_plain(weight) if mask[1] else 0)
-    without_x = _blocked(gradient, 1) + _weight(x, weight, groups)
-    peaks = [0]
-    if mask[0]:
-        peaks.append(_blocked(x, 1) + max(without_x, of_x))
-        if any(step > 1 for step in stride):
-            peaks.append(3 * _blocked(x, 1))
-    if mask[1] and groups == 1 and weight.shape[-1] > _WIDEST_UNROLLED:
-        peaks.append(of_x + of_weight + _by_matrix_products(weight, gradient))
-    elif mask[1]:
-        blocked = _input(x, weight, groups) + without_x
-        peaks.append(of_x + max(blocked, _weight(x, weight, groups) + of_weight))
-    return _strided(gradient, x) + max(0, max(peaks) - of_x - of_weight)
-
-
-def _by_matrix_products(weight: torch.Tensor, gradient: torch.Tensor) -> int:
-    """Workspace of a wide kernel's gradient (the patches of a ViT): per thread, four copies of the
-    weight and the patches of one image."""
-    patches = math.prod(weight.shape[1:]) * math.prod(gradient.shape[2:]) * weight.element_size()
-    return torch.get_num_threads() * (4 * _plain(weight) + patches) + 256
-
-
-def _input(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
-    """Bytes of the reordered input, if it is reordered."""
-    return 0 if _is_read_in_place(x, weight, groups) else _blocked(x, 1)
-
-
-def _weight(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
-    """Bytes of the reordered weight."""
-    if groups != 1:
-        return _plain(weight)
-    return _blocked(weight, 0) if _is_read_in_place(x, weight, groups) else _blocked(weight, 0, 1)
-
-
-def _is_read_in_place(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    """Inputs of few channels, such as images, are not reordered."""
-    return x.shape[1] < _BLOCK and groups == 1 and math.prod(weight.shape[2:]) > 1
-
-
-def _keeps_channels_last(x: torch.Tensor) -> bool:
-    """Convolutions of channels-last inputs stay in that layout.
-
-    An image of one pixel is contiguous in every layout; its strides decide.
-    """
-    return (
-        x.dim() == 4
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and x.stride(1) == 1
-        and x.stride(3) == x.shape[1] > 1
-    )
-
-
-def _is_depthwise(weight: torch.Tensor, groups: int) -> bool:
-    return groups == weight.shape[0] and weight.shape[1] == 1
-
-
-def _in_channels_last(weight: torch.Tensor, groups: int) -> int:
-    """Workspace of the weight's gradient in the channels-last layout.
-
-    Depthwise kernels larger than 3 x 3 (ConvNeXt's) are summed in 256 partial results, whatever
-    the number of threads.
-    """
-    if not _is_depthwise(weight, groups):
-        return 3 * _blocked(weight, 0)
-    return 2 * _blocked(weight, 0) if math.prod(weight.shape[2:]) <= 9 else 257 * _plain(weight)
-
-
-def _of_bias(out: torch.Tensor) -> int:
-    return out.shape[1] * out.element_size()
-
-
 def _is_dense(*tensors: torch.Tensor) -> bool:
     """Whether all are contiguous, or all in the channels-last layout."""
     formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
     return any(all(t.is_contiguous(memory_format=each) for t in tensors) for each in formats)
-
-
-def _batch_norm(call: OpCall) -> int:
-    """In 16 bits, an input that is in neither layout is computed in 32 bits first."""
-    x: torch.Tensor = call.args[0]
-    return 0 if _is_dense(x) else _in_32_bits(x)
 
 
 def _batch_norm_backward(call: OpCall) -> int:
@@ -166,7 +47,7 @@ def _batch_norm_backward(call: OpCall) -> int:
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
     if _is_dense(gradient, x):
-        return _plain(x) if call.args[-1][0] else 0
+        return plain_bytes(x) if call.args[-1][0] else 0
     return x.shape[1] * x.element_size() + _in_32_bits(x)
 
 
@@ -174,29 +55,20 @@ def _in_32_bits(x: torch.Tensor) -> int:
     return x.numel() * 4 if x.element_size() < 4 else 0
 
 
-def _group_norm_backward(call: OpCall) -> int:
-    """Two sums for each channel of each image (native/cpu/group_norm_kernel.cpp)."""
-    x, n_images, n_channels = call.args[1], call.args[5], call.args[6]
-    return int(2 * n_images * n_channels * max(4, x.element_size()))
-
-
 def _matrix_product(call: OpCall) -> int:
     """A copy of each matrix whose rows or columns do not lie side by side, such as an expanded
     gradient; of a batch one at a time (native/LinearAlgebra.cpp, addmm_impl_cpu_)."""
-    matrices = [each for each in call.args if isinstance(each, torch.Tensor)][-2:]
-    return sum(
-        0 if _is_for_blas(*each.shape[-2:], *each.stride()[-2:]) else _plain_matrix(each)
-        for each in matrices
-    )
-
-
-def _is_for_blas(n_rows: int, n_columns: int, row_stride: int, column_stride: int) -> bool:
-    by_columns = row_stride == 1 and column_stride >= max(1, n_rows)
-    return by_columns or (column_stride == 1 and row_stride >= max(1, n_columns))
-
-
-def _plain_matrix(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape[-2:]) * tensor.element_size()
+    copied_bytes = 0
+    for x in [each for each in call.args if isinstance(each, torch.Tensor)][-2:]:
+        (n_rows, n_columns), (row_stride, column_stride) = x.shape[-2:], x.stride()[-2:]
+        by_columns = row_stride == 1 and column_stride >= max(1, n_rows)
+        by_rows = column_stride == 1 and row_stride >= max(1, n_columns)
+        # conjugates are computed first, but for a single one that is transposed (BLAS reads it)
+        if x.is_conj() and x.dim() > 2:
+            copied_bytes += plain_bytes(x)
+        elif not (by_columns or by_rows) or (x.is_conj() and row_stride != 1):
+            copied_bytes += n_rows * n_columns * x.element_size()
+    return copied_bytes
 
 
 def _attention(call: OpCall) -> int:
@@ -212,7 +84,7 @@ def _attention_backward(call: OpCall) -> int:
     query: torch.Tensor = call.args[1]
     key: torch.Tensor = call.args[2]
     rows, columns = _tile(query, key)
-    return torch.get_num_threads() * 4 * 2 * rows * columns + _plain(query)
+    return torch.get_num_threads() * 4 * 2 * rows * columns + plain_bytes(query)
 
 
 def _tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
@@ -228,13 +100,7 @@ _NOT_REDUCED = 0
 def _reduced_loss(call: OpCall) -> int:
     """All terms, which are then summed up (ATen/native/Loss.cpp)."""
     x, target, reduction = call.args[:3] if len(call.args) > 2 else (*call.args, 1)
-    return 0 if reduction == _NOT_REDUCED else max(_plain(x), _plain(target))
-
-
-def _loss_with_logits(call: OpCall) -> int:
-    """Log-sigmoid beside the terms, which are the result where they are not reduced."""
-    reduction = call.args[4] if len(call.args) > 4 else 1
-    return _plain(call.args[0]) * (1 if reduction == _NOT_REDUCED else 2)
+    return 0 if reduction == _NOT_REDUCED else max(plain_bytes(x), plain_bytes(target))
 
 
 _INDEX_BYTES = 8
@@ -262,7 +128,7 @@ def _median(call: OpCall) -> int:
     """A copy that is partitioned: of all values, or where they do not lie side by side."""
     x: torch.Tensor = call.args[0]
     dim = call.args[1] if len(call.args) > 1 else None
-    return 0 if dim is not None and x.dim() and x.stride(dim) == 1 else _plain(x)
+    return 0 if dim is not None and x.dim() and x.stride(dim) == 1 else plain_bytes(x)
 
 
 _LARGEST_VECTORIZED = 128
@@ -274,13 +140,7 @@ def _upsample(call: OpCall) -> int:
     (`_use_vectorized_kernel_cond_2d` of ATen/native/cpu/UpSampleKernel.cpp)."""
     x, out = call.args[0], call.outputs()[0]
     is_small = out.shape[-2] + out.shape[-1] <= _LARGEST_VECTORIZED
-    return _plain(x) + _plain(out) if is_small and not _keeps_channels_last(x) else 0
-
-
-def _scatter_reduce(call: OpCall) -> int:
-    """For means, the number of elements at each place, and what is added up to it."""
-    x, source = call.inputs()[0], call.inputs()[-1]
-    return _plain(x) + _plain(source) + source.numel() if call.args[4] == "mean" else 0
+    return plain_bytes(x) + plain_bytes(out) if is_small and not keeps_channels_last(x) else 0
 
 
 def _trilinear(call: OpCall) -> int:
@@ -288,57 +148,90 @@ def _trilinear(call: OpCall) -> int:
     dimension, and its product with the third (native/Linear.cpp)."""
     *factors, first, second, third, summed = call.args[:7]
     unrolled = call.args[7] if len(call.args) > 7 else call.kwargs.get("unroll_dim", 1)
-    missing = first, second, third
-    shapes = [_with_ones(x.shape, each) for x, each in zip(factors, missing, strict=True)]
+    shapes = []
+    for x, missing in zip(factors, (first, second, third), strict=True):
+        sizes = iter(x.shape)
+        n_dims = x.dim() + len(missing)
+        shapes.append([1 if dim in missing else next(sizes) for dim in range(n_dims)])
     of_two = of_all = 1
-    for dim, sizes in enumerate(zip(*shapes, strict=True)):
+    for dim, widths in enumerate(zip(*shapes, strict=True)):
         if dim == unrolled:
             continue
-        of_two *= 1 if dim in summed and dim in third else max(sizes[:2])
-        of_all *= 1 if dim in summed else max(sizes)
+        of_two *= 1 if dim in summed and dim in third else max(widths[:2])
+        of_all *= 1 if dim in summed else max(widths)
     return int((of_two + of_all) * factors[0].element_size())
 
 
-def _with_ones(shape: Sequence[int], missing: Sequence[int]) -> Iterator[int]:
-    """The sizes, and one where a dimension is missing."""
-    sizes = iter(shape)
-    for dim in range(len(shape) + len(missing)):
-        yield 1 if dim in missing else next(sizes)
+def _resized(call: OpCall) -> int:
+    """What the result is made in is as large as the input; a larger result gets another storage."""
+    x: torch.Tensor = call.args[0]
+    return strided_bytes(x) + (plain_bytes(x) if call.outputs()[0].numel() > x.numel() else 0)
+
+
+def matrix_exp_bytes(call: OpCall) -> int:
+    """Of the polynomial of degree 18 (ATen/native/LinearAlgebra.cpp, compute_T18): the matrices
+    scaled, five powers, five combinations of them; of a single matrix also a copy and the result.
+    Numbers for each matrix: its norm, and twice how often it is halved. Single matrices of a small
+    norm, which only their values tell, take less. The same on every device."""
+    x: torch.Tensor = call.args[0]
+    n = x.shape[-1]
+    if n < 2:
+        return 0
+    n_matrices = x.numel() // (n * n)
+    n_copies = 10 if n_matrices > 1 else 12
+    return n_copies * plain_bytes(x) + 3 * n_matrices * x.element_size()
 
 
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
-    aten.convolution: _convolution,
+    **MATRICES,
+    aten.convolution: convolution,
     aten._trilinear: _trilinear,
+    aten.linalg_matrix_exp: matrix_exp_bytes,
     aten.mse_loss: _reduced_loss,
     aten.smooth_l1_loss: _reduced_loss,
     aten.huber_loss: _reduced_loss,
-    aten.binary_cross_entropy_with_logits: _loss_with_logits,
+    # log-sigmoid beside the terms, which are the result where they are not reduced
+    aten.binary_cross_entropy_with_logits: lambda call: (
+        plain_bytes(call.args[0]) * (1 if call.args[4:5] == (_NOT_REDUCED,) else 2)
+    ),
     # two intermediate results of the gradient's size
-    aten.soft_margin_loss_backward: lambda call: 2 * _plain(call.args[1]),
+    aten.soft_margin_loss_backward: lambda call: 2 * plain_bytes(call.args[1]),
     # the exponentials of the differences to the maxima
-    aten.logsumexp: lambda call: _plain(call.args[0]) + _plain(call.outputs()[0]),
+    aten.logsumexp: lambda call: plain_bytes(call.args[0]) + plain_bytes(call.outputs()[0]),
     aten._safe_softmax: masked_rows_bytes,
+    aten.im2col: _resized,
+    aten.col2im: _resized,
     aten.sort: _sort,
     # a copy of the values, and their positions (ATen/native/Sorting.cpp)
-    aten.kthvalue: lambda call: _plain(call.args[0]) + call.args[0].numel() * _INDEX_BYTES,
+    aten.kthvalue: lambda call: plain_bytes(call.args[0]) + call.args[0].numel() * _INDEX_BYTES,
     aten.median: _median,
     aten.nanmedian: _median,
     aten.upsample_nearest2d: _upsample,
     aten._upsample_nearest_exact2d: _upsample,
     aten.upsample_bilinear2d: _upsample,
     # the grid of each image in homogeneous coordinates: three numbers for two
-    aten.affine_grid_generator: lambda call: _plain(call.outputs()[0]) // 2 * 3,
+    aten.affine_grid_generator: lambda call: plain_bytes(call.outputs()[0]) // 2 * 3,
     # backward probabilities, as large as the forward ones
-    aten._ctc_loss_backward: lambda call: _plain(call.args[6]),
+    aten._ctc_loss_backward: lambda call: plain_bytes(call.args[6]),
     # the gradient's elements that the mask selects, at most all of them
-    aten.masked_scatter_backward: lambda call: _plain(call.args[0]),
-    aten.scatter_reduce: _scatter_reduce,
-    aten.convolution_backward: _convolution_backward,
+    aten.masked_scatter_backward: lambda call: plain_bytes(call.args[0]),
+    # for means, the number of elements at each place, and what is added up to it
+    aten.scatter_reduce: lambda call: (
+        plain_bytes(call.args[0]) + plain_bytes(call.args[3]) + call.args[3].numel()
+        if call.args[4] == "mean"
+        else 0
+    ),
+    aten.convolution_backward: convolution_backward,
+    # in 16 bits, an input that is in neither layout is computed in 32 bits first
     **dict.fromkeys(
-        (aten.native_batch_norm, aten._native_batch_norm_legit_functional), _batch_norm
+        (aten.native_batch_norm, aten._native_batch_norm_legit_functional),
+        lambda call: 0 if _is_dense(call.args[0]) else _in_32_bits(call.args[0]),
     ),
     aten.native_batch_norm_backward: _batch_norm_backward,
-    aten.native_group_norm_backward: _group_norm_backward,
+    # two sums for each channel of each image (native/cpu/group_norm_kernel.cpp)
+    aten.native_group_norm_backward: lambda call: (
+        2 * call.args[5] * call.args[6] * max(4, call.args[1].element_size())
+    ),
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _matrix_product),
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -349,7 +242,7 @@ def _product_gradient(call: OpCall) -> int:
     """With zeros: products of the other factors, from both sides."""
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
-    return 5 * _plain(x) + x.numel() + 4 * _plain(gradient)
+    return 5 * plain_bytes(x) + x.numel() + 4 * plain_bytes(gradient)
 
 
 def _sum_of_selected(call: OpCall) -> int:
@@ -358,17 +251,17 @@ def _sum_of_selected(call: OpCall) -> int:
     x: torch.Tensor = call.args[0]
     mask: torch.Tensor = call.args[1]
     is_plain = x.is_contiguous() and mask.is_contiguous() and torch.get_num_threads() == 1
-    return 2 * _plain(x) if is_plain else _plain(x) + 16 * x.numel()
+    return 2 * plain_bytes(x) if is_plain else plain_bytes(x) + 16 * x.numel()
 
 
 _GRADIENTS: Mapping[str, Callable[[OpCall], int]] = {
     "checkpoint_solver.prod_gradient": _product_gradient,
     "checkpoint_solver.prod_dim_gradient": _product_gradient,
-    "checkpoint_solver.cumprod_gradient": lambda call: 8 * _plain(call.args[1]),
+    "checkpoint_solver.cumprod_gradient": lambda call: 8 * plain_bytes(call.args[1]),
     "checkpoint_solver.sum_of_selected": _sum_of_selected,
     **{
         f"checkpoint_solver.{name}_gradient": lambda call: (
-            2 * _plain(call.args[1]) + call.args[1].numel()
+            2 * plain_bytes(call.args[1]) + call.args[1].numel()
         )
         for name in ("max", "min", "median", "nanmedian")
     },

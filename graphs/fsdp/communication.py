@@ -3,7 +3,7 @@
 FSDP2 communicates beside the operators: in the forward pass a group is gathered while the one
 before it runs, in the backward pass from when the group that runs before it begins; a group's
 gradients are reduced while the next groups run. All of it goes over one link, one after another, in
-the time of `graphs.links`. An operator waits for its group's parameters, a reduction for the one
+the time of `graphs.hardware`. An operator waits for its group's parameters, a reduction for the one
 before it, and the optimizer for the last.
 
 The waits are those of the step without recomputation, and become the times of the nodes where they
@@ -14,11 +14,10 @@ communication than is counted: plans that recompute are a little faster than the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from graphs.fsdp.spec import Sharding
 from graphs.graph import Graph, Node
-from graphs.links import Link, all_gather_s, all_reduce_s, reduce_scatter_s
+from graphs.hardware import Link, all_gather_s, all_reduce_s, reduce_scatter_s
 
 GATHER, COPY_OUT = "fsdp.all_gather", "fsdp.copy_out"
 REDUCE, ALL_REDUCE = "fsdp.reduce_scatter", "fsdp.all_reduce"
@@ -73,18 +72,12 @@ class _Clock:
 
     def _sent(self, node: Node, begin_s: float) -> float:
         """When the collective, which can begin then, is done."""
-        self._free_s = max(self._free_s, begin_s) + self._collective_s(node)
+        seconds, n_ranks, names = {
+            GATHER: (all_gather_s, self._sharding.n_ranks, node.outputs),
+            REDUCE: (reduce_scatter_s, self._sharding.n_ranks, node.inputs),
+            ALL_REDUCE: (all_reduce_s, self._sharding.n_replicas, node.inputs),
+        }[node.op]
+        n_bytes = sum(self._graph.tensor_by_name[name].size_bytes for name in names)
+        begin_s = max(self._free_s, begin_s)
+        self._free_s = begin_s + seconds(n_bytes, n_ranks=n_ranks, link=self._link)
         return self._free_s
-
-    def _collective_s(self, node: Node) -> float:
-        n_ranks, n_replicas = self._sharding.n_ranks, self._sharding.n_replicas
-        if node.op == GATHER:
-            n_bytes = self._bytes(node.outputs)
-            return all_gather_s(n_bytes, n_ranks=n_ranks, link=self._link)
-        if node.op == REDUCE:
-            n_bytes = self._bytes(node.inputs)
-            return reduce_scatter_s(n_bytes, n_ranks=n_ranks, link=self._link)
-        return all_reduce_s(self._bytes(node.inputs), n_ranks=n_replicas, link=self._link)
-
-    def _bytes(self, names: Sequence[str]) -> int:
-        return sum(self._graph.tensor_by_name[name].size_bytes for name in names)

@@ -129,23 +129,19 @@ class GroupFinder:
         self._forward = graph.forward_nodes
         self._later = graph.later_nodes
         self._sums = set(graph.meta.gradient_sums)
-        self._with_gradient = self._requiring_gradient(parameters)
+        # trained parameters, and the forward tensors that depend on them
+        self._with_gradient = {p.tensor for p in parameters if p.gradient is not None}
+        for node in self._forward:
+            if not self._with_gradient.isdisjoint(node.inputs):
+                self._with_gradient.update(node.outputs)
 
     def found(self) -> list[Group]:
         """In the given order, the root first; only groups that have parameters and run.
 
         Raises ShardingError for a module that cannot be a group.
         """
-        groups = [self._group(path) for path in self._paths if self._owned[path]]
+        groups = (self._group(path) for path in self._paths if self._owned[path])
         return [group for group in groups if group is not None]
-
-    def _requiring_gradient(self, parameters: Sequence[ShardedParameter]) -> set[str]:
-        """Trained parameters, and the forward tensors that depend on them."""
-        found = {p.tensor for p in parameters if p.gradient is not None}
-        for node in self._forward:
-            if not found.isdisjoint(node.inputs):
-                found.update(node.outputs)
-        return found
 
     def _group(self, path: str) -> Group | None:
         owned = self._owned[path]
@@ -159,7 +155,16 @@ class GroupFinder:
         if not inside:
             return None
         self._check(path, inside)
-        later = self._later_positions(path)
+        makers = {
+            self._graph.producer[p.gradient].name
+            for p in owned
+            if p.gradient in self._graph.producer
+        }
+        later = [
+            i
+            for i, node in enumerate(self._later)
+            if node.phase == "backward" and (is_under(node.module, path) or node.name in makers)
+        ]
         made = {n for i in inside for n in self._forward[i].outputs}
         read = {n for i in inside for n in self._forward[i].inputs}
         own = {parameter.tensor for parameter in owned}
@@ -193,18 +198,6 @@ class GroupFinder:
                         f"in module {node.module!r}, where FSDP2 has only shards of it; leave "
                         f"{path!r} out of the groups, so that it belongs to the root group"
                     )
-
-    def _later_positions(self, path: str) -> list[int]:
-        makers = {
-            self._graph.producer[p.gradient].name
-            for p in self._owned[path]
-            if p.gradient in self._graph.producer
-        }
-        return [
-            i
-            for i, node in enumerate(self._later)
-            if node.phase == "backward" and (is_under(node.module, path) or node.name in makers)
-        ]
 
     def _after_sums(self, later: Sequence[int]) -> int:
         """Autograd sums the gradients of a group's inputs before it leaves the group."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.links import named
+from graphs.hardware import link_named
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Of the dtypes that a policy can name."""
@@ -71,7 +71,7 @@ class Sharding:
         each shard's gradient is summed over its replicas.
     reshard_after_forward: False: a group keeps its whole parameters from its forward to its
         backward pass, and gathers them once. None: whichever plan is faster.
-    link: between the devices, a name of `graphs.links` ("nvlink4", "ib-ndr"): what a rank waits
+    link: between the devices, a name of `graphs.hardware` ("nvlink4", "ib-ndr"): what a rank waits
         for over it is counted (`graphs.fsdp.communication`). None: the link of the card that is
         planned for; on the CPU communication takes no time.
     mp_policy: in which dtypes it computes and reduces, a MixedPrecisionPolicy of PyTorch.
@@ -100,7 +100,7 @@ class Sharding:
             if not isinstance(self.link, str):
                 raise ShardingError(f"link is {self.link!r:.80}; the name of one, or None")
             try:
-                object.__setattr__(self, "link", named(self.link).name)
+                object.__setattr__(self, "link", link_named(self.link).name)
             except ValueError as error:
                 raise ShardingError(str(error)) from error
         if not isinstance(self.accumulates_whole, bool):

@@ -20,7 +20,7 @@ hooks of torch 2.13 (`torch/distributed/fsdp/_fully_shard`) with their default s
   is reduced, and in it the sum of a group is freed once it has been. Both are one step here, which
   takes at each moment what the larger of both takes.
 - *Mixed precision.* With a policy, the traced step computes in its param_dtype
-  (`graphs.mixed_precision`): shards are cast before they are gathered, gradients are reduced in its
+  (`graphs.trace`): shards are cast before they are gathered, gradients are reduced in its
   reduce_dtype, and their shards are cast to the parameters' own.
 - Recomputation of a checkpoint inside of a group finds the whole parameters. A checkpoint around a
   whole group would call the group's hooks again; the inserted nodes are not recomputable, so such a
@@ -54,7 +54,7 @@ from graphs.fsdp.communication import with_waits
 from graphs.fsdp.groups import ROOT, Group, GroupFinder, ShardedParameter, read_parameters
 from graphs.fsdp.spec import Sharding, ShardingError, sharding_of, sharding_words
 from graphs.graph import Graph, Node, Phase, Tensor
-from graphs.links import all_reduce_s, named
+from graphs.hardware import all_reduce_s, link_named
 
 GLOO_SCALARS_BYTES = 12
 """gloo divides a sum by the number of ranks, a tensor that it allocates in two dtypes."""
@@ -80,6 +80,14 @@ def sharded(
 
     Cost: linear in the graph, times the number of groups.
     """
+    check_unsharded(graph)
+    sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups), **options)
+    made = Transform(graph, sharding, on_cpu).run()
+    return made if sharding.link is None else with_waits(made, sharding, link_named(sharding.link))
+
+
+def check_unsharded(graph: Graph) -> None:
+    """Raise ShardingError for a step with an optimizer, and for one that is sharded already."""
     if any(node.phase == "optimizer" for node in graph.nodes):
         raise ShardingError(
             "the graph includes an optimizer step: shard first, then add the optimizer"
@@ -88,13 +96,10 @@ def sharded(
         raise ShardingError(
             f"the graph is sharded already: {sharding_words(graph.meta.environment)}"
         )
-    sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups), **options)
-    made = _Transform(graph, sharding, on_cpu).run()
-    return made if sharding.link is None else with_waits(made, sharding, named(sharding.link))
 
 
 @dataclass
-class _Transform:
+class Transform:
     """Goes through the step as FSDP2's hooks do, and inserts nodes for what they allocate.
 
     _flat: group -> the buffer that it was gathered into and not yet copied out of.
@@ -102,8 +107,8 @@ class _Transform:
     _gathered: the last buffer of the forward pass.
     _reduced: the last buffer that gradients were copied into.
     _all_reduced: with replicas, what was reduced and is not itself the gradient, to the end.
-    _sums, _added_by, _added: of whole gradients that add up, by path: their tensors; by node, those
-        that autograd adds after it; and those that have been added.
+    _sums, _added_when_read, _added: of whole gradients that add up, by path: their tensors; by
+        gradient, those that autograd adds by itself; and those that have been added.
     _freed_bytes: of sums that the last backward pass has reduced, less what it holds for them.
     _order: the groups in the order in which their forward ended.
     """
@@ -119,7 +124,7 @@ class _Transform:
     _reduced: tuple[str, ...] = ()
     _all_reduced: list[str] = field(default_factory=list)
     _sums: dict[str, str] = field(default_factory=dict)
-    _added_by: dict[str, list[ShardedParameter]] = field(default_factory=dict)
+    _added_when_read: dict[str, ShardedParameter] = field(default_factory=dict)
     _freed_bytes: int = 0
     _added: set[str] = field(default_factory=set)
     _order: list[Group] = field(default_factory=list)
@@ -180,11 +185,15 @@ class _Transform:
         for position, node in enumerate(self.graph.later_nodes):
             for group in self._groups:
                 if group.begins == position:
-                    self._pre_backward(group)
-            if self._accumulated.isdisjoint(node.inputs) or node.outputs:
-                self.nodes.append(node)
-            for parameter in self._added_by.get(node.name, ()):
-                self._add(parameter)
+                    if group.path not in self._whole:
+                        if group.path not in self._flat:
+                            self._flat[group.path] = self._all_gather(group, "backward")
+                        self._unshard(group, "backward", self._flat.pop(group.path))
+                    # prefetch the group that ran before it
+                    before = self._order[max(0, self._order.index(group) - 1)]
+                    if before.path not in self._whole and before.path not in self._flat:
+                        self._flat[before.path] = self._all_gather(before, "backward")
+            self._put_later(node)
             for group in reversed(self._groups):
                 if group.ends == position and not group.late:
                     self._post_backward(group)
@@ -195,16 +204,15 @@ class _Transform:
         if held := (*self._flat.values(), *self._all_reduced):
             self._put("end of backward", ROOT, "backward", inputs=held)
 
-    def _pre_backward(self, group: Group) -> None:
-        if group.path not in self._whole:
-            if group.path not in self._flat:
-                self._flat[group.path] = self._all_gather(group, "backward")
-            self._unshard(group, "backward", self._flat.pop(group.path))
-        index = self._order.index(group)
-        if index > 0:
-            before = self._order[index - 1]
-            if before.path not in self._whole and before.path not in self._flat:
-                self._flat[before.path] = self._all_gather(before, "backward")
+    def _put_later(self, node: Node) -> None:
+        """In place of a node that adds up gradients stands what adds to the sum of whole ones."""
+        if self._accumulated.isdisjoint(node.inputs) or node.outputs:
+            self.nodes.append(node)
+            return
+        for name in node.inputs:
+            parameter = self._added_when_read.get(name)
+            if parameter is not None and parameter.path not in self._added:
+                self._add(parameter)
 
     def _make_sums(self) -> None:
         """Of whole gradients: autograd adds to them at once where they are not of another dtype."""
@@ -216,8 +224,7 @@ class _Transform:
             size_bytes = max(sum_bytes, parameter.stored_bytes)  # the shard takes its place
             self.tensors.append(Tensor(name, size_bytes, "gradient"))
             if sum_bytes == whole_bytes:
-                maker = self.graph.producer[parameter.gradient].name
-                self._added_by.setdefault(maker, []).append(parameter)
+                self._added_when_read[parameter.gradient] = parameter
 
     def _add(self, parameter: ShardedParameter) -> None:
         assert parameter.gradient is not None
@@ -242,7 +249,14 @@ class _Transform:
         self._reduced = ()
         self._put("reshard", group.path, "backward", inputs=dropped)
         if group.trained:
-            self._sum_over_tensor_ranks(group)
+            partial_bytes, partial_s = self._partial_sums(group)
+            if partial_bytes:
+                gradients = self._to_be_reduced([p for p in group.trained if p.n_sums > 1])
+                self._put(
+                    *("sum over tensor ranks", group.path, "backward", gradients),
+                    workspace_bytes=partial_bytes,
+                    time_s=partial_s,
+                )
             if self._sums:
                 self._reduce_sums(group)
             else:
@@ -304,25 +318,19 @@ class _Transform:
             reduced = self._tensor("reduced", group, "backward", size_bytes, "buffer")
             self._put("all reduce", group.path, "backward", (copied,), (reduced,))
 
-    def _sum_over_tensor_ranks(self, group: Group) -> None:
-        """FSDP2 replaces gradients that DTensor has left as partial sums, one after another."""
+    def _partial_sums(self, group: Group) -> tuple[int, float]:
+        """FSDP2 replaces gradients that DTensor has left as partial sums, one after another. What
+        adding them up takes: bytes, and seconds over the link."""
         parts = [p for p in group.trained if p.n_sums > 1]
-        if not parts:
-            return
-        gradients = self._to_be_reduced(parts)
         sizes = [self.graph.tensor_by_name[p.gradient].size_bytes for p in parts if p.gradient]
-        time_s = 0.0
-        if self.sharding.link is not None:
-            link = named(self.sharding.link)
-            each_s = (
-                all_reduce_s(n_bytes, n_ranks=p.n_sums, link=link)
-                for p, n_bytes in zip(parts, sizes, strict=True)
-            )
-            time_s = math.fsum(each_s)
-        what, taken_bytes = "sum over tensor ranks", max(sizes)
-        self._put(
-            what, group.path, "backward", gradients, workspace_bytes=taken_bytes, time_s=time_s
+        if self.sharding.link is None or not parts:
+            return max(sizes, default=0), 0.0
+        link = link_named(self.sharding.link)
+        each_s = (
+            all_reduce_s(n_bytes, n_ranks=p.n_sums, link=link)
+            for p, n_bytes in zip(parts, sizes, strict=True)
         )
+        return max(sizes), math.fsum(each_s)
 
     def _all_gather(self, group: Group, phase: Phase, before: tuple[str, ...] = ()) -> str:
         n_bytes = self.sharding.n_ranks * group.gathered_bytes

@@ -13,11 +13,11 @@ from graphs.model_calls.call import (
     signature_of,
     strided_like,
 )
-from graphs.model_calls.environment import environment_of
 from graphs.model_calls.forms import (
     FROZEN,
     buffer_forms,
     bytes_by_dtype,
+    environment_of,
     input_forms,
     parameter_forms,
 )

@@ -29,7 +29,10 @@ class TraceError(ValueError):
         self.short = short or why
 
 
-_BY_SUBMODULES = ". A model that runs but cannot be traced can still be planned by its submodules"
+_BY_SUBMODULES = (
+    ". A model that runs but cannot be traced can still be planned by its submodules: "
+    "checkpoint_solver.fallback.plan_chain"
+)
 
 
 @dataclass
@@ -53,7 +56,13 @@ class Call:
 
     def without_values(self) -> Call:
         """The same with tensors on the meta device, for what outlives the batch."""
-        return replace(self, tensors=[_on_meta(tensor) for tensor in self.tensors])
+        tensors = [
+            strided_like(tensor, "meta").requires_grad_(tensor.requires_grad)
+            if tensor.layout == torch.strided
+            else tensor
+            for tensor in self.tensors
+        ]
+        return replace(self, tensors=tensors)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The (args, kwargs) of the call with these tensors in the holes."""
@@ -61,13 +70,6 @@ class Call:
         flat = [next(values) if item is HOLE else item for item in self.rest]
         args, kwargs = nested.unflatten(flat, self.spec)
         return args, kwargs
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the same form; itself where it is not a plain one."""
-    if tensor.layout != torch.strided:
-        return tensor
-    return strided_like(tensor, "meta").requires_grad_(tensor.requires_grad)
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
@@ -130,7 +132,11 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def find_loss(output: Any) -> torch.Tensor:
-    """The scalar to differentiate: the output, its `.loss`, or the only scalar of a tuple."""
+    """The scalar to differentiate: the output, its `.loss`, or the only scalar of a tuple.
+
+    A scalar that is computed from a few of the parameters behind the other outputs is another
+    output: the temperature that CLIP returns beside its logits.
+    """
     if isinstance(output, torch.Tensor):
         candidates = [output]
     elif isinstance(output, Mapping) and "loss" in output:
@@ -142,6 +148,9 @@ def find_loss(output: Any) -> torch.Tensor:
         candidates = [
             t for t in flat if isinstance(t, torch.Tensor) and t.dim() == 0 and t.requires_grad
         ]
+        others = [t for t in flat if isinstance(t, torch.Tensor) and t.dim() > 0]
+        if len(candidates) == 1 and len(_leaves_of(others)) > 2 * len(_leaves_of(candidates)):
+            candidates = []
     if len(candidates) != 1 or not isinstance(candidates[0], torch.Tensor):
         raise TraceError(
             f"the model returns {_described(output)}, in which no single loss can be found; return "
@@ -159,6 +168,17 @@ def find_loss(output: Any) -> torch.Tensor:
             "frozen, or the loss detached?"
         )
     return loss
+
+
+def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[Any]:
+    """What accumulates gradients of these tensors, one for each parameter."""
+    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen: set[Any] = {*stack}
+    while stack:
+        following = {node for node, _ in stack.pop().next_functions if node is not None} - seen
+        seen |= following
+        stack += following
+    return {node for node in seen if not node.next_functions}
 
 
 def _described(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The forms of a model's state and of a call's tensors, in words: what `apply` compares."""
+"""What a traced step depends on, in words: compared by `apply`, kept in both files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphs.model_calls.call import Call, device_of
 from graphs.model_calls.local_parts import is_distributed, local_part
+from graphs.model_calls.names import plain_arguments, tensor_names
 
 FROZEN = ", frozen"
 """The end of the form of a parameter that requires no gradient."""
@@ -58,3 +60,27 @@ def bytes_by_dtype(model: nn.Module) -> dict[str, int]:
     for p in map(local_part, model.parameters()):
         sizes[str(p.dtype).removeprefix("torch.")] += p.numel() * p.element_size()
     return dict(sizes)
+
+
+def environment_of(
+    call: Call, model: nn.Module, *, device: torch.device | None = None
+) -> dict[str, Any]:
+    """What the traced graph depends on: with another value of any of these the graph may differ.
+
+    device: of the step (None: that of the model).
+    """
+    kind = (device_of(model) if device is None else device).type
+    autocast = (
+        str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        if kind != "meta" and torch.is_autocast_enabled(kind)
+        else None
+    )
+    return {
+        "torch": torch.__version__.split("+")[0],
+        "train": model.training,
+        "autocast": autocast,
+        "arguments": tensor_names(call, model),
+        "options": plain_arguments(call, model),
+        "shapes": [list(t.shape) for t in call.tensors],
+        "dtypes": [str(t.dtype).removeprefix("torch.") for t in call.tensors],
+    }

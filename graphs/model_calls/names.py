@@ -40,11 +40,13 @@ def plain_arguments(call: Call, model: nn.Module) -> dict[str, str]:
     defaults: dict[str, Any] = {}
     if signature is not None:
         defaults = {name: each.default for name, each in signature.parameters.items()}
-    return {
-        name: repr(item)[:80] if isinstance(item, _PLAIN) else f"a {type(item).__name__}"
-        for name, item in _named(call, model)
-        if item is not HOLE and not _is_default(item, defaults.get(name, inspect.Parameter.empty))
-    }
+    found: dict[str, str] = {}
+    for name, item in _named(call, model):
+        default, is_plain = defaults.get(name, inspect.Parameter.empty), isinstance(item, _PLAIN)
+        is_equal = is_plain and type(item) is type(default) and bool(item == default)
+        if item is not HOLE and item is not default and not is_equal:
+            found[name] = repr(item)[:80] if is_plain else f"a {type(item).__name__}"
+    return found
 
 
 def _named(call: Call, model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -60,8 +62,3 @@ def _named(call: Call, model: nn.Module) -> Iterator[tuple[str, Any]]:
         else:
             name = f"number {first.idx + 1}"
         yield name + pytree.keystr(tuple(inner)), item
-
-
-def _is_default(item: Any, default: Any) -> bool:
-    same_type = type(item) is type(default) and isinstance(item, _PLAIN)
-    return item is default or (same_type and bool(item == default))

@@ -8,7 +8,7 @@ opened temporarily: registering someone else's class would affect the whole proc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,29 @@ def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return unflatten(
         [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat], spec
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+    """Stands for a tensor that is also the leaf at this index."""
+
+    index: int
+
+
+def once(flat: Sequence[Any]) -> list[Any]:
+    """The leaves with each tensor once: in its other places stands a `Repeated`."""
+    first: dict[int, int] = {}
+    return [
+        Repeated(first[id(leaf)])
+        if isinstance(leaf, torch.Tensor) and first.setdefault(id(leaf), index) != index
+        else leaf
+        for index, leaf in enumerate(flat)
+    ]
+
+
+def in_all_places(flat: Sequence[Any]) -> list[Any]:
+    """Undoes `once`."""
+    return [flat[leaf.index] if isinstance(leaf, Repeated) else leaf for leaf in flat]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,22 +16,28 @@ with it in `variants_of`. One that puts other operators into the traced program 
 extraction: its name is in PROGRAM_REWRITES as well.
 """
 
+from graphs.rewrites.chunk_sizes import ALIGNED_ROWS, chunk_starts, is_worthwhile, rows_per_chunk
 from graphs.rewrites.names import (
+    CALLED_LOSSES,
     CODES,
     FEWER_BITS,
     HEAD_AND_LOSS,
     PROGRAM_REWRITES,
     REWRITES,
+    STOCK,
     WORDS,
     Variant,
     check_word,
+    is_stock,
     results_of,
     rewrites_program,
     variants_of,
 )
 from graphs.rewrites.registry import (
+    StockVariants,
     Variants,
     keeps_bits_here,
+    losses_in_chunks,
     offered,
     program_with,
     rewritten,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
-from graphs.rewrites.cross_entropy import without_views
-from graphs.rewrites.row_chunks import Out, RowChunks, rows_per_chunk
+from graphs.rewrites.chunk_sizes import rows_per_chunk
+from graphs.rewrites.cross_entropy import WideOperators, without_views
+from graphs.rewrites.row_chunks import Out, RowChunks
 
 aten = torch.ops.aten
 
@@ -22,7 +23,6 @@ _INTO: dict[Any, Any] = {
 
 _OUT = {**_INTO, aten.gather.default: aten.gather.out}
 """Operators that may write into an output of the new node."""
-
 
 _OVER_ZEROS: dict[Any, Any] = {
     aten.scatter_add.default: aten.scatter_add_.default,
@@ -40,26 +40,9 @@ _DIM_AT: dict[Any, int] = {
 }
 """Operator -> the position of its dimension, which is that of the classes."""
 
-
 _REDUCED = {aten.sum.dim_IntList, aten.logsumexp.default}
 
 _EXPONENTIALS = {aten.exp.default, aten.logsumexp.default}
-
-
-class WideRows(Protocol):
-    """Row-wise operators of a step, which are to run by chunks."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """Rows and classes."""
-
-    @property
-    def wide(self) -> fx.Node:
-        """A tensor of rows and classes."""
-
-    @property
-    def backward(self) -> tuple[fx.Node, ...]:
-        """Those of the backward pass, in order; the last makes the gradient."""
 
 
 class Body:
@@ -68,7 +51,7 @@ class Body:
     n_outs: how many outputs the node will have.
     """
 
-    def __init__(self, region: WideRows, *, n_outs: int = 1) -> None:
+    def __init__(self, region: WideOperators, *, n_outs: int = 1) -> None:
         self._region = region
         self._graph = fx.Graph()
         self._destinations = [self._graph.placeholder(f"out_{n}") for n in range(n_outs)]
@@ -82,7 +65,8 @@ class Body:
 
         overwritable: the output may be written into it.
         """
-        node = without_views(node) if self._is_wide(node) else node
+        if node.meta["val"].numel() == self._region.shape.numel():
+            node = without_views(node)
         if node not in self._values:
             self._values[node] = self._graph.placeholder(f"input_{len(self._inputs)}")
             self._inputs[node] = self._rows_of(node.meta["val"]) is not None
@@ -156,11 +140,8 @@ class Body:
     def write_for(self, node: fx.Node) -> None:
         """Make the value of an operator of the step the next output."""
         made = node.meta["val"]
-        is_reduced = node.target in _REDUCED
-        keeps_dimension = node.args[2:3] == (True,)
-        shape = (
-            self._region.shape[:1] if is_reduced and not keeps_dimension else self._rows_of(made)
-        )
+        drops_classes = node.target in _REDUCED and node.args[2:3] != (True,)  # keepdim
+        shape = self._region.shape[:1] if drops_classes else self._rows_of(made)
         self.write(self._values[node], made.view(shape))
 
     def nodes_before(self, place: fx.Node, *, like: fx.Node) -> tuple[fx.Node, ...]:
@@ -171,7 +152,8 @@ class Body:
         graph, made = place.graph, tuple(self._made)
         meta = place_of(like)
         with graph.inserting_before(place):
-            inputs = [self._as_rows(node) for node in self._inputs]
+            forms = [(node, self._rows_of(node.meta["val"])) for node in self._inputs]
+            inputs = [node if form is None else _view(node, form) for node, form in forms]
             new = graph.call_function(self._chunks(), tuple(inputs))
             new.meta = {**meta, "val": made[0] if len(made) == 1 else made}
             if len(made) == 1:
@@ -196,15 +178,6 @@ class Body:
             source=body.code,
             body=body.forward,
         )
-
-    def _as_rows(self, node: fx.Node) -> fx.Node:
-        """An input with the rows as its first dimension, where it has rows."""
-        shape = self._rows_of(node.meta["val"])
-        return node if shape is None else _view(node, shape)
-
-    def _is_wide(self, node: fx.Node) -> bool:
-        shape = node.meta["val"].shape
-        return bool(shape.numel() == self._region.shape.numel())
 
     def _rows_of(self, value: torch.Tensor) -> torch.Size | None:
         """The shape of a tensor whose first dimension is the rows; None where it has none."""

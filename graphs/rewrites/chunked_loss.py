@@ -31,10 +31,19 @@ def rewrite(captured: Capture) -> bool:
     """Change the captured graph; returns whether there was anything to change."""
     regions = [region for region in cross_entropies(captured.graph) if _can_run_again(region)]
     for region in regions:
-        _results(region)
-        _gradient(region)
-        erase_unread(region.own)
+        put_in_chunks(region)
     return rewrite_sums(captured.graph) or bool(regions)
+
+
+def put_in_chunks(region: CrossEntropy) -> None:
+    """Change the graph that the region is in."""
+    _results(region)
+    body = Body(region)
+    body.read(region.logits, overwritable=region.has_form_of_gradient(region.logits))
+    for node in (*region.before, region.softmax):
+        body.run(node)
+    body.replace_gradient()
+    erase_unread(region.own)
 
 
 def _can_run_again(region: CrossEntropy) -> bool:
@@ -79,11 +88,3 @@ def _picked_for(loss: fx.Node, place: fx.Node) -> fx.Node:
     marks = put_before(place, aten.where.Scalar, is_ignored, _IGNORED, 0)
     loss.args = (values, marks, None, reduction, _IGNORED)
     return put_before(place, aten.unsqueeze.default, first, 1)
-
-
-def _gradient(region: CrossEntropy) -> None:
-    body = Body(region)
-    body.read(region.logits, overwritable=region.has_form_of_gradient(region.logits))
-    for node in (*region.before, region.softmax):
-        body.run(node)
-    body.replace_gradient()

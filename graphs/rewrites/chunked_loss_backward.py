@@ -16,19 +16,19 @@ def rewrite(captured: Capture) -> bool:
     """Change the captured graph; returns whether there was anything to change."""
     regions = list(cross_entropies(captured.graph))
     for region in regions:
-        body = Body(region)
-        body.read(region.softmax, overwritable=region.has_form_of_gradient(region.softmax))
-        body.replace_gradient()
-        if region.before:
-            _cast_and_softmax(region)
-        erase_unread(region.own)
+        put_in_chunks(region)
     return rewrite_sums(captured.graph) or bool(regions)
 
 
-def _cast_and_softmax(region: CrossEntropy) -> None:
+def put_in_chunks(region: CrossEntropy) -> None:
+    """Change the graph that the region is in."""
     body = Body(region)
-    for node in (*region.before, region.softmax):
-        body.run(node)
-    body.write_for(region.softmax)
-    (new,) = body.nodes_before(region.softmax, like=region.softmax)
-    take_place(region.softmax, new)
+    body.read(region.softmax, overwritable=region.has_form_of_gradient(region.softmax))
+    body.replace_gradient()
+    if region.before:
+        body = Body(region)
+        for node in (*region.before, region.softmax):
+            body.run(node)
+        body.write_for(region.softmax)
+        take_place(region.softmax, *body.nodes_before(region.softmax, like=region.softmax))
+    erase_unread(region.own)

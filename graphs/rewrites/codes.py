@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from graphs.costs import RowLoop
-from graphs.rewrites.row_chunks import rows_per_chunk
+from graphs.rewrites.chunk_sizes import rows_per_chunk
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 """By code with a scale: the largest magnitude that it has."""
@@ -94,10 +94,8 @@ def _shifts(device: torch.device) -> torch.Tensor:
 class Pack(RowLoop):
     """The target of a call: rows -> what is stored of them, a tensor or several."""
 
+    __name__ = "pack"
     code: Code
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__name__", "pack")  # fx's generated code calls it by this name
 
     @classmethod
     def of(cls, code: Code, n_rows: int) -> Pack:
@@ -112,20 +110,16 @@ class Pack(RowLoop):
             self.code.pack(rows[start:stop], *(each[start:stop] for each in made))
         return made[0] if len(made) == 1 else tuple(made)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"pack({self.code.name})"
-
-    __repr__ = __str__
 
 
 @dataclass(frozen=True, repr=False)
 class Unpack(RowLoop):
     """The target of a call: what `Pack` has stored -> the rows."""
 
+    __name__ = "unpack"
     code: Code
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__name__", "unpack")
 
     @classmethod
     def of(cls, code: Code, n_rows: int) -> Unpack:
@@ -140,7 +134,5 @@ class Unpack(RowLoop):
             self.code.unpack(rows[start:stop], *(each[start:stop] for each in args))
         return rows
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"unpack({self.code.name})"
-
-    __repr__ = __str__

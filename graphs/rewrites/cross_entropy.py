@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.rewrites.row_chunks import is_worthwhile
+from graphs.rewrites.chunk_sizes import is_worthwhile
 
 aten = torch.ops.aten
 
@@ -34,46 +34,54 @@ _REDUCED = {aten.sum.dim_IntList, aten.logsumexp.default}
 _SPREAD = {aten.scatter_add.default, aten.index_put.default}
 
 
-@dataclass(frozen=True)
-class CrossEntropy:
-    """One cross-entropy in a step, by its nodes.
+@dataclass(frozen=True, kw_only=True)
+class WideOperators:
+    """Row-wise operators around a tensor of rows and classes, which are to run by chunks.
 
-    before: casts and scalings of `logits` whose only reader is log-softmax, in order.
-    softmax: log-softmax.
-    loss: nll_loss; None where there is none.
-    after: other operators of the forward pass that read log-softmax and have results by row in the
-        end, in order; `row_results` are those whose result is not wide.
+    before: casts and scalings of `logits` that nothing else reads, in order; `wide` is what they
+        make, or log-softmax of it.
+    row_results: what the forward pass reads of `wide` by row.
     backward: wide operators of the backward pass, in order; the last makes the gradient.
-    others_read: whether something else reads log-softmax, so that it must be kept whole.
     """
 
     logits: fx.Node
     before: tuple[fx.Node, ...]
-    softmax: fx.Node
-    loss: fx.Node | None
-    after: tuple[fx.Node, ...]
+    wide: fx.Node
     row_results: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Rows and classes."""
+        return rows_and_classes(self.wide.meta["val"])
+
+    def has_form_of_gradient(self, node: fx.Node) -> bool:
+        """Whether the gradient has the dtype of this wide node."""
+        return bool(node.meta["val"].dtype == self.backward[-1].meta["val"].dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy(WideOperators):
+    """One cross-entropy in a step, by its nodes; `wide` is log-softmax.
+
+    loss: nll_loss; None where there is none.
+    after: other operators of the forward pass that read log-softmax and have results by row in the
+        end, in order; `row_results` are those whose result is not wide.
+    others_read: whether something else reads log-softmax, so that it must be kept whole.
+    """
+
+    loss: fx.Node | None
+    after: tuple[fx.Node, ...]
     others_read: bool
+
+    @property
+    def softmax(self) -> fx.Node:
+        return self.wide
 
     @property
     def own(self) -> tuple[fx.Node, ...]:
         """The operators whose results the chunks make instead."""
         return (*self.before, self.softmax, *self.after, *self.backward)
-
-    @property
-    def wide(self) -> fx.Node:
-        """A tensor of rows and classes."""
-        return self.softmax
-
-    @property
-    def shape(self) -> torch.Size:
-        """Rows and classes."""
-        return rows_and_classes(self.softmax.meta["val"])
-
-    def has_form_of_gradient(self, node: fx.Node) -> bool:
-        """Whether the gradient has the dtype of this wide node."""
-        return bool(node.meta["val"].dtype == self.backward[-1].meta["val"].dtype)
 
 
 def cross_entropies(graph: fx.Graph) -> Iterator[CrossEntropy]:
@@ -128,8 +136,13 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
         if user.target is aten._log_softmax_backward_data.default
         and without_views(user.args[1]) is softmax  # type: ignore[arg-type]
     ]
-    if len(losses) > 1 or len(backwards) != 1 or not all(map(_is_of_classes, losses)):
+    if len(losses) > 1 or len(backwards) != 1:
         return None
+    for loss in losses:
+        _, target, weight, *_ = loss.args
+        # elements cannot be gathered by targets in bytes
+        if weight is not None or target.meta["val"].dtype != torch.int64:  # type: ignore[union-attr]
+            return None
     region = Region(softmax)
     backward = region.backward_of(backwards[0])
     made = [n for n in backward if n.target is aten.nll_loss_backward.default]
@@ -149,7 +162,7 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
     return CrossEntropy(
         logits=logits,
         before=before,
-        softmax=softmax,
+        wide=softmax,
         loss=losses[0] if losses else None,
         after=after,
         row_results=row_results,
@@ -158,22 +171,8 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
     )
 
 
-def _is_of_classes(loss: fx.Node) -> bool:
-    """Whether an nll_loss has no class weights, and targets by which elements can be gathered (not
-    in bytes)."""
-    _, target, weight, *_ = loss.args
-    return weight is None and target.meta["val"].dtype == torch.int64  # type: ignore[union-attr]
-
-
 def rows_and_classes(value: torch.Tensor) -> torch.Size:
     return torch.Size((value.shape[:-1].numel(), value.shape[-1]))
-
-
-def _is_count(node: fx.Node, n: int) -> bool:
-    """Whether it is 0, 1, ..., n - 1."""
-    return (node.target is aten.arange.default and node.args == (n,)) or (
-        node.target is aten.arange.start and node.args == (0, n)
-    )
 
 
 def _has_view(value: torch.Tensor, *shape: int) -> bool:
@@ -231,13 +230,10 @@ class Region:
         """Wide operators of the backward pass that are read by each other alone."""
         members = {softmax_backward}
         self.add_made_for(softmax_backward, members)
-        node = softmax_backward
-        while True:
-            users = readers(node)
-            if len(users) != 1 or not self.is_cast_or_scaled(users[0]):
-                break
-            node = users[0]
-            members.add(node)
+        users = readers(softmax_backward)
+        while len(users) == 1 and self.is_cast_or_scaled(users[0]):
+            members.add(users[0])
+            users = readers(users[0])
         return tuple(each for each in softmax_backward.graph.nodes if each in members)
 
     def add_made_for(self, node: fx.Node, members: set[fx.Node]) -> None:
@@ -280,18 +276,15 @@ class Region:
         if not self.is_wide(node) or node.target not in _ARITHMETIC or node.kwargs:
             return False
         shape = node.meta["val"].shape
-        return all(self._has_rows(source, shape) for source in node.all_input_nodes)
-
-    def _has_rows(self, source: fx.Node, shape: torch.Size) -> bool:
-        """Whether a source of a wide tensor can be taken apart into rows, or is one number."""
-        value = source.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.is_complex():
-            return False
-        if value.dim() == 0:
-            return True
-        if value.shape not in (shape, (*shape[:-1], 1)):
-            return False
-        return _has_view(value, -1, value.shape[-1])
+        for source in node.all_input_nodes:
+            value = source.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.is_complex():
+                return False
+            # each source is one number, or can be taken apart into rows
+            has_rows = value.shape in (shape, (*shape[:-1], 1))
+            if value.dim() and not (has_rows and _has_view(value, -1, value.shape[-1])):
+                return False
+        return True
 
     def come_as_rows(self, node: fx.Node) -> bool:
         """Whether the wide tensors that it reads are rows by classes also where they are made."""
@@ -339,11 +332,11 @@ class Region:
         """Whether it is [arange(rows), classes], for a tensor of rows by classes."""
         if len(index) != 2 or wide.dim() != 2 or None in index:
             return False
-        rows, classes = index
+        (rows, classes), n = index, self.shape[0]
         return (
-            _is_count(rows, self.shape[0])
+            (rows.target, rows.args) in ((aten.arange.default, (n,)), (aten.arange.start, (0, n)))
             and classes.meta["val"].dtype == torch.int64
-            and classes.meta["val"].shape == (self.shape[0],)
+            and classes.meta["val"].shape == (n,)
         )
 
     def _indexes(self, index: Any, wide: torch.Tensor) -> bool:

@@ -7,6 +7,9 @@ recomputed, or copied to the host in its fewer bytes, as the solver decides, and
 for that program. Operators of the forward pass, also those that are recomputed, read the storage
 itself.
 
+How much of it is packed is a choice among a few programs: of the storages that could be, those
+come first whose recomputation would take longest for their bytes.
+
 Masks in bits come back with every bit. The other codes change results: what waits is rounded.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphs.capture import Capture
+from graphs.costs import OpCall, flops_of
 from graphs.rewrites.codes import Code, Pack, Unpack
 
 aten = torch.ops.aten
@@ -30,10 +35,11 @@ LEAST_NUMBERS = 2**14
 """Of a storage: packing a smaller one saves little."""
 
 
-def rewrite(captured: Capture, *, code: str) -> bool:
+def rewrite(captured: Capture, *, code: str, share: float = 1.0) -> bool:
     """Change the captured graph; returns whether there was anything to change.
 
     code: a name of `graphs.rewrites.codes`.
+    share: of the bytes that may wait packed, those that do at most, the most rewarding first.
     """
     held = {
         storage
@@ -41,14 +47,40 @@ def rewrite(captured: Capture, *, code: str) -> bool:
         for storage in _storages(node)
     }
     position = {node: n for n, node in enumerate(captured.graph.nodes)}
-    found = False
-    for node in list(captured.graph.nodes):
+    found = []
+    for node in captured.graph.nodes:
         how = None if held.intersection(_storages(node)) else _code_for(node, code)
         readers = [] if how is None else sorted(_late_readers(node), key=position.__getitem__)
         if how is not None and readers:
-            _wait_packed(node, readers, how)
-            found = True
-    return found
+            found.append(_Waiting(node, readers, how))
+    # First those whose recomputation would take longest for their bytes, the longest waiting first
+    # among equals. Packing takes time by bytes. So does making again what has few operations for
+    # its bytes, which is therefore worth no packing; what takes many operations is.
+    left_bytes = share * sum(each.n_bytes for each in found)
+    for each in sorted(found, key=lambda each: -each.flops_per_byte):
+        if each.n_bytes <= left_bytes:
+            left_bytes -= each.n_bytes
+            _wait_packed(each.made, each.readers, each.code)
+    return bool(found)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A storage that may wait packed. readers: of the backward pass, the first first."""
+
+    made: fx.Node
+    readers: list[fx.Node]
+    code: Code
+
+    @property
+    def n_bytes(self) -> int:
+        return int(self.made.meta["val"].nbytes)
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Of the operator that makes it; by operators and shapes alone."""
+        source: Any = self.made.args[0] if self.made.target is operator.getitem else self.made
+        return flops_of(OpCall.from_node(source)) / self.n_bytes
 
 
 def _code_for(node: fx.Node, name: str) -> Code | None:
@@ -74,15 +106,11 @@ def _code_for(node: fx.Node, name: str) -> Code | None:
         return None  # a view
     n_bytes = value.untyped_storage().nbytes()
     is_whole = n_bytes == value.numel() * value.element_size() and value.storage_offset() == 0
-    if not is_whole or _extent(value) != value.numel():
+    steps = zip(value.shape, value.stride(), strict=True)
+    n_apart = 1 + sum((n - 1) * step for n, step in steps)  # from its first number to its last
+    if not is_whole or n_apart != value.numel():
         return None
     return Code.of(name, dtype=value.dtype, n_numbers=value.numel())
-
-
-def _extent(value: torch.Tensor) -> int:
-    """From its first number to its last in memory."""
-    steps = zip(value.shape, value.stride(), strict=True)
-    return 1 + sum((n - 1) * step for n, step in steps)
 
 
 def _wait_packed(made: fx.Node, readers: list[fx.Node], code: Code) -> None:

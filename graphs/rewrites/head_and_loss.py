@@ -23,9 +23,10 @@ from torch import fx
 
 from graphs.capture import Capture
 from graphs.rewrites.body import place_of, put_before
+from graphs.rewrites.chunk_sizes import rows_in, rows_per_chunk
 from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, readers, without_views
 from graphs.rewrites.head_loop import MEAN, PRODUCTS_PER_SUM, SUM, HeadLoop, Step
-from graphs.rewrites.row_chunks import Out, RowChunks, rows_in, rows_per_chunk
+from graphs.rewrites.row_chunks import Out, RowChunks
 
 aten = torch.ops.aten
 
@@ -111,25 +112,21 @@ def _gradient_name(
 ) -> str | None:
     """Which gradient an operator makes of that of the product; None: none that is known."""
     if reader.target is aten.sum.dim_IntList:
-        source = reader.args[0]
-        return (
-            "bias"
-            if reader.args[1:] == ([0], True) and source_of(source) == (d_product, 0)
-            else None
-        )
+        sums_rows = reader.args[1:] == ([0], True)
+        return "bias" if sums_rows and _source_of(reader.args[0]) == (d_product, 0) else None
     if reader.target is not aten.mm.default:
         return None
-    one, other = map(source_of, reader.args)
-    transposed_rows = (source_of(rows)[0], 1 - source_of(rows)[1])
+    (of_rows, rows_t), (of_weight, weight_t) = _source_of(rows), _source_of(weight)
     names = {
-        ((d_product, 0), (source_of(weight)[0], 1 - source_of(weight)[1])): "rows",
-        ((d_product, 1), source_of(rows)): "weight.t",
-        (transposed_rows, (d_product, 0)): "weight",
+        ((d_product, 0), (of_weight, 1 - weight_t)): "rows",
+        ((d_product, 1), (of_rows, rows_t)): "weight.t",
+        ((of_rows, 1 - rows_t), (d_product, 0)): "weight",
     }
+    one, other = map(_source_of, reader.args)
     return names.get((one, other))
 
 
-def source_of(node: Any) -> tuple[fx.Node, int]:
+def _source_of(node: Any) -> tuple[fx.Node, int]:
     """What it is a view of, and whether transposed (1)."""
     transposed = 0
     while True:
@@ -145,42 +142,38 @@ def _replace(region: CrossEntropy, head: _Head, chunk_rows: int) -> None:
     of_loss, *of_weights = loss.users  # getitems of the loss and of the sum of weights
     _, target, _, reduction, ignored = loss.args
     is_short = head.rows.meta["val"].dtype.itemsize < 4
+    operators = (head.product, *region.before, region.softmax, loss, *region.backward)
+    title = ", ".join(n.target._schema.name.removeprefix("aten::") for n in operators)  # type: ignore[union-attr]
     loop = HeadLoop(
         rows_per_product=chunk_rows,
         rows_per_chunk=chunk_rows * (PRODUCTS_PER_SUM if is_short else 1),
         row_inputs=(0, 1),
-        title=_title(region, head),
+        title=f"{title} -> {', '.join(head.gradients)}",
         reduction=reduction,  # type: ignore[arg-type]
         ignored=ignored,  # type: ignore[arg-type]
         dtype=of_loss.meta["val"].dtype,
         makes=tuple(head.gradients),
-        before=(*map(_step, region.before), _cast(region.softmax)),
-        after=(_cast(region.backward[1]), *map(_step, region.backward[2:])),
+        before=(*map(_step, region.before), _step(region.softmax, is_cast=True)),
+        after=(_step(region.backward[1], is_cast=True), *map(_step, region.backward[2:])),
     )
     bias = [] if head.bias is None else [head.bias]
     loss.target, loss.args = loop, (head.rows, target, head.weight, *bias)
     _, *made = loop(*(node.meta["val"] for node in loss.args))  # type: ignore[union-attr]
     loss.meta["val"] = (of_loss.meta["val"], *made)
-    divisor, *gradients = _parts(loss, made, after=of_loss)
+    with loss.graph.inserting_after(of_loss):
+        parts = [  # each is put right after the loss
+            loss.graph.call_function(operator.getitem, (loss, at)) for at in range(len(made), 0, -1)
+        ][::-1]
+    for part, value in zip(parts, made, strict=True):
+        part.meta = {**place_of(loss), "val": value}
+    divisor, *gradients = parts
     scale = put_before(min(head.gradients.values()), aten.div.Tensor, d_loss, divisor)
     for old, new in zip(head.gradients.values(), gradients, strict=True):
         _scale(_as_float32(old), new, scale)
     own = {head.product, *region.before, region.softmax, *of_weights, *region.backward}
     for node in reversed(list(loss.graph.nodes)):
-        if not node.users and source_of(node)[0] in own | set(head.gradients.values()):
+        if not node.users and _source_of(node)[0] in own | set(head.gradients.values()):
             node.graph.erase_node(node)
-
-
-def _parts(loop: fx.Node, made: list[torch.Tensor], *, after: fx.Node) -> list[fx.Node]:
-    """The outputs of the loop but for the first, which is the loss."""
-    with loop.graph.inserting_after(after):
-        parts = [
-            loop.graph.call_function(operator.getitem, (loop, at))
-            for at in range(len(made), 0, -1)  # each is put right after the loss
-        ][::-1]
-    for part, value in zip(parts, made, strict=True):
-        part.meta = {**place_of(loop), "val": value}
-    return parts
 
 
 def _as_float32(gradient: fx.Node) -> fx.Node:
@@ -224,24 +217,9 @@ def _scaled(out: torch.Tensor, made: torch.Tensor, scale: torch.Tensor) -> None:
     torch.mul(made, scale, out=out)
 
 
-def _title(region: CrossEntropy, head: _Head) -> str:
-    """The operators in it."""
-    nodes = (head.product, *region.before, region.softmax, head.loss, *region.backward)
-    made = ", ".join(head.gradients)
-    names = ", ".join(node.target._schema.name.removeprefix("aten::") for node in nodes)  # type: ignore[union-attr]
-    return f"{names} -> {made}"
-
-
-def _step(node: fx.Node) -> Step:
-    """A cast, or a scaling by a number."""
-    if node.target is aten._to_copy.default:
-        return _cast(node)
-    target: Any = node.target
-    numbers = node.args[1:]
-    return lambda tensor: target(tensor, *numbers)
-
-
-def _cast(node: fx.Node) -> Step:
-    """To the dtype of the node."""
-    dtype = node.meta["val"].dtype
-    return lambda tensor: tensor.to(dtype)
+def _step(node: fx.Node, *, is_cast: bool = False) -> Step:
+    """A scaling by a number, or a cast to the dtype of the node."""
+    target, numbers, dtype = node.target, node.args[1:], node.meta["val"].dtype
+    if is_cast or target is aten._to_copy.default:
+        return lambda tensor: tensor.to(dtype)
+    return lambda tensor: target(tensor, *numbers)  # type: ignore[operator]

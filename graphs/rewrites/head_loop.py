@@ -41,6 +41,7 @@ class HeadLoop(RowLoop):
         what that reads.
     """
 
+    __name__ = "head_loop"
     rows_per_product: int
     title: str
     reduction: int
@@ -49,10 +50,6 @@ class HeadLoop(RowLoop):
     makes: tuple[str, ...]
     before: tuple[Step, ...] = field(compare=False)
     after: tuple[Step, ...] = field(compare=False)
-
-    def __post_init__(self) -> None:
-        # fx's generated code calls it by this name
-        object.__setattr__(self, "__name__", "head_loop")
 
     def __call__(
         self, rows: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor
@@ -116,10 +113,8 @@ class HeadLoop(RowLoop):
             made = step(made)
         return made
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"head_loop({self.title}; {self.rows_per_product} rows)"
-
-    __repr__ = __str__
 
 
 class _Sum:

@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphs.capture import Layout, OpaqueBackward, OpaqueForward, Overwrite
+from graphs.graph import Node
 from graphs.rewrites.row_chunks import RowChunks
 
 aten = torch.ops.aten
@@ -52,9 +53,22 @@ too, but `mul_(x, 0.3)` rounds the number to 16 bits first, where `mul` does not
 
 def rewrite(layout: Layout) -> Layout:
     """Let nodes overwrite an input where that is safe."""
+    return overwriting(layout, lambda node: True)
+
+
+def overwriting(layout: Layout, may: Callable[[Node], bool]) -> Layout:
+    """The same for some nodes. may: whether a node may overwrite an input."""
     made = {name: node for node in layout.nodes for name in node.outputs}
-    last = {name: node.name for node in layout.nodes for name in node.inputs}
-    seen = {*layout.outputs, *_seen_by_modules(layout)}
+    readers: dict[str, list[str]] = {}  # storage -> the nodes that read it, in order
+    seen = set(layout.outputs)
+    for node in layout.nodes:
+        for name in node.inputs:
+            readers.setdefault(name, []).append(node.name)
+        call = layout.calls.get(node.name)
+        if call is not None and isinstance(call.target, OpaqueForward | OpaqueBackward):
+            # a module that runs as one piece may hold it beyond the step, in an attribute or a hook
+            seen |= {*node.inputs, *node.outputs}
+    last = {name: nodes[-1] for name, nodes in readers.items()}
     free = {  # may take part: nobody outside of the step sees them
         tensor.name
         for tensor in layout.tensors
@@ -68,8 +82,8 @@ def rewrite(layout: Layout) -> Layout:
     nodes = []
     for node in layout.nodes:
         call = layout.calls.get(node.name)
-        may = node.phase == "backward" or pinned.issuperset(node.outputs)
-        if call is not None and may and free.issuperset(node.outputs):
+        is_late = node.phase == "backward" or pinned.issuperset(node.outputs)
+        if call is not None and is_late and may(node) and free.issuperset(node.outputs):
             dying = {
                 name
                 for name in free.intersection(node.inputs)
@@ -80,7 +94,7 @@ def rewrite(layout: Layout) -> Layout:
                 old = layout.storage[found.argument]
                 root[node.outputs[0]] = root.get(old, old)
                 overwriting[node.name] = found
-                run_once |= {made[old].name} | {n.name for n in layout.nodes if old in n.inputs}
+                run_once |= {made[old].name, *readers[old]}
                 node = replace(node, overwrites=old)
         nodes.append(node)
     return replace(
@@ -89,18 +103,6 @@ def rewrite(layout: Layout) -> Layout:
         tensors=[replace(t, alias_of=root.get(t.name)) for t in layout.tensors],
         overwriting=overwriting,
     )
-
-
-def _seen_by_modules(layout: Layout) -> set[str]:
-    """What a module that runs as one piece reads or makes: it may hold it beyond the step, in an
-    attribute or a hook."""
-    pieces = {
-        name
-        for name, call in layout.calls.items()
-        if isinstance(call.target, OpaqueForward | OpaqueBackward)
-    }
-    nodes = (node for node in layout.nodes if node.name in pieces)
-    return {name for node in nodes for name in (*node.inputs, *node.outputs)}
 
 
 def _pinned(layout: Layout, free: set[str], last: dict[str, str]) -> set[str]:
@@ -128,10 +130,8 @@ def _overwrites(
     """The ways in which this call can overwrite one of these storages."""
     made = call.meta.get("val")
     overload, keyword = _overload(call.target)
-    if overload is None or not isinstance(made, torch.Tensor):
-        return
-    if made.is_complex():  # the CPU's division has other last bits over its input
-        return
+    if overload is None or not isinstance(made, torch.Tensor) or made.is_complex():
+        return  # of complex numbers, the CPU's division has other last bits over its input
     arguments = [
         item
         for item in pytree.tree_leaves((call.args, call.kwargs))
@@ -167,7 +167,11 @@ def _overload(target: Any) -> tuple[Callable[..., Any] | None, str | None]:
         return IN_PLACE[target], None
     if isinstance(target, RowChunks):
         return target, "out"
-    if not isinstance(target, torch._ops.OpOverload) or not _is_safe(target):
+    if not isinstance(target, torch._ops.OpOverload):
+        return None, None
+    is_local = torch.Tag.pointwise in target.tags or target in ELEMENTWISE or target in ROW_WISE
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    if not is_local or is_random or target._schema.is_mutable:
         return None, None
     packet = target.overloadpacket
     for overload in (getattr(packet, name) for name in packet.overloads()):
@@ -176,13 +180,6 @@ def _overload(target: Any) -> tuple[Callable[..., Any] | None, str | None]:
         if len(outs) == 1 and _takes(overload) == _takes(target) and is_native:
             return overload, outs[0]
     return None, None
-
-
-def _is_safe(target: torch._ops.OpOverload) -> bool:
-    elementwise = torch.Tag.pointwise in target.tags or target in ELEMENTWISE
-    random = torch.Tag.nondeterministic_seeded in target.tags
-    mutable = target._schema.is_mutable
-    return (elementwise or target in ROW_WISE) and not random and not mutable
 
 
 def _takes(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:

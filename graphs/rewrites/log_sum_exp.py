@@ -7,20 +7,19 @@ softmax as `(logits - sum).exp()`, and multiplies and adds up a few tensors of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import fx
 
 from graphs.rewrites.body import Body, take_place
+from graphs.rewrites.chunk_sizes import is_worthwhile
 from graphs.rewrites.cross_entropy import (
     Region,
+    WideOperators,
     erase_unread,
     readers,
     rows_and_classes,
     without_views,
 )
-from graphs.rewrites.row_chunks import is_worthwhile
 
 aten = torch.ops.aten
 
@@ -35,9 +34,13 @@ def rewrite_sums(graph: fx.Graph) -> bool:
             continue
         for node in region.row_results:
             if region.before or node.target is aten.logsumexp.default:
-                _in_chunks(region, node)
+                body = Body(region)
+                for each in (*region.before, node):
+                    body.run(each)
+                body.write_for(node)
+                take_place(node, *body.nodes_before(node, like=node))
         body = Body(region)
-        body.read(region.logits, overwritable=region.has_form_of_gradient)
+        body.read(region.logits, overwritable=region.has_form_of_gradient(region.logits))
         for node in region.before:
             body.run(node)
         body.replace_gradient()
@@ -46,41 +49,8 @@ def rewrite_sums(graph: fx.Graph) -> bool:
     return found
 
 
-def _in_chunks(region: _Sums, node: fx.Node) -> None:
-    body = Body(region)
-    for each in (*region.before, node):
-        body.run(each)
-    body.write_for(node)
-    (new,) = body.nodes_before(node, like=node)
-    take_place(node, new)
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """What reads a wide tensor of which the log of the sum of exponentials is taken, by its nodes.
-
-    before: casts and scalings of `logits` that make `wide` of them, in order.
-    row_results: what the forward pass reads of it by row.
-    backward: wide operators of the backward pass, in order; the last makes the gradient.
-    """
-
-    logits: fx.Node
-    before: tuple[fx.Node, ...]
-    wide: fx.Node
-    row_results: tuple[fx.Node, ...]
-    backward: tuple[fx.Node, ...]
-
-    @property
-    def shape(self) -> torch.Size:
-        return rows_and_classes(self.wide.meta["val"])
-
-    @property
-    def has_form_of_gradient(self) -> bool:
-        """Whether the gradient has the dtype of the logits."""
-        return bool(self.logits.meta["val"].dtype == self.backward[-1].meta["val"].dtype)
-
-
-def _read(wide: fx.Node) -> _Sums | None:
+def _read(wide: fx.Node) -> WideOperators | None:
+    """What reads a wide tensor of which the log of the sum of exponentials is taken."""
     value = wide.meta["val"]
     if value.dim() < 2 or not is_worthwhile(*rows_and_classes(value)):
         return None
@@ -92,10 +62,15 @@ def _read(wide: fx.Node) -> _Sums | None:
     seeds = [each for each in users if each.target is aten.sub.Tensor and _is_backward(each)]
     if not seeds or not any(each.target is aten.logsumexp.default for each in row_results):
         return None
-    members = {(last := _gradient(region, seeds[0]))}
+    last = seeds[0]  # the gradient is where row-wise operators of the backward pass lead from here
+    while len(after := readers(last)) == 1:
+        if not region.is_arithmetic(after[0]) and not region.is_cast_or_scaled(after[0]):
+            break
+        (last,) = after
+    members = {last}
     region.add_made_for(last, members)
     backward = tuple(each for each in wide.graph.nodes if each in members)
-    if seeds[0] not in members or any(map(_is_forward, backward)):
+    if seeds[0] not in members or not all(map(_is_backward, backward)):
         return None
     logits, before = region.before(wide, {*row_results, *backward})
     if not logits.meta["val"].is_contiguous():
@@ -104,22 +79,10 @@ def _read(wide: fx.Node) -> _Sums | None:
         return None
     if any(user.op == "output" for each in (*row_results, last) for user in each.users):
         return None  # the step knows it by its node
-    return _Sums(logits, before, wide, row_results, backward)
-
-
-def _gradient(region: Region, node: fx.Node) -> fx.Node:
-    """Where row-wise operators of the backward pass lead from this one."""
-    while len(users := readers(node)) == 1:
-        (user,) = users
-        if not region.is_arithmetic(user) and not region.is_cast_or_scaled(user):
-            break
-        node = user
-    return node
+    return WideOperators(
+        logits=logits, before=before, wide=wide, row_results=row_results, backward=backward
+    )
 
 
 def _is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def _is_forward(node: fx.Node) -> bool:
-    return not _is_backward(node)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from graphs.capture import Capture, Layout
 from graphs.rewrites import (
+    called_losses,
     chunked_loss,
     chunked_loss_backward,
     fewer_bits,
@@ -22,9 +23,17 @@ PROGRAM_PASSES: dict[str, Callable[[Capture], bool]] = {
     },
     "chunked_loss": chunked_loss.rewrite,
     "chunked_loss_backward": chunked_loss_backward.rewrite,
-    **{name: functools.partial(fewer_bits.rewrite, code=code) for name, code in FEWER_BITS.items()},
+    "cross_entropy_in_chunks": called_losses.rewrite,
+    "cross_entropy_backward_in_chunks": called_losses.rewrite_backward,
+    **{
+        name: functools.partial(fewer_bits.rewrite, code=code, share=share)
+        for name, (code, share) in FEWER_BITS.items()
+    },
 }
 """They change a captured program, and return whether there was anything to change."""
 
-LAYOUT_PASSES: dict[str, Callable[[Layout], Layout]] = {"in_place": in_place.rewrite}
+LAYOUT_PASSES: dict[str, Callable[[Layout], Layout]] = {
+    "in_place": in_place.rewrite,
+    "loss_in_place": called_losses.rewrite_layout,
+}
 """They return a new layout; the one that they are given does not change."""

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs import hardware
-from graphs.rewrites.row_chunks import ALIGNED_ROWS, RowChunks
+from graphs.rewrites.chunk_sizes import ALIGNED_ROWS
+from graphs.rewrites.row_chunks import RowChunks
 
 aten = torch.ops.aten
 N_ROWS = 3 * ALIGNED_ROWS + 1  # so that the last chunk is as short as it can be
@@ -45,11 +46,10 @@ def keeps_bits(graph: fx.Graph, costs: Any) -> bool:
 def _keeps(node: fx.Node) -> bool:
     chunks: Any = node.target
     n_threads = torch.get_num_threads()
-    if not isinstance(chunks, RowChunks):
-        args: Any = node.args
-        value, reduction = args[0].meta["val"], args[3]
-        return _same_loss(value.shape[0], value.dtype, reduction, value.device, n_threads)
     values = [argument.meta["val"] for argument in node.all_input_nodes]
+    if not isinstance(chunks, RowChunks):  # nll_loss(column, target, weight, reduction, ...)
+        column, reduction = values[0], int(node.args[3])  # type: ignore[arg-type]
+        return _same_loss(column.shape[0], column.dtype, reduction, column.device, n_threads)
     forms = tuple(
         (tuple(value.shape[1:] if at in chunks.row_inputs else value.shape), value.dtype)
         for at, value in enumerate(values)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphs.graph import Graph
 from graphs.host_state import with_state_on_device
@@ -14,6 +15,23 @@ if TYPE_CHECKING:
     from graphs.capture import Capture, KeptCapture, Layout
 
 
+class StockVariants:
+    """The variants that a step of stock modules can have besides, made when they are asked for.
+
+    They stay behind when what holds them is copied or pickled.
+    """
+
+    def __init__(self, make: Callable[[], tuple[Graph, ...]]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def graphs(self) -> tuple[Graph, ...]:
+        return self._make()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StockVariants, (tuple,)
+
+
 @dataclass(frozen=True)
 class Variants:
     """One training step as several programs that have the same results.
@@ -21,11 +39,13 @@ class Variants:
     plain: the step as the framework runs it without a plan.
     planned: the programs to plan; at least one, and `plain` may be among them.
     kept: the traced program, for `apply` in this process (None: it is traced again).
+    stock: for exports in this process (None: the planned ones are all, or are not known).
     """
 
     plain: Graph
     planned: tuple[Graph, ...]
     kept: KeptCapture | None = field(default=None, repr=False, compare=False)
+    stock: StockVariants | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, step: Graph | Variants) -> Variants:
@@ -48,7 +68,7 @@ def _not_in_place(graph: Graph) -> Graph:
                 owner[root], alias[name] = name, None
             elif root in owner:
                 alias[name] = owner[root]
-    rewrites = [name for name in graph.meta.rewrites if name != "in_place"]
+    rewrites = [name for name in graph.meta.rewrites if name not in ("in_place", "loss_in_place")]
     return replace(
         graph,
         nodes=tuple(replace(node, overwrites=None) for node in graph.nodes),
@@ -103,6 +123,13 @@ def program_with(captured: Capture, rewrites: Sequence[str]) -> Capture:
             changed = captured.copy()
             captured = changed if rewrite(changed) else captured
     return captured
+
+
+def losses_in_chunks(layout: Layout) -> list[dict[str, Any]]:
+    """`GraphMeta.called_losses` of a rewritten step."""
+    from graphs.rewrites.called_losses import described  # here: it takes torch
+
+    return described(layout)
 
 
 def rewritten(layout: Layout, rewrites: Sequence[str]) -> Layout:

@@ -5,6 +5,8 @@ from graphs.training_step.around import (
     FRESH,
     LOSS,
     OF_MICRO_BATCHES,
+    OF_PASSES,
+    TAKEN,
     accumulation,
     with_accumulation,
     with_dropped_outputs,

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.graph import Graph, Node, Tensor
+from graphs.graph import DROP, Graph, Node, Tensor
+from graphs.zero import TAKES
 
 ACCUMULATED = ".accumulated"
 
@@ -21,10 +22,14 @@ class Accumulation:
     """Which gradients exist before the step, so that new ones are added to them.
 
     of_module: those of parameters. of_inputs: those of inputs that require gradients.
+    of_step: they are made by another pass of the same step (`Graph.accumulated`).
+    taken: none exist, and each is copied and freed as soon as it is complete (`graphs.zero`).
     """
 
     of_module: bool
     of_inputs: bool
+    of_step: bool = False
+    taken: bool = False
 
     def of(self, kind: str) -> bool:
         """kind: of the tensor that the gradient is for, as in `Tensor.kind`."""
@@ -32,10 +37,14 @@ class Accumulation:
 
 
 FRESH, ACCUMULATE, OF_MICRO_BATCHES = "fresh", "accumulate", "accumulate, inputs fresh"
+OF_PASSES = "accumulate over passes, inputs fresh"
+TAKEN = "taken, inputs fresh"
 _ACCUMULATIONS = {
     FRESH: Accumulation(of_module=False, of_inputs=False),
     ACCUMULATE: Accumulation(of_module=True, of_inputs=True),
     OF_MICRO_BATCHES: Accumulation(of_module=True, of_inputs=False),  # each has its own inputs
+    OF_PASSES: Accumulation(of_module=True, of_inputs=False, of_step=True),
+    TAKEN: Accumulation(of_module=True, of_inputs=False, taken=True),
 }
 
 
@@ -47,11 +56,15 @@ def accumulation(word: str) -> Accumulation:
     return _ACCUMULATIONS[word]
 
 
-def with_accumulation(graph: Graph, gradients: Mapping[str, str]) -> Graph:
+def with_accumulation(
+    graph: Graph, gradients: Mapping[str, str], *, of_step: bool = False, taken: bool = False
+) -> Graph:
     """Gradients exist from the start; a new one is added once it is complete and its parameter is
     not read any more, which is when the runtime returns it.
 
     gradients: tensor of a new gradient -> tensor of its parameter.
+    of_step: as in `Accumulation`: they are outputs, and none is there from the start.
+    taken: as in `Accumulation`: what takes them stands in place of what adds them.
     """
     gradients = {name: of for name, of in gradients.items() if name in graph.producer}
     last_reader = {name: node.name for node in graph.later_nodes for name in node.inputs}
@@ -65,11 +78,14 @@ def with_accumulation(graph: Graph, gradients: Mapping[str, str]) -> Graph:
     for node in graph.nodes:
         nodes.append(node)
         for name in added_after.get(node.name, ()):
-            read, op = (name, name + ACCUMULATED), "aten.add_.Tensor"
+            read = (name,) if of_step or taken else (name, name + ACCUMULATED)
+            op = TAKES if taken else "aten.add_.Tensor"
             nodes.append(Node(f"accumulate_{name}", op, read, (), 0.0, 0, "backward", False))
+    if of_step:
+        return dataclasses.replace(graph, nodes=tuple(nodes), accumulated=tuple(gradients))
     resident = tuple(
         Tensor(name + ACCUMULATED, graph.tensor_by_name[name].size_bytes, "gradient")
-        for name in gradients
+        for name in (() if taken else gradients)
     )
     return dataclasses.replace(
         graph,
@@ -162,14 +178,17 @@ def with_loss_bytes(graph: Graph, *, reserved_bytes: int, held_bytes: int) -> Gr
 
 
 def with_dropped_outputs(graph: Graph, names: Sequence[str]) -> Graph:
-    """The step of a caller that lets go of these outputs of the model before its backward pass."""
-    dropped = Node("outputs.dropped", "outputs, dropped by the caller", tuple(names), (), 0.0)
-    dropped = dataclasses.replace(dropped, phase="outside", recomputable=False)
-    before = [node for node in graph.later_nodes if node.phase == "outside"]
-    after = [node for node in graph.later_nodes if node.phase != "outside"]
+    """The step of a caller that lets go of these outputs of the model once the loss is computed,
+    before the backward pass."""
+    later, kept = graph.later_nodes, set(graph.outputs)
+    of_loss = (at for at, node in enumerate(later) if node.phase == "outside")
+    computed = max((at for at in of_loss if kept.intersection(later[at].outputs)), default=-1)
+    # Whatever else is returned is there as well: it names all, for `Graph.returned`.
+    drop = Node(DROP, "outputs, dropped by the caller", graph.returned, (), 0.0)
+    drop = dataclasses.replace(drop, phase="outside", recomputable=False)
     return dataclasses.replace(
         graph,
-        nodes=(*graph.forward_nodes, *before, dropped, *after),
+        nodes=(*graph.forward_nodes, *later[: computed + 1], drop, *later[computed + 1 :]),
         outputs=tuple(name for name in graph.outputs if name not in names),
     )
 

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import re
 
-from graphs.graph import Graph, Node
+from graphs.graph import Graph
 from graphs.hardware import Hardware
 from graphs.training_step.around import with_resident
 
@@ -41,9 +41,19 @@ def with_device_bytes(graph: Graph, hardware: Hardware | None) -> Graph:
     """Add what the card holds besides the step's tensors; the same graph for other devices."""
     if hardware is None or hardware.kind != "cuda":
         return graph
+    # The caller's thread multiplies, and autograd's where there is a backward pass: it multiplies
+    # too, or recomputes products.
+    multiplies = any(
+        node.op.rpartition(".")[0] in _PRODUCTS or _WITH_PRODUCTS.search(node.op)
+        for node in graph.nodes
+    )
+    n_threads = multiplies * (1 + any(node.phase == "backward" for node in graph.nodes))
+    # Sizes in a graph are not rounded, so that its `graph_id` is the same for every device. This is
+    # at most what rounding adds, as if all tensors were on the device at once.
+    sizes = (t.size_bytes for t in graph.tensors if t.alias_of is None)
     added = {
-        "cublas_workspaces": _n_multiplying_threads(graph) * cublas_workspace_bytes(hardware),
-        "allocator_rounding": _rounding_bytes(graph),
+        "cublas_workspaces": n_threads * cublas_workspace_bytes(hardware),
+        "allocator_rounding": sum(-size % ALLOCATION_BYTES for size in sizes),
     }
     for name, size_bytes in added.items():
         graph = with_resident(graph, name, size_bytes)
@@ -63,25 +73,3 @@ def cublas_workspace_bytes(hardware: Hardware) -> int:
     # an unknown card may be of any generation: the larger one
     capability = hardware.compute_capability or (9, 0)
     return _HOPPER_WORKSPACE_BYTES if capability[0] >= 9 else _OTHER_WORKSPACE_BYTES
-
-
-def _n_multiplying_threads(graph: Graph) -> int:
-    """The caller's thread, and autograd's where there is a backward pass: it multiplies too, or
-    recomputes products."""
-    if not any(_multiplies(node) for node in graph.nodes):
-        return 0
-    return 2 if any(node.phase == "backward" for node in graph.nodes) else 1
-
-
-def _multiplies(node: Node) -> bool:
-    packet, _, _ = node.op.rpartition(".")
-    return packet in _PRODUCTS or _WITH_PRODUCTS.search(node.op) is not None
-
-
-def _rounding_bytes(graph: Graph) -> int:
-    """At most what rounding adds, as if all tensors were on the device at once.
-
-    Sizes in a graph are not rounded, so that its `graph_id` is the same for every device.
-    """
-    sizes = (t.size_bytes for t in graph.tensors if t.alias_of is None)
-    return sum(-size % ALLOCATION_BYTES for size in sizes)

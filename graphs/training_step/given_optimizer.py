@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -17,11 +18,17 @@ function from the trainable parameters, or from the model, to one; the name of a
 def read_optimizer(given: GivenOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that is meant; one that is given is returned as it is, out of its wrappers.
 
-    Raises TypeError for anything else; ValueError for an unknown name; what the function raises.
+    Raises TypeError for anything else; ValueError for an unknown name and for one that needs a
+    closure (LBFGS); what the function raises.
     """
     made: Any = given
-    if isinstance(made, str):
-        made = _named(made)
+    if isinstance(given, str):
+        made = getattr(torch.optim, given, None)
+        if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
+            raise ValueError(
+                f'optimizer is {given!r}, which is not a class of torch.optim; "AdamW", say, or '
+                "the optimizer itself"
+            )
     is_function = is_made_from(made)
     if is_function:
         made = _made(made, model)
@@ -34,16 +41,20 @@ def read_optimizer(given: GivenOptimizer, model: nn.Module) -> torch.optim.Optim
             "that trains the model, a function from its parameters to one (torch.optim.AdamW), or "
             'the name of a class of torch.optim ("AdamW")'
         )
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(made).__name__} steps with a closure, which runs the model as often as its "
+            "values ask for, and no step of it can be planned: leave optimizer= out, and give the "
+            'bytes of its state and its step as reserve="1GB" (docs/limits.md)'
+        )
     return made
 
 
 def is_made_from(given: GivenOptimizer) -> bool:
     """Whether it stands for an optimizer that is yet to be made: its name, or a function."""
-    if isinstance(given, str):
-        return True
-    return (
-        callable(given) and not isinstance(given, torch.optim.Optimizer) and not _is_wrapper(given)
-    )
+    is_optimizer = isinstance(given, torch.optim.Optimizer) or _is_wrapper(given)
+    return isinstance(given, str) or (callable(given) and not is_optimizer)
 
 
 def _is_wrapper(value: Any) -> bool:
@@ -51,16 +62,6 @@ def _is_wrapper(value: Any) -> bool:
     return not isinstance(value, type) and isinstance(
         getattr(value, "optimizer", None), torch.optim.Optimizer
     )
-
-
-def _named(name: str) -> Any:
-    found = getattr(torch.optim, name, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ValueError(
-            f'optimizer is {name!r}, which is not a class of torch.optim; "AdamW", say, or the '
-            "optimizer itself"
-        )
-    return found
 
 
 def _made(function: Callable[[Any], Any], model: nn.Module) -> Any:

@@ -1,7 +1,7 @@
 """The nodes of a loss that the caller computes, with what eager mode overwrites and drops early.
 
 The caller runs these nodes in eager mode, with a plan as well, so the graph itself says it. For the
-model's own nodes `graphs.eager_memory` does, since a plan runs them one by one.
+model's own nodes `graphs.graph.eager_memory` does, since a plan runs them one by one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.capture import Layout, Rehearsed
-from graphs.eager_memory import with_saved
-from graphs.graph import Node
+from graphs.graph import with_saved
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,12 @@ class LossLayout:
         saving = with_saved(layout.nodes, rehearsed.saved)
         layout = dataclasses.replace(layout, nodes=list(saving))
         final = _final_names(layout, rehearsed.in_place)
-        nodes = [_on(node, final) for node in layout.nodes]
+        nodes = []
+        for node in layout.nodes:  # an output that is one of the inputs is none
+            inputs = tuple(dict.fromkeys(final.get(name, name) for name in node.inputs))
+            outputs = (final.get(name, name) for name in node.outputs)
+            made = tuple(name for name in outputs if name not in inputs)
+            nodes.append(dataclasses.replace(node, inputs=inputs, outputs=made))
         storage = {node: final.get(name, name) for node, name in layout.storage.items()}
         tensors = [tensor for tensor in layout.tensors if tensor.name not in final]
         dropped = {final.get(name, name): node for name, node in rehearsed.dropped.items()}
@@ -56,11 +60,3 @@ def _final_names(layout: Layout, in_place: Sequence[str]) -> dict[str, str]:
         if is_dying and old in made and size_bytes[old] == size_bytes[out]:
             final[old] = final.get(out, out)
     return final
-
-
-def _on(node: Node, final: Mapping[str, str]) -> Node:
-    """The node with the last names of its tensors, without an output that is one of its inputs."""
-    inputs = tuple(dict.fromkeys(final.get(name, name) for name in node.inputs))
-    outputs = tuple(final.get(name, name) for name in node.outputs)
-    new = tuple(name for name in outputs if name not in inputs)
-    return dataclasses.replace(node, inputs=inputs, outputs=new)

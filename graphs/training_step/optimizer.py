@@ -13,7 +13,6 @@ largest parameter.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,8 +24,9 @@ from torch.utils import _pytree as pytree
 
 from graphs import hardware
 from graphs.capture import failures_not_logged
-from graphs.costs import CostModel, Tracker
+from graphs.costs import Cost, CostModel, Tracker
 from graphs.fsdp import shard_rows
+from graphs.graph import warn
 from graphs.model_calls import TraceError, local_part, strided_like
 from graphs.training_step.given_optimizer import GivenOptimizer, read_optimizer
 from graphs.training_step.state_buckets import (
@@ -55,6 +55,7 @@ def optimizer_costs(
     costs: CostModel,
     foreach: bool = False,
     n_ranks: int = 1,
+    parts: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Step a twin of the optimizer on fake parameters and gradients.
 
@@ -70,6 +71,8 @@ def optimizer_costs(
     foreach: use the implementation of CUDA (the default on a CUDA device, and where `costs` are
         those of one), unless the optimizer chooses one itself.
     n_ranks: each of so many devices steps its shard of the rows of each parameter.
+    parts: for each group, elements of one flat parameter in 32 bits that is in the place of its
+        own; None: it has its own.
 
     Raises TraceError for an optimizer that cannot step on fake tensors, since it takes a closure or
     reads values, and for one that has none of the model's parameters. Warns of one that has others
@@ -86,22 +89,35 @@ def optimizer_costs(
             torch.no_grad(),
         ):
             twin = _twin(optimizer, mode, device, foreach=foreach, n_ranks=n_ranks)
-            with _StepTracker(costs.cost):
-                _step(twin)  # makes the state
+            if parts is not None:  # one parameter of so many elements in each group, without state
+                twin.state.clear()
+                for group, n_elements in zip(twin.param_groups, parts, strict=True):
+                    flat = torch.empty(n_elements, dtype=torch.float32, device="meta")
+                    group["params"] = [_fake(flat, device, trained=True)]
+            with _StepTracker(lambda _call: Cost(0.0)):  # it makes the state; no figure is of it
+                _step(twin)
 
             def step() -> Figures:
                 with _StepTracker(costs.cost) as tracker:
                     _step(twin)
                 return tracker.peak_bytes, tracker.time_s
 
-            whole, state_bytes = step(), _state_bytes(twin, device)
+            whole = step()
+            storages = {
+                item.untyped_storage()._cdata: item.untyped_storage().nbytes()
+                for item in pytree.tree_leaves(list(twin.state.values()))
+                if isinstance(item, torch.Tensor) and item.device.type == device.type
+            }
+            state_bytes = sum(storages.values())
             found = {
                 "name": name,
                 "state_bytes": state_bytes,
                 "workspace_bytes": whole[0],
                 "time_s": whole[1],
             }
-            reason = "it is sharded" if n_ranks > 1 else why_state_stays(optimizer)
+            reason = (
+                "it is sharded" if n_ranks > 1 or parts is not None else why_state_stays(optimizer)
+            )
             if reason:
                 return {**found, "state_stays": reason}
             names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -153,10 +169,9 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             f"those of another model or of a copy. Create it for the model that is planned: "
             f"{name}(model.parameters())"
         )
-    warnings.warn(
+    warn(
         f"the optimizer {name} has {n_own} parameters of this {title} and {len(held) - n_own} "
-        "others; the state of the others is counted, but not their bytes and gradients",
-        stacklevel=3,
+        "others; the state of the others is counted, but not their bytes and gradients"
     )
 
 
@@ -269,15 +284,6 @@ def _fake(parameter: torch.Tensor, device: torch.device, *, trained: bool) -> nn
     if trained:
         fake.grad = strided_like(parameter, device)
     return fake
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    storages = {
-        item.untyped_storage()._cdata: item.untyped_storage().nbytes()
-        for item in pytree.tree_leaves(list(optimizer.state.values()))
-        if isinstance(item, torch.Tensor) and item.device.type == device.type
-    }
-    return sum(storages.values())
 
 
 class _StepTracker(Tracker):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from torch import fx, nn
 
 from graphs.capture import Capture, Layout, capture, extract, fake_output, rehearse
 from graphs.costs import Cost
-from graphs.eager_memory import held_by_functions
-from graphs.graph import Graph, Node
+from graphs.graph import Graph, Node, held_by_functions
 from graphs.model_calls import Call, TraceError, find_loss, nested, same_strides, strided_like
 from graphs.training_step.loss_layout import LossLayout
 
@@ -34,18 +33,18 @@ class MetaOutputs:
 
     def __init__(self, model: nn.Module, call: Call, *, device: torch.device) -> None:
         flat, self._spec = nested.flatten(fake_output(model, call, device=device))
-        self._flat = flat
+        self._flat = flat = nested.once(flat)
         self.positions = [i for i, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         self.tensors = [
             strided_like(flat[i], "meta").requires_grad_(flat[i].requires_grad)
             for i in self.positions
         ]
 
-    def output(self) -> Any:
-        """A new copy of the output: a loss function may modify it."""
-        values = iter(self.tensors)
+    def output(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The output with these tensors, a new one each time: a loss function may modify it."""
+        values = iter(tensors)
         flat = [next(values) if isinstance(x, torch.Tensor) else x for x in self._flat]
-        return nested.unflatten(flat, self._spec)
+        return nested.unflatten(nested.in_all_places(flat), self._spec)
 
     def returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
         """The index of the flat output that the loss function returns unchanged, as
@@ -55,7 +54,7 @@ class MetaOutputs:
         value = None
         # errors are reported, with their place, when the function is captured
         with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
-            value = loss(self.output(), meta_batch)
+            value = loss(self.output(self.tensors), meta_batch)
         for position, tensor in zip(self.positions, self.tensors, strict=True):
             if value is tensor:
                 find_loss(value)  # raises TraceError if it cannot be a loss
@@ -80,8 +79,8 @@ class OutsideLoss:
         # the loss may read parts of the batch that the model does not take (the targets)
         index = {id(tensor): i for i, tensor in enumerate(call.tensors)}
         self._batch = [index.get(id(item)) for item in nested.tensors(batch)]
-        output_call = Call.of((outputs.output(), batch), {})
-        self._function, self._call, self._device = LossFunction(loss), output_call, device
+        output_call = Call.of((outputs.tensors, batch), {})
+        self._function, self._call, self._device = LossFunction(loss, outputs), output_call, device
         self.captured: Capture = capture(self._function, output_call, device=device, choose=choose)
 
     def gradient_outputs(self) -> tuple[int, ...]:
@@ -213,12 +212,13 @@ class LossFunction(nn.Module):
     Error messages show the name of this class.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], torch.Tensor]) -> None:
+    def __init__(self, loss: Callable[[Any, Any], torch.Tensor], outputs: MetaOutputs) -> None:
         super().__init__()
         self.loss = loss
+        self.outputs = outputs
 
-    def forward(self, output: Any, batch: Any) -> torch.Tensor:
-        value = self.loss(output, batch)
+    def forward(self, tensors: Sequence[torch.Tensor], batch: Any) -> torch.Tensor:
+        value = self.loss(self.outputs.output(tensors), batch)
         if not isinstance(value, torch.Tensor):
             raise TraceError(
                 f"the loss function of (output, batch) returned an object of type "

@@ -11,18 +11,9 @@ from graphs.model_calls import Call, TraceError, nested
 from graphs.pipeline import Pipeline, PipelineError
 
 
-def check_stage(
-    model: nn.Module, call: Call, pipeline: Pipeline, *, has_loss: bool, is_sharded: bool
-) -> None:
+def check_stage(model: nn.Module, call: Call, pipeline: Pipeline, *, has_loss: bool) -> None:
     """Raise PipelineError for what cannot be this stage of a pipeline."""
     name, where = type(model).__name__, f"stage {pipeline.stage} of {pipeline.n_stages}"
-    if is_sharded:
-        raise PipelineError(
-            "fsdp and pipeline cannot be combined: torch.distributed.pipelining keeps a stage's "
-            "gathered parameters and whole gradients from one micro-batch to the next, and the "
-            "plan's step gathers and reduces in each. Plan the stage without fsdp, which counts "
-            "both whole"
-        )
     if not any(True for _ in model.parameters()):
         raise PipelineError(f"{name} has no parameters: it cannot be a stage ({where})")
     if has_loss and not pipeline.is_last:

@@ -14,18 +14,8 @@ import torch
 from torch import optim
 
 BY_PARAMETER: tuple[type[optim.Optimizer], ...] = (
-    optim.Adadelta,
-    optim.Adafactor,
-    optim.Adagrad,
-    optim.Adam,
-    optim.Adamax,
-    optim.AdamW,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
+    *(optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW),
+    *(optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 )
 ALIGNMENT_BYTES = 64
 """Of each tensor of state in its bucket, as that of PyTorch's allocators on the CPU."""
@@ -86,7 +76,19 @@ def bucket_figures(
     if not any(left_bytes):
         return {"state_stays": f"{type(twin).__name__} has none"}
     most_bytes = max(sum(left_bytes) // N_BUCKETS, LEAST_BUCKET_BYTES, *left_bytes)
-    figures = _by_parameter(twin, step)
+    # of each parameter alone; those of one shape in one group take the same
+    figures: list[Figures] = []
+    known: dict[Any, Figures] = {}
+    groups = twin.param_groups
+    try:
+        for group, parameter in pairs:
+            key = id(group), parameter.shape, parameter.stride(), parameter.dtype
+            if key not in known:
+                twin.param_groups = [{**group, "params": [parameter]}]
+                known[key] = step()
+            figures.append(known[key])
+    finally:
+        twin.param_groups = groups
     buckets: list[list[Any]] = []
     before_bytes = 0
     for (group, _), size_bytes, (work_bytes, time_s) in zip(
@@ -105,20 +107,3 @@ def bucket_figures(
         before_bytes = work_bytes
     kept_bytes = state_bytes - sum(map(sum, sizes))
     return {"buckets": buckets, "kept_state_bytes": kept_bytes}
-
-
-def _by_parameter(twin: optim.Optimizer, step: Callable[[], Figures]) -> list[Figures]:
-    """Of each parameter alone; those of one shape in one group take the same."""
-    known: dict[Any, Figures] = {}
-    found = []
-    groups = twin.param_groups
-    try:
-        for group, parameter in trained(twin):
-            key = id(group), parameter.shape, parameter.stride(), parameter.dtype
-            if key not in known:
-                twin.param_groups = [{**group, "params": [parameter]}]
-                known[key] = step()
-            found.append(known[key])
-    finally:
-        twin.param_groups = groups
-    return found

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from torch import nn
 
 from graphs.capture import CPU_RANDOM_STATE_BYTES
-from graphs.graph import Graph, Node, Tensor
-from graphs.meta import GraphMeta
+from graphs.graph import Graph, GraphMeta, Node, Tensor
 from graphs.model_calls import Call, environment_of
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed
@@ -89,7 +87,12 @@ def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -
     tensors += [Tensor(name, n, "buffer") for name, n in beside.items()]
     tensors += [Tensor(f"t{i}", n, "activation") for i, n in enumerate(observed.storage_bytes)]
     made_by = {i: k for k, part in enumerate(parts) for i in part.made}
-    gradients = _gradient_bytes(step.model, [part.path for part in parts])
+    gradients = [0] * len(parts)  # of each part's parameters
+    for name, parameter in step.model.named_parameters():
+        if parameter.requires_grad:
+            inside = [k for k, p in enumerate(parts) if p.path and name.startswith(f"{p.path}.")]
+            # those in no submodule count from the start of backward
+            gradients[inside[0] if inside else -1] += parameter.nbytes
     forward, backward = [], []
     for k, part in enumerate(parts):
         where = "submodule" if part.path else "outside"
@@ -149,14 +152,3 @@ def _incoming_gradient_bytes(observed: Observed, k: int) -> int:
         made |= set(observed.parts[k].read)
     read = {i for part in observed.parts[k + 1 : k + 3] for i in part.read}
     return observed.bytes_of(made & read)
-
-
-def _gradient_bytes(model: nn.Module, paths: Sequence[str]) -> list[int]:
-    """Of each part's parameters; those in no submodule count from the start of backward."""
-    sizes = [0] * len(paths)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            inside = [k for k, path in enumerate(paths) if path and name.startswith(f"{path}.")]
-            part = inside[0] if inside else len(paths) - 1
-            sizes[part] += parameter.numel() * parameter.element_size()
-    return sizes

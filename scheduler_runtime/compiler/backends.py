@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +18,8 @@ Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 def _inductor(partitioner: BudgetPartitioner) -> Backend:
     from torch._inductor.compile_fx import compile_fx
 
-    def compile_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        compiled: Any = compile_fx(
-            module, inputs, config_patches={"custom_partitioner_fn": partitioner}
-        )
-        return compiled  # type: ignore[no-any-return]
-
-    return compile_graph
+    patches = {"custom_partitioner_fn": partitioner}
+    return functools.partial(compile_fx, config_patches=patches)  # type: ignore[return-value]
 
 
 def _aot_eager(partitioner: BudgetPartitioner) -> Backend:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch import nn
 
 from graphs import hardware
 from graphs.costs import Roofline
+from graphs.graph import warn
 from graphs.model_calls import Call, as_call, device_of
 from graphs.training_step import GivenOptimizer, optimizer_costs, read_optimizer
 from scheduler_runtime.applying import remove
@@ -141,10 +141,9 @@ def compile(
     forward = CompiledForward(model, target, optimizer=own, covers_training=covers_training)
     if batch is not None:
         if not model.training:
-            warnings.warn(
+            warn(
                 "compile: the model is in evaluation mode and is compiled for that mode only; to "
-                "train it, call model.train() before compile",
-                stacklevel=2,
+                "train it, call model.train() before compile"
             )
         measured_loss = None if loss is None else lambda output: loss(output, batch)
         forward.prepare(forward.call_of(*as_call(batch, inputs)), loss=measured_loss)

@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.capture import Capture, Layout, Source, extract, is_random
 from graphs.costs import CostModel, OpCall
-from graphs.graph import RANDOM_STATE, Graph
-from graphs.meta import GraphMeta
+from graphs.graph import RANDOM_STATE, Graph, GraphMeta
 from graphs.model_calls import strided_like
 
 
@@ -170,23 +169,19 @@ def _separate_storages(graph: fx.Graph) -> None:
                     node.meta["val"] = node.target(*args, **kwargs)
             else:
                 others = seen - set(map(_storage_id, given))
-                node.meta["val"] = _moved_off(others, node.meta.get("val"))
+
+                def moved(fake: FakeTensor, others: set[int] = others) -> FakeTensor:
+                    if _storage_id(fake) not in others:
+                        return fake
+                    with fake.fake_mode:
+                        return strided_like(fake)  # type: ignore[return-value]
+
+                value = node.meta.get("val")
+                node.meta["val"] = pytree.tree_map_only(FakeTensor, moved, value)
             for part in node.users:
                 if part.target is operator.getitem:
                     part.meta["val"] = node.meta["val"][part.args[1]]
         seen.update(map(_storage_id, _fakes(node.meta.get("val"))))
-
-
-def _moved_off(storages: set[int], value: Any) -> Any:
-    """The fake value; a tensor on one of these storages gets a storage of its own."""
-
-    def moved(fake: FakeTensor) -> FakeTensor:
-        if _storage_id(fake) not in storages:
-            return fake
-        with fake.fake_mode:
-            return strided_like(fake)  # type: ignore[return-value]
-
-    return pytree.tree_map_only(FakeTensor, moved, value)
 
 
 def _fakes(items: Any) -> list[FakeTensor]:

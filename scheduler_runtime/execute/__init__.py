@@ -2,6 +2,7 @@
 
 from scheduler_runtime.execute.autograd import maker_of
 from scheduler_runtime.execute.bound_program import BoundProgram
+from scheduler_runtime.execute.called_losses import ForwardWithChunkedLoss
 from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.copy_streams import (
     CopyStreams,
@@ -13,7 +14,7 @@ from scheduler_runtime.execute.copy_streams import (
 from scheduler_runtime.execute.cuda_graph import CudaGraphError
 from scheduler_runtime.execute.host_values import forget, is_stand_in, stand_in_for
 from scheduler_runtime.execute.out_of_memory import is_out_of_memory
-from scheduler_runtime.execute.program import build_program
+from scheduler_runtime.execute.program import Program, build_program
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 from scheduler_runtime.execute.replaced_forward import (
     ReplacedForward,
@@ -36,10 +37,11 @@ from scheduler_runtime.execute.torch_checkpoint import (
     CheckpointedForward,
     ExportedForward,
     SavedCalls,
-    checkpoints_of,
+    exported_to,
     functional_name,
     has_checkpoints,
     names_inside,
+    operator_named,
     remove_torch_checkpoint,
 )
 from scheduler_runtime.execute.unread_results import is_random

@@ -14,7 +14,6 @@ where the plan frees them.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs.graph import warn
 from graphs.model_calls import distributed_as, local_part, same_strides
 from scheduler_runtime.execute.copies import Copies
 from scheduler_runtime.execute.piece import Piece
@@ -84,6 +84,15 @@ class Run:
             self.again.forward_ended()
         return outputs
 
+    def tensors_on(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
+        """What it holds on this storage, each once; a view holds its base as well."""
+        values = [value for value in self.state.values() if isinstance(value, torch.Tensor)]
+        bases = [value._base for value in values if value._base is not None]
+        held = {id(value): value for value in (*values, *bases)}
+        return [
+            value for value in held.values() if value.untyped_storage()._cdata == storage._cdata
+        ]
+
     def start_backward(
         self,
         tangents: Sequence[fx.Node | None],
@@ -93,8 +102,8 @@ class Run:
         if self._started:
             raise RuntimeError(
                 "backward ran a second time through a planned step, whose saved tensors are freed. "
-                "retain_graph and several backward calls need the plain model "
-                "(checkpoint_solver.remove(model))"
+                "Sum the losses and call backward once, or use the plain model for retain_graph "
+                "and several backward calls (checkpoint_solver.remove(model))"
             )
         if torch.is_autocast_enabled(self._device.type):
             raise RuntimeError(
@@ -134,7 +143,14 @@ class Run:
             if not same_strides(gradient.shape, gradient.stride(), strides):
                 # views of it were traced with these strides
                 if self._is_laid_out_otherwise(value, gradient):
-                    _tell_of_layout(gradient, strides)
+                    warn(
+                        f"the gradient of an output of shape {tuple(gradient.shape)} arrives with "
+                        f"strides {gradient.stride()} and is copied to those of the plan, "
+                        f"{strides}: sums over it, such as the gradient of a bias, may differ from "
+                        "the plain model's in the last bit. Plan with this loss, solve(model, "
+                        "batch, loss=function(output, batch), ...); checkpoint_solver.fit plans "
+                        "for the layout that arrives by itself"
+                    )
                 copy = torch.empty_strided(
                     gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
                 )
@@ -186,12 +202,11 @@ class Run:
         for value in piece.inputs:
             version = self._watched.get(value)
             if version is not None and self.state[value]._version != version:
-                title = self.program.titles.get(value, f"{value.name}, an output of the model,")
                 raise RuntimeError(
-                    f"{title} was changed in place after the forward pass whose backward pass "
-                    f"reads it (version {self.state[value]._version}, expected {version}): call "
-                    "backward before whatever changes it (an optimizer step, another forward "
-                    "pass, an in-place operator)"
+                    f"{self._title(value)} was changed in place after the forward pass whose "
+                    f"backward pass reads it (version {self.state[value]._version}, expected "
+                    f"{version}): call backward before whatever changes it (an optimizer step, "
+                    "another forward pass, an in-place operator)"
                 )
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             self._run(piece)
@@ -205,6 +220,18 @@ class Run:
         for value in piece.handed_out:
             self.state.pop(value, None)
         return made
+
+    def _title(self, value: fx.Node) -> str:
+        """Of what the caller has changed: a parameter or the batch, read as a view perhaps."""
+        titles = self.program.titles
+        storage = self.state[value].untyped_storage()._cdata
+        for source in (value, *titles):
+            tensor = self.state.get(source)
+            if tensor is None or source not in titles:
+                continue
+            if tensor.untyped_storage()._cdata == storage:
+                return titles[source]
+        return f"{value.name}, an output of the model,"
 
     def close(self) -> None:
         """Nothing more will run."""
@@ -225,18 +252,6 @@ class Run:
             if self._copies is not None:
                 self._copies.close()
             raise
-
-
-def _tell_of_layout(gradient: torch.Tensor, strides: tuple[int, ...]) -> None:
-    """Warn that a gradient of an output is copied into another layout."""
-    warnings.warn(
-        f"the gradient of an output of shape {tuple(gradient.shape)} arrives with strides "
-        f"{gradient.stride()} and is copied to those of the plan, {strides}: sums over it, "
-        "such as the gradient of a bias, may differ from the plain model's in the last bit. "
-        "Plan with this loss, solve(model, batch, loss=function(output, batch), ...); "
-        "checkpoint_solver.fit plans for the layout that arrives by itself",
-        stacklevel=2,
-    )
 
 
 class Outputs(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphs.capture import OpaqueForward, RandomSources, is_random, leaves_of
+from graphs.capture import CheckError, OpaqueForward, RandomSources, is_random, leaves_of
 from graphs.model_calls import Call, nested
 from graphs.trace import CapturedStep
 from graphs.training_step import accumulation
@@ -29,6 +29,7 @@ class BoundProgram:
 
     others: the programs for steps that run again (None: no step does).
     captured: the program as it was traced.
+    has_checks: whether values that the step computes are checked in it.
     shares_outputs: whether outputs that get gradients are views of the same memory.
     """
 
@@ -52,6 +53,7 @@ class BoundProgram:
         storages = [step.layout.storage[node] for node in chosen]
         self.shares_outputs = len({*storages}) < len(storages)
         self._output_spec = step.captured.output_spec
+        self.has_checks = step.captured.has_checks
         self._places: dict[fx.Node, Place] = {}
         for node, source in step.captured.sources.items():
             if source.kind in ("parameter", "buffer"):
@@ -113,7 +115,11 @@ class BoundProgram:
         return all(guard.holds(leaves) for guard in self._guards)
 
     def run(self, model: nn.Module, call: Call) -> Any:
-        """The output for this call. Where memory runs short, of the program that `others` has."""
+        """The output for this call. Where memory runs short, of the program that `others` has.
+
+        Raises CheckError, with buffers and random states as before the call, where a check of a
+        value does not pass.
+        """
         tensors = {
             node: call.tensors[place] if isinstance(place, int) else _tensor_at(model, place)
             for node, place in self._places.items()
@@ -121,10 +127,27 @@ class BoundProgram:
         for filled in self._filled:
             filled.put(model)
         others, again = self._others, None
+        sources = [RandomSources(step_device(tensors.values()), ()), *self._opaque]
+        before = [each.states() for each in sources] if self.has_checks else []
         try:
             if others is not None:
-                again = self._again(others, call, tensors)
+                again = Again(
+                    others,
+                    call,
+                    self,
+                    tensors,
+                    places=self._places,
+                    written=self._written,
+                    positions=self._positions,
+                    random=sources,
+                    draws_backward=self._draws_backward,
+                    accumulates=self._accumulates,
+                )
             return self._output(run_step(self.program, tensors, again=again), tensors)
+        except CheckError:
+            for each, states in zip(sources, before, strict=True):
+                each.put(states)
+            raise
         except Exception as error:
             if others is None or not others.survives(error):
                 raise
@@ -150,27 +173,14 @@ class BoundProgram:
             raise
         return UnderwayRun(run, self._places)
 
-    def _again(self, others: Others, call: Call, tensors: Mapping[fx.Node, torch.Tensor]) -> Again:
-        return Again(
-            others,
-            call,
-            self,
-            tensors,
-            places=self._places,
-            written=self._written,
-            positions=self._positions,
-            random=[RandomSources(step_device(tensors.values()), ()), *self._opaque],
-            draws_backward=self._draws_backward,
-            accumulates=self._accumulates,
-        )
-
     def _output(self, outputs: tuple[Any, ...], tensors: Mapping[fx.Node, torch.Tensor]) -> Any:
         made = iter(outputs)
         flat = list(self.program.outputs)  # plain constants stay
         for index, item in enumerate(flat):
             if isinstance(item, fx.Node):  # a tensor that was handed in, or made
                 flat[index] = tensors[item] if item in tensors else next(made)
-        return nested.unflatten(flat, self._output_spec)
+        returned = flat[: self._output_spec.num_leaves]  # after them come checks of values
+        return nested.unflatten(nested.in_all_places(returned), self._output_spec)
 
 
 class UnderwayRun:

@@ -81,6 +81,12 @@ def check_program(bound: BoundProgram) -> None:
             "outputs of the model that get gradients share memory, and of a recording autograd "
             "would not know it: return clones of them, or apply the plan without cuda_graph"
         )
+    if bound.has_checks:
+        raise CudaGraphError(
+            "forward checks values that the step computes, and raises an error for wrong ones, "
+            "which a recording cannot: torch.distributions with validate_args=False does not, or "
+            "apply the plan without cuda_graph"
+        )
     for piece in (bound.program.forward, *bound.program.backward):
         for node in piece.module.graph.nodes:
             run = getattr(node.target, "__self__", node.target)
@@ -217,7 +223,7 @@ class Recorded:
         flat = list(step.plain)
         for position, tensor in zip((*step.planned, *step.unplanned), tensors, strict=True):
             flat[position] = tensor
-        return nested.unflatten(flat, step.spec)
+        return nested.unflatten(nested.in_all_places(flat), step.spec)
 
 
 class _RecordedStep(nn.Module):
@@ -245,6 +251,7 @@ class _RecordedStep(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call = Call(list(tensors), self._call.rest, self._call.spec)
         flat, self.spec = nested.flatten(self._bound.run(self.model, call))
+        flat = nested.once(flat)
         at = [index for index, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         self.unplanned = tuple(index for index in at if index not in self.planned)
         self.others = tuple(flat[index].detach() for index in self.unplanned)

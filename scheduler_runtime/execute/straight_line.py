@@ -12,7 +12,7 @@ from torch import fx
 
 from graphs.capture import OpaqueForward, Overwrite, Write, is_random
 from graphs.costs import is_collective
-from graphs.parameter_loads import LOAD
+from graphs.host_state import LOAD
 from graphs.trace import CapturedStep
 from graphs.training_step import accumulation
 from scheduler_runtime.execute.copy_calls import CopyCalls

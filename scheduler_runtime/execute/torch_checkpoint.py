@@ -131,12 +131,37 @@ def _unchecked_contexts(saved: SavedCalls, seen: Counter[str] | None = None) -> 
 
 
 @functools.cache
+def operator_named(operator: str) -> torch._ops.OpOverload | None:
+    """The operator of this name; None: it is none, but a part that could not be traced."""
+    found: Any = torch.ops
+    for part in operator.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+@functools.cache
 def functional_name(operator: str) -> str:
-    """aten.relu_.default -> aten.relu.default: the name of its functional form."""
-    parts = operator.split(".")
-    if len(parts) == 3 and parts[1].endswith("_") and not parts[1].startswith("__"):
-        parts[1] = parts[1].rstrip("_")
-    return ".".join(parts)
+    """aten.relu_.default -> aten.relu.default: the name of its functional form.
+
+    As functionalization does, the overload with the same arguments is taken, whatever its name:
+    aten.bernoulli_.float -> aten.bernoulli.p. An operator without such a form keeps its name.
+    """
+    given = operator_named(operator)
+    if given is None or not given._schema.is_mutable:
+        return operator
+    namespace, name, _ = operator.split(".")
+    arguments = _arguments(given)
+    for form in (name.rstrip("_"), f"{name.rstrip('_')}_functional"):
+        packet = getattr(getattr(torch.ops, namespace), form, None)
+        for overload in packet.overloads() if packet is not None else ():
+            found = getattr(packet, overload)
+            if not found._schema.is_mutable and _arguments(found) == arguments:
+                return str(found)
+    return operator
+
+
+def _arguments(operator: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(each.name, str(each.type)) for each in operator._schema.arguments]
 
 
 class ExportedForward(ReplacedForward):
@@ -148,6 +173,10 @@ class ExportedForward(ReplacedForward):
             "the model: exported.remove() or checkpoint_solver.remove(model) first, and export "
             "again afterwards"
         )
+
+    def described(self) -> Any:
+        """What was exported, as JSON has it: equal where ranks run the same."""
+        return None
 
 
 class CheckpointedForward(ExportedForward):
@@ -181,6 +210,11 @@ class CheckpointedForward(ExportedForward):
                 self.own_forward, *args, use_reentrant=False, **self._compiled_contexts, **kwargs
             )
         return checkpointed(self._run, args, kwargs, context_fn=self._contexts)
+
+    def described(self) -> list[tuple[str, list[int]]]:
+        """The calls that keep their results, by operator."""
+        saved = self.saved.saved if self.saved else {}
+        return [(operator, sorted(calls)) for operator, calls in sorted(saved.items())]
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.n_runs += 1
@@ -236,14 +270,13 @@ def remove_torch_checkpoint(model: nn.Module) -> nn.Module:
     return model
 
 
-def checkpoints_of(model: nn.Module) -> list[tuple[str, list[tuple[str, list[int]]]]]:
-    """The path of each checkpointed module, with the calls that keep their results, by operator."""
+def exported_to(model: nn.Module) -> list[tuple[str, Any]]:
+    """The path of each module that runs another forward, with what was exported to it."""
     found = []
     for path, module in model.named_modules():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, CheckpointedForward):
-            saved = forward.saved.saved if forward.saved else {}
-            found.append((path, [(op, sorted(calls)) for op, calls in sorted(saved.items())]))
+        if isinstance(forward, ExportedForward):
+            found.append((path, forward.described()))
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +44,9 @@ LOOKING = (
 class Watching(TorchDispatchMode, ABC):
     """A mode that only looks; it may be there longer than it has something to look at.
 
-    It is entered by `watch` and left by `unwatch`.
+    It is entered by `watch` and left by `unwatch`, which leave alone the flags that PyTorch keeps
+    beside the stack: they are of the process and the stack is of a thread, so two threads that
+    restore them in turn would set them for good.
     """
 
     @property
@@ -71,13 +74,26 @@ class Watching(TorchDispatchMode, ABC):
 
     def watch(self) -> None:
         """Enter it. What `LOOKING` names runs its backward function without it."""
-        _kernels.hold()
-        self.__enter__()
+        _of_thread.__dict__[self._key] = _kernels.held()
+        _push_mode(self)
 
     def unwatch(self) -> None:
         """Leave it; it is on top."""
-        self.__exit__(None, None, None)
-        _kernels.release()
+        _pop_mode()
+        # not there: the engine has put back a mode that was left within a backward pass
+        _of_thread.__dict__.pop(self._key, None)
+
+    @property
+    def _key(self) -> str:
+        return f"watch {id(self)}"
+
+
+_of_thread = threading.local()
+"""What holds the kernels for each mode on this thread's stack: it ends with the thread, too."""
+
+
+class _Held:
+    """The kernels are there as long as one of these is."""
 
 
 class _Kernels:
@@ -90,20 +106,26 @@ class _Kernels:
         self._n_holding = self._n_running = 0
         self._library: Any = None
 
-    def hold(self) -> None:
+    def held(self) -> _Held:
         with self._lock:
             self._n_holding += 1
-            if self._library is not None:
-                return
-            self._library = torch.library.Library("aten", "IMPL")
-            for operator in LOOKING:
-                for key in ("AutogradCPU", "AutogradCUDA"):
-                    self._library.impl(operator, functools.partial(_without_modes, operator), key)
+            if self._library is None:
+                self._library = library = torch.library.Library("aten", "IMPL")
+                for operator in LOOKING:
+                    run = functools.partial(_without_modes, operator)
+                    for key in ("AutogradCPU", "AutogradCUDA"):
+                        library.impl(operator, run, key)
+        held = _Held()
+        weakref.finalize(held, self._release).atexit = False
+        return held
 
-    def release(self) -> None:
+    def _release(self) -> None:
         with self._lock:
             self._n_holding -= 1
-            self._drop()
+            # one that runs must not be dropped: then the next watch that ends drops them
+            if not self._n_holding and not self._n_running and self._library is not None:
+                self._library._destroy()
+                self._library = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -115,12 +137,6 @@ class _Kernels:
         finally:
             with self._lock:
                 self._n_running -= 1
-
-    def _drop(self) -> None:
-        """Unless one runs: then the next watch that ends drops them."""
-        if not self._n_holding and not self._n_running:
-            self._library._destroy()
-            self._library = None
 
 
 _kernels = _Kernels()

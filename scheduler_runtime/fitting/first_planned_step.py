@@ -19,6 +19,8 @@ from scheduler_runtime.fitting.options import Fitted
 from scheduler_runtime.planned import told
 from solver.sizes_deadlines_progress import format_both
 
+DROPS = "the training no longer holds all outputs of the model when backward() begins"
+
 
 @dataclass(eq=False)
 class Made:
@@ -39,13 +41,14 @@ class Made:
 
     def line_for(self, new: Fitted, loss: LossBytes | None) -> str:
         """What is told of the plan that takes this one's place."""
-        assert self.loss is not None
-        assert loss is not None
         line = told(new.solution, is_reused=new.reused, took_s=new.took_s)
-        return (
-            f"{line}: anew, since the loss takes {format_both(loss.reserved)} and "
-            f"{format_both(self.loss.reserved)} were reserved"
-        )
+        reasons = []
+        if loss is not None and self.loss is not None and loss.reserved != self.loss.reserved:
+            reasons.append(
+                f"the loss takes {format_both(loss.reserved)} and "
+                f"{format_both(self.loss.reserved)} were reserved"
+            )
+        return f"{line}: planned again, since {' and '.join(reasons)}"
 
     def with_loss(self, loss: LossBytes) -> Fitted:
         """The plan, for a loss that takes this."""
@@ -65,7 +68,7 @@ class Made:
         if not less_bytes:
             return None
         note = (
-            "the training drops outputs of the model before its backward pass; the plan has room "
+            f"{DROPS}; the plan has room "
             f"for them all the same ({format_both(less_bytes)}), in case a step holds them"
         )
         return replace(self.fitted, solution=found, notes=(*self.fitted.notes, note))
@@ -82,7 +85,7 @@ class Made:
             f"fit: the loss takes {format_both(took.reserved)} besides the outputs and their "
             f"gradients, {format_both(self.loss.reserved)} were reserved: this step takes up to "
             f"{format_both(took_bytes)}, more than the {format_both(available_bytes)} available. "
-            "The next one is planned for it (loss_reserve= says it beforehand)"
+            "The next step is planned for it; give loss_reserve= to avoid this"
         )
 
     def is_outdated(self, seen: LossSeen) -> bool:

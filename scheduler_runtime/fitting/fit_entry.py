@@ -11,7 +11,6 @@ budget. `plans_of(model)` returns the plans.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -19,7 +18,9 @@ import torch
 from torch import nn
 
 from graphs.costs import CostModel
+from graphs.graph import warn
 from graphs.model_calls import as_call, device_of
+from graphs.passes import Passes
 from graphs.rewrites import check_word
 from graphs.training_step import is_made_from, read_optimizer
 from scheduler_runtime.execute import ReplacedForward, has_checkpoints
@@ -60,6 +61,7 @@ def fit(
     optimizer_state: str = "auto",
     unplanned: str = "warn",
     on_pressure: str = "raise",
+    passes: int | None = None,
 ) -> nn.Module:
     """Plan the training step of `model` when it first runs; returns the same module.
 
@@ -101,6 +103,9 @@ def fit(
         and so do later steps until memory has not been short for some. Each step keeps what it
         needs for that: the gradients of the outputs to its end, and copies of the buffers that it
         changes. `attempt` does the same for a loss outside.
+    passes: how many forward passes wait for one backward pass together (contrastive losses, DPO, a
+        discriminator). Default: the most that a step has shown. The first step with more of them
+        may exceed the budget, which is told in a UserWarning; the next one is planned for them.
 
     Raises TypeError for what is no module; ValueError for invalid options and for a module that has
     a plan; FitError for one that is compiled or wrapped; CheckpointedAlreadyError for one that uses
@@ -129,6 +134,10 @@ def fit(
             f"disk_budget is {disk_budget!r}, and fit needs a directory on the disk: "
             "disk_budget='500GB:/scratch'"
         )
+    if passes is not None and Passes(passes).n > 1 and host_budget is not None:
+        raise ValueError(
+            f"passes is {passes}: plans with copies to the host are for one; leave out host_budget"
+        )
     refuse_second(model)
     reason = why_not_planned(model)
     if reason is not None:
@@ -153,9 +162,16 @@ def fit(
         disk_rate,
         optimizer_state,
         on_pressure,
+        None if passes is None else Passes(passes).n,
     )
     if len(optimizers) != 1 or is_made_from(several[0]):
-        options = _with_state_on_device(options)
+        # the state is moved by replacing the step of the one optimizer that trains the model
+        if optimizer_state == "host":
+            raise ValueError(
+                "optimizer_state is 'host', for which fit needs the optimizer that trains the "
+                "model, and no other: fit(model, optimizer=optimizer, ...)"
+            )
+        options = dataclasses.replace(options, optimizer_state="device")
     inner: list[FittedForward] = []
     for each in (*_parts_with_all(model), model):
         each.forward = FittedForward(each, options, optimizers, whole=model, parts=inner)
@@ -194,16 +210,6 @@ def plan_ahead(model: nn.Module, calls: Iterable[Any]) -> tuple[Fitted, ...]:
     return plans_of(model)
 
 
-def _with_state_on_device(options: Options) -> Options:
-    """`fit` does not have the one optimizer that trains the model."""
-    if options.optimizer_state == "host":
-        raise ValueError(
-            "optimizer_state is 'host', for which fit needs the optimizer that trains the model, "
-            "and no other: fit(model, optimizer=optimizer, ...)"
-        )
-    return dataclasses.replace(options, optimizer_state="device")
-
-
 def plans_of(model: nn.Module) -> tuple[Fitted, ...]:
     """The plans made so far, oldest first. Raises ValueError for a module that `fit` has not."""
     fitted = model.__dict__.get("forward")
@@ -212,16 +218,12 @@ def plans_of(model: nn.Module) -> tuple[Fitted, ...]:
     return fitted.plans
 
 
-def _warn(words: str) -> None:
-    warnings.warn(words, stacklevel=2)
-
-
 def _refuse(words: str) -> NoReturn:
     raise FitError(words)
 
 
 ON_PRESSURE = ("raise", "replan")
-UNPLANNED: dict[str, Callable[[str], None]] = {"warn": _warn, "error": _refuse}
+UNPLANNED: dict[str, Callable[[str], None]] = {"warn": warn, "error": _refuse}
 
 
 def _parts_with_all(model: nn.Module) -> list[nn.Module]:

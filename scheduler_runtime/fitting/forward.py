@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.costs import CostModel, default_costs, finish_measuring
+from graphs.graph import warn
 from graphs.model_calls import Call, device_of, input_forms
+from graphs.passes import Passes
 from graphs.trace import CapturedStep
+from graphs.training_step import ACCUMULATE, FRESH, OF_PASSES
 from scheduler_runtime.execute import (
     Again,
     Arrived,
@@ -27,32 +29,27 @@ from scheduler_runtime.execute import (
 )
 from scheduler_runtime.fitting.called_part import CalledPart
 from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
+from scheduler_runtime.fitting.first_steps import FirstSteps
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
-from scheduler_runtime.fitting.held_outputs import names_of_outputs, watch_outputs
+from scheduler_runtime.fitting.held_outputs import names_of_outputs
+from scheduler_runtime.fitting.in_flight import InFlight
 from scheduler_runtime.fitting.known_program import known_program
-from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen
+from scheduler_runtime.fitting.loss_outside import LossBytes
 from scheduler_runtime.fitting.loss_reserve import LossReserve
 from scheduler_runtime.fitting.loss_watch import not_watched
 from scheduler_runtime.fitting.memory_beside_module import Beside
 from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
-from scheduler_runtime.fitting.passes_in_flight import PassesInFlight
+from scheduler_runtime.fitting.plan_history import PlanHistory
 from scheduler_runtime.fitting.plan_notes import notes_on
 from scheduler_runtime.fitting.pressure import Pressure
 from scheduler_runtime.fitting.shared_budget import SharedBudget, where_state_may_be
 from scheduler_runtime.fitting.state_before_attempt import Attempted
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
-from scheduler_runtime.fitting.tighter_plans import Ladder, ladder_of
+from scheduler_runtime.fitting.tighter_plans import NOT_ALONE, Ladder, ladder_of
 from scheduler_runtime.fitting.why_another_plan import why_another
-from scheduler_runtime.host_state import bring_back, keep_on_host
+from scheduler_runtime.host_memory import bring_back, keep_on_host
 from scheduler_runtime.measuring import resident_tensors
-from scheduler_runtime.planned import (
-    Difference,
-    Plan,
-    Ranks,
-    module_schedule,
-    told,
-    warn_of_another,
-)
+from scheduler_runtime.planned import Plan, PlannedPass, Ranks, module_schedule
 from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
@@ -61,20 +58,11 @@ from scheduler_runtime.surroundings import (
     refuse_checkpointing,
 )
 from solver.device_and_costs import WITH_OPAQUE_PARTS
-from solver.methods import KnownPlan
 from solver.schedule import Request, Solution
-from solver.sizes_deadlines_progress import counted, format_both, now_s, tell, telling
+from solver.sizes_deadlines_progress import counted, now_s, tell, telling
 from solver.solving import disk_directory
 
 logger = logging.getLogger(__name__)
-
-SHARE_TOLD = 0.01
-"""A peak without a plan that turns out to be another by more than this share is told anew."""
-
-_NOT_ALONE = (
-    "fit: on_pressure='replan' runs a step again on the rank that is short of memory, and its "
-    "collectives would wait for the other ranks: leave it out with tensor parallelism"
-)
 
 
 class FittedForward(CalledPart):
@@ -95,23 +83,22 @@ class FittedForward(CalledPart):
         disk = disk_directory(options.disk_budget)
         super().__init__(model, whole=whole, parts=parts, disk_directory=disk)
         self.options = options
-        self._own_plans: list[Fitted] = []
-        self._said: set[str] = set()
+        self._history = PlanHistory()
         self._optimizers = optimizers
         self._is_copy = False
         self._budget = SharedBudget(options)
         self._reached: Arrived | None = None
         self._pressure = Pressure() if options.on_pressure == "replan" else None
-        self._loss = LossReserve(options.loss_reserve)
-        self._ahead, self._unseen, self._outdated = MadePlans(), MadePlans(), MadePlans()
-        self._first = MadePlans()
-        self._passes = PassesInFlight()
+        self._first_steps = FirstSteps(LossReserve(options.loss_reserve))
+        self._ahead = MadePlans()
+        self._in_flight = InFlight(options)
         self.attempt: Attempted | None = None
 
     @property
     def plans(self) -> tuple[Fitted, ...]:
         """Oldest first; those of the part that the training calls in place of this module."""
-        return (*self._own_plans, *(plan for part in self._parts for plan in part._own_plans))
+        forwards = (self, *self._parts)
+        return tuple(plan for each in forwards for plan in each._history.plans)
 
     def __getstate__(self) -> dict[str, Any]:
         """The optimizer and the plans belong to the original, not to a copy of the module."""
@@ -119,18 +106,15 @@ class FittedForward(CalledPart):
             **super().__getstate__(),
             "_is_copy": True,
             "_optimizers": (),
-            "_own_plans": [],
+            "_history": PlanHistory(),
             "attempt": None,
-            "_loss": LossReserve(self.options.loss_reserve),
+            "_first_steps": FirstSteps(LossReserve(self.options.loss_reserve)),
             "_ahead": MadePlans(),
-            "_unseen": MadePlans(),
-            "_first": MadePlans(),
-            "_passes": PassesInFlight(),
-            "_outdated": MadePlans(),
+            "_in_flight": InFlight(self.options),
         }
 
     def restore(self) -> None:
-        self._loss.stop_watching()
+        self._first_steps.loss.stop_watching()
         for optimizer in self._optimizers:
             for each in (self, *self._parts):
                 bring_back(optimizer, owner=each)
@@ -141,19 +125,17 @@ class FittedForward(CalledPart):
         "checkpoint_solver.remove(model) undoes it"
     )
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        self._loss.take_off()
-        output = super().run(*args, **kwargs)
-        if (made := self._first.of_output(output)) is not None:
-            watch_outputs(output, functools.partial(self._outputs_seen, made))
-        if (made := self._unseen.of_output(output)) is not None:
-            self._loss.watch(
-                output,
-                resident_tensors(self._whole_model(), (args, kwargs), self._optimizers),
-                costs=made.costs,
-                device=device_of(self._model),
-                then=functools.partial(self._loss_seen, made),
-            )
-        self._passes.note(output, self._model, self._own_plans)
+        self._first_steps.loss.take_off()
+        with self._first_steps.loss.not_in_pass():
+            output = super().run(*args, **kwargs)
+        self._first_steps.watch(
+            output,
+            known=lambda: resident_tensors(self._whole_model(), (args, kwargs), self._optimizers),
+            model=self._model,
+            show=functools.partial(self._history.show, title=type(self._model).__name__),
+            drop=self._programs.drop,
+        )
+        self._programs.drop_all(self._in_flight.returned(output, self._model))
         return output
 
     def begin(self) -> None:
@@ -163,7 +145,8 @@ class FittedForward(CalledPart):
                 "no state can be on the host: remove(model), then fit(model, optimizer=optimizer, "
                 "...) with the one that trains the copy"
             )
-        self._loss.stop_watching()  # a pass without gradients leaves it to go on
+        if self._in_flight.is_next_step():  # a pass without gradients leaves it to go on
+            self._first_steps.loss.stop_watching()
         super().begin()
 
     def covers(self) -> bool:
@@ -171,7 +154,7 @@ class FittedForward(CalledPart):
 
     def situation(self) -> Any:
         buckets = buckets_of(self._model)
-        return has_gradients(self._model, buckets), buckets, self._reached
+        return has_gradients(self._model, buckets), buckets, self._reached, self._in_flight.n
 
     def plan_ahead(self, call: Call) -> None:
         """Plan for such calls as if this one came now, without running it."""
@@ -190,60 +173,18 @@ class FittedForward(CalledPart):
         found: Made | Ladder
         if (ahead := self._ahead.take(*waiting)) is not None:
             found = ahead
-        elif (outdated := self._outdated.take(*waiting)) is None:
+        elif (outdated := self._first_steps.outdated.take(*waiting)) is None:
             found = self._planned(call, held_bytes=0)
         else:
             try:
                 found = self._planned(call, held_bytes=0, instead_of=outdated)
             except FitError as error:
-                warnings.warn(f"fit: {error}. The earlier plan stays in use", stacklevel=2)
+                warn(f"fit: {error}. The earlier plan stays in use")
                 return outdated.program
         if isinstance(found, Ladder):
             return found
-        waiting_for = [self._first, *([] if found.loss is None else [self._unseen])]
-        for plans in waiting_for:
-            plans.append(found)
-            del plans[: -self.n_kept]
+        self._first_steps.expect(found, most=self.n_kept)
         return found.program
-
-    def _outputs_seen(self, made: Made, gone: Sequence[int]) -> None:
-        """The backward pass of a plan's first step begins; these flat outputs are not held."""
-        if made not in self._first:  # one for several forward passes, which begins in the last
-            return
-        self._first.remove(made)
-        if (fitted := made.without(gone)) is not None:
-            self._show(made, fitted, "the training drops outputs before its backward pass")
-
-    def _show(self, made: Made, fitted: Fitted, why: str) -> None:
-        """The figures of a plan, as its first step has shown them."""
-        at = next((n for n, each in enumerate(self._own_plans) if each is made.fitted), None)
-        if at is None:  # another was made in its place
-            return
-        before, now = (each.solution.baseline.peak_bytes for each in (made.fitted, fitted))
-        self._own_plans[at] = made.fitted = fitted
-        if abs(now - before) > SHARE_TOLD * before:
-            name = type(self._model).__name__
-            tell(f"{name}: {why}, so the peak without a plan is {format_both(now)}")
-
-    def _loss_seen(self, made: Made, seen: LossSeen | None, reached: Sequence[bool]) -> None:
-        """What the loss took in the first step of a plan is known; its backward pass begins."""
-        expected = {index for index, _ in made.program.program.tangents}
-        if expected != {index for index, each in enumerate(reached) if each}:
-            return  # planned anew at once, for the gradients that there are
-        if made in self._unseen:  # not yet by a backward pass in between
-            self._unseen.remove(made)
-        if seen is None:
-            return
-        if (words := made.exceeds(seen)) is not None:
-            warnings.warn(words, stacklevel=2)
-        if made.is_outdated(seen):
-            self._programs.drop(made.program)
-            self._outdated.append(made)
-        else:
-            taken, reserved = seen.for_outputs(made.outputs), made.loss
-            assert reserved is not None
-            sizes = f"{format_both(taken.reserved)}, {format_both(reserved.reserved)} were reserved"
-            self._show(made, made.with_loss(taken), f"the loss takes {sizes}")
 
     def _for_gradients(
         self, call: Call, reached: Arrived, held_bytes: int, *, returned_bytes: int
@@ -262,7 +203,12 @@ class FittedForward(CalledPart):
             with _disable_current_modes():  # of the training's thread, as in a forward pass
                 found = self._planned(call, held_bytes=held_bytes)
             program = found.program if isinstance(found, Made) else found
-            self._programs.add(kind, program)
+            serves_all = isinstance(found, Made) and not found.fitted.solution.overhead
+            self._programs.add(kind, program, also=self.kind(call) if serves_all else None)
+            if isinstance(found, Made) and serves_all:  # no plan without held_bytes is faster
+                self._first_steps.expect(found, most=self.n_kept)
+            elif isinstance(found, Made):
+                self._history.of_one_step.append(found.fitted)
         return program.program() if isinstance(program, Ladder) else program
 
     @not_watched()
@@ -286,16 +232,22 @@ class FittedForward(CalledPart):
             self._optimizers,
             buckets=buckets,
             costs=costs,
-            optimizer_state=where_state_may_be(self.options, self._own_plans),
+            optimizer_state=where_state_may_be(self.options, self._history.plans),
         )
         name = type(self._model).__name__
         with telling(f"tracing {name}...", in_lines=True) as say:
             to_plan = self._to_plan(call, request, buckets, costs, held_bytes)
-            before = () if is_ahead else [each.solution for each in self._own_plans]
-            reason = why_another(before, self._model, call, to_plan.step)
+            before = [] if is_ahead else self._history.solutions()
+            reason = why_another(
+                [each for each in before if not self._in_flight.is_outgrown(each)],
+                self._model,
+                call,
+                to_plan.step,
+                changed=lambda: self._programs.changed(self.kind(call), self._model),
+            )
             if (ranks := Ranks.of(self._model)) is not None:
                 if self._pressure is not None:
-                    raise FitError(_NOT_ALONE)
+                    raise FitError(NOT_ALONE)
                 forms, traced = input_forms(call.tensors), to_plan.step.graph.graph_id
                 ranks.agree({"the batch": forms, "the traced step": traced})
             say(f"planning {name} ({counted(len(to_plan.step.graph.nodes), 'op')})...")
@@ -309,7 +261,7 @@ class FittedForward(CalledPart):
                     solved=functools.partial(self._rung, costs),
                     program=self._program,
                 )
-                self._tell(reason)
+                self._history.tell(reason, full_limit_s=self.options.time_limit_s)
                 return ladder
             if instead_of is not None:
                 to_plan = replace(to_plan, losses=to_plan.losses[:1])
@@ -318,17 +270,24 @@ class FittedForward(CalledPart):
         if solution.schedule is None:
             raise nothing_fits(name, solution, runs_again=held_bytes > 0)
         if instead_of is None:
-            self._tell(reason)
+            self._history.tell(reason, full_limit_s=self.options.time_limit_s)
         else:
             tell(instead_of.line_for(fitted, loss))
         program = self._program(to_plan.step, solution)
-        names = names_of_outputs(to_plan.step)
-        return Made(self.kind(call), program, fitted, loss, to_plan.outputs, costs, names)
+        return Made(
+            self.kind(call),
+            program,
+            fitted,
+            loss,
+            to_plan.outputs,
+            costs,
+            names_of_outputs(to_plan.step),
+        )
 
     def _rung(self, costs: CostModel, to_plan: StepToPlan, started_s: float) -> Solution:
         """The answer for a rung. Plans since the first one may have filled the host or moved the
         optimizer's state there."""
-        to_plan = to_plan.with_state(where_state_may_be(self.options, self._own_plans))
+        to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
         return self._solved(to_plan, costs, started_s)[0].solution
 
     def _solved(
@@ -339,27 +298,23 @@ class FittedForward(CalledPart):
         instead_of: Made | None = None,
     ) -> tuple[Fitted, LossBytes | None]:
         """The answer, which is kept if it is a plan, and the loss that it counts."""
-        replaced = (*self._outdated, *(() if instead_of is None else (instead_of,)))
-        old = {id(each.fitted) for each in replaced}
-        plans = [each for each in self._own_plans if not each.reused and id(each) not in old]
-        known = [KnownPlan.of(each.solution) for each in plans]
-        found, loss = to_plan.planned(known if instead_of is None else [])
+        known = self._history.known(self._first_steps.outdated) if instead_of is None else []
+        found, loss = to_plan.planned(known)
         finish_measuring(costs)  # after planning, which may measure ops of other variants
         solution, ranks = found.solution, Ranks.of(self._model)
         if ranks is not None:
             solution = ranks.with_plan_of_first(solution)
         notes = (*(() if loss is None else (loss.note,)), *to_plan.notes)
         fitted = Fitted(solution, notes, found.reused, took_s=now_s() - started_s)
-        if solution.schedule is not None and instead_of is None:
-            self._own_plans.append(fitted)
-        elif solution.schedule is not None and instead_of is not None:
-            self._own_plans[self._own_plans.index(instead_of.fitted)] = fitted
+        if solution.schedule is not None:
+            self._history.add(fitted, instead_of=None if instead_of is None else instead_of.fitted)
         return fitted, loss
 
     def _step(
         self, call: Call, request: Request, buckets: Buckets | None, costs: CostModel
     ) -> CapturedStep:
         """The module's own step, without rewrites."""
+        gradients = ACCUMULATE if has_gradients(self._model, buckets) else FRESH
         with no_checkpoints():
             step = self.traced(
                 call,
@@ -368,7 +323,7 @@ class FittedForward(CalledPart):
                     reached=None if self._reached is None else self._reached.outputs,
                     loss_outputs=self.options.loss_outputs,
                 ),
-                gradients="accumulate" if has_gradients(self._model, buckets) else "fresh",
+                gradients=OF_PASSES if self._in_flight.n > 1 else gradients,
                 costs=costs,
                 rewrites=(),
                 arriving={} if self._reached is None else dict(self._reached.strides),
@@ -390,7 +345,7 @@ class FittedForward(CalledPart):
         step = step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
         returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)
-        return BoundProgram(
+        program = BoundProgram(
             step,
             build_program(
                 step,
@@ -404,6 +359,8 @@ class FittedForward(CalledPart):
                 self._began,
             ),
         )
+        self._in_flight.passes.plan(program.program, PlannedPass.of_solution(solution))
+        return program
 
     def _began(self, again: Again) -> None:
         if self.attempt is not None:
@@ -428,7 +385,13 @@ class FittedForward(CalledPart):
         returns_loss = len(outputs) == 1 and outputs[0].numel() == 1
         losses: tuple[LossBytes, ...] = ()  # the model returns it
         if not returns_loss or self.options.loss_outputs is not None:
-            losses = self._loss.choices(outputs, device, is_watched=not always)
+            losses = self._first_steps.loss.choices(
+                outputs,
+                device,
+                is_watched=not always,
+                n_passes=self._in_flight.n,
+                available_bytes=request.available_bytes,
+            )
         beside = Beside.of(self._model, whole, self._optimizers, costs, buckets=buckets)
         return StepToPlan(
             step,
@@ -436,17 +399,9 @@ class FittedForward(CalledPart):
             losses,
             outputs,
             request,
-            notes=notes_on(step, buckets, self._optimizers, is_first=not self._own_plans),
+            notes=notes_on(step, buckets, self._optimizers, is_first=not self._history.plans),
             kept_bytes=held_bytes,
             keeps_gradients=always,
+            passes=Passes(self._in_flight.n, accumulate=has_gradients(self._model, buckets)),
+            others_bytes=self._in_flight.others_bytes,
         )
-
-    def _tell(self, reason: Difference | None) -> None:
-        """The last plan in a line: a warning where a call like it was planned before."""
-        new = self._own_plans[-1]
-        line = told(new.solution, is_reused=new.reused, took_s=new.took_s)
-        if reason is None:
-            tell(line)
-            return
-        all_took_s, n = sum(each.took_s for each in self._own_plans), len(self._own_plans)
-        warn_of_another(line, reason, n_plans=n, said=self._said, all_took_s=all_took_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,16 +28,36 @@ def names_of_outputs(step: CapturedStep) -> dict[int, str]:
 
 def watch_outputs(output: Any, then: Callable[[tuple[int, ...]], None]) -> None:
     """Call `then` where the gradients of this output of a planned forward pass arrive, with the
-    indices of the flat outputs that are tensors and gone."""
-    flat = nested.leaves(output)
-    held = {
-        index: weakref.ref(item.untyped_storage())
+    indices of the flat outputs that are tensors and that the training holds no more."""
+    flat = nested.once(nested.leaves(output))
+    returned = {
+        index: _Returned(weakref.ref(item), weakref.ref(item.untyped_storage()))
         for index, item in enumerate(flat)
         if isinstance(item, torch.Tensor)
     }
     function: Any = next(each.grad_fn for each in nested.tensors(output) if maker_of(each))
+    run = function.run  # the function itself would hold its hook, which would hold it
 
     def begins(_gradients: Sequence[torch.Tensor | None]) -> None:
-        then(tuple(index for index, storage in held.items() if storage() is None))
+        then(tuple(index for index, each in returned.items() if each.is_gone(run)))
 
     function.register_prehook(begins)
+
+
+@dataclass(frozen=True)
+class _Returned:
+    """A tensor that the model has returned."""
+
+    tensor: weakref.ref[torch.Tensor]
+    storage: weakref.ref[torch.UntypedStorage]
+
+    def is_gone(self, run: Any) -> bool:
+        """Whether nobody but the planned step itself has it, or another tensor on its storage."""
+        storage = self.storage()
+        if storage is None:
+            return True
+        if self.tensor() is not None:
+            return False
+        by_python = 1  # the object `storage`
+        uses: int = torch._C._storage_Use_Count(storage._cdata)
+        return uses == by_python + len(run.tensors_on(storage))

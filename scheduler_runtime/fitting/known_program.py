@@ -20,8 +20,8 @@ def known_program(
 
     kind: of the call, as the keys of `programs`: what a trace depends on, and the situation.
     """
-    here, (_, _, reached) = kind
-    for (of_it, (_, _, of_it_reached)), program in programs.programs:
+    here, (_, _, reached, _) = kind
+    for (of_it, (_, _, of_it_reached, _)), program in programs.programs:
         if of_it == here and of_it_reached == reached and program.fits(model, call):
             own = program.program() if isinstance(program, Ladder) else program
             assert isinstance(own, BoundProgram)

@@ -26,7 +26,8 @@ class LossBytes:
 
     held: of that, for the whole step: targets as large as the outputs, and the terms that the value
         of `mse_loss` and its like keep, in 32 bits.
-    is_cautious: guessed from the sizes of the outputs, and enough for nearly every loss.
+    is_cautious: guessed from the sizes of the outputs, enough for nearly every loss, and so much
+        that a loss that takes less is worth another plan.
     """
 
     reserved: int
@@ -53,6 +54,14 @@ class LossBytes:
         """So many times the outputs in 32 bits, and their casts."""
         of_casts = [t for t in outputs if t.element_size() < _IN_32_BITS]
         return n_times * _in_32_bits(outputs) + _in_32_bits(of_casts)
+
+    def for_passes(self, n: int, outputs: Sequence[torch.Tensor]) -> LossBytes:
+        """A loss over n such passes, guessed from one. While the first of them runs its backward
+        pass, the gradients of the outputs of the others are there."""
+        others_bytes = (n - 1) * sum(tensor.nbytes for tensor in outputs)
+        return replace(
+            self, reserved=n * self.reserved + others_bytes, held=n * self.held + others_bytes
+        )
 
     @property
     def without_held(self) -> LossBytes:

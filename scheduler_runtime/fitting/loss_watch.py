@@ -53,11 +53,28 @@ class LossWatch(Watching):
         self._sees_all = True
         self._is_on = self._is_paused = False
         self._hooks: list[Any] = []
+        self._functions: list[weakref.ref[Any]] = []
+        self._n_outputs = 0  # that are there
         for tensor in known:
             self._add(tensor)
 
     def begin(self, output: Any, arrived: Arrived) -> None:
         """Watch what happens to the output of a planned forward pass, where `can_watch`."""
+        watch = weakref.ref(self)
+
+        def before_optimizer(*_: Any) -> None:
+            # one that is not over yet goes on: this is the optimizer of another model
+            if (found := watch()) is not None and found.is_over:
+                found._take_off()
+
+        self._hooks.append(register_optimizer_step_pre_hook(before_optimizer))
+        self.also(output, arrived)
+        self.watch()
+        self._is_on = True
+
+    def also(self, output: Any, arrived: Arrived) -> None:
+        """The loss may be computed from this output as well; whichever gradient arrives first ends
+        it."""
         made = [t for t in nested.tensors(output) if maker_of(t) is not None]
         for tensor in nested.tensors(output):
             self._add(tensor)
@@ -66,29 +83,29 @@ class LossWatch(Watching):
 
         def gradients_are_there(gradients: Sequence[torch.Tensor | None]) -> None:
             if (found := watch()) is not None:
-                found._end_of_loss(gradients, strides)
+                found._end_of_loss(gradients, strides, arrived)
 
         def gradients_are_gone() -> None:
             if (found := watch()) is None:
+                return
+            found._n_outputs -= 1
+            if found._n_outputs:
                 return
             found._arrived = None
             if not _in_backward():
                 found._take_off()
 
-        def before_optimizer(*_: Any) -> None:
-            # one that is not over yet goes on: this is the optimizer of another model
-            if (found := watch()) is not None and found.is_over:
-                found._take_off()
-
         function: Any = made[0].grad_fn
-        self._function = weakref.ref(function, lambda _gone: gradients_are_gone())
-        self._hooks = [
-            function.register_prehook(gradients_are_there),
-            register_optimizer_step_pre_hook(before_optimizer),
-        ]
+        self._functions.append(weakref.ref(function, lambda _gone: gradients_are_gone()))
+        self._n_outputs += 1
+        self._hooks.append(function.register_prehook(gradients_are_there))
         self._arrived = arrived
-        self.watch()
-        self._is_on = True
+
+    @property
+    def is_on_top(self) -> bool:
+        """Whether it watches, and no other mode does after it."""
+        stack = _get_current_dispatch_mode_stack()
+        return self._is_on and not self.is_over and bool(stack) and stack[-1] is self
 
     @property
     def is_over(self) -> bool:
@@ -161,9 +178,12 @@ class LossWatch(Watching):
         self._taken_bytes -= self._made.pop(storage, 0)
 
     def _end_of_loss(
-        self, gradients: Sequence[torch.Tensor | None], strides: dict[int, tuple[int, ...]]
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        strides: dict[int, tuple[int, ...]],
+        arrived: Arrived,
     ) -> None:
-        if (arrived := self._arrived) is None:
+        if self._arrived is None:
             return
         self._arrived = None
         here = [(n, each) for n, each in enumerate(gradients) if each is not None]

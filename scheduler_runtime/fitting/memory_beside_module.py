@@ -41,11 +41,14 @@ class Beside:
     ) -> Beside:
         """part: the module that is planned. whole: the one of which it is a part, or itself."""
         device = device_of(part)
+        in_whole, in_part = (
+            bytes_of(resident_tensors(each, (), ()), device) for each in (whole, part)
+        )
         return cls(
             optimizers=tuple(
                 optimizer_costs(each, part, device=device, costs=costs) for each in optimizers
             ),
-            rest_bytes=bytes_outside_of(part, whole, device),
+            rest_bytes=in_whole - in_part,
             bucket_bytes=0 if buckets is None else buckets.separate_bytes,
         )
 
@@ -54,11 +57,3 @@ class Beside:
         graph = with_resident(graph, "rest_of_the_module", self.rest_bytes)
         graph = with_optimizer(graph, together(self.optimizers))
         return with_resident(graph, "gradient_buckets", self.bucket_bytes)
-
-
-def bytes_outside_of(part: nn.Module, whole: nn.Module, device: torch.device) -> int:
-    """Of parameters and buffers of the whole module that are not this part's."""
-    if whole is part:
-        return 0
-    in_all, own = (resident_tensors(each, (), ()) for each in (whole, part))
-    return bytes_of(in_all, device) - bytes_of(own, device)

@@ -74,3 +74,4 @@ class Options:
     disk_rate: Rates | None
     optimizer_state: str
     on_pressure: str = "raise"
+    passes: int | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 
+from graphs.graph import warn
 from graphs.trace import CapturedStep
 from scheduler_runtime.surroundings import Buckets
 from solver.sizes_deadlines_progress import format_both
@@ -27,7 +27,7 @@ def notes_on(
     if not optimizers:
         notes.append("the optimizer's state is not counted: pass optimizer= to count it")
         if is_first:
-            warnings.warn(f"fit: {notes[-1]}", stacklevel=2)
+            warn(f"fit: {notes[-1]}")
     if buckets is not None and buckets.separate_bytes:
         notes.append(
             f"DistributedDataParallel's buckets take {format_both(buckets.size_bytes)}; with "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from graphs.graph import Graph
+from graphs.graph import Graph, warn
+from graphs.passes import Passes, with_passes
 from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import with_resident
@@ -35,6 +35,7 @@ class StepToPlan:
     kept_bytes: what a plan keeps for a step that runs again.
     keeps_gradients: whether the gradients of the outputs are held to the end of the step, which may
         have to run its backward pass again.
+    passes: of the step. others_bytes: that each of the others holds at least.
     """
 
     step: CapturedStep
@@ -45,6 +46,8 @@ class StepToPlan:
     notes: tuple[str, ...]
     kept_bytes: int
     keeps_gradients: bool
+    passes: Passes
+    others_bytes: int
 
     def within(self, available_bytes: int) -> StepToPlan:
         """The same step with other bytes for its peak."""
@@ -68,12 +71,11 @@ class StepToPlan:
                 break
         most_held = self.losses[0].held
         if found.solution.schedule is not None and most_held and not loss.held:
-            warnings.warn(
+            warn(
                 f"fit: the budget holds only for a loss that keeps nothing while the model's "
                 f"backward pass runs: targets as large as the outputs, and the value of mse_loss, "
                 f"take up to {format_both(most_held)} more (loss_reserve= says what the loss "
-                "takes)",
-                stacklevel=2,
+                "takes)"
             )
         return found, loss
 
@@ -82,20 +84,26 @@ class StepToPlan:
         if loss is not None and loss.is_cautious:
             request = replace(request, time_limit_s=_SHARE_OF_FIRST * request.time_limit_s)
 
-        def unplanned(graph: Graph) -> Graph:
+        def step(graph: Graph) -> Graph:
             return self.beside.around(graph if loss is None else loss.around(graph))
 
+        def in_flight(graph: Graph, others_bytes: int) -> Graph:
+            loss_bytes = None if loss is None else 0  # it counts them all
+            return with_passes(graph, self.passes, others_bytes=others_bytes, loss_bytes=loss_bytes)
+
+        def unplanned(graph: Graph) -> Graph:
+            return in_flight(step(graph), 0)
+
         def whole(graph: Graph) -> Graph:
-            graph = with_resident(unplanned(graph), "kept_to_run_again", self.kept_bytes)
-            return _keeping_gradients(graph) if self.keeps_gradients else graph
+            kept_bytes = self.passes.n * self.kept_bytes
+            graph = with_resident(step(graph), "kept_to_run_again", kept_bytes)
+            if self.keeps_gradients:  # those of the outputs, to the end of the step
+                tangents = (t.name for t in graph.tensors if t.kind == "tangent")
+                kept = [name for name in tangents if name in graph.producer]
+                graph = replace(graph, outputs=(*graph.outputs, *kept))
+            return in_flight(graph, self.others_bytes)
 
         planned = variants_of(self.request.rewrites)
         return new_plan(
             self.step, whole, request, planned=planned, known=known, unplanned=unplanned
         )
-
-
-def _keeping_gradients(graph: Graph) -> Graph:
-    """The step with the gradients of the outputs on the device until it ends."""
-    gradients = [t.name for t in graph.tensors if t.kind == "tangent" and t.name in graph.producer]
-    return replace(graph, outputs=(*graph.outputs, *gradients))

@@ -34,6 +34,11 @@ from solver.sizes_deadlines_progress import (
 
 logger = logging.getLogger(__name__)
 
+NOT_ALONE = (
+    "fit: on_pressure='replan' runs a step again on the rank that is short of memory, and its "
+    "collectives would wait for the other ranks: leave it out with tensor parallelism"
+)
+
 
 @dataclass(frozen=True)
 class Rung:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from graphs.graph import Graph
 from graphs.model_calls import Call
 from graphs.trace import CapturedStep
 from scheduler_runtime.planned import Difference, Plan, difference, values_difference
@@ -14,13 +13,20 @@ from solver.schedule import Solution
 
 N_COMPARED = 4
 """Of the earlier plans, the latest."""
-_OF_STATE = Difference("attributes or settings that forward depends on have changed")
+_OF_STATE = "something that forward depends on, besides its arguments, has changed"
 
 
 def why_another(
-    solutions: Sequence[Solution], model: nn.Module, call: Call, step: CapturedStep
+    solutions: Sequence[Solution],
+    model: nn.Module,
+    call: Call,
+    step: CapturedStep,
+    *,
+    changed: Callable[[], str | None],
 ) -> Difference | None:
     """None: it is the first of its step.
+
+    changed: tells what has changed in the model or in torch's settings since the last plan.
 
     Other gradients before the step or of the outputs make another step, not another call.
     """
@@ -33,16 +39,14 @@ def why_another(
     ]
     alike = [plan for plan in plans if plan.environment["shapes"] == here["shapes"]]
     found = [
-        difference(plan, call, model, part) or _of_values(plan, part)
+        difference(plan, call, model, part)
+        # another position in a buffer, say, gives the same graph
+        or values_difference(plan, part, part.meta.environment["arguments"])
         for plan in alike[-N_COMPARED:]
         for part in (step.with_rewrites(plan.rewrites).graph.module_part(),)
     ]
     if not alike:  # other shapes are told without the operators
         found = [difference(plan, call, model) for plan in plans[-1:]]
-    return _OF_STATE if None in found else found[-1] if found else None
-
-
-def _of_values(plan: Plan, part: Graph) -> Difference | None:
-    """Another position in a buffer, say, gives the same graph."""
-    found = values_difference(plan, part, part.meta.environment["arguments"])
-    return None if found is None else Difference(found, of_values=True)
+    if None in found:
+        return Difference(changed() or _OF_STATE)
+    return found[-1] if found else None

@@ -1,12 +1,7 @@
 """A module with a plan: its programs by kind of call, guards, mismatches, replanning."""
 
 from scheduler_runtime.planned.existing_gradients import warn_of_existing
-from scheduler_runtime.planned.forward import (
-    PlannedForward,
-    ProgramCache,
-    module_schedule,
-    refuse_second,
-)
+from scheduler_runtime.planned.forward import PlannedForward, module_schedule, refuse_second
 from scheduler_runtime.planned.mismatch import (
     Difference,
     check_arguments,
@@ -14,8 +9,10 @@ from scheduler_runtime.planned.mismatch import (
     difference_of_bits,
     values_difference,
 )
+from scheduler_runtime.planned.passes_in_flight import PassesInFlight, PlannedPass
 from scheduler_runtime.planned.plan import AnyPlan, Plan, check_module, check_order
 from scheduler_runtime.planned.planning import NewPlan, new_plan
+from scheduler_runtime.planned.program_cache import ProgramCache
 from scheduler_runtime.planned.replan_warning import told, warn_of_another
 from scheduler_runtime.planned.replanning import ReplanError, replan
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks, RanksDisagreeError

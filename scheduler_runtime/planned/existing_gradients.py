@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from graphs.passes import passes_of
+from graphs.training_step import FRESH, OF_PASSES
 from scheduler_runtime.planned.plan import Plan
 from solver.sizes_deadlines_progress import format_size_up
 
@@ -19,7 +21,9 @@ def warn_of_existing(model: nn.Module, plans: Sequence[Plan]) -> bool:
     They stay for the whole step, so it takes at most their bytes more than was planned. A plan
     counts the new gradients only, from the operators that make them. Whether it warned is returned.
     """
-    if plans[0].environment.get("gradients", "fresh") != "fresh":
+    environment = plans[0].environment
+    counts_them = environment.get("gradients", FRESH) not in (FRESH, OF_PASSES)
+    if counts_them or passes_of(environment).accumulate:
         return False
     trained = (p for p in model.parameters() if p.requires_grad and p.grad is not None)
     existing_bytes = sum(p.nbytes for p in trained)

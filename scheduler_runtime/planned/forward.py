@@ -9,6 +9,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,18 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from graphs.capture import Capture, FailsOnBatchError, KeptCapture, Planned, refuse_plans
+from graphs.capture import (
+    Capture,
+    CheckError,
+    FailsOnBatchError,
+    KeptCapture,
+    Planned,
+    refuse_plans,
+)
 from graphs.costs import CostModel
 from graphs.graph import Graph
-from graphs.model_calls import Call, TraceError, argument_order, device_of, input_forms
-from graphs.trace import CapturedStep, rehearsed, trace_module
+from graphs.model_calls import Call, argument_order, device_of, input_forms
+from graphs.trace import CapturedStep, refuse_meta_batch, rehearsed, trace_module
 from scheduler_runtime.execute import (
     BoundProgram,
     Pools,
@@ -31,77 +40,14 @@ from scheduler_runtime.execute import (
     restore_forward,
 )
 from scheduler_runtime.planned.guards import kind_of, with_any
+from scheduler_runtime.planned.program_cache import ProgramCache
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks
-from solver.schedule import Compute, Schedule, name_in
-from solver.scheduler_runtime_bridge import PLAN_BY_SUBMODULES
+from solver.schedule import Compute, Free, Op, Schedule, name_in
 from solver.sizes_deadlines_progress import telling
 
 logger = logging.getLogger(__name__)
 
 N_WORTH_A_WARNING = (8, 32, 128)
-
-
-class ProgramCache:
-    """Programs by the kind of call that they are for, the one used last at the end.
-
-    Calls of one kind may still differ in the numbers that the module looks at
-    (`graphs.capture.as_eager.known_values`): then there are several programs of that kind, and the
-    guards of each say whether it fits.
-    """
-
-    def __init__(self, *, n_kept: int) -> None:
-        self._n_kept = n_kept
-        self.programs: list[tuple[Any, StepProgram]] = []
-        self.n_added = 0
-
-    def find(self, kind: Any, model: nn.Module, call: Call) -> StepProgram | None:
-        """The program that was made for such a call, if it is still there."""
-        for index in range(len(self.programs) - 1, -1, -1):
-            planned, program = self.programs[index]
-            if planned == kind and program.fits(model, call):
-                self.programs.append(self.programs.pop(index))
-                return program
-        return None
-
-    def add(self, kind: Any, program: StepProgram, *, also: Any = None) -> None:
-        """Keep a program; the one that was not used for longest goes.
-
-        also: another kind of call that it is for.
-        """
-        self.n_added += 1
-        self.programs += [(each, program) for each in (also, kind) if each is not None]
-        while len({id(program) for _, program in self.programs}) > self._n_kept:
-            del self.programs[0]
-
-    def remedy(self) -> str:
-        """How to need fewer programs: of the last one."""
-        *others, (kind, program) = self.programs
-        read = program.read_from if isinstance(program, BoundProgram) else ()
-        if read and any(other == kind for other, _ in others):
-            return (
-                f"forward reads values of {', '.join(read)} (int(), .item(), `if`), and needs a "
-                "new plan where they change: compute with the tensor instead (index_copy_ at "
-                "torch.arange(n) + position, torch.where)"
-            )
-        if isinstance(program, BoundProgram) and program.is_chance:
-            return (
-                "forward skips layers at random (LayerDrop), and each choice of layers is another "
-                "program: layerdrop=0, or multiply by a random mask"
-            )
-        if isinstance(program, BoundProgram) and program.sets_after_reading:
-            names = ", ".join(map(repr, program.sets_after_reading))
-            return (
-                f"forward reads {names} as the call before has left it, and then sets it: each "
-                "pair of values needs a plan. Use a local variable, or set it before it is read"
-            )
-        return (
-            "shapes, arguments or attributes that change with every step need a new plan every "
-            "step: pad the shapes, or pass the value as a tensor"
-        )
-
-    def drop(self, program: StepProgram) -> None:
-        """The next call of its kind needs another."""
-        self.programs = [each for each in self.programs if each[1] is not program]
 
 
 class PlannedForward(ReplacedForward):
@@ -120,6 +66,7 @@ class PlannedForward(ReplacedForward):
         self._pools = Pools(None if disk_directory is None else Path(disk_directory))
         self._programs = ProgramCache(n_kept=self.n_kept)
         self._argument_order = argument_order(self.own_forward)
+        self._has_ranks = False
 
     def why_not_traced(self, title: str) -> str:
         owner = "model" if title == "it" else "that submodule"
@@ -172,8 +119,15 @@ class PlannedForward(ReplacedForward):
         self.begin()
         kind = self.kind(call)
         program = self._programs.find(kind, model, call)
+        if program is None or self._has_ranks:  # looking for ranks takes time
+            ranks = Ranks.of(model)
+            self._has_ranks = ranks is not None
+            if ranks is not None:  # where their batches differ, all of them stop here
+                has_plan = program is not None
+                ranks.agree({"the batch": input_forms(call.tensors), "a plan for it": has_plan})
         if program is None:
-            program = self._program_or_own_failure(call)
+            refuse_meta_batch(model, call)
+            program = self._program_or_own_failure(call, args, kwargs)
             after = self.kind_for(program, call)
             sets = isinstance(program, BoundProgram) and program.sets_plain_attributes
             self._programs.add(after, program, also=kind if sets and kind != after else None)
@@ -184,22 +138,57 @@ class PlannedForward(ReplacedForward):
                     self._programs.n_added,
                     self._programs.remedy(),
                 )
-        return program.run(model, call)
+        try:
+            return program.run(model, call)
+        except CheckError as error:
+            failed = error
+        try:
+            # without a plan, forward raises its own error about the value
+            self.unplanned(*args, **kwargs)
+            raise failed
+        finally:
+            del failed  # it holds this frame, which would hold it
 
-    def _program_or_own_failure(self, call: Call) -> StepProgram:
+    def _program_or_own_failure(
+        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> StepProgram:
         """A new program. What the module's own forward raises on this batch comes as it is, so that
         a loop that skips such batches does so with a plan, too."""
         try:
             with self.values_there():
                 return self._agreed(call)
         except FailsOnBatchError as error:
-            own = error.__cause__
-        assert own is not None
+            found = error
+        own = self._own_failure(found, args, kwargs)
         own.add_note(
             f"raised by the forward of {type(self._model).__name__} itself, while "
             "checkpoint_solver planned its step for this batch"
         )
-        raise own
+        try:
+            raise own
+        finally:
+            del found, own  # they hold this frame, which would hold them
+
+    def _own_failure(
+        self, found: FailsOnBatchError, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> BaseException:
+        """What forward raises without a plan. What it changes before it fails (statistics of batch
+        norm, the state of generators) then is as without a plan; planning has put it back."""
+        traced = found.__cause__
+        assert traced is not None
+        if Ranks.of(self._model) is not None:
+            return traced  # the other ranks, which may not fail, would not join its collectives
+        handled = sys.exception()  # the caller's
+        try:
+            self.unplanned(*args, **kwargs)
+        except torch.OutOfMemoryError:  # what has no plan may take more than there is
+            return traced
+        except Exception as error:  # noqa: BLE001 - the model's code may raise anything
+            for note in getattr(traced, "__notes__", ()):
+                error.add_note(note)
+            _drop_frames(found, but=handled)
+            return error
+        return traced
 
     def _agreed(self, call: Call) -> StepProgram:
         """A new program; of a distributed module, the same on all ranks, or an error on all."""
@@ -286,7 +275,7 @@ class PlannedForward(ReplacedForward):
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """The module has its own forward, to be traced. Errors tell the way to plan it otherwise.
+        """The module has its own forward, to be traced.
 
         Another library may have wrapped the replaced forward since (accelerate's autocast). That
         wrapper is active already and may not be entered twice, so it is set aside meanwhile.
@@ -298,14 +287,25 @@ class PlannedForward(ReplacedForward):
         model.forward = self.own_forward
         try:
             yield
-        except TraceError as error:
-            if error.runs_in_eager:
-                error.add_note(PLAN_BY_SUBMODULES)
-            raise
         finally:
             del model.forward
             if around is not None:
                 model.forward = around
+
+
+def _drop_frames(error: BaseException, *, but: BaseException | None) -> None:
+    """The functions that an error and those before it have left hold the tensors of a trace.
+
+    but: where those before it end.
+    """
+    seen = {id(but)}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            waiting += [each.__cause__, each.__context__]
 
 
 def _is_transformed() -> bool:
@@ -343,10 +343,13 @@ def refuse_second(model: nn.Module) -> None:
 
 
 def module_schedule(schedule: Schedule, part: Graph) -> Schedule:
-    """The schedule without the ops that the caller runs: a loss outside, the optimizer."""
-    ops = tuple(
-        op
-        for op in schedule.ops
-        if name_in(op) in (part.node_by_name if isinstance(op, Compute) else part.producer)
-    )
-    return Schedule(ops=ops, graph_id=part.graph_id)
+    """The schedule without the ops of the caller: a loss outside, the optimizer, and letting go of
+    an output before the backward pass."""
+    freed = set(part.producer).difference(part.returned)
+
+    def runs(op: Op) -> bool:
+        if isinstance(op, Compute):
+            return op.node in part.node_by_name
+        return name_in(op) in (freed if isinstance(op, Free) else part.producer)
+
+    return Schedule(ops=tuple(filter(runs, schedule.ops)), graph_id=part.graph_id)

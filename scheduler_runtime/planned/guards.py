@@ -84,6 +84,55 @@ def kind_of(model: nn.Module, call: Call) -> Any:
     )
 
 
+_TITLES = (
+    *("the shapes, types or devices of the arguments", "which arguments share memory"),
+    *("an argument that is no tensor", "the structure of the arguments"),
+    *("autocast", "autocast's cache", "a function mode of torch (its default device, say)"),
+    *("the hooks of all modules", "the cache of parametrizations", "torch's default dtype"),
+    *("torch.backends.cuda.enable_flash_sdp", "torch.backends.cuda.enable_mem_efficient_sdp"),
+    *("torch.backends.cuda.enable_math_sdp", "torch.backends.cuda.enable_cudnn_sdp"),
+    *("torch.backends.mha.set_fastpath_enabled", "torch.use_deterministic_algorithms"),
+    *("the form of a parameter", "the form of a buffer"),
+)
+"""Of what `kind_of` compares, in its order, up to the settings of the modules."""
+_OF_MODULE = ("its class", "its forward", "its class's attributes", "train()", "its hooks")
+
+
+def changed_setting(planned: Any, here: Any, model: nn.Module) -> str | None:
+    """The first thing in which two `kind_of` this model differ, in words. None: nothing does."""
+    *torchs, of_planned = planned
+    *torchs_here, of_here = here
+    for title, old, new in zip(_TITLES, torchs, torchs_here, strict=True):
+        if old != new:
+            return f"{title} has changed"
+    for (path, _), old, new in zip(model.named_modules(), of_planned, of_here, strict=False):
+        owner = f"module {path!r}" if path else type(model).__name__
+        for title, before, now in zip(_OF_MODULE, old, new, strict=False):
+            if before != now:
+                return f"{title} of {owner} has changed"
+        (*_, old_own), (*_, new_own) = old, new
+        before, now = dict(old_own), dict(new_own)
+        for name in dict.fromkeys([*now, *before]):
+            if name not in before or name not in now or before[name] != now[name]:
+                how = _change(before.get(name), now.get(name))
+                return f"attribute {name!r} of {owner} {how}"
+    return "the model has other modules" if len(of_planned) != len(of_here) else None
+
+
+def _change(planned: Any, here: Any) -> str:
+    """Of two settings; None: it is not there. Numbers and strings with their values."""
+    if here is None:
+        return "is gone"
+    if planned is None:
+        return "is new"
+    values = [
+        each[1] if each[0] is float else repr(each[1])  # a float is written out already
+        for each in (here, planned)
+        if isinstance(each, tuple) and len(each) == 2 and each[0] in (float, *_COMMON)
+    ]
+    return f"is {values[0]}, planned for {values[1]}" if len(values) == 2 else "has changed"
+
+
 def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
     """The Python state of the module and its submodules."""
     seen: set[int] = set()

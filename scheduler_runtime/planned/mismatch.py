@@ -6,13 +6,14 @@ traced graph come last, where nothing else differs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from graphs.graph import Graph
+from graphs.graph import Graph, Node
 from graphs.model_calls import (
     FROZEN,
     Call,
@@ -23,7 +24,6 @@ from graphs.model_calls import (
     parameter_forms,
     signature_of,
 )
-from graphs.parts import Node
 from graphs.rewrites import PROGRAM_REWRITES, keeps_bits_here
 from graphs.trace import CapturedStep
 from scheduler_runtime.planned.plan import Plan
@@ -39,14 +39,21 @@ class Resized:
     dimensions.
 
     dimensions: those in which sizes differ.
-    is_larger: whether any size is.
+    is_larger: whether any size is. of_tokens: whether a tensor of integers is longer or shorter in
+        another dimension than that of the batch.
     """
 
     dimensions: frozenset[int]
     is_larger: bool
+    of_tokens: bool
 
     @classmethod
-    def of(cls, planned: Sequence[Sequence[int]], here: Sequence[Sequence[int]]) -> Resized | None:
+    def of(
+        cls,
+        planned: Sequence[Sequence[int]],
+        here: Sequence[Sequence[int]],
+        dtypes: Sequence[str],
+    ) -> Resized | None:
         """None: a tensor has another number of dimensions."""
         if [len(shape) for shape in planned] != [len(shape) for shape in here]:
             return None
@@ -56,7 +63,12 @@ class Resized:
             for dimension, (old, new) in enumerate(zip(*shapes, strict=True))
             if new != old
         ]
-        return cls(frozenset(each for each, _ in changes), any(larger for _, larger in changes))
+        of_tokens = any(
+            "int" in dtype and old[1:] != new[1:]
+            for dtype, old, new in zip(dtypes, planned, here, strict=True)
+        )
+        dimensions = frozenset(each for each, _ in changes)
+        return cls(dimensions, any(larger for _, larger in changes), of_tokens)
 
 
 @dataclass(frozen=True)
@@ -65,11 +77,13 @@ class Difference:
 
     of_values: nothing but values that the module reads: the same step with another batch.
     resized: how the sizes of arguments differ, where nothing else does.
+    remedy: a sentence on how to need fewer plans.
     """
 
     words: str
     of_values: bool = False
     resized: Resized | None = None
+    remedy: str = ""
 
     @property
     def is_smaller(self) -> bool:
@@ -98,14 +112,15 @@ def difference(
         words = _field_difference(differing[0], plan.environment, here)
         resized = None
         if differing == ["shapes"] and of_state is None:
-            resized = Resized.of(plan.environment["shapes"], here["shapes"])
+            resized = Resized.of(plan.environment["shapes"], here["shapes"], here["dtypes"])
         return Difference(words, resized=resized)
     found = of_state or _form_difference(plan.input_forms, call, here)
     if found is not None:
         return Difference(found)
     if part is not None:
-        found = values_difference(plan, part, here["arguments"]) or _opaque_difference(plan, part)
-        if found is not None:
+        if (of_values := values_difference(plan, part, here["arguments"])) is not None:
+            return of_values
+        if (found := _opaque_difference(plan, part)) is not None:
             return Difference(found, of_values=True)
     if (found := _options_difference(plan.environment, here)) is not None:
         return Difference(found)
@@ -161,7 +176,14 @@ def _other_tensors(here: Sequence[str], planned: Sequence[str] | None) -> str:
     return f"{first}: this call passes {given}, planned for {', '.join(planned) or 'none'}"
 
 
-def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> str | None:
+_OF_ROWS = (
+    "Remedy: choose the same number of rows in each step, or compute all of them and leave some "
+    "out in the loss (ignore_index of cross_entropy, a mask that it is multiplied by)"
+)
+_SHAPE = re.compile(r"\((\d+),(?: \d+)*\)")
+
+
+def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> Difference | None:
     """The first value that forward read and that was another one, or unknown, when planning.
 
     names: of the call's tensors.
@@ -181,12 +203,16 @@ def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> str | No
         return ", ".join(of) or "a tensor that the module holds"
 
     for each in here:
-        if each not in planned:
-            return (
-                f"{holders(each)} has other values than when planned: forward reads {each['seen']}"
-            )
+        if each in planned:
+            continue
+        words = f"{holders(each)} has other values than when planned: forward "
+        if (rows := _SHAPE.fullmatch(each["seen"])) is not None:
+            words += f"chooses {rows[1]} rows by them (a boolean mask, nonzero)"
+            return Difference(words, of_values=True, remedy=_OF_ROWS)
+        return Difference(f"{words}reads {each['seen']}", of_values=True)
     left_out = next(each for each in planned if each not in here)
-    return f"forward reads {holders(left_out)} when planned, and not here"
+    words = f"forward reads {holders(left_out)} when planned, and not here"
+    return Difference(words, of_values=True)
 
 
 def _opaque_difference(plan: Plan, part: Graph) -> str | None:

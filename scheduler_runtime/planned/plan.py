@@ -15,6 +15,7 @@ from graphs.fsdp import sharding_words
 from graphs.graph import Graph
 from graphs.host_state import buckets_in, optimizer_of, parameters_on_host
 from graphs.rewrites import REWRITES
+from graphs.zero import zero_words
 from solver.methods import KnownPlan
 from solver.schedule import Compute, Request, SavedSchedule, Schedule, Solution
 
@@ -58,7 +59,8 @@ class Plan:
     loss: the part that the caller computes (no nodes: the model returns its loss; None: not known).
     graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).
     known: its schedule and rewrites, for plans of other calls.
-    peak_bytes: of the whole step.
+    peak_bytes: of the whole step. saved_bytes: on the device when its forward pass has ended,
+        beside what is resident (of an older file 0, which does not say).
     kept: the traced program (None: from another process, or it has to be traced again).
     """
 
@@ -73,6 +75,7 @@ class Plan:
     graph: Graph | None
     known: KnownPlan
     peak_bytes: int
+    saved_bytes: int
     kept: KeptCapture | None = None
 
     @property
@@ -121,6 +124,7 @@ class Plan:
         if isinstance(plan, Solution):
             assert plan.simulation is not None  # it has a schedule
             peak_bytes = plan.simulation.peak_bytes
+            saved_bytes = plan.simulation.saved_bytes
             graph: Graph | None = plan.graph
             kept = None if plan.variants is None else plan.variants.kept
             environment = plan.environment
@@ -130,6 +134,9 @@ class Plan:
             loss: Graph | None = plan.graph.loss_part()
         else:
             peak_bytes = plan.peak_bytes
+            saved_bytes = Record(plan.environment, where="environment").integer(
+                "saved_bytes", default=0
+            )
             graph, kept, environment = None, None, plan.environment
             saved = environment.get("loss_graph")
             loss = None if saved is None else Graph.from_json(saved, source="loss_graph")
@@ -147,6 +154,13 @@ class Plan:
                 "submodules, which a planned step does not run. Export it with "
                 "checkpoint_solver.export.to_torch_checkpoint(model, solution), then shard the "
                 "model with checkpoint_solver.fsdp.shard(model, solution)"
+            )
+        if words := zero_words(environment, sharded=True):
+            raise ValueError(
+                f"the plan is for a sharded step ({words}): the engine gathers parameters in hooks "
+                "of submodules, which a planned step does not run. Export it with "
+                "checkpoint_solver.export.to_torch_checkpoint(model, solution), then give the "
+                "model to deepspeed.initialize"
             )
         chosen = environment.get("gradient_outputs", [])
         if not isinstance(chosen, list) or not all(isinstance(index, int) for index in chosen):
@@ -180,6 +194,7 @@ class Plan:
             graph=graph,
             known=known,
             peak_bytes=peak_bytes,
+            saved_bytes=saved_bytes,
             kept=kept,
         )
 

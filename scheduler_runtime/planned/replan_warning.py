@@ -38,7 +38,8 @@ def warn_of_another(
     said: the remedies that this model's warnings have given; none is given twice.
     """
     so_far = "" if all_took_s is None else f", {all_took_s:.1f} s in all"
-    remedies = [each for each in _remedies(difference.resized, n_plans) if each not in said]
+    possible = [difference.remedy] if difference.remedy else _remedies(difference.resized, n_plans)
+    remedies = [each for each in possible if each not in said]
     said.update(remedies)
     text = "".join(f". {each}" for each in remedies)
     logger.warning("%s. Plan %d%s: %s%s", line, n_plans, so_far, difference, text)
@@ -57,15 +58,18 @@ def _shapes(environment: Mapping[str, Any]) -> str:
     return ", ".join(told) or "no tensors"
 
 
+_TOKENS = (
+    "Remedy: pad the batches to a few sizes (pad_to_multiple_of=64 of the data collator, "
+    'padding="max_length" of the tokenizer)'
+)
+
+
 def _remedies(resized: Resized | None, n_plans: int) -> Iterator[str]:
     if resized is None:
         return
-    if resized.dimensions == {0} and not resized.is_larger and n_plans == 2:
+    if resized.dimensions == {0} and not resized.is_larger and n_plans <= 3:
         yield "A short last batch is planned once; DataLoader(drop_last=True) leaves it out"
         return
-    yield (
-        "Remedy: pad the batches to a few sizes (pad_to_multiple_of=64 of the data collator, "
-        'padding="max_length" of the tokenizer)'
-    )
+    yield _TOKENS if resized.of_tokens else "Remedy: bring the batches to a few sizes"
     if resized.is_larger:
         yield "Begin with the largest"

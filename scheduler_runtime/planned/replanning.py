@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from graphs.graph import Graph
+from graphs.passes import passes_of, with_passes
 from graphs.pipeline import pipeline_of, with_pipeline
 from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import with_optimizer
+from graphs.zero import with_zero
 from scheduler_runtime.planned.plan import Plan
 from scheduler_runtime.planned.planning import NewPlan, new_plan
 from solver.methods import KnownPlan
@@ -46,12 +48,15 @@ def replan(
 
 
 def _whole(graph: Graph, plan: Plan, reason: str) -> Graph:
-    """The module's graph with the loss, the optimizer and the pipeline of the old plan."""
+    """The module's graph with the loss, the optimizer, the pipeline and the passes of the old plan,
+    which may be that of the other passes in flight."""
     environment = plan.environment
     if environment.get("loss") == "outside":
         graph = _with_planned_loss(graph, plan.loss, reason)
+    graph = with_zero(graph, environment.get("zero"))
     graph = with_optimizer(graph, environment.get("optimizer"))
-    return with_pipeline(graph, pipeline_of(environment))
+    graph = with_pipeline(graph, pipeline_of(environment))
+    return with_passes(graph, passes_of(environment), others_bytes=plan.saved_bytes)
 
 
 def _with_planned_loss(graph: Graph, loss: Graph | None, reason: str) -> Graph:

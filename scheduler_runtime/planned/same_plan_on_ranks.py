@@ -1,9 +1,11 @@
 """The ranks of a tensor-parallel step: one plan for all, and no rank that waits for ever.
 
-Before a new program runs, each rank says in the group's store what it has planned, or why it could
-not, and reads what the others say. A rank that fails therefore fails on all, with its reason; and
-one that does not come is named when the time is up. Collectives then run in the same order
-everywhere: that of the plan, which may run some again.
+Before each planned step, each rank says in the group's store which batch it has and whether there
+is a plan for it, and reads what the others say: a rank that plans while the others run collectives,
+or runs those of another plan, would leave all waiting. Before a new program runs they say as well
+what they have planned, or why they could not. A rank that fails therefore fails on all, with its
+reason; and one that does not come is named when the time is up. Collectives then run in the same
+order everywhere: that of the plan, which may run some again.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ from solver.schedule import Schedule, Solution, ops_from_json, simulate
 
 WAIT_S = 600.0
 """For another rank: as long as planning may take longer there."""
+
+_N_KEPT = 3
+"""What a rank has said stays so long. To speak again it has read what all said before, or, after an
+error of its own, what they said before that; so the others have read what is older."""
 
 _n_said: Counter[str] = Counter()
 """By the name of a group: what has been said in it, by this rank."""
@@ -116,15 +122,21 @@ class Ranks:
 
     def _say(self, words: Mapping[str, Any]) -> list[str]:
         """Returns the key of each rank at this point."""
-        place = f"checkpoint_solver/{self._name}/{_n_said[self._name]}"
+        n_said = _n_said[self._name]
         _n_said[self._name] += 1
-        keys = [f"{place}/{rank}" for rank in range(self._n_ranks)]
+        keys = [self._key(n_said, rank) for rank in range(self._n_ranks)]
         self._store.set(keys[self.rank], json.dumps(words))
+        if n_said >= _N_KEPT:
+            self._store.delete_key(self._key(n_said - _N_KEPT, self.rank))
         return keys
+
+    def _key(self, n_said: int, rank: int) -> str:
+        return f"checkpoint_solver/{self._name}/{n_said}/{rank}"
 
 
 _REMEDIES = {
     "the batch": "Give all ranks batches of one shape: pad them, or drop the last one.",
+    "a plan for it": "Call the model equally often, and change it, on all ranks alike.",
     "the plan": (
         "Solve on one rank and give all of them its file (Solution.save), or use fit, which takes "
         "the plan of the first rank everywhere."

@@ -1,6 +1,6 @@
 """Lower bounds: the graph in numbers, the cut MILP, and the least time and budget it proves."""
 
-from solver.bound.copies import CopyCut, CopyProgram
+from solver.bound.copies import CopyCut, CopyMilp
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
 from solver.bound.in_flight import (
     Span,
@@ -22,5 +22,6 @@ from solver.bound.lower_bound import (
     relaxed_bound,
 )
 from solver.bound.milp import Milp
+from solver.bound.rounded_bytes import round_bytes
 from solver.bound.storage_graph import StorageGraph
 from solver.bound.windows import windows_share

@@ -27,15 +27,14 @@ again may be away too, and no alias keeps a node from being recomputed (`Storage
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 
-from solver.bound.cut import TIME_ERROR
+from solver.bound.cut import TIME_ERROR, CutMilp
 from solver.bound.link_rows import LinkRows
-from solver.bound.milp import Answer, Floats, Milp
+from solver.bound.milp import Answer
 from solver.bound.storage_graph import StorageGraph
 from solver.schedule import Places
 from solver.sizes_deadlines_progress import NEVER, Deadline
@@ -60,11 +59,8 @@ class CopyCut:
     cost_share: float = math.inf
 
 
-class CopyProgram:
-    """The program of the module for one position.
-
-    keep, away, recompute: the columns x and h of units, and r of nodes.
-    """
+class CopyMilp(CutMilp):
+    """The program of the module. away: the columns h of units."""
 
     def __init__(
         self,
@@ -82,104 +78,50 @@ class CopyProgram:
         just_in_time: what is recomputed is recomputed right before it is read, so that not all of
             it can hide a fetch that is due soon. With either the program proves nothing.
         """
-        self.folded = folded
-        self.position = position
-        self.budget_bytes = budget_bytes
-        self.places = places
-        there_anyway_bytes = int(folded.held_bytes[position]) + int(folded.own_bytes[position])
-        self.room_bytes = budget_bytes - allowance_bytes - there_anyway_bytes
-        baseline_s = folded.graph.baseline_time_s or 1.0
-        time_share = [time_s / baseline_s for time_s in folded.time_s]
-        start_share = list(accumulate(time_share, initial=0.0))
-        self._scale = float(max(folded.unit_bytes, default=0) or 1)
-        self.program = Milp(constant=folded.graph.baseline_time_s / baseline_s)
-        units, nodes = self._candidates()
-        add = self.program.variable
-        reads = set(folded.reads[position]) if position < folded.n_nodes else set[int]()
-        self.keep = {
-            u: add(least=float(u in reads or not folded.unit_bytes[u])) for u in sorted(units)
-        }
-        self.away: dict[int, int] = {}
-        if places.host is not None:
-            self.away = {
-                u: add()
-                for u in self.keep
-                if folded.unit_bytes[u] and u not in reads and not folded.is_output(u)
-            }
-        self.recompute = {n: add(cost=time_share[n]) for n in sorted(nodes)}
-        self._add_covers()
-        self._add_bytes()
+        self._places, self.position = places, position
+        super().__init__(
+            folded,
+            positions=[position],
+            budget_bytes=budget_bytes,
+            allowance_bytes={position: allowance_bytes},
+        )
         if self.away and places.host is not None:
             LinkRows(
                 folded,
                 position,
                 self.program,
-                keep=self.keep,
+                keep=self.keep[0],
                 away=self.away,
-                recompute=self.recompute,
-                before=add(cost=1.0, most=math.inf, whole=False),
-                after=add(cost=1.0, most=math.inf, whole=False),
-                start_share=start_share,
+                recompute=self.recompute[0],
                 host=places.host,
                 disk=places.disk,
                 just_in_time=just_in_time,
             ).add()
 
-    def _candidates(self) -> tuple[set[int], list[int]]:
-        """Units that may matter at the position, and nodes that may be recomputed after it."""
+    def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
         folded, p = self.folded, self.position
-        may = folded.may_recompute(
-            after=p, before=folded.n_nodes + 1, budget_bytes=self.budget_bytes
-        )
-        units = {
+        later = {  # what later nodes made may be away as well
             u
             for u, uses in enumerate(folded.uses)
-            if uses and folded.maker[u] < p and uses[-1] >= p
+            if uses and folded.n_forward <= folded.maker[u] < p and uses[-1] >= p
         }
-        nodes = []
-        for n in range(min(p, folded.n_forward) - 1, -1, -1):
-            if may[n] and not units.isdisjoint(folded.makes[n]):
-                units.update(folded.reads[n])
-                nodes.append(n)
-        return units, nodes
+        for units, nodes in super()._candidates():
+            yield later.union(units), nodes
 
-    def _add_covers(self) -> None:
-        folded, p = self.folded, self.position
-        for u in self.keep:
-            if p not in folded.uses[u] and any(use > p for use in folded.uses[u]):
-                self._cover(u, ())
-        for n, column in self.recompute.items():
-            for u in folded.reads[n]:
-                self._cover(u, (column,))
+    def _add_away(self, p: int, keep: Mapping[int, int]) -> None:
+        folded = self.folded
+        for u in keep if self._places.host is not None else ():
+            if folded.unit_bytes[u] and p not in folded.uses[u] and not folded.is_output(u):
+                self.away[u] = self.program.variable()
 
-    def _cover(self, u: int, readers: tuple[int, ...]) -> None:
-        """Unit u is kept, fetched or recomputed, if its reader is there (none: in any case)."""
-        columns = [self.keep[u]]
-        if u in self.away:
-            columns.append(self.away[u])
-        maker = self.folded.maker[u]
-        if maker in self.recompute:
-            columns.append(self.recompute[maker])
-        values = [1.0] * len(columns) + [-1.0] * len(readers)
-        self.program.row([*columns, *readers], values, lower=0.0 if readers else 1.0)
-
-    def _add_bytes(self) -> None:
-        folded, places = self.folded, self.places
-        for u, column in self.keep.items():
-            # Said outright: the solver's tolerance on a row of gigabytes lets some bytes pass.
-            if folded.unit_bytes[u] > self.room_bytes and not self.program.least[column]:
-                self.program.most[column] = 0.0
-        self._bytes_row(self.keep, self.room_bytes)
-        if places.host is not None:
-            disk_bytes = 0 if places.disk is None else places.disk.capacity_bytes
-            self._bytes_row(self.away, places.host.capacity_bytes + disk_bytes)
-
-    def _bytes_row(self, columns: Mapping[int, int], most_bytes: int) -> None:
-        size_bytes = self.folded.unit_bytes
+    def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
+        super()._add_bytes(p, keep)
+        if not self.away:
+            return
         self.program.row(
-            list(columns.values()),
-            [size_bytes[u] / self._scale for u in columns],
-            upper=most_bytes / self._scale,
+            list(self.away.values()),
+            [self.folded.unit_bytes[u] / self._scale for u in self.away],
+            upper=(self._places.host_bytes + self._places.disk_bytes) / self._scale,
         )
 
     def forbid(self, units: Iterable[int]) -> None:
@@ -208,7 +150,7 @@ class CopyProgram:
         if relaxed.values is None:
             return self._read(relaxed)
         least, most = list(self.program.least), list(self.program.most)
-        for column in self.keep.values():
+        for column in self.keep[0].values():
             if relaxed.values[column] > 1 - TIME_ERROR:
                 least[column] = 1.0
         for column in self.away.values():
@@ -219,26 +161,15 @@ class CopyProgram:
         return self._read(replace(answer, bound=relaxed.bound))
 
     def _read(self, answer: Answer) -> CopyCut:
-        lost_share = max(0.0, answer.bound - self.program.constant - TIME_ERROR)
-        if answer.values is None:
+        lost_share, values = self.lost_share(answer), answer.values
+        if values is None:
             return CopyCut(self.position, lost_share, None, None, answer.timed_out)
-        values = answer.values
-        kept, away = self._rounded(values)
-        cost_share = float(np.dot(self.program.cost, values))
-        return CopyCut(self.position, lost_share, kept, away, answer.timed_out, cost_share)
-
-    def _rounded(self, values: Floats) -> tuple[frozenset[int], frozenset[int]]:
-        """Units by their shares, the largest first, while bytes last."""
-        share = {u: values[column] for u, column in self.keep.items()}
-        room, kept = self.room_bytes, set()
-        for u in sorted(share, key=lambda u: (-share[u], u)):
-            size_bytes = self.folded.unit_bytes[u]
-            if share[u] > TIME_ERROR and size_bytes <= room:
-                kept.add(u)
-                room -= size_bytes
-        away = {
+        kept = self.by_shares(values)
+        away = frozenset(
             u
             for u, column in self.away.items()
-            if u not in kept and values[column] >= max(TIME_ERROR, 0.5 * (1 - share[u]))
-        }
-        return frozenset(kept), frozenset(away)
+            if u not in kept
+            and values[column] >= max(TIME_ERROR, 0.5 * (1 - values[self.keep[0][u]]))
+        )
+        cost_share = float(np.dot(self.program.cost, values))
+        return CopyCut(self.position, lost_share, kept, away, answer.timed_out, cost_share)

@@ -57,7 +57,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from solver.bound.milp import Answer, Milp
+from solver.bound.milp import Answer, Floats, Milp
 from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
@@ -69,7 +69,6 @@ columns: ten seconds at most.
 """
 ROUNDED_GAP = 2.5e-4
 """Where the LP of a single cut rounds to within this share of the baseline's time, that will do."""
-
 NODES_BEFORE_COUNTS, LEAST_ALIKE = 100, 3
 """After so many nodes of a single cut, what occurs at least so often is counted."""
 
@@ -122,6 +121,7 @@ class CutMilp:
         self._scale = float(max(folded.unit_bytes, default=0) or 1)
         self.keep: list[dict[int, int]] = []
         self.recompute: list[dict[int, int]] = []
+        self.away: dict[int, int] = {}  # columns of what may be fetched: `solver.bound.copies`
         for k, (units, nodes) in enumerate(self._candidates()):
             self._deadline.check()
             self._add_position(k, units, nodes)
@@ -141,15 +141,10 @@ class CutMilp:
         """Count what a single cut keeps and recomputes of units and of nodes that are alike."""
         (keep,), (recompute,), folded = self.keep, self.recompute, self.folded
         kinds: dict[tuple[str, float, int | None], list[int]] = {}
-
-        def add(n: int, size_bytes: int | None, column: int) -> None:
+        found = [(folded.maker[u], folded.unit_bytes[u], keep[u]) for u in keep]
+        for n, size_bytes, column in [*found, *((n, None, recompute[n]) for n in recompute)]:
             kind = folded.graph.nodes[n].op, folded.time_s[n], size_bytes
             kinds.setdefault(kind, []).append(column)
-
-        for u in keep:
-            add(folded.maker[u], folded.unit_bytes[u], keep[u])
-        for n in recompute:
-            add(n, None, recompute[n])
         for columns in kinds.values():
             if len(columns) >= LEAST_ALIKE:
                 self.program.count(columns)
@@ -184,7 +179,10 @@ class CutMilp:
     def _add_position(self, k: int, units: Iterable[int], nodes: Iterable[int]) -> None:
         folded, program, p = self.folded, self.program, self.positions[k]
         before = self.keep[-1] if k else {}
-        touched = self._touched(k - 1) if k else set()
+        touched: set[int] = set()  # what something may read or make since the position before
+        if k:
+            for n in (*self.recompute[-1], *range(self.positions[k - 1], min(p, folded.n_nodes))):
+                touched.update(folded.reads[n], folded.makes[n])
         keep: dict[int, int] = {}
         for u in sorted(units):
             sure = p in folded.uses[u] or folded.is_pinned(u, p) or not folded.unit_bytes[u]
@@ -193,6 +191,7 @@ class CutMilp:
                 program.least[keep[u]] = max(program.least[keep[u]], float(sure))
             else:
                 keep[u] = program.variable(least=float(sure))
+        self._add_away(p, keep)
         recompute = {n: program.variable(cost=self._time_share[n]) for n in sorted(nodes)}
         for u, column in keep.items():
             if u in before and column != before[u]:
@@ -203,11 +202,8 @@ class CutMilp:
         self.keep.append(keep)
         self.recompute.append(recompute)
 
-    def _touched(self, k: int) -> set[int]:
-        """Units that something may read or make from p_k up to the next position."""
-        folded = self.folded
-        nodes = [*self.recompute[k], *range(self.positions[k], min(self._end(k), folded.n_nodes))]
-        return {u for n in nodes for units in (folded.reads[n], folded.makes[n]) for u in units}
+    def _add_away(self, p: int, keep: Mapping[int, int]) -> None:
+        """Nothing is away in a step without copies."""
 
     def _add_totals(self) -> None:
         """R[n,k] by node, from R[n,k+1], with the rows of a single cut at p_k."""
@@ -249,14 +245,13 @@ class CutMilp:
     def _cover(
         self, u: int, keep: Mapping[int, int], made: Mapping[int, int], readers: tuple[int, ...]
     ) -> None:
-        """Unit u is kept or recomputed, if its reader is there (no reader: in any case)."""
-        columns = [keep[u], *readers]
-        values = [1.0, *(-1.0 for _ in readers)]
+        """Unit u is kept, fetched or recomputed, if its reader is there (none: in any case)."""
         maker = self.folded.maker[u]
-        if maker in made:
-            columns.append(made[maker])
-            values.append(1.0)
-        self.program.row(columns, values, lower=0.0 if readers else 1.0)
+        columns = [keep[u]]
+        columns += [self.away[u]] if u in self.away else []
+        columns += [made[maker]] if maker in made else []
+        values = [1.0] * len(columns) + [-1.0] * len(readers)
+        self.program.row([*columns, *readers], values, lower=0.0 if readers else 1.0)
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
         folded, room = self.folded, self.room(p)
@@ -306,10 +301,10 @@ class CutMilp:
                 for p, keep in zip(self.positions, self.keep, strict=True)
             )
             cost_share = float(np.dot(self.program.cost, values))
-        lost_share = self._lost_share(answer)
+        lost_share = self.lost_share(answer)
         return Cuts(self.positions, lost_share, kept, answer.timed_out, cost_share)
 
-    def _lost_share(self, answer: Answer) -> float:
+    def lost_share(self, answer: Answer) -> float:
         return max(0.0, answer.bound - self.program.constant - TIME_ERROR)
 
     def rounded(self) -> Cuts:
@@ -321,17 +316,10 @@ class CutMilp:
         """
         (keep,), (recompute,), (p,) = self.keep, self.recompute, self.positions
         answer = self.program.solve(whole=False, deadline=self._deadline)
-        lost_share = self._lost_share(answer)
+        lost_share = self.lost_share(answer)
         if answer.values is None:
             return Cuts(self.positions, lost_share, None, timed_out=answer.timed_out)
-        folded, shares = self.folded, answer.values
-        room = self.room(p)
-        kept: set[int] = set()
-        for u in sorted(keep, key=lambda u: (-shares[keep[u]], u)):
-            size_bytes = 0 if folded.is_pinned(u, p) else folded.unit_bytes[u]
-            if shares[keep[u]] > TIME_ERROR and size_bytes <= room:
-                kept.add(u)
-                room -= size_bytes
+        folded, kept = self.folded, self.by_shares(answer.values)
         missing = [u for u in keep if u not in kept and any(use > p for use in folded.uses[u])]
         needed: set[int] = set()
         while missing:
@@ -343,7 +331,18 @@ class CutMilp:
             u in kept for u in keep if p in folded.uses[u]
         )
         cost_share = math.fsum(self._time_share[n] for n in needed) if possible else math.inf
-        return Cuts(self.positions, lost_share, (frozenset(kept),), answer.timed_out, cost_share)
+        return Cuts(self.positions, lost_share, (kept,), answer.timed_out, cost_share)
+
+    def by_shares(self, shares: Floats) -> frozenset[int]:
+        """Of a single cut: units by their shares, the largest first, while bytes last."""
+        (keep,), (p,) = self.keep, self.positions
+        room, kept = self.room(p), set()
+        for u in sorted(keep, key=lambda u: (-shares[keep[u]], u)):
+            size_bytes = 0 if self.folded.is_pinned(u, p) else self.folded.unit_bytes[u]
+            if shares[keep[u]] > TIME_ERROR and size_bytes <= room:
+                kept.add(u)
+                room -= size_bytes
+        return frozenset(kept)
 
 
 def solve_cuts(

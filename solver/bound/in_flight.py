@@ -1,4 +1,6 @@
-"""Steps of a pipeline, of which several are in flight: bounds by spans of what a schedule saves.
+"""Steps of which several are in flight: bounds by spans of what a schedule saves.
+
+A pipeline has several micro-batches in flight, and a loss over several calls of the model passes.
 
 With m micro-batches in flight, each of the other m - 1 holds what the schedule has saved when its
 forward pass has ended, so what fits depends on what the schedule itself chooses. Take only the
@@ -7,7 +9,10 @@ within the same budget, in the *span graph*, a step with one micro-batch in flig
 
 - the others hold (m - 1) * least_bytes, up to the optimizer: a resident tensor, or where there is
   an optimizer one that a node before all others makes and one after all backward nodes reads;
-- a node between forward and backward pass takes as workspace what leaves most_bytes beside that.
+- a node between forward and backward pass takes as workspace what leaves most_bytes beside that;
+- where gradients add up over those in flight, that node makes what of `Graph.awaited_bytes` exceeds
+  most_bytes, in parts that the later nodes read for the last time when it gets less, and takes so
+  much less workspace; what `Graph.summed_bytes` adds is workspace of the later nodes.
 
 So a bound on the span graph bounds these schedules, and the least bound over spans that cover all
 that can be saved bounds all. A schedule of a span graph with least_bytes = most_bytes fits the
@@ -20,6 +25,7 @@ nothing saves more than the m-th part of what the budget leaves beside resident 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -28,10 +34,12 @@ import numpy as np
 from graphs.graph import Graph, Node, Tensor
 from solver.bound.lower_bound import relaxed_bound
 from solver.bound.storage_graph import Bytes, StorageGraph
-from solver.schedule import Compute, Free, Op, Schedule
+from solver.schedule import Compute, Schedule, name_in
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
-OTHERS, BEGIN, TURN, END = (f"in_flight.{name}" for name in ("others", "begin", "turn", "end"))
+OTHERS, BEGIN, TURN, LATE, END = (
+    f"in_flight.{name}" for name in ("others", "begin", "turn", "late", "end")
+)
 N_POSITIONS = 4
 """Of a span graph: positions whose linear programs bound it."""
 
@@ -58,7 +66,12 @@ def whole_span(graph: Graph, *, budget_bytes: int) -> Span:
     folded = StorageGraph.of(graph)
     least_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
     made_bytes = sum(folded.unit_bytes[u] for n in range(folded.n_forward) for u in folded.makes[n])
-    most_bytes = min((budget_bytes - graph.resident_bytes) // graph.n_in_flight, made_bytes)
+    room_bytes = budget_bytes - graph.resident_bytes
+    most_bytes = min(room_bytes // graph.n_in_flight, made_bytes)
+    if held_bytes := graph.others_bytes:  # what saves less than that counts as much
+        fits = (graph.n_in_flight - 1) * held_bytes + least_bytes <= room_bytes
+        least_bytes, most_bytes = max(least_bytes, held_bytes), max(most_bytes, held_bytes)
+        most_bytes = most_bytes if fits else -1
     lost_share = 0.0 if least_bytes <= most_bytes else math.inf
     return Span(lost_share, least_bytes, most_bytes)
 
@@ -67,7 +80,10 @@ def least_in_flight_bytes(folded: StorageGraph) -> Bytes:
     """By position: bytes that any schedule has on the device while p runs, others included."""
     graph = folded.graph
     least_saved_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
-    others_bytes = np.full(folded.n_nodes + 1, (graph.n_in_flight - 1) * least_saved_bytes)
+    each_bytes = max(least_saved_bytes, graph.others_bytes)
+    others_bytes = np.full(folded.n_nodes + 1, (graph.n_in_flight - 1) * each_bytes)
+    awaited_bytes = np.add(graph.awaited_bytes, graph.summed_bytes)
+    others_bytes[folded.n_forward : folded.n_nodes] += np.maximum(0, awaited_bytes - each_bytes)
     others_bytes[graph.n_before_optimizer :] = 0
     least: Bytes = folded.least_bytes + others_bytes
     return least
@@ -94,21 +110,27 @@ def halves(span: Span) -> tuple[Span, Span]:
 
 
 def span_graph(graph: Graph, span: Span, *, budget_bytes: int) -> Graph:
-    """The step with one micro-batch in flight that is described above."""
+    """The step with one in flight that is described above."""
     others_bytes = (graph.n_in_flight - 1) * span.least_bytes
     spare_bytes = budget_bytes - graph.resident_bytes - others_bytes - span.most_bytes
     outside = any(node.phase == "outside" for node in graph.nodes)
+    late, summed = _late_bytes(graph, span), _sum_bytes(graph, span)
+    made = tuple(Tensor(f"{LATE}.{index}", size_bytes) for index, size_bytes in late.items())
     turn = Node(
         name=TURN,
         op=TURN,
         inputs=(),
-        outputs=(),
+        outputs=tuple(tensor.name for tensor in made),
         time_s=0.0,
-        workspace_bytes=max(0, spare_bytes),
+        workspace_bytes=max(0, spare_bytes - sum(late.values())),
         phase="outside" if outside else "backward",
         recomputable=False,
     )
-    later = [node for node in graph.later_nodes if node.phase != "optimizer"]
+    later = [
+        _beside(node, f"{LATE}.{index}" if index in late else None, summed.get(index, 0))
+        for index, node in enumerate(graph.later_nodes)
+        if node.phase != "optimizer"
+    ]
     optimizer = [node for node in graph.later_nodes if node.phase == "optimizer"]
     before, after = [], []
     if optimizer:
@@ -117,18 +139,44 @@ def span_graph(graph: Graph, span: Span, *, budget_bytes: int) -> Graph:
     return dataclasses.replace(
         graph,
         nodes=(*before, *graph.forward_nodes, turn, *later, *after, *optimizer),
-        tensors=(*graph.tensors, Tensor(OTHERS, others_bytes)),
+        tensors=(*graph.tensors, *made, Tensor(OTHERS, others_bytes)),
         n_in_flight=1,
+        accumulated=(),
+        others_bytes=0,
+    )
+
+
+def _late_bytes(graph: Graph, span: Span) -> dict[int, int]:
+    """Index of a later node -> what it is the last one to run beside."""
+    above = [max(0, each - span.most_bytes) for each in graph.awaited_bytes]
+    differences = enumerate(itertools.pairwise([*above, 0]))
+    return {index: now - then for index, (now, then) in differences if now > then}
+
+
+def _sum_bytes(graph: Graph, span: Span) -> dict[int, int]:
+    """Index of a later node -> what its sums take beside that."""
+    both = zip(graph.awaited_bytes, graph.summed_bytes, strict=True)
+    found = {
+        index: max(0, awaited + summed - max(awaited, span.most_bytes))
+        for index, (awaited, summed) in enumerate(both)
+    }
+    return {index: size_bytes for index, size_bytes in found.items() if size_bytes}
+
+
+def _beside(node: Node, late: str | None, workspace_bytes: int) -> Node:
+    """The node, which reads this tensor as well and takes more workspace."""
+    return dataclasses.replace(
+        node,
+        inputs=node.inputs if late is None else (*node.inputs, late),
+        workspace_bytes=node.workspace_bytes + workspace_bytes,
     )
 
 
 def of_step(graph: Graph, schedule: Schedule) -> Schedule:
-    """A schedule of a span graph as one of the step itself."""
-    ops = tuple(op for op in schedule.ops if not _is_added(op))
+    """A schedule of a span graph as one of the step itself: without what the span graph adds."""
+    ops = tuple(
+        op
+        for op in schedule.ops
+        if name_in(op) in (graph.node_by_name if isinstance(op, Compute) else graph.tensor_by_name)
+    )
     return Schedule(ops, graph_id=graph.graph_id)
-
-
-def _is_added(op: Op) -> bool:
-    if isinstance(op, Compute):
-        return op.node in (BEGIN, TURN, END)
-    return isinstance(op, Free) and op.tensor == OTHERS

@@ -36,6 +36,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
 
 from solver.bound.milp import Milp
 from solver.bound.storage_graph import StorageGraph
@@ -50,8 +52,6 @@ class LinkRows:
     """Adds them to a program.
 
     keep, away, recompute: the columns x and h of units, and r of nodes.
-    before, after: the columns b and a.
-    start_share: T(0, n) by node n, as a share of the baseline's time.
     just_in_time: what is recomputed is recomputed right before it is read, so that not all of it
         can hide a fetch that is due soon.
     """
@@ -62,22 +62,27 @@ class LinkRows:
     keep: Mapping[int, int]
     away: Mapping[int, int]
     recompute: Mapping[int, int]
-    before: int
-    after: int
-    start_share: list[float]
     host: Place
     disk: Place | None
     just_in_time: bool
 
     def add(self) -> None:
-        self._add_stores()
-        self._add_fetches()
+        lost = partial(self.program.variable, cost=1.0, most=math.inf, whole=False)
+        b, a = lost(), lost()
+        self._add_stores(b)
+        self._add_fetches(a)
         if self.disk is not None:
-            self._add_disk(self.disk)
+            self._add_disk(self.disk, b, a)
 
-    @property
+    @cached_property
     def _baseline_s(self) -> float:
         return self.folded.graph.baseline_time_s or 1.0
+
+    @cached_property
+    def _start_share(self) -> list[float]:
+        """T(0, n) by node n, as a share of the baseline's time."""
+        shares = (time_s / self._baseline_s for time_s in self.folded.time_s)
+        return list(accumulate(shares, initial=0.0))
 
     def _time_share(self, n: int) -> float:
         return self.folded.time_s[n] / self._baseline_s
@@ -85,23 +90,23 @@ class LinkRows:
     def _share(self, time_s: float) -> float:
         return min(time_s / self._baseline_s, MOST_COPY_SHARE)
 
-    def _add_stores(self) -> None:
+    def _add_stores(self, b: int) -> None:
         """F, by unit in the order in which they are made; the last is over when p starts."""
         folded, program = self.folded, self.program
         link, last = self.host.link, None
         for u in sorted(self.away, key=lambda u: (folded.maker[u], u)):
             over = program.variable(most=math.inf, whole=False)
             cost = self._share(link.out_s(folded.unit_bytes[u]))
-            made = self.start_share[folded.maker[u] + 1]
+            made = self._start_share[folded.maker[u] + 1]
             program.row([over, self.away[u]], [1.0, -cost], lower=made)
             if last is not None:
                 program.row([over, last, self.away[u]], [1.0, -1.0, -cost], lower=0.0)
             last = over
         if last is not None:
-            start = self.start_share[self.position]
-            program.row([last, self.before], [1.0, -1.0], upper=start)
+            start = self._start_share[self.position]
+            program.row([last, b], [1.0, -1.0], upper=start)
 
-    def _add_fetches(self) -> None:
+    def _add_fetches(self, a: int) -> None:
         """By node q at which something is due: what was fetched and lost up to there."""
         folded, program, p = self.folded, self.program, self.position
         jobs: dict[int, list[tuple[int, float]]] = {}
@@ -115,7 +120,7 @@ class LinkRows:
                 jobs.setdefault(due, []).append((part, -cost))
                 jobs.setdefault(early, []).append((part, cost))
         lost = self._lost_by(jobs)
-        done = self.start_share[min(p + 1, folded.n_nodes)]
+        done = self._start_share[min(p + 1, folded.n_nodes)]
         fetched: int | None = None
         for q in sorted(jobs):
             so_far = program.variable(most=math.inf, whole=False)
@@ -123,8 +128,8 @@ class LinkRows:
             for column, cost in jobs[q]:
                 row[column] = row.get(column, 0.0) - cost
             program.row(list(row), list(row.values()), lower=0.0)
-            row = {so_far: 1.0, self.after: -1.0, **lost[q]}
-            program.row(list(row), list(row.values()), upper=self.start_share[q] - done)
+            row = {so_far: 1.0, a: -1.0, **lost[q]}
+            program.row(list(row), list(row.values()), upper=self._start_share[q] - done)
             fetched = so_far
 
     def _lost_by(self, jobs: Iterable[int]) -> dict[int, dict[int, float]]:
@@ -149,21 +154,17 @@ class LinkRows:
         p = self.position
         if not self.just_in_time:
             return dict.fromkeys(self.recompute, p)
-        readers, due = self._readers(), dict[int, int]()
-        for n in sorted(self.recompute, reverse=True):
-            uses = [use for w in self.folded.makes[n] for use in self.folded.uses[w] if use > p]
-            again = [due[m] for m in readers[n]]
-            due[n] = min([self.folded.n_nodes, *uses, *again])
-        return due
-
-    def _readers(self) -> Mapping[int, list[int]]:
-        """By node, those that may be recomputed and read what it makes."""
+        # by node, those that may be recomputed and read what it makes
         readers: dict[int, list[int]] = {n: [] for n in self.recompute}
         for m in self.recompute:
             for u in self.folded.reads[m]:
                 if self.folded.maker[u] in readers:
                     readers[self.folded.maker[u]].append(m)
-        return readers
+        due: dict[int, int] = {}
+        for n in sorted(self.recompute, reverse=True):
+            uses = [use for w in self.folded.makes[n] for use in self.folded.uses[w] if use > p]
+            due[n] = min([self.folded.n_nodes, *uses, *(due[m] for m in readers[n])])
+        return due
 
     def _early(
         self, v: int, due: int, made_of: Mapping[int, list[tuple[int, int]]]
@@ -200,13 +201,13 @@ class LinkRows:
                         made_of.setdefault(v, []).append((w, q))
         return made_of
 
-    def _add_disk(self, disk: Place) -> None:
+    def _add_disk(self, disk: Place, b: int, a: int) -> None:
         """What is not on the host at the position went to the disk before it, and comes back."""
-        p, ends = self.position, self.start_share
+        p, ends = self.position, self._start_share
         after = {column: self._time_share(n) for n, column in self.recompute.items()}
-        self._disk_row(disk.link.out_bytes_per_s, {self.before: 1.0}, ends[p])
+        self._disk_row(disk.link.out_bytes_per_s, {b: 1.0}, ends[p])
         window = ends[-1] - ends[min(p + 1, self.folded.n_nodes)]
-        self._disk_row(disk.link.in_bytes_per_s, {self.after: 1.0, **after}, window)
+        self._disk_row(disk.link.in_bytes_per_s, {a: 1.0, **after}, window)
 
     def _disk_row(self, bytes_per_s: float, lost: Mapping[int, float], window: float) -> None:
         """Bytes away <= of the host + rate * (window + what is lost), in shares of time."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.graph import Graph
-from solver.bound.copies import CopyCut, CopyProgram
+from solver.bound.copies import CopyCut, CopyMilp
 from solver.bound.cut import Cuts, solve_cuts
 from solver.bound.storage_graph import StorageGraph
 from solver.schedule import Places
@@ -182,7 +182,7 @@ def binding_copies(
     for p in _fullest(folded, budget_bytes=budget_bytes):
         if deadline.passed:
             break
-        program = CopyProgram(folded, position=p, budget_bytes=budget_bytes, places=places)
+        program = CopyMilp(folded, position=p, budget_bytes=budget_bytes, places=places)
         cuts.append(program.solve(whole=False, deadline=deadline))
     ranked = tuple(sorted(cuts, key=lambda cut: (-cut.lost_share, cut.position)))
     return CopyBinding(ranked[0].lost_share if ranked else 0.0, ranked)

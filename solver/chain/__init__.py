@@ -12,7 +12,6 @@ from solver.chain.levels import (
     multistage,
     periodic_disk_revolve,
 )
-from solver.chain.ops_of_reversal import reversal_ops
 from solver.chain.problem import (
     Backward,
     Chain,
@@ -25,4 +24,4 @@ from solver.chain.problem import (
 )
 from solver.chain.reversal_recursion import reversal_bound
 from solver.chain.rotor import solve_chain
-from solver.chain.to_schedule import chain_to_schedule
+from solver.chain.to_schedule import chain_to_schedule, reversal_ops

@@ -26,7 +26,6 @@ no bytes.
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,11 +72,6 @@ class Blocks:
     @property
     def n_blocks(self) -> int:
         return len(self.forward)
-
-    @functools.cached_property
-    def at_cuts(self) -> frozenset[str]:
-        """The storages that cross any cut."""
-        return frozenset(name for names in self.crossing for name in names) | self.companions
 
 
 @dataclass(frozen=True)
@@ -305,8 +299,8 @@ def _longest_descent(values: Sequence[int]) -> list[int]:
 
 def checkpoints(graph: Graph, blocks: Blocks, *, n_whole: int) -> frozenset[str]:
     """The storages at the cuts, and all that the last `n_whole` blocks make; to `keep` them."""
-    kept = set(blocks.at_cuts)
+    kept = set(blocks.companions).union(*blocks.crossing)
     for block in blocks.forward[max(0, blocks.n_blocks - n_whole) :]:
         for node in block:
-            kept.update(graph.root(name) for name in graph.node_by_name[node].outputs)
+            kept.update(map(graph.root, graph.node_by_name[node].outputs))
     return frozenset(kept)

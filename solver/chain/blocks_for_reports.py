@@ -15,7 +15,15 @@ from solver.chain.blocks import Blocks, split_into_blocks
 def computing_blocks(graph: Graph) -> Blocks:
     """As `split_into_blocks`, where a block of bookkeeping alone is part of the block before it, or
     of the one after it where there is none."""
-    blocks, bookkeeping = split_into_blocks(graph), _bookkeeping(graph)
+    blocks = split_into_blocks(graph)
+    needed = {graph.root(name) for node in graph.later_nodes for name in node.inputs}
+    needed |= {graph.root(name) for name in graph.outputs}
+    bookkeeping = set()  # forward nodes whose outputs are only read by nodes that make nothing
+    for node in reversed(graph.forward_nodes):
+        if needed.isdisjoint(map(graph.root, node.outputs)):
+            bookkeeping.add(node.name)
+        else:
+            needed.update(map(graph.root, node.inputs))
     computes = [not bookkeeping.issuperset(names) for names in blocks.forward]
     # how many blocks that compute there are up to each: those of one number are one block
     numbers = [max(1, number) for number in accumulate(computes)]
@@ -31,16 +39,3 @@ def computing_blocks(graph: Graph) -> Blocks:
         crossing=(*(blocks.crossing[start] for start, _ in spans), blocks.crossing[-1]),
         companions=blocks.companions,
     )
-
-
-def _bookkeeping(graph: Graph) -> set[str]:
-    """Forward nodes of which all that they make is only read by nodes that make nothing."""
-    needed = {graph.root(name) for node in graph.later_nodes for name in node.inputs}
-    needed |= {graph.root(name) for name in graph.outputs}
-    found: set[str] = set()
-    for node in reversed(graph.forward_nodes):
-        if needed.isdisjoint(map(graph.root, node.outputs)):
-            found.add(node.name)
-        else:
-            needed.update(map(graph.root, node.inputs))
-    return found

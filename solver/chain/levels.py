@@ -233,9 +233,14 @@ class _Tables:
         for level in levels:
             lower = self.start[-1][-1] if self.start else none
             start, stored = [lower], list[Floats]()
-            for m in range(min(level.n_snapshots, n_steps)):
+            n_snapshots = min(level.n_snapshots, n_steps)
+            for m in range(n_snapshots):
                 stored.append(self._stored(lower, start[m], level))
                 start.append(np.minimum(lower, level.write_cost + stored[m]))
+                if np.array_equal(start[m], start[m + 1]):  # nor is a further one of any use
+                    stored += [stored[m]] * (n_snapshots - len(stored))
+                    start += [start[m]] * (n_snapshots + 1 - len(start))
+                    break
             self.start.append(start)
             self.stored.append(stored)
 
@@ -251,15 +256,11 @@ class _Tables:
 
     def _stored(self, lower: Floats, right: Floats, level: Level) -> Floats:
         """V_k(., m) from U_{k-1} and U_k(., m)."""
-        found = lower.copy()
-        for n in range(2, self.n_steps + 1):
-            found[n] = min(lower[n], float(np.min(self._splits(n, found, right, level))))
+        found, read = lower.copy(), right + level.read_cost
+        for j in range(1, self.n_steps):  # found[j] is final: j steps on the left of more
+            more = found[j + 1 :]
+            np.minimum(more, read[1 : self.n_steps - j + 1] + (j + found[j]), out=more)
         return found
-
-    @staticmethod
-    def _splits(n: int, left: Floats, right: Floats, level: Level) -> Floats:
-        """Of n steps, by 1 .. n - 1 steps on the left."""
-        return np.arange(1, n) + right[n - 1 : 0 : -1] + level.read_cost + left[1:n]
 
     def actions(self) -> tuple[Action, ...] | None:
         if math.isinf(self.least[self.n_steps]):
@@ -277,34 +278,23 @@ class _Tables:
                 yield each
                 continue
             what, k, start, n, m = each
-            if what == "stored":
-                tasks += reversed(self._with_snapshot(k, start, n, m))
-            elif n == 1:
-                yield ("reverse", start + 1, start)
-            elif self._lower(k)[n] <= self.start[k][m][n]:
-                tasks.append(("start", k - 1, start, n, len(self.start[k - 1]) - 1))
-            else:
+            has_snapshot = what == "stored"
+            lower = self.start[k - 1][-1] if k else self._below
+            if n == 1 or lower[n] <= (self.stored if has_snapshot else self.start)[k][m][n]:
+                if has_snapshot:
+                    yield ("drop", start, k)
+                if n == 1:
+                    yield ("reverse", start + 1, start)
+                else:
+                    tasks.append(("start", k - 1, start, n, len(self.start[k - 1]) - 1))
+            elif not has_snapshot:
                 tasks.append(("stored", k, start, n, m - 1))
                 yield ("store", start, k)
-
-    def _lower(self, k: int) -> Floats:
-        return self.start[k - 1][-1] if k else self._below
-
-    def _with_snapshot(
-        self, k: int, start: int, n: int, m: int
-    ) -> list[tuple[str, int, int, int, int] | Action]:
-        if n == 1:
-            return [("drop", start, k), ("reverse", start + 1, start)]
-        if self._lower(k)[n] <= self.stored[k][m][n]:
-            return [
-                ("drop", start, k),
-                ("start", k - 1, start, n, len(self.start[k - 1]) - 1),
-            ]
-        left, right = self.stored[k][m], self.start[k][m]
-        j = 1 + int(np.argmin(self._splits(n, left, right, self.levels[k])))
-        return [
-            ("advance", start, start + j),
-            ("start", k, start + j, n - j, m),
-            ("restore", start, k),
-            ("stored", k, start, j, m),
-        ]
+            else:  # the best of 1 .. n - 1 steps on the left
+                left, right = self.stored[k][m], self.start[k][m]
+                read_cost = self.levels[k].read_cost
+                costs = np.arange(1, n) + right[n - 1 : 0 : -1] + read_cost + left[1:n]
+                j = 1 + int(np.argmin(costs))
+                yield ("advance", start, start + j)
+                tasks += [("stored", k, start, j, m), ("restore", start, k)]
+                tasks.append(("start", k, start + j, n - j, m))

@@ -8,9 +8,10 @@ is recomputed right before it is read, and what nothing reads is not recomputed.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from graphs.graph import Graph
+from solver.chain.binomial import Action
 from solver.chain.blocks import Blocks
 from solver.chain.problem import (
     Backward,
@@ -63,6 +64,25 @@ def chain_to_schedule(
     step.run_later(blocks.after)
     step.order += missing_computes(graph, lost_views(graph, step.order), step.available)
     return free_after_last_use(graph, without_dead_computes(graph, step.order))
+
+
+def reversal_ops(n_blocks: int, actions: Iterable[Action]) -> Iterator[ChainOp]:
+    """A reversal of equal steps, step i being block i + 1; a snapshot on any level is held."""
+    held = Counter[int]()  # by step, on how many levels
+    for kind, start, stop in actions:
+        if kind == "store":
+            held[start] += 1
+        elif kind == "drop":
+            held[start] -= 1
+        elif kind == "advance":
+            for step in range(start, stop):
+                keeping = ForwardKeepingInput if held[step] else ForwardKeepingOutput
+                yield keeping(step + 1)
+        elif kind == "reverse":
+            yield ForwardKeepingAll(start)
+            if start == n_blocks:  # the caller's loss, between forward and backward pass
+                yield Backward(start + 1)
+            yield Backward(start)
 
 
 class _Step:

@@ -244,6 +244,22 @@ class Arguments:
         STEP,
         metavar="DTYPE",
     )
+    zero: int | None = _option(
+        "--zero",
+        "plan for one of --ranks under DeepSpeed's ZeRO, including the memory that the engine "
+        "holds, or may hold in stage 3",
+        STEP,
+        type=int,
+        choices=(1, 2, 3),
+    )
+    ranks: int | None = _number("--ranks", "data-parallel ranks of --zero", STEP, least=2)
+    ds_config: Path | None = _option(
+        "--ds-config",
+        "DeepSpeed's config for --zero (JSON; default: DeepSpeed's defaults)",
+        STEP,
+        type=Path,
+        metavar="FILE",
+    )
     tensor: int | None = _number(
         "--tensor",
         "plan for one of N ranks of tensor parallelism: parallelize(model, mesh) of the model file "
@@ -253,31 +269,38 @@ class Arguments:
     )
     pipeline: int | str | None = _option(
         "--pipeline",
-        "divide the layers of a torch.nn.Sequential into N stages of a pipeline (1F1B), so that "
-        "the slowest one is fastest; budget and batch are those of a rank and of a micro-batch. "
-        "auto: into as few as fit",
+        "divide the layers of a torch.nn.Sequential into N pipeline stages (1F1B) so that the "
+        "slowest stage is as fast as possible; the budget is per rank, the batch is one "
+        "micro-batch. auto: as few stages as fit",
         STEP,
         type=_number_of_stages,
         metavar="N",
     )
     microbatches: int | None = _number(
-        "--microbatches", "micro-batches of a step of the pipeline", STEP, least=1
+        "--microbatches", "micro-batches per step of the pipeline", STEP, least=1
     )
     stage: int | None = _number(
-        "--stage", "stage of the pipeline to report, from 0 (default: the slowest)", STEP, least=0
+        "--stage", "pipeline stage to report, counted from 0 (default: the slowest)", STEP, least=0
+    )
+    passes: int = _number(
+        "--passes",
+        "plan for N forward passes, each on such a batch, before one backward pass (default: 1)",
+        STEP,
+        least=1,
+        default=1,
     )
     rewrites: str = _option(
         "--rewrites",
         "how the plan may rewrite the step: bitwise (default; results stay bitwise identical), "
-        "allclose (last bits may change), lossless (also masks in bits), bf16, fp8, int8 (also "
-        "what waits for the backward pass is rounded) or none",
+        "allclose (last bits may change), lossless (also stores masks as bits), bf16, fp8, int8 "
+        "(also round what is saved for backward) or none",
         STEP,
         default="bitwise",
         choices=WORDS,
     )
     output: Path | None = _file(
         "-o, --output",
-        "write the schedule (JSON); with --pipeline one for each stage: plan.json is written as "
+        "write the schedule (JSON); with --pipeline one file per stage: -o plan.json writes "
         "plan.stage0.json, plan.stage1.json, ...",
     )
     graph_out: Path | None = _file("--graph-out", "write the traced graph (JSON)")

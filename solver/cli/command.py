@@ -17,7 +17,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,7 +28,8 @@ from graphs.graph import Graph, GraphError
 from solver.cli import explain, outputs
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.ctrl_c import Watch, leave
-from solver.cli.largest_batch import maximised, size_notes
+from solver.cli.exit_codes import Exit, exit_code, why
+from solver.cli.largest_batch import WHAT, maximised, size_notes
 from solver.cli.model_file import CONFIGURATION, LoadError, SizeError
 from solver.cli.pipeline_stages import failing_stage
 from solver.cli.problem import Problem, opened_problem
@@ -48,7 +48,6 @@ from solver.sizes_deadlines_progress import (
     counted,
     ctrl_c_ends_searches,
     end_idle_calls,
-    format_both,
     reject_missing_unit,
     untold,
 )
@@ -57,18 +56,6 @@ from solver.solving import attempt, explained
 EXPLAIN = "explain"
 """Never a problem to plan: files end in .py or .json, and modules have a dot or a colon."""
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
-
-
-class Exit(IntEnum):
-    """The exit codes of the command."""
-
-    SOLVED = 0
-    USAGE = 2
-    INFEASIBLE = 3
-    NOT_LOADED = 4
-    NOT_VERIFIED = 5
-    NOT_FOUND = 6
-    INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,7 +169,8 @@ def _run(arguments: Arguments, watch: Watch) -> int:
         _check_fits_problem(arguments, problem.graph)
         with ctrl_c_ends_searches() as interrupt:  # what has been found is saved in any case
             if arguments.largest is not None:
-                problem, search = maximised(arguments, problem, progress)
+                on_fit = partial(_fitting, arguments, watch, printed)
+                problem, search = maximised(arguments, problem, progress, on_fit=on_fit)
                 is_configuration = arguments.problem.startswith(CONFIGURATION)
                 report = _of_largest(problem, search, progress, knows_longest=is_configuration)
             else:
@@ -212,6 +200,13 @@ def _run(arguments: Arguments, watch: Watch) -> int:
         return watch.last_word(partial(_told, arguments, report, printed))
 
 
+def _fitting(arguments: Arguments, watch: Watch, printed: _Printed, size: int) -> None:
+    """The largest size found to fit so far, for what is said where nobody gets to the report."""
+    assert arguments.largest is not None
+    words = f"interrupted; the largest {WHAT[arguments.largest]} found to fit is {size}"
+    watch.say = partial(_failed, Exit.INTERRUPTED, words, as_json=arguments.json, out=printed.out)
+
+
 def _show(report: Report, printed: _Printed, watch: Watch) -> None:
     """What is known so far. Ctrl-C waits until it is printed."""
     with watch.speaking(), ctrl_c_ends_searches() as interrupt:
@@ -222,7 +217,7 @@ def _show(report: Report, printed: _Printed, watch: Watch) -> None:
 
 def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
     """Print what has not been printed of the report; returns the exit code."""
-    code = _exit_code(report)
+    code = exit_code(report)
     if arguments.json:
         answer = {**to_json(report), "exit_code": int(code)}
         print(json.dumps(answer, indent=1, allow_nan=False), file=printed.out, flush=True)
@@ -231,8 +226,8 @@ def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
         for line in report.verification.warnings:
             print(f"solve: warning: --verify: {line}", file=sys.stderr)
     if code is not Exit.SOLVED:
-        why = _why(code, report, of_what=failing_stage(arguments, report.best))
-        print(f"solve: {why}", file=sys.stderr)
+        words = why(code, report, of_what=failing_stage(arguments, report.best))
+        print(f"solve: {words}", file=sys.stderr)
     return code
 
 
@@ -387,44 +382,3 @@ def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
     """With the obstacle, if there is no schedule; and whether Ctrl-C cut its search short."""
     with progress.says("searching for the minimum budget"), ctrl_c_ends_searches() as interrupt:
         return explained(solution), interrupt.is_set()
-
-
-def _exit_code(report: Report) -> Exit:
-    if report.best.schedule is not None:
-        found = report.verification
-        failed = report.verify_error or (found is not None and not found.passed)
-        return Exit.NOT_VERIFIED if failed else Exit.SOLVED
-    if report.interrupted:
-        return Exit.INTERRUPTED
-    proven = any(solution.proven_infeasible for solution in report.solutions)
-    late = any(solution.status == "time_limit" for solution in report.solutions)
-    return Exit.NOT_FOUND if late and not proven else Exit.INFEASIBLE
-
-
-def _why(code: Exit, report: Report, *, of_what: str = "") -> str:
-    """The line on stderr for a report without a schedule, or with a failed verification.
-
-    of_what: what has no schedule, where it is not the whole step (" of stage 0").
-    """
-    solution = report.best
-    budget = format_both(solution.request.budget_bytes)
-    if code is Exit.NOT_VERIFIED:
-        if report.verification is None:
-            return f"--verify: {report.verify_error}"
-        if report.verification.memory_failures:
-            return f"--verify: {report.verification.memory_failures[0]}"
-        what = {
-            "bitwise": "not bitwise identical",
-            "allclose": "not as close to float64 as promised",
-            "lossy": "more than gradients is rounded",
-        }[report.verification.results]
-        return f"--verify: {what}: {report.verification.differences[0]}"
-    if code is Exit.INTERRUPTED:
-        return f"interrupted; what is known so far of {budget} is in the report"
-    if code is Exit.NOT_FOUND:
-        line = f"nothing found{of_what} for {budget} within the time limit"
-        return f"{line}; extend it with --time-limit" + solution.obstacle_text
-    line = f"infeasible: no schedule{of_what} fits {budget}"
-    if not any(s.proven_infeasible for s in report.solutions):
-        line = f"infeasible: method {solution.method} finds no schedule{of_what} that fits {budget}"
-    return line + solution.obstacle_text

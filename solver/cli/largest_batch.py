@@ -5,7 +5,7 @@ the largest that fits thoroughly.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError
@@ -24,14 +24,15 @@ from solver.sizes_deadlines_progress import ctrl_c_ends_searches, ctrl_c_raises
 from solver.solving import attempt, explained
 
 OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
+WHAT = {"batch_size": "batch", "seq_length": "sequence"}
 
 
 def maximised(
-    arguments: Arguments, problem: Problem, progress: Progress
+    arguments: Arguments, problem: Problem, progress: Progress, *, on_fit: Callable[[int], None]
 ) -> tuple[Problem, SizeSearch]:
     """The problem at the largest size that fits, or at the smallest that was tried if none does.
 
-    problem: traced at the first size.
+    problem: traced at the first size. on_fit: told each size that is the largest found to fit.
 
     Raises UsageError, LoadError; KeyboardInterrupt before any size was found to fit.
     """
@@ -57,12 +58,20 @@ def maximised(
             return found
         return explained(found)
 
-    what = "batch" if name == "batch_size" else "sequence"
+    fitting = 0
+
+    def tried(found: Candidate) -> None:
+        nonlocal fitting
+        fits = found.solution.schedule is not None
+        if fits and found.size > fitting:
+            fitting = found.size
+            on_fit(fitting)
+        say(f"{found.size} {'fits' if fits else 'does not fit'}")
+
+    what = f"searching for the largest {WHAT[name]}"
     try:
-        with progress.says(f"searching for the largest {what}") as say, ctrl_c_ends_searches():
-            search = largest(
-                plan, size=name, first=first, on_candidate=lambda found: say(_progress(found))
-            )
+        with progress.says(what, always=True) as say, ctrl_c_ends_searches():
+            search = largest(plan, size=name, first=first, on_candidate=tried)
             chosen = search.largest or search.candidates[0]
             quick = chosen.solution
             is_quick = problems[chosen.size].planned is None and not search.interrupted
@@ -89,7 +98,3 @@ def size_notes(search: SizeSearch, *, knows_longest: bool) -> Iterator[str]:
             "Tracing does not check whether the model supports sequences of this length: its table "
             "of positions may be shorter."
         )
-
-
-def _progress(found: Candidate) -> str:
-    return f"{found.size} {'fits' if found.solution.schedule is not None else 'does not fit'}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from graphs.fsdp import ShardingError
 from graphs.pipeline import PipelineError, pipeline_of
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError, ModelFile
@@ -53,6 +54,7 @@ def split_stages(
             raise TypeError("of a module")  # asked with its parameters first
         return file.optimizer(module)
 
+    asked = arguments.pipeline
     try:
         with in_autocast(arguments.autocast, target.local_device):
             return split_pipeline(
@@ -60,7 +62,7 @@ def split_stages(
                 batch if file.inputs is None else file.inputs(batch),
                 target=batch,
                 loss=file.loss,
-                n_stages=_numbers(arguments.pipeline, len(model)),
+                n_stages=asked if isinstance(asked, int) else range(1, len(model) + 1),
                 n_microbatches=arguments.microbatches,
                 budget=request.budget_bytes,
                 reserve=request.reserve_bytes,
@@ -71,19 +73,17 @@ def split_stages(
                 optimizer=optimizer,
                 device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
                 costs=arguments.costs,
+                fsdp=arguments.fsdp,
                 on_stage=on_stage,
             )
     except PipelineError as error:
         raise UsageError(f"--pipeline {arguments.pipeline}: {error}") from error
+    except ShardingError as error:
+        raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
     except MeshError as error:
         raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
     except TraceError as error:
         raise LoadError(f"{file.source}: {error}") from error
-
-
-def _numbers(asked: int | str, n_layers: int) -> Sequence[int]:
-    """The numbers of stages to try."""
-    return [asked] if isinstance(asked, int) else range(1, n_layers + 1)
 
 
 def reported_stage(split: PipelineSplit, wanted: int | None) -> int:
@@ -111,10 +111,8 @@ def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
     if split.before:
         proven = all(math.isinf(each.lower_bound_s) for each in split.before)
         numbers = ", ".join(str(len(each.sizes)) for each in split.before)
-        yield (
-            f"None of the divisions into fewer stages ({numbers}) was found to fit"
-            f"{' (proven)' if proven else ''}."
-        )
+        fits = "fits (proven)" if proven else "was found to fit"
+        yield f"No division into fewer stages ({numbers}) {fits}."
     if split.slowest_s is None:
         yield (
             f"Of {counted(split.n_divisions, 'division')} of {n_layers} layers into "
@@ -128,8 +126,7 @@ def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
         format_size(each.simulation.peak_bytes) for each in split.solutions if each.simulation
     )
     yield (
-        f"Stages of {sizes} layers take {times} for a micro-batch, and their peaks are {peaks}. "
-        f"{this}."
+        f"The stages of {sizes} layers take {times} per micro-batch and peak at {peaks}. {this}."
     )
     yield (
         f"No division has a slowest stage faster than {format_time(split.lower_bound_s)} "

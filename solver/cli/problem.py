@@ -55,7 +55,7 @@ from solver.scheduler_runtime_bridge import (
     run_submodule_planner,
     run_verifier,
 )
-from solver.sizes_deadlines_progress import Say, parse_budget
+from solver.sizes_deadlines_progress import OF_THE_COMMAND, Say, parse_budget
 from solver.solving import default_disk_rate, disk_behind
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem
 def _graph_problem(arguments: Arguments) -> Problem:
     given = arguments.given(
         *("costs", "batch_size", "seq_length", "autocast", "accumulate"),
-        *("fsdp", "tensor", "pipeline"),
+        *("fsdp", "tensor", "pipeline", "passes"),
         *("verify", "max_batch", "max_seq"),
     )
     if given:
@@ -192,6 +192,7 @@ def _asked(
         arguments.reserve,
         capacity_bytes=capacity_bytes,
         on_cuda=on_cuda,
+        reader=OF_THE_COMMAND,
     )
     is_default = on_cuda and arguments.reserve is None
     reason = "CUDA context and fragmentation; set with --reserve" if is_default else ""
@@ -314,7 +315,7 @@ def _model_problem(
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(opened(source, sizes=sizes, varied=largest or ""))
         if arguments.tensor is not None:
-            from graphs.fake_mesh import fake_mesh  # here: it takes torch
+            from graphs.trace import fake_mesh  # here: it takes torch
 
             file = file.on_mesh(stack.enter_context(fake_mesh(arguments.tensor)))
         if arguments.pipeline is not None:
@@ -341,7 +342,7 @@ def _planned_by_submodules(
     progress: Progress,
 ) -> Planned:
     """Raises LoadError with `refused` and why planning by submodules is not possible either."""
-    names = ["rewrites", "compare", "autocast", "accumulate", "fsdp", "tensor", "emit"]
+    names = ["rewrites", "compare", "autocast", "accumulate", "fsdp", "tensor", "emit", "passes"]
     names += ["max_batch", "max_seq", "host", "disk", "budget_of"]
     names += ["method"] if arguments.method != "auto" else []
     names += ["costs"] if arguments.costs == "roofline" else []

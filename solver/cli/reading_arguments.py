@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shlex
@@ -11,7 +12,13 @@ from pathlib import Path
 
 from solver.cli.arguments import AUTO, Arguments, UsageError, parser
 from solver.methods import METHODS
-from solver.sizes_deadlines_progress import BudgetError, parse_rate, parse_size, reject_share
+from solver.sizes_deadlines_progress import (
+    BudgetError,
+    UnknownCapacityError,
+    parse_rate,
+    parse_size,
+    reject_share,
+)
 
 PLOT_SUFFIXES = (".png", ".svg")
 PAGE_SUFFIXES = (".html", ".htm")
@@ -36,13 +43,15 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("the following arguments are required: --budget (see solve --help)")
     if largest and arguments.compare:
         raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
-    if arguments.verify and (over := arguments.given("fsdp", "tensor")):
+    if arguments.verify and (over := arguments.given("fsdp", "tensor", "zero")):
         raise UsageError(f"--verify runs the step in one process: without {over}")
     if arguments.emit is not None and arguments.tensor is not None:
         raise UsageError("--emit: other systems' settings are found for whole models, not --tensor")
     if arguments.fsdp_precision is not None and arguments.fsdp is None:
         raise UsageError("--fsdp-precision: of FSDP2; give the number of ranks, --fsdp 8")
+    _check_zero(arguments)
     _check_pipeline(arguments)
+    _check_passes(arguments)
     _check_sizes(arguments)
     _check_copying(arguments)
     if arguments.disk is not None and ":" not in arguments.disk:
@@ -77,7 +86,7 @@ def _check_pipeline(arguments: Arguments) -> None:
         raise UsageError(f"--stage {stage}: of a number of stages; give it, --pipeline 4")
     if stage is not None and isinstance(n_stages, int) and stage >= n_stages:
         raise UsageError(f"--stage {stage}: of {n_stages} stages; from 0 to {n_stages - 1}")
-    others = "compare verify fsdp accumulate host disk budget_of pareto emit"
+    others = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
     of_one = stage is not None or n_stages == AUTO
     others += " max_batch max_seq" if of_one else ""
     if given := arguments.given(*others.split()):
@@ -86,16 +95,38 @@ def _check_pipeline(arguments: Arguments) -> None:
         raise UsageError(f"{given} cannot be combined with {what}")
 
 
+def _check_zero(arguments: Arguments) -> None:
+    """Raises UsageError for a part of its options, and for those that it rules out."""
+    if arguments.zero is None:
+        if given := arguments.given("ranks", "ds_config"):
+            raise UsageError(f"{given}: only for DeepSpeed's ZeRO; give its stage, --zero 2")
+        return
+    if arguments.ranks is None:
+        raise UsageError(f"--zero {arguments.zero}: give the number of ranks, --ranks 8")
+    others = "fsdp tensor pipeline passes accumulate emit"
+    if given := arguments.given(*others.split()):
+        raise UsageError(f"{given} cannot be combined with --zero")
+
+
+def _check_passes(arguments: Arguments) -> None:
+    """Raises UsageError for options that are for one forward pass at a time."""
+    if arguments.passes > 1 and (
+        given := arguments.given("verify", "fsdp", "host", "disk", "budget_of", "emit")
+    ):
+        raise UsageError(f"{given} cannot be combined with --passes")
+
+
 def _check_sizes(arguments: Arguments) -> None:
-    """Refuse what is no size or rate before PyTorch is loaded; shares of the device wait for it."""
+    """Refuse what is no size or rate before PyTorch is loaded; the size of a share waits for it."""
     directory_apart = None if arguments.disk is None else arguments.disk.partition(":")[0]
     of_device = ((arguments.budget, "budget", 1), (arguments.reserve, "reserve", 0))
     beside_it = ((arguments.host, "host budget"), (directory_apart, "disk budget"))
     rates = {"host link": arguments.host_link, "disk rate": arguments.disk_rate}
     try:
         for size, what, least_bytes in of_device:
-            if size is not None and "%" not in size:
-                parse_size(size, what=what, least_bytes=least_bytes)
+            if size is not None:
+                with contextlib.suppress(UnknownCapacityError):  # the device waits for PyTorch
+                    parse_size(size, what=what, least_bytes=least_bytes)
         for size, what in beside_it:
             if size is not None:
                 reject_share(size, what=what)

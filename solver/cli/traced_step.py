@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from graphs.files import FormatError
 from graphs.fsdp import MixedPrecision, Sharding, ShardingError
 from graphs.graph import Graph
 from graphs.rewrites import Variants
+from graphs.zero import Zero, ZeroError
 from solver.cli.arguments import Arguments, UsageError
 from solver.cli.model_file import LoadError, ModelFile, located
 from solver.cli.real_run import ModelSizes, estimated
@@ -64,6 +66,9 @@ def traced_step(
     from graphs.trace import TraceError, trace_variants
     from graphs.training_step import with_optimizer
 
+    zero = _zero(arguments)
+    if zero is not None:  # its figures are those of the engine's step too
+        optimizer_costs = None
     notes = list(file.notes)
     batch = with_values(file, target.local_device, notes)
 
@@ -80,6 +85,8 @@ def traced_step(
                 device=target.torch_device,
                 costs=target.costs,
                 fsdp=_sharding(arguments),
+                passes=arguments.passes,
+                zero=zero,
                 rewrites=arguments.rewrites,
             )
 
@@ -109,6 +116,8 @@ def traced_step(
             step, traced_for = with_weights(error)
     except ShardingError as error:
         raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
+    except ZeroError as error:
+        raise UsageError(f"--zero {arguments.zero}: {error}") from error
     except MeshError as error:
         raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
     except FailsOnBatchError as error:
@@ -198,6 +207,17 @@ def _sharding(arguments: Arguments) -> Sharding | None:
             "'bfloat16,float32' for another one in which gradients are reduced"
         )
     return Sharding(arguments.fsdp, mp_policy=policy)
+
+
+def _zero(arguments: Arguments) -> Zero | None:
+    if arguments.zero is None:
+        return None
+    try:
+        return Zero(arguments.zero, n_ranks=arguments.ranks or 0, config=arguments.ds_config)
+    except ZeroError as error:
+        raise UsageError(f"--zero {arguments.zero}: {error}") from error
+    except (FormatError, OSError) as error:
+        raise UsageError(f"--ds-config {arguments.ds_config}: {error}") from error
 
 
 def _called_with(error: Exception, batch: Any) -> str:

@@ -13,7 +13,7 @@ from graphs.graph import Graph
 from solver.methods.auto import auto
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
-from solver.methods.storage_levels import METHODS_ON_LEVELS
+from solver.methods.storage_levels import METHODS_ON_LEVELS, Known
 from solver.schedule import OPTIMAL_GAP, Places
 from solver.sizes_deadlines_progress import Deadline
 
@@ -42,6 +42,7 @@ def auto_then_chain_methods(
     )
     if proposal.schedule is not None:
         search.fits(proposal.schedule)
+    known: Known = {}
     for name in TRIED:
         least_s = proposal.lower_bound_s + OPTIMAL_GAP * graph.baseline_time_s
         if search.best is not None and search.best[1].time_s <= least_s:
@@ -52,6 +53,7 @@ def auto_then_chain_methods(
             time_limit_s=deadline.left_s,
             seed=0,
             places=places,
+            known=known,
         )
         if found.schedule is not None:
             search.fits(found.schedule)

@@ -24,6 +24,8 @@ class BestSoFar:
 
     Of equally fast schedules the one with the smaller peak is kept, then the first. As a context it
     ends the search quietly at the deadline.
+
+    lost_share: proven to be lost, as a share of the baseline's time.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class BestSoFar:
         self.deadline = Deadline.after(time_limit_s)
         self.timed_out = False
         self.best: tuple[Schedule, Simulation] | None = None
+        self.lost_share = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -64,11 +67,10 @@ class BestSoFar:
             return False
         if simulation.peak_bytes > self.budget_bytes:
             return False
-        if schedule.has_copies:
-            layout = copy_layout(self.graph, schedule, self.places)
-            if layout.excess(self.places):
-                return False
-        if self.best is None or _rank(simulation) < _rank(self.best[1]):
+        if schedule.has_copies and copy_layout(self.graph, schedule, places).excess(places):
+            return False
+        rank = simulation.time_s, simulation.peak_bytes
+        if self.best is None or rank < (self.best[1].time_s, self.best[1].peak_bytes):
             self.best = schedule, simulation
         return True
 
@@ -79,6 +81,11 @@ class BestSoFar:
             return math.inf
         baseline_s = self.graph.baseline_time_s
         return (self.best[1].time_s - baseline_s) / baseline_s if baseline_s else 0.0
+
+    @property
+    def gap(self) -> float:
+        """What is left between the best schedule and the bound, as a share of the baseline's."""
+        return self.best_share - self.lost_share
 
     def is_faster(self, order: Sequence[str]) -> bool:
         """Whether running these nodes would be faster than the best so far."""
@@ -106,7 +113,3 @@ class BestSoFar:
 
     def proposal(self) -> Proposal:
         return Proposal(schedule=self.best[0] if self.best else None, timed_out=self.timed_out)
-
-
-def _rank(simulation: Simulation) -> tuple[float, int]:
-    return simulation.time_s, simulation.peak_bytes

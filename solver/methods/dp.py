@@ -38,6 +38,7 @@ from solver.schedule import baseline
 DP_MAX_BLOCKS = 64
 N_BISECTIONS = 8
 N_SLOTS = 500
+"""About as many as a chain problem has."""
 
 
 def dp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
@@ -67,19 +68,12 @@ def _raise_budget(
         chain_to_schedule, search.graph, blocks, keep_inputs=keep_inputs, deadline=search.deadline
     )
 
+    usual = median_low([size for size in chain.input_bytes if size] or [1])
+
     def fits(size_bytes: int) -> bool:
-        n_slots = _n_slots(chain, size_bytes)
+        # so many slots that the usual input is a whole number of them: rounding costs less
+        n_slots = size_bytes * (N_SLOTS * usual // size_bytes) // usual or N_SLOTS
         solution = solve_chain(chain, budget_bytes=size_bytes, n_slots=n_slots)
         return solution is None or search.fits(to_schedule(solution.ops))
 
     return search.bisect(fits, low, high, tolerance=max(1, high // 2**N_BISECTIONS))[1]
-
-
-def _n_slots(chain: Chain, budget_bytes: int) -> int:
-    """About 500 slots, such that the usual input is a whole number of them: rounding costs less."""
-    sizes = [size for size in chain.input_bytes if size]
-    if not sizes:
-        return N_SLOTS
-    usual = median_low(sizes)
-    n_slots = budget_bytes * (N_SLOTS * usual // budget_bytes) // usual
-    return n_slots or N_SLOTS

@@ -44,7 +44,11 @@ def ahead_of(folded: StorageGraph, q: int, *, budget_bytes: int) -> Iterator[Ahe
     ]
     nodes = _nodes_for(folded, wanted, q)
     for beside in ([], wanted):
-        large = {n for n in nodes if _bytes_to_run(folded, n, beside) > room}
+        large = set()
+        for n in nodes:
+            others = {*beside}.difference(folded.reads[n], folded.makes[n])
+            if int(folded.run_bytes[n]) + sum(folded.unit_bytes[u] for u in others) > room:
+                large.add(n)
         gates = _gates(folded, nodes, wanted, large) if large else ()
         for u in sorted(gates, key=lambda u: (folded.unit_bytes[u], u)):
             since = _since(folded, u, q, budget_bytes)
@@ -85,12 +89,6 @@ def _since(folded: StorageGraph, u: int, q: int, budget_bytes: int) -> int | Non
         if folded.held_bytes[p] + run_bytes <= budget_bytes:
             return p
     return None
-
-
-def _bytes_to_run(folded: StorageGraph, n: int, beside: Iterable[int]) -> int:
-    """Bytes to recompute node n with these units on the device."""
-    own = {*folded.reads[n], *folded.makes[n]}
-    return int(folded.run_bytes[n]) + sum(folded.unit_bytes[u] for u in beside if u not in own)
 
 
 def _nodes_for(

@@ -109,33 +109,25 @@ class _Run:
         folded = self.folded
         for p in range(folded.n_nodes):
             self.now = p
-            if not self._bring_ahead() or not self._bring(folded.needed_names(p)):
+            begin = [each for each in self.ahead if each.since == p]
+            if not self._bring([folded.unit_names[each.unit] for each in begin]):
+                return False
+            for each in begin:
+                self._held[each.unit] = max(each.until, self._held.get(each.unit, 0))
+            if not self._bring(folded.needed_names(p)):
                 return False
             self._held = {u: until for u, until in self._held.items() if until > p}
             if not self._compute(p, frozenset(), ()):
                 return False
-            self._drop_dead(p)
+            # What a node made that runs once goes when it can serve nothing more; what can be
+            # recomputed stays while bytes last.
+            for u in (*folded.reads[p], *folded.makes[p]):
+                if folded.maker[u] >= folded.n_forward and not any(q > p for q in folded.uses[u]):
+                    self._drop(u)
+            for u in self._dies_at.get(p, ()):
+                self._drop(u)
         self.now = folded.n_nodes
         return self._bring(folded.graph.outputs)
-
-    def _bring_ahead(self) -> bool:
-        begin = [each for each in self.ahead if each.since == self.now]
-        if not self._bring([self.folded.unit_names[each.unit] for each in begin]):
-            return False
-        for each in begin:
-            self._held[each.unit] = max(each.until, self._held.get(each.unit, 0))
-        return True
-
-    def _drop_dead(self, p: int) -> None:
-        """What a node made that runs once goes when it can serve nothing more; what can be
-        recomputed stays while bytes last.
-        """
-        folded = self.folded
-        for u in (*folded.reads[p], *folded.makes[p]):
-            if folded.maker[u] >= folded.n_forward and not any(q > p for q in folded.uses[u]):
-                self._drop(u)
-        for u in self._dies_at.get(p, ()):
-            self._drop(u)
 
     def _drop(self, u: int) -> None:
         if u in self.live:
@@ -231,8 +223,17 @@ class _Run:
         self.work += len(self.live) + len(candidates)
         ahead = [p for p in self._positions if p >= self.now] or self._positions[-1:]
         guide = self.guide[ahead[0]] if ahead else ()
-        scored = sorted((*self._score(u, self._costs_then, guide), u) for u in candidates)
-        self._ranked = [u for *_, u in scored]
+        scored = []
+        for u in candidates:
+            uses, i = folded.uses[u], self._next[u]
+            while i < len(uses) and uses[i] < self.now:
+                i += 1
+            self._next[u] = i
+            distance = (uses[i] if i < len(uses) else 2 * folded.n_nodes) - self.now + 1
+            lost = self._costs_then[folded.maker[u]]
+            score = lost / (folded.unit_bytes[u] * distance**self.patience)
+            scored.append((u in guide and i < len(uses), score, u))
+        self._ranked = [u for *_, u in sorted(scored)]
 
     def _drop_ranked(self, need_bytes: int, locked: set[int]) -> bool:
         """Drop from the ranking until the bytes suffice; whether they do."""
@@ -249,17 +250,6 @@ class _Run:
         self.work += len(self._ranked) - len(left)
         self._ranked = left
         return self.bytes + need_bytes <= self.budget_bytes
-
-    def _score(self, u: int, costs: list[float], guide: Collection[int]) -> tuple[bool, float]:
-        folded = self.folded
-        uses = folded.uses[u]
-        i = self._next[u]
-        while i < len(uses) and uses[i] < self.now:
-            i += 1
-        self._next[u] = i
-        distance = (uses[i] if i < len(uses) else 2 * folded.n_nodes) - self.now + 1
-        score = costs[folded.maker[u]] / (folded.unit_bytes[u] * distance**self.patience)
-        return u in guide and i < len(uses), score
 
     def _costs(self) -> list[float]:
         """By forward node: seconds to recompute it, with what is missing above it."""

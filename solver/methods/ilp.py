@@ -301,7 +301,10 @@ def solve_stages(
         model = _Model(stages, lost_share=lost_share, deadline=deadline)
         deadline.check()
         time_limit_s = deadline.left_s
-        interruptible(partial(model.problem.solve, _solver(time_limit_s)))
+        has_highs = importlib.util.find_spec("highspy") is not None  # CBC comes with PuLP
+        kind = pulp.HiGHS if has_highs else pulp.PULP_CBC_CMD
+        solver = kind(msg=False, threads=1, timeLimit=time_limit_s, gapRel=GAP)
+        interruptible(partial(model.problem.solve, solver))
     late = deadline.left_s <= 0.05 * time_limit_s
     if pulp.LpStatus[model.problem.status] == "Infeasible":
         return None, False
@@ -310,14 +313,3 @@ def solve_stages(
     if model.problem.sol_status not in found or None in values:
         return None, late
     return free_after_last_use(graph, without_dead_computes(graph, model.order())), late
-
-
-def _solver(time_limit_s: float) -> pulp.LpSolver:
-    """HiGHS where highspy is there, else the CBC that PuLP brings; one thread."""
-    if _has_highs():
-        return pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=GAP)
-    return pulp.PULP_CBC_CMD(msg=False, threads=1, timeLimit=time_limit_s, gapRel=GAP)
-
-
-def _has_highs() -> bool:
-    return importlib.util.find_spec("highspy") is not None

@@ -75,7 +75,14 @@ class Stages:
             for node in nodes
         ]
         self.made = [tuple(index[x] for x in node.outputs if x in index) for node in nodes]
-        first = _first_stage(folded, budget_bytes)
+        # The first stage at which keeping everything could overflow: what would be recomputed
+        # before it could as well have been kept.
+        first, all_bytes = 0, folded.graph.resident_bytes
+        while first < folded.n_forward:
+            if all_bytes + int(folded.own_bytes[first]) > budget_bytes:
+                break
+            all_bytes += sum(folded.unit_bytes[u] for u in folded.makes[first])
+            first += 1
         self.stages: list[Stage] = []
         for p in range(first, folded.n_nodes + 1):
             deadline.check()
@@ -158,16 +165,3 @@ def _items(folded: StorageGraph) -> tuple[Item, ...]:
         )
         for i, name in enumerate(names)
     )
-
-
-def _first_stage(folded: StorageGraph, budget_bytes: int) -> int:
-    """The first stage at which keeping everything could overflow: nothing is recomputed up to it.
-
-    What would be recomputed before it could as well have been kept.
-    """
-    all_bytes = folded.graph.resident_bytes
-    for p in range(folded.n_forward):
-        if all_bytes + int(folded.own_bytes[p]) > budget_bytes:
-            return p
-        all_bytes += sum(folded.unit_bytes[u] for u in folded.makes[p])
-    return folded.n_forward

@@ -59,11 +59,8 @@ def in_flight(propose: Propose) -> Propose:
     def proposed(graph: Graph, **options: Any) -> Proposal:
         if graph.n_in_flight == 1:
             return propose(graph, **options)
-        budget_bytes, time_limit_s = options.pop("budget_bytes"), options.pop("time_limit_s")
-        search = _Search(
-            graph, propose, options, budget_bytes=budget_bytes, time_limit_s=time_limit_s
-        )
-        with search:
+        limits = {name: options.pop(name) for name in ("budget_bytes", "time_limit_s")}
+        with _Search(graph, propose, options, **limits) as search:
             search.run()
         return search.proposal()
 
@@ -110,21 +107,21 @@ class _Search(BestSoFar):
             except OutOfTimeError:  # it stays open: without it the spans would not cover all
                 heapq.heappush(self._open, span)
                 raise
-        if self.best is None and not math.isinf(self.lost_share):
-            self._retry()
+        if self.best is not None or math.isinf(min(self.open_share, self._closed_share)):
+            return
+        for share in RETRIES:  # smaller and smaller caps
+            if self.best is None:
+                most_bytes = self._whole.least_bytes + int(share * self._whole.width_bytes)
+                self._planned_for(Span(0.0, most_bytes, most_bytes))
 
     @property
     def open_share(self) -> float:
         """The least bound of the open spans; inf where none is left."""
         return self._open[0].lost_share if self._open else math.inf
 
-    @property
-    def lost_share(self) -> float:
-        """Proven, as a share of the baseline's time."""
-        return min(self.open_share, self._closed_share, self.best_share)
-
     def proposal(self) -> Proposal:
-        bound_s = least_time_s(self.graph, lost_share=self.lost_share)
+        proven_share = min(self.open_share, self._closed_share, self.best_share)
+        bound_s = least_time_s(self.graph, lost_share=proven_share)
         return dataclasses.replace(super().proposal(), lower_bound_s=bound_s)
 
     def _look_at(self, span: Span) -> None:
@@ -177,10 +174,3 @@ class _Search(BestSoFar):
         if proposal.schedule is not None:
             self.fits(of_step(self.graph, proposal.schedule))
         return proposal
-
-    def _retry(self) -> None:
-        """Plan for smaller and smaller caps, until a schedule is found."""
-        for share in RETRIES:
-            if self.best is None:
-                most_bytes = self._whole.least_bytes + int(share * self._whole.width_bytes)
-                self._planned_for(Span(0.0, most_bytes, most_bytes))

@@ -90,8 +90,17 @@ def find_obstacle(
             folded, proven_bytes=proven_bytes, deadline=deadline
         )
     else:
-        above_bytes = max(proven_bytes, above_bytes)
-        reached_bytes = _least_by_method(graph, method, above_bytes, seed=seed, deadline=deadline)
+
+        def by_method(budget_bytes: int) -> Schedule | None:
+            left_s = deadline.left_s
+            return method(graph, budget_bytes=budget_bytes, time_limit_s=left_s, seed=seed).schedule
+
+        _, reached_bytes = _search_down(
+            graph,
+            by_method,
+            proven_bytes=max(proven_bytes, above_bytes),
+            more=lambda: not deadline.passed,
+        )
     here = [
         (folded.unit_names[u], folded.unit_bytes[u])
         for u in range(folded.n_units)
@@ -179,20 +188,6 @@ def _least_in_flight(
         return None
 
     return _search_down(graph, attempt, proven_bytes=proven_bytes, more=more)
-
-
-def _least_by_method(
-    graph: Graph, method: Method, proven_bytes: int, *, seed: int, deadline: Deadline
-) -> int:
-    """The smallest peak of a schedule that the method finds."""
-
-    def attempt(budget_bytes: int) -> Schedule | None:
-        left_s = deadline.left_s
-        return method(graph, budget_bytes=budget_bytes, time_limit_s=left_s, seed=seed).schedule
-
-    return _search_down(
-        graph, attempt, proven_bytes=proven_bytes, more=lambda: not deadline.passed
-    )[1]
 
 
 def _search_down(

@@ -36,26 +36,20 @@ def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
         for n_segments in reversed(counts):  # the best come early
             if search.time_is_up():
                 break
-            _keep_last_segments(graph, split_into_blocks(graph, max_blocks=n_segments), search)
+            segments = split_into_blocks(graph, max_blocks=n_segments)
+
+            def fits(n_whole: int, segments: Blocks = segments) -> bool:
+                # More whole segments are faster: a number that would not beat the best is raised
+                # without a simulation.
+                order = keep_order(graph, checkpoints(graph, segments, n_whole=n_whole))
+                return not search.is_faster(order) or search.fits(free_after_last_use(graph, order))
+
+            one = min(1, segments.n_blocks)  # often the best that fits, so it is tried first
+            if fits(one):
+                search.bisect(fits, one, segments.n_blocks + 1)
+            elif one:
+                fits(0)
     return search.proposal()
-
-
-def _keep_last_segments(graph: Graph, segments: Blocks, search: BestSoFar) -> None:
-    """By bisection, as many of the last segments whole as fit.
-
-    More whole segments are faster, so a number that would not beat the best is raised without a
-    simulation.
-    """
-
-    def fits(n_whole: int) -> bool:
-        order = keep_order(graph, checkpoints(graph, segments, n_whole=n_whole))
-        return not search.is_faster(order) or search.fits(free_after_last_use(graph, order))
-
-    one = min(1, segments.n_blocks)  # often the best that fits, so it is tried first
-    if fits(one):
-        search.bisect(fits, one, segments.n_blocks + 1)
-    elif one:
-        fits(0)
 
 
 def segment_counts(n_blocks: int) -> list[int]:

@@ -52,6 +52,8 @@ IN_PASSING = 2
 Actions = tuple[Action, ...]
 Reverse = Callable[[int, Sequence[Level]], Actions | None]
 """From the number of steps and the levels to the actions; None: not enough snapshots."""
+Known = dict[tuple[Actions, tuple[bool, ...]], bool]
+"""By actions and by which of the slow levels are the disk: whether they fit."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,13 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
         time_limit_s: float,
         seed: int,
         places: Places | None = None,
+        known: Known | None = None,
     ) -> Proposal:
-        """Without places all snapshots are on the device. No randomness."""
+        """Without places all snapshots are on the device. No randomness.
+
+        known: what other methods have tried within this budget, which is not tried again.
+        """
+        tried = {} if known is None else known
         with BestSoFar(
             graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places
         ) as search:
@@ -82,6 +89,7 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
             blocks = split_into_blocks(graph, max_blocks=MAX_BLOCKS)
             slow = _slow_levels(graph, blocks, places or Places())
             slow = slow[-1:] if two_levels else slow
+            on_disk = tuple(storage.on_disk for storage in slow)
 
             @functools.cache
             def fits(n_snapshots: int) -> bool:
@@ -89,12 +97,17 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
                 actions = reverse(blocks.n_blocks, levels)
                 if actions is None:  # with more it may go
                     return True
-                return search.fits(_scheduled(search, blocks, actions, slow, places))
+                if (actions, on_disk) not in tried:
+                    schedule = _scheduled(search, blocks, actions, slow, places)
+                    tried[actions, on_disk] = search.fits(schedule)
+                return tried[actions, on_disk]
 
             if blocks.n_blocks:
                 search.bisect(fits, 0, blocks.n_blocks + 1)
-            for n_snapshots in _some(blocks.n_blocks):  # where the slow levels are too small
+            n_snapshots = 0
+            while n_snapshots < blocks.n_blocks:  # where the slow levels are too small
                 fits(n_snapshots)
+                n_snapshots += 1 + n_snapshots // 3
         return search.proposal()
 
     return method
@@ -117,14 +130,6 @@ METHODS_ON_LEVELS = {
     "hrevolve": on_levels(lambda n, levels: hrevolve(n_steps=n, levels=levels)),
     "multistage": on_levels(lambda n, levels: multistage(n_steps=n, levels=levels)),
 }
-
-
-def _some(n_blocks: int) -> Iterator[int]:
-    """0, 1, 2, 3, and from there on in steps of about a third."""
-    n = 0
-    while n < n_blocks:
-        yield n
-        n += 1 + n // 3
 
 
 def _slow_levels(graph: Graph, blocks: Blocks, places: Places) -> list[Storage]:

@@ -17,10 +17,12 @@ class Recomputation:
 
     nodes: those that can be recomputed, up to the last that is needed, in order.
     packed: tensors of the region that its backward lacks, read or only saved.
+    keeps_unread: as of `CheckpointRegion`.
     """
 
     nodes: tuple[str, ...]
     packed: frozenset[str]
+    keeps_unread: bool
     _graph: Graph = field(repr=False)
     _in_place: Set[str] = field(repr=False)
 
@@ -34,6 +36,7 @@ class Recomputation:
                 name for name in first if name in region.saved or is_recomputed(graph, name, region)
             ),
             packed=frozenset(layout.wanted(region)),
+            keeps_unread=region.keeps_unread,
             _graph=graph,
             _in_place=EagerStep.of(graph).in_place,
         )
@@ -68,8 +71,10 @@ class Recomputation:
 
     def kept(self, saved: Set[str]) -> dict[str, tuple[str, ...]]:
         """By saved node, what of its results stays: all, or all but the first, where that is read
-        by nobody. A node of which nothing is read is left out.
+        by nobody. A node of which nothing is read is left out, unless the region keeps that.
         """
+        if self.keeps_unread:
+            return {name: self._graph.node_by_name[name].outputs for name in sorted(saved)}
         runs = set(self.runs(saved))
         kept: dict[str, tuple[str, ...]] = {}
         for name in sorted(saved):

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from graphs.eager_memory import as_eager
-from graphs.graph import Graph, Node, is_under
-from graphs.links import is_collective
+from graphs.graph import RANDOM_STATE, Graph, Node, as_eager, is_under
+from graphs.hardware import is_collective
 from solver.module_checkpointing.eager_effects import EagerStep
 from solver.module_checkpointing.recomputation import Recomputation
 from solver.module_checkpointing.regions import (
@@ -81,6 +80,8 @@ def plan_regions(
         eager = as_eager(graph)
         schedule = baseline(eager)
     extra = [extra_bytes(region) for top in regions for region in top.flat()]
+    state = graph.tensor_by_name.get(RANDOM_STATE)  # of which each of those in flight has one
+    of_other_bytes = max(0, sum(extra) - (0 if state is None else state.size_bytes))
     return RegionPlan(
         regions=tuple(regions),
         in_loop=in_loop,
@@ -88,7 +89,7 @@ def plan_regions(
         schedule=replace(schedule, graph_id=graph.graph_id),
         simulation=simulate(eager, schedule),
         # and while a region is recomputed, that of what this interrupts
-        extra_bytes=sum(extra) + max(extra, default=0),
+        extra_bytes=sum(extra) + max(extra, default=0) + (graph.n_in_flight - 1) * of_other_bytes,
     )
 
 

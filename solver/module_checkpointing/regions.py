@@ -35,7 +35,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from graphs.graph import Graph, is_under
+from graphs.graph import Graph, Node, is_under
 from solver.module_checkpointing.eager_effects import EagerStep
 
 
@@ -53,6 +53,8 @@ class CheckpointRegion:
     saved: those of its nodes whose results are kept.
     inner: regions inside, disjoint and in order.
     stops_early: recomputing ends as soon as everything needed has been recomputed.
+    keeps_unread: results of `saved` that nothing reads stay as well, as with a policy that names
+        kinds of operators. Else such an operator counts as one that is not saved.
     drops_output: what it hands on is dropped as well once the forward pass has read it, which
         `forecast` alone can plan.
 
@@ -64,6 +66,7 @@ class CheckpointRegion:
     saved: frozenset[str] = frozenset()
     inner: tuple[CheckpointRegion, ...] = ()
     stops_early: bool = True
+    keeps_unread: bool = False
     drops_output: bool = False
 
     def __post_init__(self) -> None:
@@ -94,17 +97,32 @@ def nodes_of(graph: Graph, path: str) -> tuple[str, ...]:
     """
     positions = [p for p, node in enumerate(graph.forward_nodes) if is_under(node.module, path)]
     nodes = [graph.forward_nodes[p] for p in positions]
+    if graph.meta.module_calls.get(path, 1) > 1 or (
+        path not in graph.meta.module_calls and _reads_all_twice(graph, nodes)
+    ):
+        raise RegionError(f"module {path!r} is called several times in a step")
+    if positions and positions[-1] - positions[0] + 1 != len(positions):
+        between = next(
+            node
+            for node in graph.forward_nodes[positions[0] : positions[-1]]
+            if not is_under(node.module, path)
+        )
+        raise RegionError(
+            f"{between.name!r} ({between.op}), called outside of module {path!r}, runs between its "
+            "operators"
+        )
+    return tuple(node.name for node in nodes)
+
+
+def _reads_all_twice(graph: Graph, nodes: Sequence[Node]) -> bool:
+    """Whether they read each of their parameters twice, as two calls of one module do."""
     readers = Counter(
         name
         for node in nodes
         for name in set(node.inputs)
         if graph.tensor_by_name[name].kind == "parameter"
     )
-    is_contiguous = not positions or positions[-1] - positions[0] + 1 == len(positions)
-    # a module that is called twice in a row reads all of its parameters twice
-    if not is_contiguous or (readers and min(readers.values()) > 1):
-        raise RegionError(f"module {path!r} is called several times in a step")
-    return tuple(node.name for node in nodes)
+    return bool(readers) and min(readers.values()) > 1
 
 
 def dropped_by(graph: Graph, region: CheckpointRegion) -> tuple[str, ...]:

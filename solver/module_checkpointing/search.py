@@ -132,7 +132,9 @@ def by_module(
         schedule = smaller
     fewest_blocks_whole({})
     prices: dict[tuple[str, ...], Mapping[str, float]] = {}
-    for depth, n_blocks in itertools.product(DEPTHS, _evenly(len(tree.blocks))):
+    n = min(N_PREFIXES, len(tree.blocks))
+    prefixes = [round(len(tree.blocks) * (i + 1) / n) for i in range(n)]  # the last: all blocks
+    for depth, n_blocks in itertools.product(DEPTHS, prefixes):
         modules = [each for b in tree.blocks[:n_blocks] for each in choice.parts(b, depth)]
         save_what_fits(Saving.of(graph, modules, may_save, prices), excess_bytes)
     if best is None:
@@ -141,12 +143,6 @@ def by_module(
     if best is None:
         raise NoModulesFitError(dataclasses.replace(least, refused=choice.refused))
     return dataclasses.replace(best, refused=choice.refused)
-
-
-def _evenly(n_blocks: int) -> tuple[int, ...]:
-    """At most N_PREFIXES numbers of blocks, all of them the last."""
-    n = min(N_PREFIXES, n_blocks)
-    return tuple(round(n_blocks * (i + 1) / n) for i in range(n))
 
 
 class _Choice:

@@ -14,8 +14,8 @@ from typing import Literal
 
 from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
+from graphs.hardware import is_collective
 from graphs.host_state import host_parameters, parameters_on_host
-from graphs.links import is_collective
 from solver.chain import Blocks, checkpoints, computing_blocks, split_into_blocks
 from solver.methods import METHODS
 from solver.schedule import STATE, PeakMemory, Solution, keep, node_at, simulate
@@ -182,9 +182,13 @@ def _logits(solution: Solution, reader: Reader) -> Iterator[str]:
 
 def _in_chunks(solution: Solution, reader: Reader) -> str:
     """Who can do so: what plans of the request's word leave as it is, the model has to. The step
-    of a rank of FSDP2 is not rewritten."""
+    of a rank of FSDP2 is the model's own code."""
     if sharding_of(solution.graph.meta.environment) is not None:
-        return ""
+        return (
+            "; torch.nn.functional.linear_cross_entropy (PyTorch 2.13) with "
+            "LinearCrossEntropyOptions(batch_chunk_size=...) does so in the model's forward, and "
+            "changes last bits"
+        )
     if solution.request.rewrites == "allclose":
         return "; the plan does so where it can (docs/rewrites.md), and found this loss otherwise"
     return (
@@ -198,8 +202,18 @@ def _one_op(solution: Solution) -> Iterator[str]:
     if node is not None and not _is_of_the_loss(solution.graph, node):
         yield (
             f"At the peak, {describe_op(node)} alone requires {size}. No schedule can run this "
-            "operator with less; split it over the batch or the sequence, or use a fused one."
+            f"operator with less; {_smaller(node)}."
         )
+
+
+def _smaller(node: Node) -> str:
+    """How the model can run the operator with less; there is a fused one for some only."""
+    packet = node.op.removeprefix("aten.").partition(".")[0]
+    if "attention" in packet:
+        return "its fused kernel is used already: run it for a part of the batch or of the heads"
+    if "convolution" in packet:
+        return "run it for a part of the batch, or on smaller images or fewer channels"
+    return "split it over the batch or the sequence, or use a fused one"
 
 
 def _precision(solution: Solution, reader: Reader) -> Iterator[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from graphs.costs import CostModel
     from graphs.hardware import Hardware
-    from graphs.layers import Layer, StageOf
+    from graphs.trace import Layer, StageOf
 
 
 def micro_batch_s(solution: Solution) -> float | None:
@@ -54,7 +54,7 @@ class PlannedStages:
     ) -> None:
         from torch import nn
 
-        from graphs.layers import read_layers
+        from graphs.trace import read_layers
 
         self._modules = layers
         self._places: tuple[Pipeline, ...] = (place,)

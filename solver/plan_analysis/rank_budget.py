@@ -46,7 +46,7 @@ def share_rank_budget(
     budgets = {solution.request.available_bytes for solution in solutions}
     if len(budgets) > 1:
         words = ", ".join(map(format_size, sorted(budgets)))
-        raise PipelineError(f"the stages of a rank share one budget, and were solved for {words}")
+        raise PipelineError(f"the stages of a rank share one budget, but were solved for {words}")
     (budget_bytes,) = budgets
     n_each = max(2, min(n_budgets, math.floor(MOST_COMBINATIONS ** (1 / len(solutions)))))
     plans = [_plans(solution, n_each) for solution in solutions]
@@ -62,7 +62,7 @@ def share_rank_budget(
         if peak_bytes <= budget_bytes:
             found, found_s = combination, time_s
     if found is None:
-        least = "" if least_bytes is None else f"; the least that was found is {least_bytes} bytes"
+        least = "" if least_bytes is None else f"; the smallest peak found is {least_bytes} bytes"
         raise PipelineError(
             f"no plans of this rank's stages fit {budget_bytes} bytes together{least}"
         )

@@ -76,9 +76,7 @@ def check_rank(solutions: Sequence[Solution]) -> Pipeline:
     of_rank = list(range(rank, first.n_stages, first.n_ranks))
     if stages != of_rank or any(replace(place, stage=first.stage) != first for place in places):
         words = ", ".join(place.words for place in places)
-        raise PipelineError(
-            f"the stages of rank {rank} are {of_rank}, and the plans are for {words}"
-        )
+        raise PipelineError(f"rank {rank} has the stages {of_rank}, but the plans are for {words}")
     return first
 
 

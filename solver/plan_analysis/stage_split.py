@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from graphs.fsdp import Sharding, ShardingError
 from graphs.pipeline import Pipeline, PipelineError
 from graphs.rewrites import check_word
 from solver.plan_analysis.divisions import best_division, equal_parts
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from graphs.layers import StageOf
+    from graphs.trace import StageOf
 
 
-_OF_ONE_STAGE = {"inputs", "pipeline", "fsdp"}
+_OF_ONE_STAGE = {"inputs", "pipeline"}
 """Options of a trace that are not those of all stages."""
 
 
@@ -156,15 +157,17 @@ def split_pipeline(
     time_limit_s: of the plan of one stage.
     on_stage: told in words of each stage before it is planned.
 
-    The rest is as for `solve`: optimizer, device, costs, and so on. An optimizer is given as its
-    class, its name or a function, since each stage has its own.
+    The rest is as for `solve`: optimizer, device, costs, fsdp and so on. An optimizer is given as
+    its class, its name or a function, since each stage has its own; a Sharding without groups,
+    which have other names in each stage, and without mp_policy, in whose dtypes layers by
+    themselves are not traced.
 
     Equal layers are traced once, and planned once for each place. What is proven of the division:
     every other one has a stage that takes as long by the bound of its plan, or by its layers'
     operators alone.
 
     Raises ValueError for invalid options, PipelineError where the layers cannot be so divided,
-    TraceError for a layer that cannot be traced.
+    ShardingError where a stage cannot be so sharded, TraceError for a layer that cannot be traced.
     """
     from graphs.trace import trace
 
@@ -178,6 +181,7 @@ def split_pipeline(
             "schedule='interleaved' puts several stages on one rank, whose plans share a budget: "
             "divide the layers yourself and solve for each stage, or use '1f1b' or 'gpipe'"
         )
+    _check_sharding(trace_options.get("fsdp"))
     layers = list(layers)
     asked = [n_stages] if isinstance(n_stages, int) else list(n_stages)
     places = [Pipeline(0, n, n_microbatches, schedule) for n in asked]
@@ -198,6 +202,18 @@ def split_pipeline(
             layers, micro_batch, places[0], stage_of, target, loss, trace_options, request
         )
         return _fewest(stages, numbers, on_stage or say)
+
+
+def _check_sharding(fsdp: int | Sharding | None) -> None:
+    """Raise ShardingError for what is not the same in all stages, or not in layers alone."""
+    if not isinstance(fsdp, Sharding):
+        return
+    for name in ("groups", "mp_policy"):
+        if getattr(fsdp, name) is not None:
+            raise ShardingError(
+                f"{name} of a Sharding: not planned where layers are divided into stages; leave it "
+                "out, or solve(stage, ..., fsdp=..., pipeline=...) for each stage"
+            )
 
 
 def _possible(numbers: Sequence[int], n_layers: int) -> list[int]:

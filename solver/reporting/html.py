@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from graphs.files import write_whole
 from solver.plan_analysis import ABOUT, block_rows, copies
-from solver.reporting import copy_rows, rows, size_rows, verification_rows
+from solver.reporting import copy_rows, memory_rows, rows, size_rows, verification_rows
 from solver.reporting.report_data import Report
 from solver.reporting.rows import headline, step_name
 from solver.schedule import Solution
@@ -70,11 +70,11 @@ def _sections(report: Report, command: str) -> Iterator[str]:
             _list(copy_rows.stall_rows(found_copies)),
             _table(copy_rows.trip_table(found_copies)),
         )
-    by_dtype = rows.dtype_table(answer)
+    by_dtype = memory_rows.dtype_table(answer)
     yield _section(
         "Memory at the peak",
-        _table(rows.memory_table(answer)),
-        _list(rows.peak_rows(answer)),
+        _table(memory_rows.memory_table(answer)),
+        _list(memory_rows.peak_rows(answer)),
         *(() if by_dtype is None else (_paragraphs("Activations by dtype:"), _table(by_dtype))),
     )
     if (curve := report.curve) is not None:

@@ -11,9 +11,10 @@ from typing import Any
 
 from graphs.fsdp import Sharding, sharding_of, sharding_words
 from graphs.graph import Graph, Node
+from graphs.hardware import is_collective, link_named
 from graphs.host_state import host_parameter_bytes, with_state_on_device
-from graphs.links import is_collective, named
 from graphs.rewrites import PROGRAM_REWRITES, results_of
+from graphs.zero import zero_words
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import Advice, Curve, SizeSearch, overhead_range
 from solver.schedule import (
@@ -99,7 +100,7 @@ def _communication(graph: Graph, sharding: Sharding) -> str:
     waits_s = math.fsum(node.time_s for node in graph.nodes if node.op.startswith("fsdp."))
     return (
         f"A rank waits {format_time(waits_s)} for what is gathered and reduced over "
-        f"{named(sharding.link).title}, where operators do not hide it."
+        f"{link_named(sharding.link).title}, where operators do not hide it."
     )
 
 
@@ -112,8 +113,15 @@ def step_notes(graph: Graph) -> Iterator[str]:
             f"{len(sharding.groups or ())} modules, then on the model), for the batch of one rank: "
             "shards of parameters, gradients and optimizer state, and gathered parameters with "
             f"their buffers while they are live. {_communication(graph, sharding)} The step is "
-            "PyTorch's own, without rewrites. Export the plan to run it: "
-            "to_torch_checkpoint(model, solution)."
+            "PyTorch's own: of rewrites it can have calls of F.cross_entropy in row chunks. Export "
+            "the plan to run it: to_torch_checkpoint(model, solution)."
+        )
+    if words := zero_words(graph.meta.environment):
+        yield (
+            f"All figures are {words} of DeepSpeed, for the batch of one rank: the optimizer's "
+            "state is that of the rank's part, with its copy in 32 bits, and buffers are the "
+            "engine's buckets. Communication is assumed to take no time. apply the plan, then give "
+            "the model to deepspeed.initialize."
         )
     if collectives := [node for node in graph.nodes if is_collective(node.op)]:
         time_s = math.fsum(node.time_s for node in collectives)
@@ -288,18 +296,18 @@ def _run(graph: Graph, schedule: Schedule, simulation: Simulation) -> dict[str, 
             else {}
         ),
         "reserved_bytes": reserved_by_setting(graph, schedule) or None,
-        **(_copies(simulation) if simulation.host_peak_bytes else {}),
+        **(
+            {
+                "host_peak_bytes": simulation.host_peak_bytes,
+                "disk_peak_bytes": simulation.disk_peak_bytes,
+                "stall_s": simulation.stall_s,
+                "busy_s": dict(simulation.busy_s),
+            }
+            if simulation.host_peak_bytes
+            else {}
+        ),
         **({"host_state_bytes": graph.host_state_bytes} if graph.host_state_bytes else {}),
         **({"host_parameter_bytes": size} if (size := host_parameter_bytes(graph)) else {}),
-    }
-
-
-def _copies(simulation: Simulation) -> dict[str, Any]:
-    return {
-        "host_peak_bytes": simulation.host_peak_bytes,
-        "disk_peak_bytes": simulation.disk_peak_bytes,
-        "stall_s": simulation.stall_s,
-        "busy_s": dict(simulation.busy_s),
     }
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from graphs.graph import Graph
 from graphs.host_state import host_parameter_bytes, optimizer_of, state_copies_s
+from graphs.passes import passes_of
 from graphs.pipeline import pipeline_of
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import TITLE_OF_STREAM, Curve, overhead_range
 from solver.reporting.report_data import RESULTS, Report, Rewritten, freed_early_bytes, rewritten
-from solver.schedule import PeakMemory, Places, Simulation, Solution, reserved_by_setting
+from solver.schedule import Places, Simulation, Solution, reserved, reserved_by_setting
 from solver.sizes_deadlines_progress import (
     Reader,
     counted,
@@ -97,7 +98,10 @@ def request_rows(report: Report) -> Iterator[Row]:
     yield "graph", f"{counted(len(graph.nodes), 'op')}, {len(graph.forward_nodes)} of them forward"
     yield "device", report.device
     yield "costs", report.costs or "not recorded in the graph file"
-    if graph.n_in_flight > 1 or "pipeline" in graph.meta.environment:
+    passes = passes_of(graph.meta.environment)
+    if passes.n > 1:
+        yield "passes", passes.words
+    elif graph.n_in_flight > 1 or "pipeline" in graph.meta.environment:
         pipeline = pipeline_of(graph.meta.environment)
         words = "" if pipeline is None else f"{pipeline.words}; "
         in_flight = counted(graph.n_in_flight, "micro-batch", "micro-batches")
@@ -133,57 +137,6 @@ def describe_host(places: Places) -> str:
     )
 
 
-def memory_table(solution: Solution) -> Table:
-    """The memory at the peak by category: of the baseline, and of a plan that differs from it."""
-    runs = solution.peaks
-    by_run = {name: [run.bytes_of[name] for run in runs] for name in runs[0].bytes_of}
-    return _byte_table(runs, by_run, total="peak")
-
-
-def dtype_table(solution: Solution, *, least_share: float = 0.0) -> Table | None:
-    """The activations at the same peaks by dtype; None where the graph does not record dtypes.
-
-    least_share: None, too, where no dtype but the largest has such a part of them at some peak.
-    """
-    runs = solution.peaks
-    dtypes = sorted({name for run in runs for name in run.activations_of})
-    seconds = (sorted(run.activations_of.values())[:-1] for run in runs)
-    parts = zip(runs, seconds, strict=True)
-    if not dtypes or all(
-        (sizes[-1] if sizes else 0) < least_share * run.bytes_of["activations"]
-        for run, sizes in parts
-    ):
-        return None
-    by_run = {name: [run.activations_of.get(name, 0) for run in runs] for name in dtypes}
-    return _byte_table(runs, by_run, total="activations")
-
-
-def _byte_table(
-    runs: Sequence[PeakMemory], bytes_of: Mapping[str, Sequence[int]], *, total: str
-) -> Table:
-    """A row for each name with its bytes and their share in each run, and one of their sum."""
-    totals = [sum(sizes) for sizes in zip(*bytes_of.values(), strict=True)]
-    rows = [
-        (name, *(cell for pair in zip(sizes, totals, strict=True) for cell in part(*pair)))
-        for name, sizes in bytes_of.items()
-    ]
-    last = (total, *(cell for n_bytes in totals for cell in (format_size(n_bytes), "")))
-    heads = (head for run in runs for head in (run.name, ""))
-    return Table(("", *heads), (*rows, last), bold=len(rows))
-
-
-def part(size_bytes: int, total_bytes: int) -> tuple[str, str]:
-    """A size and its share of the total."""
-    share = size_bytes / (total_bytes or 1)
-    return format_size(size_bytes), format_percent(share, digits=1) if size_bytes else ""
-
-
-def peak_rows(solution: Solution) -> Iterator[Row]:
-    """The ops at which the peaks of the baseline and of the plan are reached."""
-    for run in solution.peaks:
-        yield f"peak op ({run.name})", describe_op(run.node)
-
-
 def answer_rows(report: Report) -> Iterator[Row]:
     """The best plan, or why there is none."""
     solution, simulation = report.best, report.best.simulation
@@ -196,7 +149,8 @@ def answer_rows(report: Report) -> Iterator[Row]:
         to_spare = "" if of_reserved else f", {format_size(spare)} to spare"
         yield "peak", f"{format_both(simulation.peak_bytes)}{to_spare}"
         if solution.graph.n_in_flight > 1:
-            saved = f"{format_size(simulation.saved_bytes)} for backward per micro-batch in flight"
+            one = "pass" if passes_of(solution.environment).n > 1 else "micro-batch"
+            saved = f"{format_size(simulation.saved_bytes)} for backward per {one} in flight"
             yield "saved", f"{saved} (baseline: {format_size(solution.baseline.saved_bytes)})"
         yield from _reserved_rows(solution)
         yield from _early_frees(solution)
@@ -215,7 +169,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield "recomputed ops", str(simulation.n_recomputed)
         yield from _state_rows(solution)
         yield from _copy_rows(solution, simulation)
-    ended = "; the search was ended by the time limit" if solution.timed_out else ""
+    ended = "; the search stopped at its share of the time limit" if solution.timed_out else ""
     ended = "; the search was interrupted" if solution.interrupted else ended
     yield "solve time", format_time(solution.solve_time_s) + ended
     for what, path in report.files:
@@ -226,11 +180,15 @@ def answer_rows(report: Report) -> Iterator[Row]:
 
 def _reserved_rows(solution: Solution) -> Iterator[Row]:
     """What PyTorch's allocator takes from a card for the plan."""
-    taken = reserved_by_setting(solution.graph, solution.schedule) if solution.schedule else {}
-    if taken:
-        with_segments = format_size(taken["expandable_segments"])
-        text = f"by PyTorch's allocator ({with_segments} with expandable_segments:True; simulated)"
-        yield "reserved", f"{format_both(taken['default'])} {text}"
+    graph, schedule, request = solution.graph, solution.schedule, solution.request
+    if schedule is None or not (taken := reserved_by_setting(graph, schedule)):
+        return
+    with_segments = format_size(taken["expandable_segments"])
+    text = f"by PyTorch's allocator ({with_segments} with expandable_segments:True; simulated)"
+    if request.budget_of == "reserved":
+        full = reserved(graph, schedule, capacity_bytes=request.available_bytes)
+        text += f"; {format_size(full.reserved_bytes)} on a card without more memory"
+    yield "reserved", f"{format_both(taken['default'])} {text}"
 
 
 def _state_rows(solution: Solution) -> Iterator[Row]:
@@ -285,7 +243,7 @@ def _range_text(solution: Solution) -> str:
 
 def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
     """What was rewritten, and what that saves and costs where nothing is recomputed."""
-    parts = [name.replace("_", " ") for name in changed.names if name != "in_place"]
+    parts = [name.replace("_", " ") for name in changed.names if not name.endswith("in_place")]
     if changed.n_in_place:
         parts.append(f"{counted(changed.n_in_place, 'output')} in place of inputs")
     if len(parts) == len(changed.saved_bytes) > 1:
@@ -294,9 +252,13 @@ def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
             for part, saved in zip(parts, changed.saved_bytes, strict=True)
         ]
     results = RESULTS[changed.results]
+    peak, plain = format_size(changed.peak_bytes), format_size(changed.plain_bytes)
+    instead = f"{peak} instead of {plain}"
+    if peak == plain:  # what they save is at other ops, and there a plan of this budget may peak
+        instead = "the same peak (they save memory at other ops, where a plan may peak)"
     return (
-        f"{', '.join(parts)}: without recomputation {format_size(changed.peak_bytes)} instead of "
-        f"{format_size(changed.plain_bytes)}, {format_share(changed.overhead)} time; {results}"
+        f"{', '.join(parts)}: without recomputation {instead}, "
+        f"{format_share(changed.overhead)} time; {results}"
     )
 
 

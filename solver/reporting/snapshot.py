@@ -12,6 +12,7 @@ first fit; for what the caching allocator takes from a card see `solver.schedule
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -29,9 +30,9 @@ from solver.schedule import (
     Solution,
     Stay,
     baseline,
-    memory_at,
-    n_before_optimizer,
+    bytes_of_others,
     name_in,
+    simulate,
     stays,
     word_for,
 )
@@ -115,11 +116,14 @@ def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
         frames = _frames(graph, schedule, stay.start, stay.storage)
         yield Allocation(graph.tensor_by_name[stay.storage].size_bytes, stay.start, stop, frames)
     if graph.n_in_flight > 1 and schedule.ops:
-        others_bytes = memory_at(graph, schedule, 0)[OTHERS]
-        stop = n_before_optimizer(graph, schedule)
-        yield Allocation(
-            others_bytes, 0, stop if stop < len(schedule.ops) else None, (("step", 0, OTHERS),)
-        )
+        saved_bytes = simulate(graph, schedule).saved_bytes
+        by_op = enumerate(bytes_of_others(graph, schedule, saved_bytes))
+        for size_bytes, ops in itertools.groupby(by_op, key=lambda each: each[1]):
+            positions = [position for position, _ in ops]
+            stop = positions[-1] + 1
+            if size_bytes:
+                end = stop if stop < len(schedule.ops) else None
+                yield Allocation(size_bytes, positions[0], end, (("step", 0, OTHERS),))
     for position, op in enumerate(schedule.ops):
         if isinstance(op, Compute):
             frames = _frames(graph, schedule, position, "workspace")

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from solver.plan_analysis import ABOUT, copies
-from solver.reporting import copy_rows, rows, size_rows, verification_rows
+from solver.reporting import copy_rows, memory_rows, rows, size_rows, verification_rows
 from solver.reporting.report_data import Report
 
 STYLE_OF_STATUS = {"optimal": "bold green", "feasible": "bold cyan", "time_limit": "bold yellow"}
@@ -56,9 +56,9 @@ def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
     yield heading("Problem", report.problem)
     yield pairs(rows.request_rows(report))
     yield heading("Memory at the peak of the step")
-    yield _table(rows.memory_table(answer), console)
-    yield pairs(rows.peak_rows(answer))
-    if (by_dtype := rows.dtype_table(answer, least_share=NOTABLE_SHARE)) is not None:
+    yield _table(memory_rows.memory_table(answer), console)
+    yield pairs(memory_rows.peak_rows(answer))
+    if (by_dtype := memory_rows.dtype_table(answer, least_share=NOTABLE_SHARE)) is not None:
         yield heading("Activations at the peak by dtype")
         yield _table(by_dtype, console)
     if report.sizes is not None:

@@ -102,20 +102,15 @@ def _stays(
     graph: Graph, schedule: Schedule, comes: tuple[type, ...], goes: type
 ) -> Sequence[_Stay]:
     started: dict[str, int] = {}
-    stays = []
-
-    def end(storage: str, stop: int) -> None:
-        size_bytes = graph.tensor_by_name[storage].size_bytes
-        stays.append(_Stay(started.pop(storage), stop, size_bytes))
-
+    spans = []
     for position, op in enumerate(schedule.ops):
         if isinstance(op, comes):
             started[name_in(op)] = position
         elif isinstance(op, goes):
-            end(name_in(op), position)
-    for storage in tuple(started):
-        end(storage, len(schedule.ops))
-    return stays
+            spans.append((name_in(op), started.pop(name_in(op)), position))
+    spans += [(name, start, len(schedule.ops)) for name, start in started.items()]
+    sizes = graph.tensor_by_name
+    return [_Stay(start, stop, sizes[name].size_bytes) for name, start, stop in spans]
 
 
 def _packed(stays: Sequence[_Stay], align: int, rank: Callable[[_Stay], Any]) -> Sequence[int]:

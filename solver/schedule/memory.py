@@ -22,7 +22,7 @@ from solver.schedule.ops import (
     Schedule,
     Spill,
     Store,
-    n_before_optimizer,
+    bytes_of_others,
     name_in,
 )
 from solver.schedule.simulator import Simulation, Stay, starts_s, stays
@@ -37,7 +37,7 @@ CATEGORY_OF_KIND: Mapping[str, str] = {
     "tangent": "activations",
     "output": "activations",
 }
-OTHERS = "other micro-batches"
+OTHERS = "others in flight"
 """What those in flight hold beside this one."""
 CATEGORIES = (*dict.fromkeys(CATEGORY_OF_KIND.values()), "workspace")
 
@@ -56,8 +56,7 @@ def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[st
     for tensor in _storages_at(graph, schedule, position):
         parts[_category(graph, tensor)] += tensor.size_bytes
     if graph.n_in_flight > 1:
-        is_held = position is not None and position < n_before_optimizer(graph, schedule)
-        parts[OTHERS] = _others_bytes(graph, schedule) if is_held else 0
+        parts[OTHERS] = 0 if position is None else _others_bytes(graph, schedule)[position]
     return parts
 
 
@@ -94,10 +93,10 @@ def _category(graph: Graph, tensor: Tensor) -> str:
     return "workspace" if beside else CATEGORY_OF_KIND[tensor.kind]
 
 
-def _others_bytes(graph: Graph, schedule: Schedule) -> int:
-    """What the other micro-batches hold before the optimizer's step."""
+def _others_bytes(graph: Graph, schedule: Schedule) -> list[int]:
+    """By op, what the others in flight hold."""
     sizes = (graph.tensor_by_name[name].size_bytes for name in saved_for_backward(graph, schedule))
-    return (graph.n_in_flight - 1) * sum(sizes)
+    return bytes_of_others(graph, schedule, sum(sizes))
 
 
 def held_during(graph: Graph, schedule: Schedule, position: int | None) -> frozenset[str]:
@@ -181,10 +180,8 @@ def occupancy(graph: Graph, schedule: Schedule, *, places: Places | None = None)
     layers |= live_bytes_by(graph, schedule, lambda stay: str(stay.layer))
     layers["resident"] = (graph.resident_bytes,) * len(nodes)
     if graph.n_in_flight > 1:
-        before = schedule.ops[: n_before_optimizer(graph, schedule)]
-        n_before = sum(isinstance(op, Compute) for op in before)
-        held = (_others_bytes(graph, schedule),) * n_before
-        layers[OTHERS] = held + (0,) * (len(nodes) - n_before)
+        held = zip(schedule.ops, _others_bytes(graph, schedule), strict=True)
+        layers[OTHERS] = tuple(size for op, size in held if isinstance(op, Compute))
     layers["workspace"] = tuple(node.workspace_bytes for node in nodes)
     return Occupancy(nodes, starts_s(graph, schedule, places=places), layers)
 

@@ -29,6 +29,9 @@ def plan_line(
     if found.disk_peak_bytes:
         peaks += f" and {format_size(found.disk_peak_bytes)} on the disk"
     bound = format_share(solution.lower_bound_overhead)
-    ended = ", search ended by the time limit" if solution.timed_out else ""
+    ended = ""
+    if solution.timed_out:
+        limit = f"its share of the time limit of {format_time(solution.request.time_limit_s)}"
+        ended = f"; the search stopped at {limit}, so a faster plan may exist"
     time = f"time {format_share(solution.overhead)} (bound {bound})"
     return f"{name}: peak {peaks}, {time}, {how} in {took}{ended}"

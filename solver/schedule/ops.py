@@ -193,6 +193,36 @@ def n_before_optimizer(graph: Graph, schedule: Schedule) -> int:
     return schedule.ops.index(Compute(graph.nodes[graph.n_before_optimizer].name))
 
 
+def bytes_of_others(graph: Graph, schedule: Schedule, saved_bytes: int) -> list[int]:
+    """By op of a legal schedule: what the others in flight hold (`Graph.n_in_flight`).
+
+    Before the optimizer's first op each of them holds saved_bytes, what this schedule saves, or
+    `Graph.others_bytes`. Once the forward pass has ended this may also be a later backward pass,
+    with one less in flight, which finds on the device what the first one has not made yet.
+    """
+    n_others = graph.n_in_flight - 1
+    if not n_others:
+        return [0] * len(schedule.ops)
+    each_bytes = max(saved_bytes, graph.others_bytes)
+    n_missing, n_later = len(graph.forward_nodes), 0
+    later = (*graph.awaited_bytes, 0)
+    ran: set[str] = set()
+    awaited_bytes, found = 0, []
+    for op in schedule.ops:
+        if isinstance(op, Compute):
+            is_late = graph.node_by_name[op.node].phase != "forward"
+            if n_missing == len(ran):
+                awaited_bytes = later[n_later]
+            if is_late:
+                awaited_bytes += graph.summed_bytes[n_later]
+                n_later += 1
+            else:
+                ran.add(op.node)
+        found.append(n_others * each_bytes + max(0, awaited_bytes - each_bytes))
+    before = n_before_optimizer(graph, schedule)
+    return [*found[:before], *[0] * (len(found) - before)]
+
+
 def needs(graph: Graph, node: Node) -> tuple[str, ...]:
     """What must be live for the node to run: its inputs, and what it makes a view of.
 

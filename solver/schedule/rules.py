@@ -20,10 +20,11 @@
    overwritten. They are live again, and each is freed by itself.
 9. A node overwrites a storage only while the device has the only copy of it. So whatever is on the
    host or the disk is what the storage holds now: recomputing it gives the same bits.
-10. Of several micro-batches in flight (`Graph.n_in_flight`), each other one holds what the schedule
-   has on the device, beside what is resident, when the forward pass has ended: all forward nodes
-   have run, and nothing else was computed. It counts at every op before the optimizer's first.
-
+10. Of several in flight (`Graph.n_in_flight`), each other one holds what the schedule has on the
+   device, beside what is resident, when the forward pass has ended: all forward nodes have run, and
+   nothing else was computed. It counts at every op before the optimizer's first. Gradients that
+   add up over them (`Graph.accumulated`) count from then on where there are more of them
+   (`solver.schedule.ops.bytes_of_others`).
 11. What is in host memory for the whole step, the optimizer's state and parameters
    (`Graph.host_state_bytes`), is there from before the first op to the end. A node
    of the optimizer has all streams to itself then: it starts when the copies before it have ended,
@@ -43,17 +44,11 @@ from solver.schedule.ops import (
     Fetch,
     Free,
     Op,
-    Schedule,
     Store,
-    n_before_optimizer,
     needs,
     word_for,
 )
-from solver.schedule.simulation import (
-    IllegalScheduleError,
-    Layer,
-    Stay,
-)
+from solver.schedule.simulation import IllegalScheduleError, Layer, Stay
 from solver.schedule.streams import MoveError, Streams
 
 _LATE = ("backward", "optimizer")
@@ -102,15 +97,6 @@ class Device:
         if self._saved_bytes is None:
             return self.bytes - self.graph.resident_bytes
         return self._saved_bytes
-
-    def live_bytes_in_flight(self, schedule: Schedule) -> list[int]:
-        """`live_bytes` of the schedule that has run, with what the other micro-batches hold."""
-        others_bytes = (self.graph.n_in_flight - 1) * self.saved_bytes
-        if not others_bytes:
-            return self.live_bytes
-        before = n_before_optimizer(self.graph, schedule)
-        held = (live_bytes + others_bytes for live_bytes in self.live_bytes[:before])
-        return [*held, *self.live_bytes[before:]]
 
     def _illegal(self, reason: str) -> IllegalScheduleError:
         return IllegalScheduleError(len(self.live_bytes), reason)
@@ -176,8 +162,16 @@ class Device:
     def _compute(self, node: Node) -> int:
         allocated = 0
         replaced = 0
-        if self.streams is not None:
-            self._time(self.streams, node)
+        streams, root_of = self.streams, self.graph.root
+        if streams is not None:
+            if self.graph.host_state_bytes and node.phase == "optimizer":
+                streams.wait_for_all()
+            # It waits for what is being fetched; what it replaces is given up when it has run.
+            reads = map(root_of, needs(self.graph, node))
+            streams.compute(len(self.live_bytes), node.time_s, reads)
+            for name in node.outputs:
+                if name in self._live and root_of(name) == name:
+                    streams.leave_device(name)
         for name in node.outputs:
             tensor = self.graph.tensor_by_name[name]
             if tensor.alias_of is None:
@@ -190,12 +184,12 @@ class Device:
         for name in node.outputs:
             if name not in self._live:
                 self._live.add(name)
-                root = self.graph.root(name)
+                root = root_of(name)
                 self._holders[root] = self._holders.get(root, 0) + 1
         if node.name in self._ran:
             self.n_recomputed += 1
         if node.overwrites is not None:
-            root = self.graph.root(node.overwrites)
+            root = root_of(node.overwrites)
             self._overwritten.update((root, *self.graph.views[root]))
             self._overwritten.difference_update(node.outputs)
             if self._stays is not None and root in self._open_stays:  # from here on it is another's
@@ -204,17 +198,6 @@ class Device:
         self._ran.add(node.name)
         self.times_s.append(node.time_s)
         return during
-
-    def _time(self, streams: Streams, node: Node) -> None:
-        """It waits for what is being fetched; what it replaces is given up when it has run."""
-        root = self.graph.root
-        reads = (root(name) for name in needs(self.graph, node))
-        if self.graph.host_state_bytes and node.phase == "optimizer":
-            streams.wait_for_all()
-        streams.compute(len(self.live_bytes), node.time_s, reads)
-        for name in node.outputs:
-            if name in self._live and root(name) == name:
-                streams.leave_device(name)
 
     def _move(self, op: Op) -> int:
         """A copy to or from the host or the disk, or the end of one there."""

@@ -11,11 +11,12 @@ schedule fits does not depend on a time. How long it takes is for `solver.schedu
 from __future__ import annotations
 
 import math
+import operator
 from itertools import accumulate
 
 from graphs.graph import Graph
 from solver.schedule.host_and_disk import Link, Place, Places
-from solver.schedule.ops import Schedule
+from solver.schedule.ops import Schedule, bytes_of_others
 from solver.schedule.rules import Device
 from solver.schedule.simulation import IllegalScheduleError, Simulation, Stay
 from solver.schedule.streams import Event, Streams
@@ -28,7 +29,10 @@ def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) 
         compare `host_peak_bytes` and `disk_peak_bytes`.
     """
     device = _run(graph, schedule, places=places)
-    live_bytes = device.live_bytes_in_flight(schedule)
+    live_bytes = device.live_bytes
+    if graph.n_in_flight > 1:
+        others = bytes_of_others(graph, schedule, device.saved_bytes)
+        live_bytes = list(map(operator.add, live_bytes, others))
     peak_bytes = max(live_bytes, default=graph.resident_bytes)
     streams, compute_s = device.streams, math.fsum(device.times_s)
     time_s = compute_s if streams is None else streams.end_s(compute_s)

@@ -10,18 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from graphs.eager_memory import as_eager
 from graphs.files import Record, read_json, write_json
 from graphs.fsdp import sharding_words
-from graphs.graph import Graph
+from graphs.graph import Graph, as_eager
 from graphs.host_state import (
     optimizer_of,
     parameters_on_host,
     with_state_on_device,
     with_state_on_host,
 )
+from graphs.passes import passes_of
 from graphs.pipeline import pipeline_of
 from graphs.rewrites import Variants
+from graphs.zero import zero_words
 from solver.schedule.ops import Schedule, ops_from_json
 from solver.schedule.peak_memory import PeakMemory
 from solver.schedule.recompute import baseline as baseline_schedule
@@ -80,7 +81,7 @@ class Solution:
 
     @cached_property
     def unplanned(self) -> Graph:
-        """The plain step with what eager mode holds (`graphs.eager_memory`)."""
+        """The plain step with what eager mode holds (`graphs.graph`)."""
         return as_eager(self.plain)
 
     @cached_property
@@ -103,29 +104,27 @@ class Solution:
     def __repr__(self) -> str:
         """One line: what was asked, what was found, what is proven."""
         asked = f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
-        if words := sharding_words(self.graph.meta.environment):
+        environment = self.graph.meta.environment
+        if words := sharding_words(environment) or zero_words(environment):
             asked += f" {words}"
         if (pipeline := pipeline_of(self.graph.meta.environment)) is not None:
             asked += f", {pipeline.words}"
+        if (passes := passes_of(self.graph.meta.environment)).n > 1:
+            asked += f", {passes.words}"
         if self.simulation is None or self.overhead is None:
             return f"Solution({asked}: no schedule{self.obstacle_text})"
+        host, disk = self.simulation.host_peak_bytes, self.simulation.disk_peak_bytes
+        there = [f"{format_size(host)} on the host"] if host else []
+        there += [f"{format_size(disk)} on the disk"] if disk else []
+        copied = f"at most {', '.join(there)}; " if there else ""
         return (
             f"Solution({asked}: peak {format_size(self.simulation.peak_bytes)}, "
             f"without checkpointing {format_size(self.baseline.peak_bytes)}; "
-            f"{self._copied_text}"
+            f"{copied}"
             f"overhead {_plain(self.overhead)}, "
             f"proven at least {_plain(self.lower_bound_overhead)}; "
             f"{counted(self.simulation.n_recomputed, 'op')} recomputed)"
         )
-
-    @property
-    def _copied_text(self) -> str:
-        """ "at most 1.20 GB on the host, 3.00 GB on the disk; "; "" without copies."""
-        assert self.simulation is not None
-        host, disk = self.simulation.host_peak_bytes, self.simulation.disk_peak_bytes
-        there = [f"{format_size(host)} on the host"] if host else []
-        there += [f"{format_size(disk)} on the disk"] if disk else []
-        return f"at most {', '.join(there)}; " if there else ""
 
     @property
     def proven_infeasible(self) -> bool:
@@ -224,6 +223,10 @@ class Solution:
                 f"no schedule to save: the status is {self.status}{self.obstacle_text}"
             )
         loss, of_module = self.graph.loss_part(), self.graph.module_part()
+        away: dict[str, Any] = {}
+        if self.simulation.host_peak_bytes:
+            names = ("host_peak_bytes", "disk_peak_bytes", "stall_s")
+            away = {name: getattr(self.simulation, name) for name in names}
         value = {
             "format": FORMAT,
             "graph_id": self.schedule.graph_id,
@@ -234,7 +237,7 @@ class Solution:
             "time_s": self.simulation.time_s,
             "baseline_time_s": self.baseline.time_s,
             "baseline_peak_bytes": self.baseline.peak_bytes,
-            **self._away_to_json(self.simulation),
+            **away,
             "lower_bound_s": self.lower_bound_s,
             "rewrites": list(self.graph.meta.rewrites),
             "request": self.request.to_json(),
@@ -245,21 +248,16 @@ class Solution:
                 "parameter_forms": dict(self.graph.meta.parameter_forms),
                 "buffer_forms": dict(self.graph.meta.buffer_forms),
                 "input_forms": list(self.graph.meta.input_forms),
+                **(
+                    {"saved_bytes": self.simulation.saved_bytes}
+                    if self.graph.n_in_flight > 1
+                    else {}
+                ),
                 **({"loss_graph": {**loss.to_json(), "meta": {}}} if loss.nodes else {}),
             },
             "ops": self.schedule.ops_to_json(),
         }
         write_json(path, value)
-
-    @staticmethod
-    def _away_to_json(simulation: Simulation) -> dict[str, Any]:
-        if not simulation.host_peak_bytes:
-            return {}
-        return {
-            "host_peak_bytes": simulation.host_peak_bytes,
-            "disk_peak_bytes": simulation.disk_peak_bytes,
-            "stall_s": simulation.stall_s,
-        }
 
     @classmethod
     def load(cls, path: str | Path, *, graph: Graph | str | Path) -> Solution:

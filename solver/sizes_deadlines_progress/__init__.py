@@ -26,6 +26,7 @@ from solver.sizes_deadlines_progress.sizes import (
     CUDA_RESERVE_BYTES,
     BudgetError,
     Rates,
+    UnknownCapacityError,
     format_both,
     format_size,
     format_size_up,

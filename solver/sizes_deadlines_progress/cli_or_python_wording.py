@@ -10,6 +10,7 @@ class Reader:
     """saves: writes the schedule. in_16_bits: plans with mixed precision, as a request. longer: how
     to give a search more time. last_bits: lets rewrites change last bits. measured: plans with the
     workspace that operators take on this device. on_host: plans with parameters in host memory.
+    no_reserve: leaves the whole budget to the step.
     """
 
     saves: str
@@ -18,6 +19,7 @@ class Reader:
     last_bits: str
     measured: str
     on_host: str
+    no_reserve: str
 
 
 OF_THE_COMMAND = Reader(
@@ -27,6 +29,7 @@ OF_THE_COMMAND = Reader(
     last_bits="--rewrites allclose",
     measured="--costs measured",
     on_host="--host 64GB --parameters host",
+    no_reserve="--reserve 0",
 )
 IN_PYTHON = Reader(
     saves='solution.save("schedule.json")',
@@ -35,4 +38,5 @@ IN_PYTHON = Reader(
     last_bits='rewrites="allclose"',
     measured='costs="measured"',
     on_host='solve(..., host_budget="64GB", parameters="host")',
+    no_reserve="reserve=0",
 )

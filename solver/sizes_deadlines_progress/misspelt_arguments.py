@@ -10,6 +10,11 @@ from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+ELSEWHERE = {
+    ("fit", "parameters"): "plans with parameters in host memory are made by "
+    'solve(..., parameters="auto") and run by apply()'
+}
+"""By function and argument: what takes it instead."""
 
 
 def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -22,6 +27,8 @@ def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> No
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
+            if (function, name) in ELSEWHERE:
+                hint = f"; {ELSEWHERE[function, name]}"
             raise TypeError(f"{function}() takes no argument {name!r}{hint}")
 
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import TypeAlias
 
+from solver.sizes_deadlines_progress.cli_or_python_wording import IN_PYTHON, Reader
 from solver.sizes_deadlines_progress.format import counted
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -31,6 +32,10 @@ class BudgetError(ValueError):
     """A budget or reserve is invalid, or nothing fits it."""
 
 
+class UnknownCapacityError(BudgetError):
+    """A share of a device's memory, which is not known."""
+
+
 def parse_budget(
     budget: str | int | float,
     reserve: str | int | float | None = None,
@@ -38,12 +43,14 @@ def parse_budget(
     capacity_bytes: int | None = None,
     on_cuda: bool = False,
     resident_bytes: int = 0,
+    reader: Reader = IN_PYTHON,
 ) -> tuple[int, int]:
     """Bytes of the budget and of the reserve, the part of it that the step may not use.
 
     reserve: None: CUDA_RESERVE_BYTES for a step on CUDA, else 0.
     capacity_bytes: the device's memory, which percentages refer to.
     resident_bytes: of the step, to reject "16" where 16 GB was meant (`reject_missing_unit`).
+    reader: in whose words the error is.
 
     Raises BudgetError.
     """
@@ -57,8 +64,8 @@ def parse_budget(
     if reserve_bytes >= budget_bytes:
         raise BudgetError(
             f"the reserve of {format_both(reserve_bytes)} leaves nothing of the budget of "
-            f"{format_both(budget_bytes)}; give a larger budget or a smaller reserve: --reserve 0 "
-            "(in Python reserve=0) leaves all of it to the step, and nothing to the CUDA context"
+            f"{format_both(budget_bytes)}; give a larger budget or a smaller reserve: "
+            f"{reader.no_reserve} leaves all of it to the step, and nothing to the CUDA context"
         )
     return budget_bytes, reserve_bytes
 
@@ -76,7 +83,8 @@ def parse_size(
     "60%" is a share of `capacity_bytes`, the device's memory. `what` names the size in messages.
 
     Raises BudgetError for an invalid size, for less than `least_bytes`, for a percentage above 100
-    or of an unknown capacity, and for 0.85, which is a share of something.
+    (UnknownCapacityError for another one of an unknown capacity), and for 0.85, which is a share of
+    something.
     """
     shown = repr(text) if len(repr(text)) <= 40 else repr(text)[:37] + "..."
 
@@ -94,15 +102,16 @@ def parse_size(
         if isinstance(text, str) and capacity_bytes is None:
             right += " and name the device: --device h100, or in Python device='h100'"
         raise invalid(f"less than a byte; for a share of the device's memory write {right}")
+    if unit == "%" and amount > 100:
+        of = "" if capacity_bytes is None else f" ({format_both(capacity_bytes)})"
+        raise invalid(f"more than the device has{of}")
     if unit != "%":
         size_bytes = int(amount * _UNITS[unit])
     elif capacity_bytes is None:
-        raise invalid(
-            "the memory of the device is unknown; name a device (--device h100, or in Python "
-            "device='h100'), or give bytes"
+        raise UnknownCapacityError(
+            f"invalid {what} {shown}: the memory of the device is unknown; name a device "
+            "(--device h100, or in Python device='h100'), or give bytes"
         )
-    elif amount > 100:
-        raise invalid(f"more than the device has ({format_both(capacity_bytes)})")
     else:
         size_bytes = int(amount * capacity_bytes / 100)
     if size_bytes < least_bytes:
@@ -186,18 +195,18 @@ def parse_rates(given: Rates, *, what: str, example: str) -> tuple[float, float]
 
 
 SMALLEST_BARE_BYTES = 10**6
-"""A number without a unit below this, and too small for the step, was meant in another unit."""
+"""Text without a unit below this, and too small for the step, was meant in another unit."""
 
 
 def reject_missing_unit(text: object, *, resident_bytes: int, what: str = "budget") -> None:
     """Raise BudgetError for a budget of "16" where the resident tensors alone are larger.
 
-    Only for text without a unit and below SMALLEST_BARE_BYTES; other numbers are taken as bytes.
-    `what` names the budget in the message.
+    Only for text without a unit below SMALLEST_BARE_BYTES; numbers are bytes, as programs compute
+    them (1 asks for the least budget). `what` names the budget in the message.
     """
     if not isinstance(text, str) or not text.strip().isascii() or not text.strip().isdigit():
         return
-    size_bytes = parse_size(text)
+    size_bytes = int(text)
     if size_bytes < min(SMALLEST_BARE_BYTES, resident_bytes):
         raise BudgetError(
             f"invalid {what} {text!r}: {counted(size_bytes, 'byte')}, for a step whose parameters, "

@@ -9,6 +9,6 @@ from solver.solving.solve_request import (
     answer,
     attempt,
     explained,
-    without_rewrites,
+    for_stock_modules,
 )
 from solver.solving.state_choices import check_where, with_state_choices

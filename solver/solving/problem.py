@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.rewrites import Variants
-from solver.scheduler_runtime_bridge import PLAN_BY_SUBMODULES
 from solver.sizes_deadlines_progress import check_names
 
 if TYPE_CHECKING:
@@ -82,24 +81,17 @@ def traced_for_device(
     """What `traced(**options)` returns, with `device` and `costs` among them as words; the device
     that was named, and the costs (None: none were). Raises what it raises.
     """
-    from graphs.trace import TraceError
     from solver.device_and_costs import find_target
 
     options = dict(options)
     device, costs = options.pop("device", None), options.pop("costs", None)
     if device is None and isinstance(costs, str):
         device = next((parameter.device for parameter in model.parameters()), "cpu")
-    try:
-        if device is None:  # the device of the model, found and checked by trace
-            return traced(**options, costs=costs), None, costs
-        target = find_target(device, costs)
-        found, target = target.traced_with(
-            lambda to: traced(**options, device=to.torch_device, costs=to.costs)
-        )
-    except TraceError as error:
-        if error.runs_in_eager:
-            error.add_note(PLAN_BY_SUBMODULES)
-        raise
+    if device is None:  # the device of the model, found and checked by trace
+        return traced(**options, costs=costs), None, costs
+    found, target = find_target(device, costs).traced_with(
+        lambda to: traced(**options, device=to.torch_device, costs=to.costs)
+    )
     return found, target.hardware, target.costs
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from graphs.graph import Graph
-from graphs.rewrites import Variants
+from graphs.graph import Graph, warn
+from graphs.host_state import with_state_on_device
+from graphs.rewrites import Variants, is_stock
 from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
 from solver.methods import METHODS, find_obstacle, transferred
 from solver.schedule import (
@@ -114,8 +114,12 @@ def _attempt(
     ranked = _ranked(variants.planned, request, deadline)
     answers: list[Solution] = []
     for index, (graph, bound_s) in enumerate(ranked, 1):
-        if answers and not _may_improve(bound_s, _fastest(answers)):
-            continue
+        if answers:
+            best = _fastest(answers)
+            # one that is as fast is better where the best takes more than no plan at all
+            may_tie = bound_s == _time_s(best) and _excess_bytes(best) > 0
+            if bound_s >= _time_s(best) and not may_tie:
+                continue
         known = [s for s in starts if s.graph_id == graph.graph_id]
         if method.takes_starts:
             known += [transferred(graph, a.schedule) for a in answers if a.schedule is not None]
@@ -168,12 +172,6 @@ def _quick_bound_s(graph: Graph, request: Request, deadline: Deadline) -> float:
 
 def _time_s(answer: Solution) -> float:
     return math.inf if answer.simulation is None else answer.simulation.time_s
-
-
-def _may_improve(bound_s: float, best: Solution) -> bool:
-    """Whether a variant with this bound may be better. One that is as fast is, where the best takes
-    more than no plan at all."""
-    return bound_s < _time_s(best) or (bound_s == _time_s(best) and _excess_bytes(best) > 0)
 
 
 def _excess_bytes(answer: Solution) -> int:
@@ -267,10 +265,9 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
             reason = copy_layout(graph, schedule, places).excess(places)
         if not reason:
             return simulation
-    warnings.warn(
+    warn(
         f"method {request.method} proposed a schedule that does not count ({reason}); "
-        "please report this as a bug",
-        stacklevel=3,
+        "please report this as a bug"
     )
     return None
 
@@ -321,21 +318,43 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
     return found.with_bound(solution.lower_bound_s)
 
 
-def without_rewrites(solution: Solution) -> Solution:
-    """The plan itself if its step is the plain one, else a plan of the plain step.
-
-    For whatever runs PyTorch's own operators: it answers the same request, with the optimizer's
-    state on the device, and may find nothing.
+def for_stock_modules(solution: Solution) -> Iterator[Solution]:
+    """Answers to the same request whose steps PyTorch's own modules can run, with the optimizer's
+    state on the device: the plan itself if it is of such a step, else the best; then that of each
+    other such step. They may have no schedule.
 
     Raises NoPlainStepError for a graph that was made by rewrites and is all that is known.
     """
-    if not solution.graph.meta.rewrites and not solution.graph.host_state_bytes:
-        return solution
-    if made_with := solution.plain.meta.rewrites:
-        raise NoPlainStepError(
-            f"the graph of this plan was made with {', '.join(made_with)}, and the plain step, "
-            "which PyTorch runs, is not in the file; plan again from the model, with "
-            'rewrites="none"'
-        )
     request = dataclasses.replace(solution.request, optimizer_state="device", parameters="device")
-    return answer(solution.plain, request)
+    steps = _stock_steps(solution)
+    first = solution
+    if not is_stock(solution.graph.meta.rewrites) or solution.graph.host_state_bytes:
+        if not steps:
+            made_with = ", ".join(solution.plain.meta.rewrites)
+            raise NoPlainStepError(
+                f"the graph of this plan was made with {made_with}, and the plain step, which "
+                "PyTorch runs, is not in the file; plan again from the model, with "
+                'rewrites="none"'
+            )
+        first = answer(Variants(solution.plain, steps), request)
+    yield first
+    for step in steps:
+        if step.graph_id != first.graph.graph_id:
+            yield answer(Variants(solution.plain, (step,)), request)
+
+
+def _stock_steps(solution: Solution) -> tuple[Graph, ...]:
+    """The plain step and the variants of it that stock modules can run, all sharded as the plan's
+    is; (): the plain step is not known."""
+    if solution.plain.meta.rewrites:
+        return ()
+    others: tuple[Graph, ...] = ()
+    if (known := solution.variants) is not None:
+        others = known.planned if known.stock is None else known.stock.graphs
+    sharding = solution.graph.meta.environment.get("sharding")
+    stock = (
+        with_state_on_device(graph)
+        for graph in (solution.plain, *others)
+        if is_stock(graph.meta.rewrites) and graph.meta.environment.get("sharding") == sharding
+    )
+    return tuple({graph.graph_id: graph for graph in stock}.values())

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from benchmarks import (
-    deep_chains,
     harness,
     offload,
     peers,
@@ -128,15 +127,6 @@ def test_what_pytorchs_partitioner_saves_is_simulated() -> None:
         assert tight is not None
         assert 0.0 <= roomy <= tight
         assert peers.best_overhead(step.graph, simulations, budget_bytes=1) is None
-
-
-@pytest.mark.slow
-def test_a_deep_chain_is_planned_beside_the_exact_chain_program() -> None:
-    row = deep_chains.measure(residual(n_blocks=60), share=0.2, limit_s=20.0)
-    ours, exact = row["auto"], row["chain"]
-    assert ours["peak_bytes"] <= row["budget_bytes"]
-    assert exact["n_blocks"] >= 60
-    assert ours["bound"] - 1e-9 <= ours["overhead"] <= exact["overhead"]
 
 
 def test_offload_measures_and_names_its_misses() -> None:

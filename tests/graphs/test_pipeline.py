@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B as Interleaved
 
 from graphs import Pipeline, PipelineError
+from graphs.fsdp import Sharding, ShardingError
 from graphs.graph import Graph
 from graphs.pipeline import pipeline_of
 from graphs.trace import trace
@@ -98,11 +100,14 @@ def test_interleaved_micro_batches_in_flight_are_those_of_the_schedule_of_torch(
         ({"n_microbatches": 0}, "n_microbatches is 0; a whole number of at least 1"),
         ({"n_microbatches": 2.0}, "n_microbatches is 2.0"),
         ({"n_stages": 0}, "n_stages is 0"),
-        ({"stage": 4}, "stage is 4, of 4 stages; from 0 to 3"),
+        ({"stage": 4}, "stage is 4 of 4 stages; give 0 to 3"),
         ({"stage": -1}, "stage is -1"),
         ({"schedule": "zb"}, "schedule is 'zb'; one of 1f1b, gpipe, interleaved"),
         ({"stages_per_rank": 2}, "only schedule='interleaved'"),
-        ({"schedule": "interleaved", "stages_per_rank": 3}, "4 stages cannot be 3 on each rank"),
+        (
+            {"schedule": "interleaved", "stages_per_rank": 3},
+            "4 stages cannot be divided into 3 per rank",
+        ),
     ],
 )
 def test_what_is_no_place_in_a_pipeline_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -119,11 +124,13 @@ def test_what_is_no_stage_is_refused() -> None:
         trace(stage(), x, loss=lambda output, _: output.sum(), pipeline=middle)
     with pytest.raises(PipelineError, match="GELU has no parameters"):
         trace(nn.GELU(), x, pipeline=middle)
-    with pytest.raises(PipelineError, match="fsdp and pipeline"):
-        trace(stage(), x, pipeline=middle, fsdp=2)
+    with pytest.raises(ShardingError, match="give reshard_after_forward=False"):
+        trace(stage(), x, pipeline=middle, fsdp=Sharding(2))
+    with pytest.raises(ShardingError, match="use '1f1b' or 'gpipe'"):
+        trace(stage(), x, pipeline=Pipeline(1, 4, 4, "interleaved", 2), fsdp=2)
     with pytest.raises(ValueError, match="returns no tensor that requires a gradient"):
         trace(stage().requires_grad_(False), batch(requires_grad=False), pipeline=Pipeline(0, 4, 8))
-    with pytest.raises(ValueError, match="not planned for a stage with 3 micro-batches"):
+    with pytest.raises(ValueError, match="not planned for a step with 3 micro-batches"):
         solve(stage(), x, budget="1GB", pipeline=middle, host_budget="1GB", host_link="1GB/s")
     assert trace(stage(), x, loss=lambda output, _: output.sum(), pipeline=last).n_in_flight == 1
 
@@ -148,6 +155,16 @@ def test_what_stands_beside_the_step() -> None:
     assert resident_bytes(last) == {
         "inputs": 7 * one_bytes, "losses": 7 * 4, "sent_gradients": one_bytes
     }  # fmt: skip
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target)  # saves what log_softmax makes, as large as logits
+
+    target = torch.zeros(8, dtype=torch.long, device="meta")
+    options = {"inputs": lambda pair: pair[0], "loss": lambda output, pair: loss(output, pair[1])}
+    for schedule, n_others in (("1f1b", 0), ("gpipe", 7)):
+        last = trace(stage(), (x, target), pipeline=Pipeline(3, 4, 8, schedule), **options)
+        found = resident_bytes(last).get("saved_by_loss", 0)
+        assert n_others * one_bytes <= found <= n_others * (one_bytes + 8), (schedule, found)
     interleaved = Pipeline(1, 4, 8, "interleaved", 2)
     found = resident_bytes(trace(stage(), x, pipeline=interleaved, optimizer=torch.optim.Adam))
     state_bytes = 2 * (WIDTH + 1) * WIDTH * 4
@@ -173,7 +190,7 @@ def test_the_report_and_the_files_say_it(tmp_path, capsys) -> None:
     printed = " ".join(capsys.readouterr().out.split())
     assert "pipeline stage 1 of 4, 1f1b, 8 micro-batches; 3 micro-batches in flight" in printed
     assert "for backward per micro-batch in flight" in printed
-    assert "other micro-batches" in printed
+    assert "others in flight" in printed
     solution.save(tmp_path / "schedule.json")
     solution.graph.save(tmp_path / "graph.json")
     loaded = Solution.load(tmp_path / "schedule.json", graph=tmp_path / "graph.json")
@@ -197,5 +214,5 @@ def test_what_stands_beside_a_stage_has_the_dtype_of_its_outputs(
     )
     report(solution)
     shown = capsys.readouterr().out
-    assert "other micro-batches" in shown
+    assert "others in flight" in shown
     assert "unknown" not in shown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +16,14 @@ from torch.nn import functional
 
 from graphs.graph import Graph
 from graphs.trace import trace
-from scheduler_runtime import PlanMismatchError, ReplanError, apply, remove
+from scheduler_runtime import apply, remove
 from scheduler_runtime.measuring import measure
 from solver.methods.registry import METHODS
 from solver.schedule.ops import free_after_last_use
 from solver.schedule.recompute import baseline, keep, keep_order, missing_computes
 from solver.schedule.simulator import IllegalScheduleError, simulate
-from solver.schedule.solution import Request, Solution
-from solver.solving import answer, solve
+from solver.schedule.solution import Request
+from solver.solving import answer
 from tests.support.models import Classifier, TiedLanguageModel
 from tests.support.same_bits import (
     MODELS,
@@ -36,7 +35,7 @@ from tests.support.same_bits import (
 )
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("gradients", ["fresh", "accumulate"])
 def test_keeping_nothing_gives_the_same_bits(make: Any, gradients: str) -> None:
@@ -47,7 +46,7 @@ def test_keeping_nothing_gives_the_same_bits(make: Any, gradients: str) -> None:
     assert_same_bits(model, planned, batch, getattr(make, "loss", None))
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_sets_of_kept_tensors_give_the_same_bits(make: Any, seed: int) -> None:
@@ -58,7 +57,7 @@ def test_random_sets_of_kept_tensors_give_the_same_bits(make: Any, seed: int) ->
     assert_same_bits(model, planned, batch, getattr(make, "loss", None))
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("make", MODELS)
 def test_recomputing_again_and_again_gives_the_same_bits(make: Any) -> None:
     """Nothing made again is held: every later op makes all that it reads anew."""
@@ -99,7 +98,7 @@ class Tower(nn.Module):
         return torch.randn(512, 16)
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_same_bits(method: str) -> None:
     model, batch, graph = traced(Tower)
@@ -238,29 +237,6 @@ def test_copies_of_a_planned_module_run_by_themselves() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_another_shape_is_refused_by_name() -> None:
-    model, batch, _ = planned_language_model()
-    with pytest.raises(PlanMismatchError, match=r"has shape \[6, 10\], planned for \[3, 10\]"):
-        model(batch.repeat(2, 1))
-
-
-def test_another_model_is_refused() -> None:
-    _, batch, graph = traced(TiedLanguageModel)
-    other = TiedLanguageModel(n_layers=3)
-    apply(other, solution_of(graph, baseline(graph)))
-    with pytest.raises(PlanMismatchError, match="does not fit this call of TiedLanguageModel"):
-        other(batch)
-
-
-def test_autocast_that_was_not_planned_is_refused() -> None:
-    model, batch, _ = planned_language_model()
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(PlanMismatchError, match="autocast: bfloat16, planned without"),
-    ):
-        model(batch)
-
-
 class MomentumEncoder(nn.Module):
     """Its second tower is an average of the first, updated in forward."""
 
@@ -289,94 +265,6 @@ def test_frozen_parameters_that_forward_updates() -> None:
         expected, got = one_step(model, batch, seed), one_step(planned, batch, seed)
         assert all(a is b or torch.equal(a, b) for a, b in zip(expected, got, strict=True))
         assert_equal(model.parameters(), planned.parameters())
-
-
-def test_replan_makes_a_plan_for_the_new_shape() -> None:
-    torch.manual_seed(0)
-    model = TiedLanguageModel()
-    batch = model.batch()
-    optimizer = torch.optim.AdamW(model.parameters())
-    solution = solve(model, batch, budget=10**6, optimizer=optimizer)
-    plain = copy.deepcopy(model)
-    apply(model, solution, on_mismatch="replan")
-    for each in (batch, batch[:2], batch[:, :7], batch):
-        expected, got = one_step(plain, each, 0), one_step(model, each, 0)
-        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-
-
-@pytest.mark.slow
-def test_replan_says_when_nothing_fits() -> None:
-    model = TiedLanguageModel()
-    batch = model.batch()
-    graph = trace(model, batch)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    solution = solve(model, batch, budget=peak_bytes)
-    apply(model, solution, on_mismatch="replan")
-    with pytest.raises(ReplanError, match="no schedule for it fits"):
-        model(batch.repeat(50, 1))
-
-
-def planned_classifier(**options: Any) -> tuple[nn.Module, nn.Module, Solution]:
-    torch.manual_seed(0)
-    model, batch = Classifier(), Classifier.batch()
-    peak_bytes = solve(model, batch, budget="1GB", loss=model.loss).baseline.peak_bytes
-    solution = solve(model, batch, budget=peak_bytes, loss=model.loss)
-    return model, apply(copy.deepcopy(model), solution, **options), solution
-
-
-def test_replan_with_a_loss_outside_for_a_smaller_batch() -> None:
-    """The loss counts as it was planned, so the step stays within the budget."""
-    model, planned, solution = planned_classifier(on_mismatch="replan")
-    x, label = model.batch()
-    for n_rows in (7, 3, 1):
-        assert_same_bits(model, planned, (x[:n_rows], label[:n_rows]), Classifier.loss)
-    measured = measure(planned, (x[:3], label[:3]), loss=Classifier.loss)
-    assert measured.peak_bytes <= solution.request.available_bytes
-
-
-def test_replan_with_a_loss_outside_for_a_larger_batch_is_refused() -> None:
-    _, planned, _ = planned_classifier(on_mismatch="replan")
-    x, label = Classifier.batch()
-    with pytest.raises(ReplanError, match=r"the loss is computed outside.*other_plan"):
-        planned(torch.cat([x, x]), torch.cat([label, label]))
-
-
-def test_replan_from_a_file_knows_the_loss(tmp_path: Path) -> None:
-    model, _, solution = planned_classifier()
-    path = tmp_path / "schedule.json"
-    solution.save(path)
-    planned = apply(copy.deepcopy(model), path, on_mismatch="replan")
-    x, label = model.batch()
-    assert_same_bits(model, planned, (x[:3], label[:3]), Classifier.loss)
-    measured = measure(planned, (x[:3], label[:3]), loss=Classifier.loss)
-    assert measured.peak_bytes <= solution.request.available_bytes
-    saved = json.loads(path.read_text())
-    del saved["environment"]["loss_graph"]  # as earlier versions wrote it
-    path.write_text(json.dumps(saved))
-    apply(model, path, on_mismatch="replan")
-    with pytest.raises(ReplanError, match="this schedule file does not contain the loss"):
-        model(x[:3], label[:3])
-
-
-def test_several_plans_for_batches_of_several_shapes() -> None:
-    model, _, first = planned_classifier()
-    x, label = model.batch()
-    larger = torch.cat([x, x]), torch.cat([label, label])
-    second = solve(model, larger, budget=10**6, loss=model.loss)
-    planned = apply(copy.deepcopy(model), [first, second])
-    for batch in ((x, label), larger, (x, label)):
-        assert_same_bits(model, planned, batch, Classifier.loss)
-    with pytest.raises(PlanMismatchError, match="has shape"):
-        planned(*(torch.cat([each, each]) for each in larger))
-
-
-def test_plans_of_different_steps_are_refused() -> None:
-    model, _, first = planned_classifier()
-    summed = solve(model, model.batch(), budget=10**6, loss=model.loss, gradients="accumulate")
-    with pytest.raises(ValueError, match="gradients is"):
-        apply(model, [first, summed])
-    with pytest.raises(ValueError, match="the list is empty"):
-        apply(model, [])
 
 
 def test_a_second_backward_is_refused() -> None:
@@ -423,6 +311,7 @@ def test_a_solution_without_schedule_cannot_be_applied() -> None:
         apply(TiedLanguageModel(), nothing)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("wrap", [lambda m: nn.Sequential(m), lambda m: m])
 def test_a_planned_module_inside_another(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model, batch, _ = planned_language_model()
@@ -481,43 +370,6 @@ def test_differentiating_twice_is_refused() -> None:
     loss = planned(x)["loss"]
     with pytest.raises(RuntimeError, match="can be differentiated once"):
         torch.autograd.grad(loss, x, create_graph=True)
-
-
-def test_calls_that_differ_in_where_nothing_stands() -> None:
-    plain, planned, x = planned_linear()
-    for args in ((x, None, 2.0), (x, 2.0, None), (x,)):
-        assert torch.equal(plain(*args)["loss"], planned(*args)["loss"])
-
-
-class _Named(nn.Module):
-    """Named arguments in any order are one call; what comes as **kwargs is read in its order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: torch.Tensor, y: Any = None, **more: torch.Tensor) -> torch.Tensor:
-        joined = torch.stack([x - y, *more.values()])
-        return (torch.sigmoid(joined * self.weight) * torch.arange(len(joined))[:, None]).sum()
-
-
-def test_named_arguments_in_another_order_are_the_same_call() -> None:
-    x, y, p, q = torch.randn(4, 8)
-    planned = _Named()
-    apply(planned, solve(planned, {"x": x, "y": y, "p": p, "q": q}, budget="1MB"))
-    expected = _Named()(p=p, q=q, y=y, x=x)
-    assert torch.equal(planned(p=p, q=q, y=y, x=x), expected)
-    assert torch.equal(planned(x=x, p=p, y=y, q=q), expected)
-    turned = planned(x=x, y=y, q=q, p=p)
-    assert torch.equal(turned, _Named()(x=x, y=y, q=q, p=p))
-    assert not torch.equal(turned, expected)
-
-
-def test_a_changed_attribute_is_another_program() -> None:
-    plain, planned, x = planned_linear()
-    for scale in (1.0, 3.0):
-        plain.scale = planned.scale = scale
-        assert torch.equal(plain(x)["loss"], planned(x)["loss"])
 
 
 class _Buffered(nn.Module):

@@ -11,6 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from checkpoint_solver import remove, solve, trace
 from checkpoint_solver.export import ExportError, to_saved_tensors_hooks, to_torch_checkpoint
@@ -143,3 +149,31 @@ def test_what_is_refused() -> None:
     model.layers = model.layers[:2]
     with pytest.raises(CountMismatchError, match="runs a different program"):
         model(batch())
+
+
+def test_torchs_policy_of_offload_recomputes() -> None:
+    """Why no plan is exported to it: one product forward, another of its gradient, and it again."""
+    weight, calls = torch.randn(8, 8, requires_grad=True), []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.extend([op] if op is torch.ops.aten.mm.default else [])
+            return op(*args, **(kwargs or {}))
+
+    def n_products(policy: CheckpointPolicy) -> int:
+        def decide(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return policy if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+        calls.clear()
+        with Products():
+            found = checkpoint(
+                lambda x: torch.sigmoid(torch.mm(x, weight)).sin(),
+                torch.randn(8, 8),
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(decide),
+            )
+            found.sum().backward()
+        return len(calls)
+
+    assert n_products(CheckpointPolicy.MUST_SAVE) == 2
+    assert n_products(CheckpointPolicy.MUST_CPU_OFFLOAD) == 3

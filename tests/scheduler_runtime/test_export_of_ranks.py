@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.export_loss import MODELS, sharded
 from graphs.costs import Roofline
-from graphs.fake_mesh import fake_mesh
 from graphs.graph import Graph
-from graphs.hardware import named
-from graphs.links import is_collective
-from graphs.trace import trace
+from graphs.hardware import is_collective, named
+from graphs.trace import fake_mesh, trace
 from scheduler_runtime.execute.unread_results import Unread
 from scheduler_runtime.export import Export, to_torch_checkpoint
 from solver.methods import find_obstacle

@@ -17,7 +17,8 @@ from graphs.trace import trace
 from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from scheduler_runtime.measuring import measure
 from solver import solve
-from tests.scheduler_runtime.test_export import put, regions_by_chance
+from tests.scheduler_runtime.test_export import put
+from tests.scheduler_runtime.test_export_regions import regions_by_chance
 from tests.support.same_bits import assert_same_bits
 
 N_ROWS, WIDTH, DEPTH = 512, 64, 4

@@ -45,6 +45,7 @@ def name_in(graph: Any) -> str:
     return str(graph.meta.environment["optimizer"]["name"])
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("form", FORMS)
 def test_solve_verify_and_measure(form: str) -> None:
     model = Net()
@@ -56,6 +57,7 @@ def test_solve_verify_and_measure(form: str) -> None:
     assert measure(model, batch(), optimizer=FORMS[form](model), n_steps=1).peak_bytes > 0
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("form", FORMS)
 def test_fit(form: str) -> None:
     model = Net()

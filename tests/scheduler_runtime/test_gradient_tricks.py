@@ -86,8 +86,9 @@ def test_same_as_eager_mode(name: str, inside: bool) -> None:
     assert n_run >= 1
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["model", "submodule"])
+@pytest.mark.slow(sample=9)
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("inside", [False, True], ids=["model", "submodule"])
 def test_refused_with_the_line(name: str, inside: bool) -> None:
     trick, why = REFUSED[name]
     model = TrickyNet(trick, inside=inside)

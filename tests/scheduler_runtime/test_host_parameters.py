@@ -23,11 +23,10 @@ from checkpoint_solver import (
     solve,
     verify,
 )
-from graphs import parameter_loads
+from graphs.host_state import parameter_loads
 from graphs.training_step import state_buckets
-from scheduler_runtime.applying import _on_host
-from scheduler_runtime.host_parameters import _OF_MODEL, HostParameters
-from scheduler_runtime.host_state import host_blocks
+from scheduler_runtime.host_memory import host_blocks, hosted_parameters
+from scheduler_runtime.host_memory.parameters import _OF_MODEL, HostParameters
 from scheduler_runtime.measuring import measure
 from scheduler_runtime.planned import Plan
 from solver.schedule import Link, Place, Places, Solution, Store, keep, simulate
@@ -288,7 +287,7 @@ def test_without_its_value_a_parameter_is_not_a_number() -> None:
 def test_what_a_plan_refuses() -> None:
     solution, model = planned(), Net()
     with pytest.raises(ValueError, match="fixed addresses"):
-        _on_host(model, [Plan.of(solution)], cuda_graph=True)
+        hosted_parameters(model, [Plan.of(solution)], cuda_graph=True)
     other = planned(budget="10GB", optimizer_state="host", parameters="device")
     with pytest.raises(ValueError, match="different parameters in host memory"):
         apply(model, [solution, other], optimizer=adamw(model.parameters()))

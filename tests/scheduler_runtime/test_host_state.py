@@ -18,7 +18,7 @@ from torch import nn, optim
 from graphs.costs import default_costs
 from graphs.host_state import StateBucket, streamed_workspace_bytes
 from graphs.training_step import optimizer_costs, state_buckets
-from scheduler_runtime.host_state import bring_back, host_blocks, keep_on_host
+from scheduler_runtime.host_memory import bring_back, host_blocks, keep_on_host
 from scheduler_runtime.measuring import bytes_of, peak_above_bytes, resident_tensors
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def on_host(optimizer: optim.Optimizer) -> list[bool]:
     ]
 
 
-@pytest.mark.slow(sample=10)
+@pytest.mark.slow(sample=5)
 @pytest.mark.parametrize(("make", "options"), CASES)
 @pytest.mark.parametrize("n_parameters", [(8,), (1, 3, 4), (1,) * 8])
 def test_the_same_bits(
@@ -123,7 +123,7 @@ def test_the_same_bits(
         assert all(on_host(optimizer))
 
 
-@pytest.mark.slow(sample=8)
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_a_step_takes_what_is_planned(
     make: type[optim.Optimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-import graphs.trace
+import graphs.trace.module_step as tracing
 from scheduler_runtime import PlanMismatchError, apply, remove
 from solver import Solution, solve
 from solver.solving import answer
@@ -61,13 +61,13 @@ def world() -> Iterator[None]:
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were traced."""
     found: list[nn.Module] = []
-    capture = graphs.trace.capture
+    capture = tracing.capture
 
     def counted(model: nn.Module, *args: Any, **options: Any) -> Any:
         found.append(model)
         return capture(model, *args, **options)
 
-    monkeypatch.setattr(graphs.trace, "capture", counted)
+    monkeypatch.setattr(tracing, "capture", counted)
     return found
 
 
@@ -176,7 +176,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 """Of the module, or of what only a new trace sees."""
 
 
-@pytest.mark.slow(sample=7)
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_has_changed_meanwhile_is_traced(change: str, traces) -> None:
     model, plain = Net(), Net()
@@ -211,6 +211,7 @@ def strided() -> tuple[torch.Tensor, torch.Tensor]:
     return x.t().contiguous().t(), mask
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("other", [other_mask, input_gradient, shorter, strided])
 def test_another_kind_of_call_is_traced(other, traces) -> None:
     model, plain = Net(), Net()
@@ -235,6 +236,7 @@ def test_another_model_is_traced(traces) -> None:
     assert traces[1:] == [model]
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_a_copied_solution_leaves_the_program_behind(copied, traces) -> None:
     model, plain = Net(), Net()
@@ -362,6 +364,7 @@ def of_number(model: ByNumber, amount: float, given: Any) -> list[torch.Tensor]:
     return trained(model, given)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", BACKWARD)
 def test_a_number_of_the_backward_pass_alone_that_changes_before_training(name: str) -> None:
     model, plain, given = ByNumber(name), ByNumber(name), batch()[:1]

@@ -88,6 +88,7 @@ def test_each_choice_has_a_plan_and_the_bits_of_plain_training(how: str) -> None
     assert len(plans_of(fitted)) == n_plans
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("how", ["scalar", "large"])
 def test_a_step_draws_once_more_however_many_plans_there_are(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +137,7 @@ class Reading(nn.Module):
     "decide",
     [
         lambda x: (torch.poisson(x.abs() * 20), torch.rand([]))[1] < 0.5,  # how many it draws
+        lambda x: (torch.multinomial(x.softmax(-1), 2), torch.rand([]))[1] < 0.5,  # the same
         lambda x: torch.bernoulli(x.sigmoid().mean()) == 1.0,
         lambda x: nn.functional.dropout(x).sum() > 0,
         lambda _: torch.empty(()).bernoulli_(torch.tensor(0.6)) == 1.0,

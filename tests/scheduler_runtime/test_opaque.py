@@ -104,7 +104,8 @@ def test_half_of_the_activations(name: str) -> None:
 def test_a_part_is_recomputed_whole_with_the_same_random_numbers() -> None:
     plain, batch = network("LayerDrop")
     model = copy.deepcopy(plain)
-    least = solve(model, batch, budget=1, optimizer=ADAMW).obstacle.reached_bytes
+    resident = solve(model, batch, budget="1GB", optimizer=ADAMW).graph.resident_bytes
+    least = solve(model, batch, budget=resident + 1, optimizer=ADAMW).obstacle.reached_bytes
     solution = solve(model, batch, budget=least, optimizer=ADAMW)
     order = solution.schedule.order
     assert any(order.count(name) > 1 for name in opaque_nodes(solution))
@@ -336,6 +337,12 @@ def test_a_model_without_values_is_refused_as_before() -> None:
         model = Network(Experts, n_blocks=1)
         batch = torch.zeros(64, dtype=torch.long)
     with pytest.raises(TraceError, match="reads values that the step computes"):
+        trace(model, batch)
+
+
+def test_a_part_is_not_measured_under_another_profiler() -> None:
+    model, batch = network("branch", n_blocks=1)
+    with torch.autograd.profiler.profile(), pytest.raises(TraceError, match="profiler, and one is"):
         trace(model, batch)
 
 

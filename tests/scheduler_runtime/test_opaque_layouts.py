@@ -66,9 +66,10 @@ def two_steps(model: nn.Module, batch: Tensor, *, fitted: bool = False) -> list[
     return found
 
 
-@pytest.mark.parametrize("fitted", [True, False])
-@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("part", [Lstm, Transposing])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("fitted", [True, False])
 def test_input_gradients_that_are_not_contiguous(
     part: Callable[[], nn.Module], residual: bool, fitted: bool
 ) -> None:
@@ -102,6 +103,7 @@ class Across(nn.Module):
         return self.after(y.transpose(1, 2)).square().mean()
 
 
+@pytest.mark.slow
 def test_output_gradients_that_are_not_contiguous() -> None:
     torch.manual_seed(0)
     plain, batch = Across(), torch.randn(4, 33, WIDTH)

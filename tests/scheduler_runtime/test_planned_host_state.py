@@ -15,8 +15,7 @@ from torch import nn, optim
 
 from checkpoint_solver import FitError, apply, fit, plans_of, remove, solve
 from graphs.training_step import state_buckets
-from scheduler_runtime import host_state
-from scheduler_runtime.host_state import host_blocks
+from scheduler_runtime.host_memory import host_blocks, optimizer_state
 from scheduler_runtime.measuring import measure
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import BudgetError
@@ -300,14 +299,14 @@ def test_no_room_to_bring_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     apply(model, planned(), optimizer=optimizer)
     train(plain, without, 64)
     train(model, optimizer, 64)
-    fetch, n_fetched = host_state._Bucket.fetch, iter(range(3))
+    fetch, n_fetched = optimizer_state._Bucket.fetch, iter(range(3))
 
     def short(*arguments: Any) -> None:
         if next(n_fetched, None) is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         fetch(*arguments)
 
-    monkeypatch.setattr(host_state._Bucket, "fetch", short)
+    monkeypatch.setattr(optimizer_state._Bucket, "fetch", short)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         remove(model)
     assert "still in host memory, all of it" in caught.value.__notes__[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from graphs.graph import Graph
-from graphs.rewrites import row_chunks
+from graphs.rewrites import chunk_sizes
 from graphs.trace import trace
 from scheduler_runtime import PlanMismatchError, apply
 from scheduler_runtime.export import ExportError, to_torch_checkpoint
@@ -19,14 +20,14 @@ from solver.methods import METHODS, find_obstacle
 from solver.reporting.report_data import rewritten, step_notes
 from solver.schedule import Solution
 from solver.schedule.simulation import OtherGraphError
-from solver.solving import NoPlainStepError, without_rewrites
+from solver.solving import NoPlainStepError, for_stock_modules
 from tests.support.command import failed
 from tests.support.models import LanguageHead
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(chunk_sizes, "LEAST_ELEMENTS", 1)
 
 
 BATCH = torch.randn(512, 8), torch.randint(0, 1024, (512,))
@@ -58,6 +59,7 @@ def test_a_chunked_plan_keeps_the_baseline_of_the_plain_step(tmp_path: Path) -> 
     assert rewritten(loaded) == dataclasses.replace(changed, saved_bytes=())  # one graph is known
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("with_graph", [True, False])
 def test_a_plan_whose_rewrite_the_step_does_not_allow_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_graph: bool
@@ -66,11 +68,18 @@ def test_a_plan_whose_rewrite_the_step_does_not_allow_says_so(
     reloaded(chunked_plan(LanguageHead()), tmp_path)
     path = tmp_path / "schedule.json"
     plan = Solution.load(path, graph=tmp_path / "graph.json") if with_graph else path
-    monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 2**20)
+    monkeypatch.setattr(chunk_sizes, "LEAST_ELEMENTS", 2**20)
     model = LanguageHead()
     apply(model, plan)
     with pytest.raises(PlanMismatchError, match=r"made with chunked_loss.* no loss that can be"):
         model(*BATCH)
+
+
+def test_a_rewrite_of_another_version_is_named(tmp_path: Path) -> None:
+    solve(LanguageHead(), BATCH, budget="1GB").save(path := tmp_path / "schedule.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rewrites": ["fused_norms"]}))
+    with pytest.raises(ValueError, match="the rewrite 'fused_norms', which this version does not"):
+        apply(LanguageHead(), path)
 
 
 def test_a_schedule_is_not_taken_for_a_graph_without_its_rewrites(tmp_path: Path) -> None:
@@ -84,7 +93,7 @@ def test_a_chunked_plan_is_not_exported_as_another_program(tmp_path: Path) -> No
     model = LanguageHead()
     loaded = reloaded(chunked_plan(model), tmp_path)
     with pytest.raises(NoPlainStepError, match=r"made with chunked_loss.* rewrites=\"none\""):
-        without_rewrites(loaded)
+        next(for_stock_modules(loaded))
     with pytest.raises(ExportError, match="the plain step, which PyTorch runs, is not in the file"):
         to_torch_checkpoint(model, loaded)
 
@@ -93,7 +102,7 @@ def test_the_plain_step_of_a_plan_in_place_is_known_again(tmp_path: Path) -> Non
     graph = trace(LanguageHead(), BATCH, rewrites=("in_place",))
     solution = reloaded(solve(graph, budget="1GB"), tmp_path)
     assert solution.graph.meta.rewrites == ["in_place"]
-    assert without_rewrites(solution).graph.meta.rewrites == []
+    assert next(for_stock_modules(solution)).graph.meta.rewrites == []
 
 
 def test_a_report_says_that_a_graph_is_not_the_plain_step(

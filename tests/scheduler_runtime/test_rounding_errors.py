@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
-from graphs.rewrites import head_loop, row_chunks
+from graphs.rewrites import chunk_sizes, head_loop
 from graphs.trace import trace
 from scheduler_runtime.rounding_errors import InFloat64, errors
 from scheduler_runtime.verifying import verify
@@ -25,8 +25,8 @@ from tests.support.wide_logits import IGNORED, rows
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 1)
-    monkeypatch.setattr(row_chunks, "LEAST_ROWS", 64)
+    monkeypatch.setattr(chunk_sizes, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(chunk_sizes, "LEAST_ROWS", 64)
 
 
 class Language(nn.Module):

@@ -84,7 +84,7 @@ def exported(model: nn.Module, **options: Any) -> torch.export.ExportedProgram:
     return torch.export.export(model, (batch(),), **options)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("way", PLANS)
 def test_torch_export_sees_the_modules_own_forward(way: Way, training: bool) -> None:
@@ -143,7 +143,7 @@ def test_the_plan_goes_on_after_an_export() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("way", PLANS)
 def test_jit_trace_sees_the_modules_own_forward(way: Way, training: bool) -> None:
@@ -162,7 +162,7 @@ def _traced(script: Any) -> str:
     return re.sub(r"___torch_mangle_\d+\.", "", str(script.inlined_graph))
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("way", PLANS)
 def test_symbolic_traces_of_it_and_around_it(way: Way, training: bool) -> None:
@@ -171,7 +171,7 @@ def test_symbolic_traces_of_it_and_around_it(way: Way, training: bool) -> None:
         assert torch.fx.symbolic_trace(got).code == torch.fx.symbolic_trace(expected).code
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("way", PLANS)
 def test_jit_script_says_what_to_do(way: Way, training: bool) -> None:

@@ -109,8 +109,8 @@ def test_a_host_of_bytes_where_gigabytes_were_meant(tmp_path, capsys) -> None:
     options = ["--budget", "16GB", "--host", "64", "--host-link", "50GB/s"]
     _, line = failed(capsys, *options, str(tmp_path / "graph.json"))
     assert "invalid host budget '64': 64 bytes" in line
-    assert host_beside(64, 5e10, hardware=None, resident_bytes=10**9) == host_beside(
-        "64B", 5e10, hardware=None, resident_bytes=10**9
+    assert host_beside(1024, 5e10, hardware=None, resident_bytes=10**9) == host_beside(
+        "1024B", 5e10, hardware=None, resident_bytes=10**9
     )
 
 

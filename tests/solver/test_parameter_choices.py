@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from graphs import parameter_loads
 from graphs.graph import Graph
-from graphs.host_state import host_parameter_bytes, host_parameters, with_state_on_host
+from graphs.host_state import (
+    host_parameter_bytes,
+    host_parameters,
+    parameter_loads,
+    with_state_on_host,
+)
 from graphs.synthetic.nets import residual
 from solver.bound import StorageGraph
 from solver.cli import main
@@ -66,6 +70,7 @@ def test_bound_truth_and_plan_are_in_order(first_seed: int) -> None:
             assert found.simulation.host_peak_bytes <= capacity_bytes
 
 
+@pytest.mark.slow(sample=15)
 @pytest.mark.parametrize("seed", range(30))
 def test_simulator_and_referee_agree(seed: int) -> None:
     rng = random.Random(f"parameters and copies {seed}")

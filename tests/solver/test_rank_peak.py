@@ -101,11 +101,11 @@ def test_plans_that_fit_together_are_not_made_slower() -> None:
     plans = [planned(0), planned(2)]
     shared = share_rank_budget(plans, n_budgets=2)
     assert seconds(shared) == seconds(plans)
-    with pytest.raises(PipelineError, match="fit 1000 bytes together; the least that was found"):
+    with pytest.raises(PipelineError, match="fit 1000 bytes together; the smallest peak found"):
         share_rank_budget([planned(i, budget=1000) for i in (0, 2)], n_budgets=2)
-    with pytest.raises(PipelineError, match="share one budget, and were solved for"):
+    with pytest.raises(PipelineError, match="share one budget, but were solved for"):
         share_rank_budget([plans[0], planned(2, budget="2MB")])
-    with pytest.raises(PipelineError, match="the stages of rank 0"):
+    with pytest.raises(PipelineError, match="rank 0 has the stages"):
         share_rank_budget([plans[0]])
 
 
@@ -113,10 +113,10 @@ def test_what_are_not_the_stages_of_one_rank_is_refused() -> None:
     first, second, third = planned(0), planned(1), planned(2)
     assert rank_peak_bytes([first, third]) > 0
     with pytest.raises(
-        PipelineError, match=r"stages of rank 0 are \[0, 2\], and the plans are for"
+        PipelineError, match=r"rank 0 has the stages \[0, 2\], but the plans are for"
     ):
         rank_peak_bytes([first])
-    with pytest.raises(PipelineError, match="the stages of rank 0"):
+    with pytest.raises(PipelineError, match="rank 0 has the stages"):
         rank_peak_bytes([first, second])
     with pytest.raises(PipelineError, match="a stage of rank 0 has no plan"):
         rank_peak_bytes([first, planned(2, budget="1kB")])

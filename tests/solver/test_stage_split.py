@@ -14,10 +14,9 @@ from torch import nn
 
 from graphs import Pipeline, PipelineError
 from graphs.costs import default_costs
-from graphs.layers import read_layers
 from graphs.model_calls import Call, as_call
 from graphs.pipeline import pipeline_of
-from graphs.trace import trace_module
+from graphs.trace import read_layers, trace_module
 from graphs.training_step import FRESH, indices_with_gradient
 from scheduler_runtime import apply
 from solver import PipelineSplit, Solution, solve, split_pipeline

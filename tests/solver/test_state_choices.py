@@ -85,6 +85,7 @@ def test_bound_truth_and_plan_are_in_order(first_seed: int) -> None:
             assert found.simulation.host_peak_bytes <= host.capacity_bytes
 
 
+@pytest.mark.slow(sample=15)
 @pytest.mark.parametrize("seed", range(30))
 def test_simulator_and_referee_agree(seed: int) -> None:
     rng = random.Random(f"state and copies {seed}")

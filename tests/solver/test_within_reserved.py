@@ -140,7 +140,7 @@ def test_stages_with_several_micro_batches_in_flight_are_refused(
     graph.save(tmp_path / "stage.json")
     code, message = failed(capsys, str(tmp_path / "stage.json"), "--budget", "8GB", *words)
     assert code == 2
-    assert f"{what}: not planned for a stage with 4 micro-batches in flight" in message
+    assert f"{what}: not planned for a step with 4 micro-batches or passes in flight" in message
 
 
 def test_the_cpu_has_no_such_allocator(capsys: pytest.CaptureFixture[str]):

@@ -1,9 +1,10 @@
-"""The truth for tiny graphs with several micro-batches in flight.
+"""The truth for tiny graphs with several micro-batches or passes in flight.
 
 What the others hold is what the schedule itself saves, which is known only when its forward pass
 has ended. So each possible number of saved bytes is tried: a Dijkstra over the states of
 `tests.support.brute_force`, in which the forward pass must end with at most these, and every op
-before the optimizer's first has that much less room for each of the others.
+before the optimizer's first has that much less room for each of the others. After the forward pass
+there may be one less of them, and in its place the gradients that this pass has not made yet.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from tests.support.brute_force import Truth, _ops, _States
 
 def fastest_in_flight(graph: Graph, *, budget_bytes: int) -> Truth:
     """The least time over all legal schedules whose peak is within the budget."""
-    most_bytes = (budget_bytes - graph.resident_bytes) // graph.n_in_flight
+    room_bytes = budget_bytes - graph.resident_bytes
+    most_bytes = max(room_bytes // graph.n_in_flight, min(room_bytes, graph.others_bytes))
     made_bytes = sum(
         graph.tensor_by_name[name].size_bytes
         for node in graph.forward_nodes
         for name in node.outputs
         if graph.tensor_by_name[name].alias_of is None
     )
-    savings = range(min(most_bytes, made_bytes) + 1)
+    savings = range(min(most_bytes, max(made_bytes, graph.others_bytes)) + 1)
     found = [_fastest(graph, budget_bytes, saved_bytes) for saved_bytes in savings]
     return min(found, key=lambda truth: truth.time_s, default=Truth(math.inf, None))
 
@@ -36,7 +38,8 @@ def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Truth:
     A state is that of the device, and whether anything was computed after the forward pass.
     """
     states, n_forward = _States(graph), len(graph.forward_nodes)
-    others_bytes = (graph.n_in_flight - 1) * most_saved_bytes
+    each_bytes = max(most_saved_bytes, graph.others_bytes)
+    others_bytes = (graph.n_in_flight - 1) * each_bytes
     phases = [node.phase for node in graph.nodes]
     best: dict[Any, float] = {(states.start, False): 0.0}
     came: dict[Any, Any] = {}
@@ -56,7 +59,11 @@ def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Truth:
                 if turned and not has_turned and saves_too_much:
                     continue
                 steps = "optimizer" in phases[: after[0]]
-                if peak_bytes + (0 if steps else others_bytes) > budget_bytes:
+                awaited_bytes = _awaited_bytes(graph, done)
+                if after[0] > done:  # the node adds the gradients that are no longer awaited
+                    awaited_bytes += awaited_bytes - _awaited_bytes(graph, after[0])
+                late_bytes = max(0, awaited_bytes - each_bytes) if turned else 0
+                if peak_bytes + (0 if steps else others_bytes + late_bytes) > budget_bytes:
                     continue
             total_s = time_s + cost_s
             if total_s < best.get((after, turned), math.inf):
@@ -64,3 +71,12 @@ def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Truth:
                 came[after, turned] = (here, op)
                 heapq.heappush(queue, (total_s, (after, turned)))
     return Truth(math.inf, None)
+
+
+def _awaited_bytes(graph: Graph, n_done: int) -> int:
+    """Of the accumulated gradients, those that a node yet to run makes or reads."""
+    left = [node for node in graph.nodes[n_done:] if node.phase != "optimizer"]
+    touched = {name for node in left for name in (*node.inputs, *node.outputs)}
+    return sum(
+        graph.tensor_by_name[name].size_bytes for name in touched.intersection(graph.accumulated)
+    )

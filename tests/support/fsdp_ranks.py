@@ -25,11 +25,12 @@ from examples import gpt2
 from examples.integrations.two_processes import rank_peak_bytes, run, train
 from graphs.costs import Measured
 from graphs.fsdp import MixedPrecision, Sharding
-from graphs.trace import trace
+from graphs.trace import trace_variants
 from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.fsdp import shard
-from solver import solve
+from solver.schedule import Request
 from solver.schedule.solution import Solution, simulate_unplanned
+from solver.solving import answer
 
 SIZES = {"batch_size": 4, "seq_length": 64, "n_tokens": 512}
 
@@ -62,6 +63,11 @@ def wide() -> nn.Module:
     return _gpt2(n_layers=3, width=192)
 
 
+def logits() -> nn.Module:
+    """Most of the memory is the loss's, whose calls the export puts in row chunks."""
+    return _gpt2(n_layers=2, width=32, n_tokens=16384)
+
+
 class Towers(nn.Module):
     """Blocks that return another dtype than they compute in; the loss of what the last returns."""
 
@@ -81,11 +87,10 @@ def towers() -> nn.Module:
     return Towers()
 
 
-def _gpt2(*, n_layers: int, width: int, n_heads: int = 4) -> nn.Module:
+def _gpt2(*, n_tokens: int = 512, **sizes: int) -> nn.Module:
     torch.manual_seed(0)
-    return gpt2.get_model(
-        n_layers=n_layers, width=width, n_heads=n_heads, n_tokens=512, max_length=64, dropout=0.1
-    )
+    sizes = {"n_heads": 4, **sizes}
+    return gpt2.get_model(n_tokens=n_tokens, max_length=64, dropout=0.1, **sizes)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
@@ -94,6 +99,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
     "adapters": (adapters, (0.6,)),
     "wide": (wide, ()),
     "deep": (tied, (0.4,)),
+    "logits": (logits, (0.7,)),
     "kept": (wide, (0.7,)),
     "hybrid": (wide, (0.7,)),
     "hybrid kept": (wide, ()),
@@ -159,20 +165,19 @@ def plans(case: str, *, n_ranks: int) -> list[Solution]:
     sharding = sharding_of_case(case, n_ranks=n_ranks)
     # what a product in bfloat16 allocates on a CPU is not estimated
     costs = Measured("cpu", n_runs=1) if case in MIXED else None
-    graph = trace(
+    step = trace_variants(
         build(),
         gpt2.get_batch(**SIZES),
         optimizer=torch.optim.AdamW,
         gradients="accumulate" if case in SUMMED else "fresh",
         fsdp=sharding,
         costs=costs,
+        rewrites="bitwise" if case == "logits" else "none",
     )
-    peak_bytes = simulate_unplanned(graph).peak_bytes
-    above_bytes = peak_bytes - graph.resident_bytes
-    return [
-        solve(graph, budget=int(graph.resident_bytes + share * above_bytes), time_limit_s=600)
-        for share in (1.0, *shares)
-    ]
+    resident_bytes = step.plain.resident_bytes
+    above_bytes = simulate_unplanned(step.plain).peak_bytes - resident_bytes
+    budgets = (int(resident_bytes + share * above_bytes) for share in (1.0, *shares))
+    return [answer(step, Request(budget, time_limit_s=600)) for budget in budgets]
 
 
 def work(rank: int, *, n_ranks: int, solutions: dict[str, Sequence[Solution]]) -> None:
@@ -201,6 +206,7 @@ def work(rank: int, *, n_ranks: int, solutions: dict[str, Sequence[Solution]]) -
                 "case": case,
                 "rank": rank,
                 "n_modules": len(exported.modules),
+                "n_losses": exported.losses_in_chunks,
                 "measured_bytes": rank_peak_bytes(planned, optimizer, batch),
                 "predicted_bytes": exported.peak_bytes,
                 "same": all(map(torch.equal, expected, results)),

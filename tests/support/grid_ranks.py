@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from examples.integrations.two_processes import rank_peak_bytes, run
-from graphs.fake_mesh import fake_mesh
-from graphs.trace import trace
+from graphs.trace import fake_mesh, trace
 from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.fsdp import shard
 from solver import Solution, solve

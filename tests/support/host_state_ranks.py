@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint_solver import fit
-from scheduler_runtime.host_state import host_blocks
+from scheduler_runtime.host_memory import host_blocks
 
 N_RANKS = 2
 WIDTH, N_LAYERS = 1024, 3

@@ -46,11 +46,14 @@ class PlannerProcess:
 
 
 def _serve() -> None:
+    # HiGHS now and then prints a line, whatever it is told: 1 is stderr, answers have their own.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     for line in sys.stdin:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             main(json.loads(line))
-        print(json.dumps(json.loads(out.getvalue())), flush=True)
+        print(json.dumps(json.loads(out.getvalue())), file=answers, flush=True)
 
 
 if __name__ == "__main__":

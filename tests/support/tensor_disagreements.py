@@ -7,6 +7,7 @@ Each rank prints one line of JSON for each case: the error that it gets, and wha
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -123,6 +124,44 @@ def other_shapes_with_fit(rank: int, mesh: DeviceMesh) -> None:
     model(batch_of(LENGTH // 2 if rank else LENGTH)).backward()
 
 
+def later_shape(rank: int, mesh: DeviceMesh) -> None:
+    """In the third step one rank has a batch of another length: it would plan, the other run."""
+    model = fit(model_on(mesh), budget="1GB")
+    for step in range(3):
+        model(batch_of(LENGTH // 2 if rank and step == 2 else LENGTH)).backward()
+
+
+def later_shape_with_apply(rank: int, mesh: DeviceMesh) -> None:
+    model = apply(model_on(mesh), planned(mesh, 0.5), on_mismatch="replan")
+    for step in range(2):
+        model(batch_of(LENGTH // 2 if rank and step else LENGTH)).backward()
+
+
+def known_shapes(rank: int, mesh: DeviceMesh) -> None:
+    """Both ranks have plans for both lengths, and other batches in the third step."""
+    model = fit(model_on(mesh), budget="1GB")
+    for length in (LENGTH, LENGTH // 2, LENGTH // 2 if rank else LENGTH):
+        model(batch_of(length)).backward()
+
+
+def planned_by_one(rank: int, mesh: DeviceMesh) -> None:
+    """One rank has changed what forward reads, and needs another plan for the same batch."""
+    model = fit(model_on(mesh), budget="1GB")
+    for step in range(3):  # the second has gradients, and a plan of its own
+        if rank and step == 2:
+            model.down.bias.requires_grad_(False)
+        model(batch_of()).backward()
+
+
+def copied_by_one(rank: int, mesh: DeviceMesh) -> None:
+    """A copy has no programs, and knows that there are other ranks."""
+    model = fit(model_on(mesh), budget="1GB")
+    model(batch_of()).backward()
+    model.zero_grad()
+    model = copy.deepcopy(model) if rank else model
+    model(batch_of()).backward()
+
+
 def nothing_fits_one(rank: int, mesh: DeviceMesh) -> None:
     model = fit(model_on(mesh), budget=1000 if rank else "1GB")
     model(batch_of()).backward()
@@ -153,6 +192,11 @@ CASES: Mapping[str, Callable[[int, DeviceMesh], Any]] = {
         export_fails_on_one,
         other_shapes,
         other_shapes_with_fit,
+        later_shape,
+        later_shape_with_apply,
+        known_shapes,
+        planned_by_one,
+        copied_by_one,
         nothing_fits_one,
         other_costs,
         one_does_not_come,

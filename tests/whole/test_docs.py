@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+import checkpoint_solver
 from docs import screenshots
 from solver.cli.arguments import help_text
 from solver.cli.command import main
@@ -63,6 +66,14 @@ def test_the_reference_shows_docstrings(site):
     assert "Trace one training step into" in page(site, "reference/graphs.html")
     assert 'id="scheduler_runtime.apply"' in page(site, "reference/scheduler_runtime.html")
     assert "solver.bound.cut" in page(site, "reference/methods.html")
+
+
+def test_the_reference_documents_every_public_name():
+    pages = (path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    documented = set(re.findall(r"\w+", "".join(pages)))
+    modules = {each.name for each in pkgutil.iter_modules(checkpoint_solver.__path__)}
+    former = {"Trace"}  # now Simulation
+    assert set(checkpoint_solver.__all__) - modules - former <= documented
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -249,6 +260,32 @@ def test_the_first_lines_of_code_run(page, capsys):
         exec(block, names)  # noqa: S102
         model(names["batch"]).backward()
         assert "forward" in model.__dict__, "the model has a plan"
+
+
+YOURS = {
+    *("model", "Model", "Tower", "module", "stage", "layers", "trainer", "accelerator", "styles"),
+    *("batch", "micro_batch", "loader", "data", "collate", "x", "y", "inputs", "targets"),
+    *("optimizer", "criterion", "args", "rank", "mesh", "pipeline", "graph", "schedule"),
+    "budget_bytes",
+}
+"""What a reader has: the blocks of Python in the docs define or import all else that they use."""
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_block_of_python_imports_what_it_uses(path):
+    for block in [b for kind, b in FENCE.findall(path.read_text("utf-8")) if kind == "python"]:
+        tree = list(ast.walk(ast.parse(block)))
+        names = [node for node in tree if isinstance(node, ast.Name)]
+        defined = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        defined |= {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined |= {node.arg for node in tree if isinstance(node, ast.arg)}
+        for line in (each for each in tree if isinstance(each, ast.Import | ast.ImportFrom)):
+            defined |= {(name.asname or name.name).partition(".")[0] for name in line.names}
+            if isinstance(line, ast.ImportFrom) and line.module.startswith("checkpoint_solver"):
+                assert all(
+                    hasattr(importlib.import_module(line.module), n.name) for n in line.names
+                )
+        assert {name.id for name in names} <= defined | YOURS | set(dir(builtins)), block
 
 
 def test_a_screenshot_follows_the_color_scheme(tmp_path):

@@ -100,6 +100,16 @@ def test_outputs_in_place_of_inputs_take_the_memory_that_is_predicted(name: str)
     assert abs(row["measured_peak_bytes"] - row["predicted_peak_bytes"]) < 100_000
 
 
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("style", ["optimizer in backward", "hooks, clipping"])
+def test_what_the_loop_takes_itself_is_all_that_the_plan_does_not_know(style: str) -> None:
+    subject = prepare(ZOO[QUICK], STYLES[style], costs=Measured(torch.device("cpu")))
+    assert subject is not None
+    row = run_budget(subject, 0.4, time_limit_s=600.0)
+    assert faults(row) == []
+    assert row["measured_peak_bytes"] <= row["predicted_peak_bytes"] + row["own_bytes"]
+
+
 def test_what_is_wrong_is_told() -> None:
     good = {
         "model": "net",
@@ -116,9 +126,10 @@ def test_what_is_wrong_is_told() -> None:
         "differences": [],
         "predicted_peak_bytes": 10**8,
         "measured_peak_bytes": 10**8,
-        "own_memory": False,
+        "own_bytes": 0,
     }
     assert faults(good) == []
+    assert faults({**good, "measured_peak_bytes": 10**8 + 5, "own_bytes": 5}) == []
     above = {**good, "measured_peak_bytes": 10**8 + 1}
     far = {**good, "measured_peak_bytes": 97 * 10**6}
     other = {**good, "differences": ["step 0: loss (0) differs"]}

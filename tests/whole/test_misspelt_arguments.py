@@ -40,6 +40,11 @@ def test_a_name_like_none() -> None:
         fit(MODEL, xyzzy=1)
 
 
+def test_what_another_function_takes() -> None:
+    with pytest.raises(TypeError, match=r"'parameters'; .*solve\(\.\.\., parameters=.*apply"):
+        fit(MODEL, parameters="auto")
+
+
 def test_a_callback_says_so_when_it_is_made() -> None:
     pytest.importorskip("transformers")
     from checkpoint_solver.integrations.hugging_face import FitCallback

@@ -29,6 +29,8 @@ SCRIPTS: Mapping[str, Callable[[Settings], Script]] = {
     "qwen2vl_mrope": layers.mrope,
     "llama4_rope": layers.complex_rope,
     "embedding": layers.embedding,
+    "softmax": layers.softmax,
+    "fused_neighborhood_attention": layers.neighborhood_attention,
     "cross_entropy": losses.cross_entropy,
     "kl_div": losses.kl_div,
     "jsd": losses.jsd,
@@ -41,9 +43,14 @@ SCRIPTS: Mapping[str, Callable[[Settings], Script]] = {
     "fused_linear_cpo_loss": losses.cpo,
     "fused_linear_simpo_loss": losses.cpo,
     "dpo_loss": losses.dpo,
+    "fused_linear_grpo_loss_token": losses.grpo,
+    "fused_linear_grpo_loss_sequence": losses.grpo,
 }
+_CONVOLVED = "the workspace of a convolution is cuDNN's choice when it runs"
 REASONS: Mapping[str, str] = {
     "kto_loss": "which samples are preferred is drawn at random, and the sizes of tensors with it",
     "sparsemax": "what CUDA's sort takes as workspace is not known",
+    "multi_token_attention": _CONVOLVED,
+    "sparse_multi_token_attention": _CONVOLVED,
 }
 """Scripts whose bytes cannot be known beforehand."""

@@ -164,6 +164,48 @@ def embedding(settings: Settings) -> Script:
     return Script(module, batch=batch, beside=beside, gradient="made", compiles=True)
 
 
+def softmax(settings: Settings) -> Script:
+    """nn.Softmax. For memory the script takes one row alone, and ones as the gradient."""
+    n_rows, width, dtype = settings.whole("M"), settings.whole("N"), settings.dtype()
+    shape = (n_rows, width) if settings.is_time else (width,)
+    return Script(
+        Applied(lambda m: torch.softmax(m.x, dim=-1), x=tensor(*shape, dtype=dtype)),
+        gradient="held" if settings.is_time else "made",
+        retains_graph=True,
+        drops_x_gradient=True,
+    )
+
+
+def neighborhood_attention(settings: Settings) -> Script:
+    """Attention of near tokens, written out with a mask; the script builds a second one."""
+    width, n_heads = settings.whole("hidden_size"), settings.whole("num_heads")
+    dtype, has_bias = settings.dtype(), settings.flag("bias")
+    for name in ("kernel_size", "dilation"):  # they set bits of the mask
+        settings.whole(name)
+    if width % n_heads:
+        raise NotPredictedError(f"{width} numbers are no {n_heads} heads")
+    size = width // n_heads
+
+    def attended(m: Any) -> torch.Tensor:
+        b, t, h = m.x.shape
+        query, key, value = m.q(m.x), m.k(m.x), m.v(m.x)
+        query = query.view(b, t, n_heads, size).transpose(1, 2)
+        key = key.view(b, t, n_heads, size).transpose(1, 2)
+        value = value.view(b, t, n_heads, size).transpose(1, 2)
+        scores = torch.matmul(query, key.transpose(-2, -1)) * size**-0.5
+        mask = torch.zeros(t, t, dtype=torch.bool, device=m.x.device)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        output = torch.matmul(weights, value)
+        output = output.transpose(1, 2).contiguous().view(b, t, h)
+        return m.out(output)
+
+    parts = {name: linear(width, width, dtype, bias=has_bias) for name in ("q", "k", "v", "out")}
+    x = tensor(settings.whole("batch_size"), settings.whole("seq_len"), width, dtype=dtype)
+    beside = tuple(each for part in parts.values() for each in part.parameters())
+    return _norm(Applied(attended, x=x, **parts), beside)
+
+
 # ---- rotary embeddings -------------------------------------------------------------------------
 
 

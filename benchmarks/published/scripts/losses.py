@@ -247,6 +247,46 @@ def dpo(settings: Settings) -> Script:
     return Script(module, batch=(*inputs, indices(*shape)), accumulates=False, compiles=True)
 
 
+def grpo(settings: Settings) -> Script:
+    """Of a group's tokens (Shao et al. 2024), with a frozen head. Both heads are built twice."""
+    dtype, width, n_classes = settings.dtype(), settings.whole("H"), settings.whole("V")
+    shape = (settings.whole("B"), settings.whole("T"))
+    by_sequence = settings.one_of("importance_sampling_level", {"token": False, "sequence": True})
+
+    def loss_of(m: Any, frozen_x: torch.Tensor, tokens: torch.Tensor, *others: torch.Tensor) -> Any:
+        logits = m.x @ m.head.weight.t()
+        log_probabilities = F.log_softmax(logits.float(), dim=-1)
+        found = log_probabilities.gather(dim=-1, index=tokens.unsqueeze(-1)).squeeze(-1)
+        with torch.no_grad():
+            frozen_logits = frozen_x @ m.frozen.weight.t()
+            frozen_log_probabilities = F.log_softmax(frozen_logits.float(), dim=-1)
+            expected = frozen_log_probabilities.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return of_tokens(found, expected, *others)
+
+    def of_tokens(
+        found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
+    ) -> torch.Tensor:
+        log_ratio = found - found.detach()
+        if by_sequence:
+            log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1)).unsqueeze(-1)
+        ratio = torch.exp(log_ratio)
+        clipped = torch.clamp(ratio, 0.8, 1.2) * advantages.unsqueeze(1)
+        divergence = torch.exp(expected - found) - (expected - found) - 1.0
+        each = 0.1 * divergence - torch.min(ratio * advantages.unsqueeze(1), clipped)
+        return (each * mask).sum() / mask.sum()
+
+    module = Applied(
+        loss_of,
+        x=tensor(*shape, width, dtype=dtype),
+        head=linear(width, n_classes, dtype),
+        frozen=linear(width, n_classes, dtype),
+    )
+    weights = tuple(tensor(n_classes, width, dtype=dtype) for _ in range(2))
+    of_samples = (tensor(*shape), tensor(shape[0], dtype=dtype))
+    batch = (tensor(*shape, width, dtype=dtype), indices(*shape), *of_samples)
+    return Script(module, batch=batch, beside=weights, compiles=True)
+
+
 def _preference(
     settings: Settings,
     compared: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],

@@ -16,12 +16,13 @@ _MOST_BYTES = 2**50
 
 
 class Settings:
-    """A row's config and x together.
+    """A row's config and x together. is_time: of a row with a time, not a peak.
 
     Raises NotPredictedError for a setting that is missing, or of the wrong kind, when it is read.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, date: object) -> None:
+    def __init__(self, values: Mapping[str, Any], *, date: object, is_time: bool) -> None:
+        self.is_time = is_time
         self._values = values
         self._read: set[str] = set()
         self._date = date

@@ -42,20 +42,15 @@ def for_absent_card(
     if device.type != "cuda" or torch.cuda.is_available():
         yield
         return
-    with without_streams(), operators_of(compute_capability or (9, 0)), _autocast_of_cpu():
-        yield
-
-
-@contextlib.contextmanager
-def _autocast_of_cpu() -> Iterator[None]:
-    if not torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        yield
-        return
-    dtype, before = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", dtype)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", before)
+    with without_streams(), operators_of(compute_capability or (9, 0)):
+        if not torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            yield
+            return
+        dtype, before = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", dtype)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_dtype("cuda", before)

@@ -57,21 +57,17 @@ class AttentionCall:
 
 def attention_of(call: AttentionCall) -> SDPBackend:
     """The kernel that PyTorch picks. Raises RuntimeError where none is allowed, as PyTorch does."""
-    for backend in _order(call.compute_capability):
+    order = tuple(SDPBackend(each) for each in torch._C._get_sdp_priority_order())
+    if order[: len(_DEFAULT_ORDER)] == _DEFAULT_ORDER:
+        # The user has set no order of their own: cuDNN comes first on data centre cards of compute
+        # capability 9.0 and 10.0 (check_prefer_cudnn_attention).
+        is_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("0", "")
+        prefers_cudnn = call.compute_capability in ((9, 0), (10, 0)) and not is_last
+        order = _CUDNN_FIRST if prefers_cudnn else _DEFAULT_ORDER
+    for backend in order:
         if backend in _RULES and _RULES[backend](call):
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")
-
-
-def _order(compute_capability: tuple[int, int]) -> tuple[SDPBackend, ...]:
-    """cuDNN comes first on data centre cards of compute capability 9.0 and 10.0
-    (check_prefer_cudnn_attention); a user's order counts before that."""
-    found = tuple(SDPBackend(each) for each in torch._C._get_sdp_priority_order())
-    if found[: len(_DEFAULT_ORDER)] != _DEFAULT_ORDER:
-        return found
-    is_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("0", "")
-    prefers_cudnn = compute_capability in ((9, 0), (10, 0)) and not is_last
-    return _CUDNN_FIRST if prefers_cudnn else _DEFAULT_ORDER
 
 
 def _cudnn(call: AttentionCall) -> bool:

@@ -40,14 +40,12 @@ def without_streams() -> Iterator[None]:
         with _EngineOnCpu():  # type: ignore[no-untyped-call]
             return _engine_run_backward(*args, **kwargs)
 
-    with contextlib.ExitStack() as stack:
-        for where, name, new in (
-            (torch.autograd, "_engine_run_backward", run_backward),
-            (torch.Tensor, "_make_wrapper_subclass", staticmethod(made)),
-        ):
-            stack.enter_context(mock.patch.object(where, name, new))
-        own_device = property(lambda tensor: tensor.elem.device)
-        stack.enter_context(mock.patch.object(FunctionalTensor, "device", own_device, create=True))
+    own_device = property(lambda tensor: tensor.elem.device)
+    with (
+        mock.patch.object(torch.autograd, "_engine_run_backward", run_backward),
+        mock.patch.object(torch.Tensor, "_make_wrapper_subclass", staticmethod(made)),
+        mock.patch.object(FunctionalTensor, "device", own_device, create=True),
+    ):
         yield
 
 
@@ -59,13 +57,11 @@ class _EngineOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         value = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default and _asked_by(sys._getframe(1)):
-            return torch.device("cpu")
-        return value
-
-
-def _asked_by(frame: FrameType | None) -> bool:
-    """Whether the engine is what asks: its caller is the first frame of Python."""
-    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _engine_run_backward.__code__
+        if func is not torch.ops.prim.device.default:
+            return value
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
+            frame = frame.f_back
+        # The engine asks where its caller is the first frame of Python.
+        is_of_engine = frame is not None and frame.f_code is _engine_run_backward.__code__
+        return torch.device("cpu") if is_of_engine else value

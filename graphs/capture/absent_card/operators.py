@@ -77,9 +77,8 @@ def _attention(compute_capability: tuple[int, int]) -> Callable[..., torch.Tenso
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        needs_gradient = torch.is_grad_enabled() and any(
-            each.requires_grad for each in (query, key, value)
-        )
+        given = (query, key, value)
+        needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in given)
         call = AttentionCall(
             query=query,
             key=key,
@@ -92,8 +91,13 @@ def _attention(compute_capability: tuple[int, int]) -> Callable[..., torch.Tenso
             compute_capability=compute_capability,
         )
         backend = attention_of(call)
-        mask = _added_mask(attn_mask, query.dtype, of_cudnn=backend == SDPBackend.CUDNN_ATTENTION)
-        given = (query, key, value)
+        mask = attn_mask
+        if mask is not None and mask.dtype == torch.bool:  # convert_boolean_attn_mask: as numbers
+            # that are added to the scores
+            is_cudnn = backend == SDPBackend.CUDNN_ATTENTION
+            lowest = torch.finfo(query.dtype).min if is_cudnn else -math.inf
+            low = torch.scalar_tensor(lowest, dtype=query.dtype, device=mask.device)
+            mask = torch.where(mask, 0.0, low)
         if backend == SDPBackend.CUDNN_ATTENTION:
             options: tuple[Any, ...] = (mask, needs_gradient, dropout_p, is_causal, False)
             out = aten._scaled_dot_product_cudnn_attention(*given, *options, scale=scale)
@@ -106,8 +110,11 @@ def _attention(compute_capability: tuple[int, int]) -> Callable[..., torch.Tenso
             )
             return out[0] if size % _FLASH_UNIT == 0 else out[0][..., :size]  # type: ignore[no-any-return]
         elif backend == SDPBackend.EFFICIENT_ATTENTION:
-            if mask is not None:
-                mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
+            if mask is not None:  # preprocess_mask: rows begin at multiples of 8 elements
+                *outer, last = mask.stride()
+                if last != 1 or any(stride % _MASK_UNIT for stride in outer):
+                    mask = _padded(mask, _MASK_UNIT)[..., : mask.shape[-1]]
+                mask = mask.expand(*query.shape[:3], key.shape[2])
             options = (mask, needs_gradient, dropout_p, is_causal)
             out = aten._scaled_dot_product_efficient_attention(*given, *options, scale=scale)
         else:
@@ -120,26 +127,9 @@ def _attention(compute_capability: tuple[int, int]) -> Callable[..., torch.Tenso
     return attention
 
 
-def _added_mask(
-    mask: torch.Tensor | None, dtype: torch.dtype, *, of_cudnn: bool
-) -> torch.Tensor | None:
-    """A boolean mask as numbers that are added to the scores (convert_boolean_attn_mask)."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    lowest = torch.finfo(dtype).min if of_cudnn else -math.inf
-    return torch.where(mask, 0.0, torch.scalar_tensor(lowest, dtype=dtype, device=mask.device))
-
-
 def _padded(tensor: torch.Tensor, unit: int) -> torch.Tensor:
     rest = -tensor.shape[-1] % unit
     return functional.pad(tensor, (0, rest)) if rest else tensor
-
-
-def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """preprocess_mask: rows that begin at multiples of 8 elements."""
-    if all(stride % _MASK_UNIT == 0 for stride in mask.stride()[:-1]) and mask.stride(-1) == 1:
-        return mask
-    return _padded(mask, _MASK_UNIT)[..., : mask.shape[-1]]
 
 
 # ---- batch norm ---------------------------------------------------------------------------------

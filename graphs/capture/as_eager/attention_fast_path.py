@@ -37,17 +37,18 @@ def refuse_fast_path() -> Iterator[None]:
 
         return call
 
-    replaced: list[tuple[Any, str]] = [
-        (torch.overrides, "has_torch_function"),
-        (nn.modules.activation, "_is_make_fx_tracing"),
+    def no(*_args: Any) -> bool:
+        return False
+
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.overrides, "has_torch_function", no),
+        (nn.modules.activation, "_is_make_fx_tracing", no),
+        *((torch, name, _refuse) for name in _FUSED),
     ]
     with contextlib.ExitStack() as stack:
-        for where, name in replaced:
-            new = instead(getattr(where, name), lambda *_args: False)
+        for where, name, ours in replaced:
+            new = instead(getattr(where, name), ours)
             stack.enter_context(mock.patch.object(where, name, new))
-        for name in _FUSED:
-            new = instead(getattr(torch, name), _refuse)
-            stack.enter_context(mock.patch.object(torch, name, new))
         yield
 
 

@@ -90,17 +90,14 @@ def _wrapped(low: Callable[[Any], Any], *, key: str) -> Iterator[None]:
                 packet, _, overload = name.partition(".")
                 operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
                 kernel = torch.library.get_kernel(operator, key)
+
+                def call(keys: Any, *args: Any, _kernel: Any = kernel, **kwargs: Any) -> Any:
+                    args = tuple(low(argument) for argument in args)
+                    kwargs = {name: low(argument) for name, argument in kwargs.items()}
+                    return _kernel.call_boxed(keys, *args, **kwargs)
+
                 with warnings.catch_warnings(action="ignore"):  # "already registered"
-                    library.impl(name, _through(kernel, low), key, with_keyset=True)
+                    library.impl(name, call, key, with_keyset=True)
         yield
     finally:
         library._destroy()
-
-
-def _through(kernel: Any, low: Callable[[Any], Any]) -> Callable[..., Any]:
-    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(low(argument) for argument in args)
-        kwargs = {name: low(argument) for name, argument in kwargs.items()}
-        return kernel.call_boxed(keys, *args, **kwargs)
-
-    return call

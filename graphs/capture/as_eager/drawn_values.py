@@ -37,25 +37,6 @@ _OF_VALUES = (
 """Among these, what they return depends on the values of their only tensor as well."""
 
 
-def _draws_by_form(func: Any) -> bool:
-    """Whether it draws as many numbers whatever the values of its arguments are."""
-    # With a tensor for `high`, the range decides between 32 and 64 bits for each number.
-    is_of_range = func._schema.name == "aten::randint_like" and _n_tensors(func) > 1
-    return func._schema.name in _OF_FORM_ALONE and not is_of_range
-
-
-def _returns_by_form(func: Any) -> bool:
-    """Whether what it returns follows from the generator's state and the form of its arguments.
-
-    The values of a second tensor (the probabilities of `bernoulli_`, a deviation) are always read.
-    """
-    return func not in _OF_VALUES and _n_tensors(func) <= 1
-
-
-def _n_tensors(func: Any) -> int:
-    return sum(isinstance(each.type, torch.TensorType) for each in func._schema.arguments)
-
-
 FEW_BYTES = 512
 """Of a value that is kept for other programs; no plan counts them."""
 
@@ -126,9 +107,16 @@ class Draws:
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
         """A call is made; its position, or None where what it returns cannot be known."""
-        if _drops_nothing(func, args, kwargs):
-            return None
-        self.known &= _draws_by_form(func)
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.name in ("dropout_p", "draws"):
+                given = args[position] if position < len(args) else argument.default_value
+                if not kwargs.get(argument.name, given):
+                    return None  # attention without dropout, an opaque part that drew none
+        # With a tensor for `high`, the range decides between 32 and 64 bits for each number.
+        name, arguments = func._schema.name, func._schema.arguments
+        n_tensors = sum(isinstance(each.type, torch.TensorType) for each in arguments)
+        is_of_range = name == "aten::randint_like" and n_tensors > 1
+        self.known &= name in _OF_FORM_ALONE and not is_of_range
         if not self.known:
             return None
         flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -138,7 +126,9 @@ class Draws:
         ]
         self._calls.append((func, formed, spec))
         self._keys.append(key_of(self._keys[-1], func, formed, spec))
-        return len(self._calls) - 1 if _returns_by_form(func) else None
+        # The values of a second tensor (the probabilities of `bernoulli_`, a deviation) are read.
+        returns_by_form = func not in _OF_VALUES and n_tensors <= 1
+        return len(self._calls) - 1 if returns_by_form else None
 
     def key(self, position: int) -> bytes:
         """Equal for calls that return the same in the same state."""
@@ -157,7 +147,9 @@ class Draws:
         """Made anew, from the last state that is known on the way there."""
         known = (n for n in range(position, 0, -1) if self._keys[n] in replay.reached)
         first = next(known, 0)
-        generator = _generator(self.device)
+        generator = torch.default_generator
+        if self.device.type == "cuda":  # torch's functions that set its state are refused here
+            generator = torch.cuda.default_generators[self.device.index or 0]
         now = generator.get_state()
         try:
             generator.set_state(replay.reached.get(self._keys[first], replay.start))
@@ -188,22 +180,6 @@ class Drawn:
 
     def __call__(self, state: torch.Tensor) -> torch.Tensor:
         return self.draws.result(self.position, state)
-
-
-def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call is fused attention without dropout, which draws no numbers."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else argument.default_value
-            return bool(kwargs.get("dropout_p", given) == 0.0)
-    return False
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """Of a device: torch's functions that set its state are refused while forward is traced."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
 
 
 def generator_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -90,24 +90,39 @@ def as_by_cpu_kernel(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Any:
     """The fake result on CPU tensors, with the kernel's dtypes, and its strides in its order."""
+    if operator in _FUNCTIONAL_WRITES:  # the same on every device
+        return _in_clone_of_storage(args[0], result)
+    if operator not in _BY_KERNEL:
+        return result
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
     if not _are_fake_cpu_tensors(tensors):
         return result
-    if operator in _NORMS:
-        result = _with_statistics_of_kernel(tensors, result)
+    if operator in _NORMS and any(item.dtype != tensors[0].dtype for item in tensors):
+        # Half-precision values with float32 parameters, as under autocast: the kernel's mean and
+        # deviation are in float32, the meta function's in the values' dtype.
+        out, mean, deviation, *rest = result
+        result = (out, mean.to(torch.float32), deviation.to(torch.float32), *rest)
+    if operator in _RESIZED and result.numel() < tensors[0].numel():
+        # The kernel makes a tensor as large as its input and gives it another shape: a smaller
+        # result is on the whole storage (ATen/native/Im2Col.cpp, Col2Im.cpp).
+        whole = tensors[0].new_empty(tensors[0].numel())
+        result = whole.as_strided(result.shape, result.stride())
     if operator in _LAID_OUT_BY_THE_KERNEL:
         result = _laid_out_by_kernel(operator, args, kwargs, result)
     return result
 
 
-def _with_statistics_of_kernel(tensors: Sequence[torch.Tensor], result: Any) -> Any:
-    """A norm of half-precision values with float32 parameters, as under autocast: the kernel's mean
-    and deviation are in float32, the meta function's in the values' dtype.
-    """
-    if all(item.dtype == tensors[0].dtype for item in tensors):
+def _in_clone_of_storage(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """A functional write clones all of the storage of the view that it writes (the kernels call
+    `clone_preserve_strides`)."""
+    n = given.untyped_storage().nbytes() // given.element_size()
+    if not isinstance(given, FakeTensor) or n <= result.numel():
         return result
-    out, mean, deviation, *rest = result
-    return (out, mean.to(torch.float32), deviation.to(torch.float32), *rest)
+    pairs = zip(given.shape, given.stride(), strict=True)
+    is_expanded = any(size > 1 and not stride for size, stride in pairs)
+    if given.is_conj() or given.is_neg() or is_expanded:
+        return result  # computed, or copied without the repeated elements
+    return given.new_empty(n).as_strided(given.shape, given.stride(), given.storage_offset())
 
 
 def _laid_out_by_kernel(
@@ -178,6 +193,13 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(_REDUCED_LOSSES, _reduced_loss),
     **{each: partial(_with_targets_in_bytes, each) for each in _LOSSES_OF_CLASSES},
 }
+_FUNCTIONAL_WRITES = (
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+)
+_RESIZED = (aten.im2col.default, aten.col2im.default)
 _NORMS = (
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
@@ -196,3 +218,4 @@ _LAID_OUT = """
 _LAID_OUT_BY_THE_KERNEL = frozenset(getattr(aten, name).default for name in _LAID_OUT.split())
 """Operators whose result has other strides than by PyTorch's meta function, for some order of the
 strides of their arguments (`tests/graphs/costs/test_operators.py` checks a list of them)."""
+_BY_KERNEL = _LAID_OUT_BY_THE_KERNEL.union(_NORMS, _RESIZED)

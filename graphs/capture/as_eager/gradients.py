@@ -92,16 +92,11 @@ def _define(schema: str, run: Kernel, meta: Kernel) -> Any:
 
 
 _PRODUCTS = {
-    aten.prod.default: _define(
-        "prod_gradient(Tensor gradient, Tensor self) -> Tensor",
-        _own(aten.prod.default),
-        _of_product,
-    ),
-    aten.prod.dim_int: _define(
-        "prod_dim_gradient(Tensor gradient, Tensor self, int dim, bool keepdim) -> Tensor",
-        _own(aten.prod.dim_int),
-        _of_product,
-    ),
+    operator: _define(f"{name}(Tensor gradient, Tensor self{rest}) -> Tensor", _own(operator), meta)
+    for operator, name, rest, meta in (
+        (aten.prod.default, "prod_gradient", "", _of_product),
+        (aten.prod.dim_int, "prod_dim_gradient", ", int dim, bool keepdim", _of_product),
+    )
 }
 _COMPLEX_ONLY = {
     aten.cumprod.default: _define(
@@ -155,10 +150,6 @@ class _MaskedFill(torch.autograd.Function):
         return of_tensor, None, _sum_of_selected(gradient, mask)
 
 
-_apply_reduced: Any = _Reduced.apply
-_apply_masked_fill: Any = _MaskedFill.apply
-
-
 def _reduced(operator: Any, gradient: Any) -> Kernel:
     n_given = len(gradient._schema.arguments) - 1
     defaults = [argument.default_value for argument in operator._schema.arguments]
@@ -171,27 +162,26 @@ def _reduced(operator: Any, gradient: Any) -> Kernel:
         names = [argument.name for argument in operator._schema.arguments[1 + len(args) : n_given]]
         given = dict(zip(names, defaults[1 + len(args) : n_given], strict=True)) | named
         tensor = tensor if dtype is None else tensor.to(dtype)
-        return _apply_reduced(operator, gradient, tensor, *args, *given.values())  # type: ignore[no-any-return]
+        apply: Any = _Reduced.apply
+        return apply(operator, gradient, tensor, *args, *given.values())  # type: ignore[no-any-return]
 
     return kernel
 
 
-def _masked_fill(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if torch.is_grad_enabled() and value.requires_grad:
-        return _apply_masked_fill(tensor, mask, value)  # type: ignore[no-any-return]
-    return aten.masked_fill.Tensor._op_dk(DispatchKey.Autograd, tensor, mask, value)  # type: ignore[no-any-return]
+def _masked_fill(operator: Any) -> Kernel:
+    def kernel(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() or not value.requires_grad:
+            return operator._op_dk(DispatchKey.Autograd, tensor, mask, value)  # type: ignore[no-any-return]
+        apply: Any = _MaskedFill.apply
+        filled: torch.Tensor = apply(tensor, mask, value)
+        return tensor.copy_(filled) if operator is aten.masked_fill_.Tensor else filled
 
-
-def _masked_fill_(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if torch.is_grad_enabled() and value.requires_grad:
-        return tensor.copy_(_apply_masked_fill(tensor, mask, value))
-    return aten.masked_fill_.Tensor._op_dk(DispatchKey.Autograd, tensor, mask, value)  # type: ignore[no-any-return]
+    return kernel
 
 
 def gradients_of_eager(device: torch.device) -> Mapping[torch._ops.OpOverload, Kernel]:
     """What these operators are while a step for this device is traced, at its autograd key."""
     found = {**_PRODUCTS, **_COMPLEX_ONLY, **(_SELECTIONS if device.type == "cpu" else {})}
     return {op: _reduced(op, gradient) for op, gradient in found.items()} | {
-        aten.masked_fill.Tensor: _masked_fill,
-        aten.masked_fill_.Tensor: _masked_fill_,
+        op: _masked_fill(op) for op in (aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
     }

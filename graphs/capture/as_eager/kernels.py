@@ -77,21 +77,17 @@ _define(
     " -> Tensor",
     CompositeExplicitAutograd=_dropout_noise,
 )
-_define(
-    "bernoulli_fill(Tensor like, float p) -> Tensor",
-    CPU=lambda like, p: strided_like(like).bernoulli_(p),
-    Meta=lambda like, *_: strided_like(like),
-)
-_define(
-    "normal_fill(Tensor like, float mean, float std) -> Tensor",
-    CPU=lambda like, mean, std: strided_like(like).normal_(mean, std),
-    Meta=lambda like, *_: strided_like(like),
-)
-_define(
-    "random_fill(Tensor like, int low, int? high) -> Tensor",
-    CPU=lambda like, low, high: strided_like(like).random_(low, high),
-    Meta=lambda like, *_: strided_like(like),
-)
+_FILLING: dict[str, Callable[..., object]] = {
+    "bernoulli_fill(Tensor like, float p)": torch.Tensor.bernoulli_,
+    "normal_fill(Tensor like, float mean, float std)": torch.Tensor.normal_,
+    "random_fill(Tensor like, int low, int? high)": torch.Tensor.random_,
+}
+for _schema, _filling in _FILLING.items():
+    _define(
+        f"{_schema} -> Tensor",
+        CPU=lambda like, *args, filling=_filling: filling(strided_like(like), *args),
+        Meta=lambda like, *_: strided_like(like),
+    )
 
 
 def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -104,17 +100,13 @@ def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return tensor
     if p == 1:
         return tensor * torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    with _disable_current_modes():  # the strides of `empty_like`, without a call that is traced
+        form = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+        strides = torch.empty_like(form).stride()
     noise: torch.Tensor = torch.ops.checkpoint_solver.dropout_noise(
-        tensor.shape, _strides_like(tensor), p, dtype=tensor.dtype, device=tensor.device
+        tensor.shape, strides, p, dtype=tensor.dtype, device=tensor.device
     )
     return tensor * noise
-
-
-def _strides_like(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Those of `torch.empty_like(tensor)`, without a call that is traced."""
-    with _disable_current_modes():
-        form = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-        return torch.empty_like(form).stride()
 
 
 _AUTOGRAD = DispatchKey.AutogradCPU

@@ -12,7 +12,6 @@ Nothing is computed until a module reads a value: each fake tensor carries the r
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -130,7 +129,10 @@ class KnowingMode(FakeTensorMode):
         if recipe is not None:
             is_value = torch.Tag.data_dependent_output in func.tags
             if (is_value or torch.Tag.dynamic_output_shape in func.tags) and (
-                not recipe.is_chance or _is_condition(func, args)
+                # Of random numbers an `if` alone may ask: it reads one of two values, and not
+                # another in each step.
+                not recipe.is_chance
+                or (is_value and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.bool)
             ):
                 result = evaluate(recipe, self.leaves)
                 if recipe.leaves or recipe.reads_constants:
@@ -145,7 +147,13 @@ class KnowingMode(FakeTensorMode):
             result = super().dispatch(func, types, args, kwargs or {})
             result = as_by_cpu_kernel(func, args, kwargs or {}, result)
         if func._schema.is_mutable:
-            self._note_written(func, args, kwargs or {})
+            for tensor in OpCall(func, tuple(args), kwargs or {}, None).mutated():
+                if isinstance(tensor, FakeTensor):
+                    storage = tensor.untyped_storage()
+                    if storage._cdata not in self._written:
+                        self._written.add(storage._cdata)
+                        gone = weakref.finalize(storage, self._written.discard, storage._cdata)
+                        gone.atexit = False
         elif recipe is not None:
             _with_recipe(result, recipe)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -173,6 +181,9 @@ class KnowingMode(FakeTensorMode):
         """The recipe of the call's result; None if an argument is unknown or the call is random."""
         if torch.Tag.nondeterministic_seeded in func.tags or func in _UNSET:
             return None
+        values = (*args, *kwargs.values())
+        if any(isinstance(item, FakeTensor) and self.value_of(item) is None for item in values):
+            return None  # known before all of them are looked at, as of most calls
         flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         inputs: list[Value] = []
         for position, item in enumerate(flat):
@@ -185,6 +196,9 @@ class KnowingMode(FakeTensorMode):
                 flat[position] = value
                 inputs.append(value)
         leaves = [{value} if isinstance(value, Leaf) else value.leaves for value in inputs]
+        keys = [value.key if isinstance(value, Recipe) else value for value in flat]
+        has_key = not any(isinstance(value, Leaf) or value.key is None for value in inputs)
+        key = key_of(func, keys, spec) if has_key else None
         return Recipe(
             func,
             tuple(flat),
@@ -193,7 +207,7 @@ class KnowingMode(FakeTensorMode):
             tuple(inputs),
             frozenset().union(*leaves),
             any(isinstance(value, Recipe) and value.reads_constants for value in inputs),
-            _key(func, flat, spec),
+            key,
         )
 
     def _note_drawn(
@@ -216,17 +230,6 @@ class KnowingMode(FakeTensorMode):
         leaves, key = frozenset((leaf,)), draws.key(position)
         recipe = Recipe(drawn, tuple(arguments), spec, None, (leaf,), leaves, key=key)
         _with_recipe(result, recipe)
-
-    def _note_written(
-        self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> None:
-        for tensor in OpCall(func, tuple(args), kwargs, None).mutated():
-            if isinstance(tensor, FakeTensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._written:
-                    self._written.add(storage._cdata)
-                    gone = weakref.finalize(storage, self._written.discard, storage._cdata)
-                    gone.atexit = False
 
 
 _ATTRIBUTE = "_known_value"
@@ -252,19 +255,26 @@ def is_unknown(tensor: object) -> bool:
     return value is None or (isinstance(value, Recipe) and value.is_chance)
 
 
-def _is_condition(func: Any, args: Sequence[object]) -> bool:
-    """Whether an `if` looks at the tensor: it reads one of two values, not another in each step."""
-    is_one = torch.Tag.data_dependent_output in func.tags
-    return is_one and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.bool
-
-
 def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
     """Compute the value on real tensors, outside of all tracing."""
     values: dict[Value, Any] = {leaf: leaves[leaf] for leaf in recipe.leaves}
-    here = None if torch.cuda.is_available() else torch.device("cpu")  # traced for an absent card
-    device = next((tensor.device for tensor in values.values()), here)
-    with _outside_of_tracing(), torch.no_grad(), torch._C._DisableAutocast():
-        replay = _replay(recipe, leaves)
+    # Where the model was traced on another device than its tensors are on, say for an absent card.
+    # The state of a card's generator is on the host, and what is drawn is not.
+    here = None if torch.cuda.is_available() else torch.device("cpu")
+    given = (leaves[leaf].device for leaf in recipe.leaves if leaf.kind != "random")
+    device = next(given, here)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+    with (  # eager mode, inside of a trace
+        _disable_current_modes(),
+        torch._C._ExcludeDispatchKeyGuard(keys),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+    ):
+        # Values are kept where they follow from the state of one generator, and nothing else.
+        replay = Replay(torch.empty(0))
+        if recipe.key is not None and len(recipe.leaves) == 1:
+            (leaf,) = recipe.leaves
+            replay = Replay.of(str(leaf.key), leaves[leaf])
         for each in _in_order(recipe, replay.values):
             if each.key in replay.values:
                 values[each] = replay.values[each.key]
@@ -283,22 +293,6 @@ def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
             if each.key is not None and each.is_chance:
                 replay.keep(each.key, values[each])
     return values[recipe]
-
-
-def _replay(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Replay:
-    """Keeps values where the recipe follows from the state of one generator, and nothing else."""
-    if recipe.key is None or len(recipe.leaves) != 1:
-        return Replay(torch.empty(0))  # not kept
-    (leaf,) = recipe.leaves
-    return Replay.of(str(leaf.key), leaves[leaf])
-
-
-def _key(operator: Any, arguments: Sequence[Any], spec: pytree.TreeSpec) -> bytes | None:
-    """As `Recipe.key`."""
-    if any(isinstance(i, Leaf) or (isinstance(i, Recipe) and i.key is None) for i in arguments):
-        return None
-    keys = [item.key if isinstance(item, Recipe) else item for item in arguments]
-    return key_of(operator, keys, spec)
 
 
 def _in_order(recipe: Recipe, known: Container[bytes | None]) -> Iterator[Recipe]:
@@ -336,10 +330,7 @@ def _same(one: Any, other: Any) -> bool:
 def _constant(tensor: torch.Tensor) -> Recipe:
     """The recipe of a real tensor that the module holds or creates (torch.tensor(3.0))."""
 
-    def value() -> torch.Tensor:
-        return tensor
-
-    return Recipe(value, (), _NO_ARGUMENTS, None, (), frozenset(), reads_constants=True)
+    return Recipe(lambda: tensor, (), _NO_ARGUMENTS, None, (), frozenset(), reads_constants=True)
 
 
 _NO_ARGUMENTS = pytree.tree_flatten(((), {}))[1]
@@ -354,11 +345,3 @@ def _with_recipe(result: Any, recipe: Recipe) -> Any:
             if isinstance(item, FakeTensor):
                 item.__dict__[_ATTRIBUTE] = recipe.output(index)
     return result
-
-
-@contextlib.contextmanager
-def _outside_of_tracing() -> Iterator[None]:
-    """Real tensors and eager dispatch inside a trace."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-    with _disable_current_modes(), torch._C._ExcludeDispatchKeyGuard(keys):
-        yield

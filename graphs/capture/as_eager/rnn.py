@@ -52,10 +52,6 @@ torch.library.register_autograd(
 )
 
 
-def _new_call() -> Within:
-    return {"runs_within": next(_calls)}
-
-
 def _gru(gates: Tensor, hidden: Tensor, from_hidden: Linear, within: Within) -> Tensor:
     in_reset, in_update, in_new = gates.unsafe_chunk(3, 1)
     reset, update, new = from_hidden(hidden).unsafe_chunk(3, 1)
@@ -108,7 +104,7 @@ def _layers(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
                 from_input, from_hidden = _linears(weights, biases)
                 with annotate(within):  # the other direction's gates are there until these are
                     steps = from_input(x).unbind(0)
-                state, states, within = next(hidden), [], _new_call()
+                state, states, within = next(hidden), [], {"runs_within": next(_calls)}
                 for step in reversed(steps) if backwards else steps:
                     state = cell(step, state, from_hidden, within)
                     states.append(state)
@@ -133,7 +129,7 @@ def _gru_cell(
     bias_hh: Tensor | None = None,
 ) -> Tensor:
     from_input, from_hidden = _linears((weight_ih, weight_hh), (bias_ih, bias_hh))
-    return _gru(from_input(x), hidden, from_hidden, _new_call())
+    return _gru(from_input(x), hidden, from_hidden, {"runs_within": next(_calls)})
 
 
 def _lstm(x: Tensor, hx: Sequence[Tensor], *arguments: Any) -> Any:

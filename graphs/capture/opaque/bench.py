@@ -36,9 +36,6 @@ class Bytes:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return Bytes(*(max(pair) for pair in pairs))
 
-    def with_margin(self) -> Bytes:
-        return Bytes(*(int(MARGIN * n) for n in dataclasses.astuple(self)))
-
 
 @dataclass
 class Bench:
@@ -121,23 +118,20 @@ class Bench:
         alive: list[Any] = []
         n_inputs = self.island.n_inputs
 
-        def run() -> None:
+        def run(*, drops: bool) -> None:
             # copies: an input that an autograd function holds on to is counted as well
             inputs = [t.clone() for t in self.tensors[:n_inputs]]
             ran = self.forward([*inputs, *self.tensors[n_inputs:]])
             alive.extend(weakref.ref(t.untyped_storage()) for t in ran.outs)
             kept.append(ran.saved)
             del ran, inputs
+            if drops:
+                kept.clear()
             gc.collect()
 
-        def run_and_drop() -> None:
-            run()
-            kept.clear()
-            gc.collect()
-
-        saved_bytes = _staying_bytes(run, self.island.device)
+        saved_bytes = _staying_bytes(lambda: run(drops=False), self.island.device)
         kept.clear()
-        leaked_bytes = _staying_bytes(run_and_drop, self.island.device)
+        leaked_bytes = _staying_bytes(lambda: run(drops=True), self.island.device)
         return saved_bytes, max(leaked_bytes, sum(ref() is not None for ref in alive))
 
     def seconds(self) -> tuple[float, float]:

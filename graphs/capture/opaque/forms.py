@@ -61,6 +61,12 @@ class RandomSources:
         on_card = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return torch.get_rng_state(), on_card, *self.of_others()
 
+    def of_torch(self) -> tuple[torch.Tensor, ...]:
+        """The states of torch's: of the host, and of the card."""
+        on_host = torch.get_rng_state()
+        is_card = self.device.type == "cuda"
+        return (on_host, torch.cuda.get_rng_state(self.device)) if is_card else (on_host,)
+
     def of_others(self) -> tuple[Any, ...]:
         """The states of those that are not torch's."""
         return tuple(map(state_of_generator, self.others))
@@ -96,6 +102,7 @@ class OpaqueCall:
     least_bytes: without the margin.
     outside_bytes: of saved tensors that exist without the call (constants), beside saved_bytes.
     recomputable: whether it may run again; hooks may have any effect.
+    draws: whether it draws numbers from torch's generators.
     """
 
     path: str
@@ -113,6 +120,7 @@ class OpaqueCall:
     forward: ObservedRun
     backward: ObservedRun
     recomputable: bool
+    draws: bool
 
     def described(self) -> dict[str, Any]:
         """As JSON: what the graph has of values, which may be others in another run."""

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphs.capture.opaque.methods import called_method, is_method
+from graphs.capture.own_failure import frames_of
+
 _COLON = ":"
 
 
@@ -45,7 +48,14 @@ class CalledFunction(nn.Module):
             function: Callable[..., Any] = self if threading.get_ident() == here else self._plain
             return function(*args, **kwargs)
 
-        self.function.__code__ = _code_calling(target)
+        def calls(*args: Any, **kwargs: Any) -> Any:
+            function: Any = "target"
+            return function(*args, **kwargs)
+
+        # Code has no closure to find the target in: it becomes a constant of the code.
+        code = calls.__code__
+        constants: Any = tuple(target if each == "target" else each for each in code.co_consts)
+        self.function.__code__ = code.replace(co_consts=constants)
         try:
             yield
         finally:
@@ -57,17 +67,19 @@ def is_function(path: str) -> bool:
 
 
 def piece_at(model: nn.Module, path: str) -> nn.Module:
-    """The submodule with this path, or what calls the function with this name.
+    """The submodule with this path, or what calls the method or the function with this name.
 
     Raises AttributeError, ImportError where there is none.
     """
+    if is_method(path):
+        return called_method(model, path)
     if not is_function(path):
         return model.get_submodule(path)
     package, _, name = path.partition(_COLON)
     function = getattr(importlib.import_module(package), name)
     if not _can_be_piece(function):
         raise AttributeError(f"{path} is no function of its own")
-    return _calling(function)
+    return _called_function(function)
 
 
 def outermost_function(model: nn.Module, error: BaseException) -> str | None:
@@ -76,20 +88,15 @@ def outermost_function(model: nn.Module, error: BaseException) -> str | None:
     None: there is none that can be a piece.
     """
     inside = False
-    chain: BaseException | None = error
-    while chain is not None:
-        trace = chain.__traceback__
-        while trace is not None:
-            frame, trace = trace.tb_frame, trace.tb_next
-            code, package = frame.f_code, str(frame.f_globals.get("__name__"))
-            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if code.co_name == "forward" and first is model:
-                inside = True
-            elif inside and package.partition(".")[0] not in ("torch", "contextlib", "graphs"):
-                function = getattr(sys.modules.get(package), code.co_name, None)
-                if _can_be_piece(function) and function.__code__ is code:  # type: ignore[union-attr]
-                    return f"{package}{_COLON}{code.co_name}"
-        chain = chain.__cause__
+    for frame in frames_of(error):
+        code, package = frame.f_code, str(frame.f_globals.get("__name__"))
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if code.co_name == "forward" and first is model:
+            inside = True
+        elif inside and package.partition(".")[0] not in ("torch", "contextlib", "graphs"):
+            function = getattr(sys.modules.get(package), code.co_name, None)
+            if _can_be_piece(function) and function.__code__ is code:  # type: ignore[union-attr]
+                return f"{package}{_COLON}{code.co_name}"
     return None
 
 
@@ -117,18 +124,4 @@ def _can_be_piece(function: object) -> bool:
     return isinstance(function, types.FunctionType) and function.__closure__ is None
 
 
-@functools.cache
-def _calling(function: types.FunctionType) -> CalledFunction:
-    return CalledFunction(function)
-
-
-def _code_calling(target: Callable[..., Any]) -> types.CodeType:
-    """Code that calls the target with its own arguments; it is a constant of the code."""
-
-    def calls(*args: Any, **kwargs: Any) -> Any:
-        function: Any = "target"
-        return function(*args, **kwargs)
-
-    code = calls.__code__
-    constants: Any = tuple(target if each == "target" else each for each in code.co_consts)
-    return code.replace(co_consts=constants)
+_called_function = functools.cache(CalledFunction)

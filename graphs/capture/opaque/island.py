@@ -167,9 +167,6 @@ class _Entrance(torch.autograd.Function):
         raise AssertionError("gradients end here")
 
 
-_enter: Callable[..., Any] = _Entrance.apply
-
-
 class _Called(nn.Module):
     """Calls the module, its hooks too."""
 
@@ -215,6 +212,8 @@ class Island:
     changed: positions (in the whole list) of buffers that the call changes.
     given: positions of the tensors (outputs counted after the inputs) that the backward pass is
         given (None: all).
+    overwritten: position of a tensor of the call that is written in place and returned -> which of
+        the outputs it is. The call is given a copy.
     """
 
     module: nn.Module
@@ -227,6 +226,7 @@ class Island:
     autocast: Autocast
     changed: tuple[int, ...] = ()
     given: frozenset[int] | None = None
+    overwritten: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def needs(self) -> tuple[bool, ...]:
@@ -276,9 +276,13 @@ class Island:
         needed = [i for i in range(len(found)) if self.needs[i]]
         if needed:
             token = torch.empty(0, requires_grad=True)
-            entered = _enter(token, *(found[i] for i in needed))
+            entered: Any = _Entrance.apply(  # type: ignore[no-untyped-call]
+                token, *(found[i] for i in needed)
+            )
             for i, tensor in zip(needed, entered, strict=True):
                 found[i], saved.inputs[i] = tensor, get_gradient_edge(tensor)
+        for i in self.overwritten:
+            found[i] = found[i].clone()
         return [found[i] for i in self.first]  # the module may ask `query is key`
 
     def _state(

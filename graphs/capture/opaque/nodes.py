@@ -10,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import logging
-import operator
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,16 +20,14 @@ from torch.fx.traceback import annotate
 
 from graphs.capture.opaque.forms import Form, OpaqueCall
 from graphs.capture.opaque.functions import CalledFunction, is_function, piece_at
-from graphs.capture.opaque.island import Asked, Saved, laid_out, state_of
+from graphs.capture.opaque.island import Asked, state_of
+from graphs.capture.opaque.methods import CalledMethod, is_method
 from graphs.capture.traced_calls import is_backward
-from graphs.costs import ObservedRun
-from graphs.model_calls import Call, TraceError, nested
-
-logger = logging.getLogger(__name__)
+from graphs.model_calls import Call, TraceError
 
 _library: Any = torch.library.Library("checkpoint_solver", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "opaque_forward(Tensor[] tensors, int call) -> Tensor[]",
+    "opaque_forward(Tensor[] tensors, int call, bool draws) -> Tensor[]",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 _library.define(
@@ -47,7 +42,7 @@ _CALLS: dict[int, OpaqueCall] = {}
 _numbers = itertools.count()
 
 
-def _fake_forward(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+def _fake_forward(tensors: Sequence[torch.Tensor], number: int, _draws: bool) -> list[torch.Tensor]:
     call = _CALLS[number]
     device = tensors[0].device
     buffers = [torch.empty_like(tensors[i]) for i in call.island.changed]
@@ -61,8 +56,8 @@ def _fake_backward(saved: torch.Tensor, _known: Any, _gradients: Any, number: in
 
 _library.impl("opaque_forward", _fake_forward, "Meta")
 _library.impl("opaque_backward", _fake_backward, "Meta")
-_FORWARD = torch.ops.checkpoint_solver.opaque_forward.default
-_BACKWARD = torch.ops.checkpoint_solver.opaque_backward.default
+FORWARD = torch.ops.checkpoint_solver.opaque_forward.default
+BACKWARD = torch.ops.checkpoint_solver.opaque_backward.default
 
 
 class _Traced(torch.autograd.Function):
@@ -72,10 +67,19 @@ class _Traced(torch.autograd.Function):
     def forward(ctx: Any, number: int, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         call = _CALLS[number]
-        *made, saved = _FORWARD(list(tensors), number)
-        n_outs = len(call.outs)
+        island, n_outs = call.island, len(call.outs)
+        # the old value of what the call overwrites, which it may be run with again
+        read = [t.clone() if i in island.overwritten else t for i, t in enumerate(tensors)]
+        *made, saved = FORWARD(read, number, call.draws)
+        for i, index in island.overwritten.items():
+            made[index] = tensors[i].copy_(made[index])
         ctx.number = number
-        ctx.save_for_backward(*tensors, *made[:n_outs], saved)
+        ctx.mark_dirty(*(tensors[i] for i in island.overwritten))
+        known = enumerate([*read, *made[:n_outs]])
+        given = island.given
+        ctx.save_for_backward(
+            *(t if given is None or i in given else None for i, t in known), saved
+        )
         ctx.mark_non_differentiable(
             *(t for t, yes in zip(made, call.differentiable, strict=False) if not yes),
             *made[n_outs:],
@@ -91,14 +95,9 @@ class _Traced(torch.autograd.Function):
             for i, g in enumerate(gradients)
             if g is not None and not g.is_contiguous()
         }
-        *tensors, saved = ctx.saved_tensors
-        given = call.island.given
-        known = [t if given is None or i in given else None for i, t in enumerate(tensors)]
-        made = iter(_BACKWARD(saved, known, list(gradients), ctx.number))
+        *known, saved = ctx.saved_tensors
+        made = iter(BACKWARD(saved, known, list(gradients), ctx.number))
         return None, *(next(made) if needs else None for needs in call.island.needs)
-
-
-_traced: Callable[..., Any] = _Traced.apply
 
 
 @dataclass
@@ -114,10 +113,6 @@ class StandIn:
     calls: Sequence[OpaqueCall]
     numbers: list[int] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
-
-    def begin(self) -> None:
-        """The model is called from the start."""
-        self.asked.clear()
 
     def found(self) -> tuple[Asked, ...]:
         """Of each call, with the tangents of the backward pass."""
@@ -136,14 +131,11 @@ class StandIn:
         state, _ = state_of(self.module)
         tensors = [*given.tensors, *state]
         self.asked.append(Asked.now(tensors, first=call.island.first))
-        with (
-            contextlib.nullcontext()
-            if is_function(self.path)
-            else annotate({"module_path": self.path})
-        ):
+        is_module = not is_function(self.path) and not is_method(self.path)
+        with annotate({"module_path": self.path}) if is_module else contextlib.nullcontext():
             for i in call.island.changed:  # its old value, which the call may be run with again
                 tensors[i] = tensors[i].clone()
-            made = _traced(self.numbers[index], *tensors)
+            made = _Traced.apply(self.numbers[index], *tensors)  # type: ignore[no-untyped-call]
             n_outs = len(call.outs)
             with torch.no_grad():
                 for i, new in zip(call.island.changed, made[n_outs:], strict=True):
@@ -175,160 +167,13 @@ def called_instead(module: nn.Module, function: Any) -> Iterator[None]:
     """A call of the module, its hooks included, calls the function while inside."""
     vars(module)["_compiled_call_impl"] = function
     try:
-        if isinstance(module, CalledFunction):
+        if isinstance(module, CalledFunction | CalledMethod):
             with module.called_instead():
                 yield
         else:
             yield
     finally:
         vars(module).pop("_compiled_call_impl", None)
-
-
-_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that have kept more than planned."""
-
-# ---- after tracing -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class OpaqueForward:
-    """The target of a forward node: (tensors) -> outputs, new buffers, what is saved."""
-
-    call: OpaqueCall
-    tags = (torch.Tag.nondeterministic_seeded,)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__name__", "opaque_forward")  # for fx's generated code
-
-    @property
-    def observed(self) -> ObservedRun:
-        return self.call.forward
-
-    @property
-    def recomputable(self) -> bool:
-        return self.call.recomputable
-
-    def keep_state(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Any]:
-        """The results, and the state of the generators before."""
-        state = self.call.random.states()
-        return self(tensors), state
-
-    def run_again(self, state: Any, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """With the state of the first run; the generators go on as if nothing had happened."""
-        with self.call.random.as_before():
-            self.call.random.put(state)
-            return self(tensors)
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        known = {t.untyped_storage()._cdata for t in tensors}
-
-        def as_planned(spec: nested.Spec, outs: list[torch.Tensor]) -> list[torch.Tensor]:
-            self._check(spec, outs)
-            return [
-                laid_out(t.clone() if t.untyped_storage()._cdata in known else t, form.strides)
-                for t, form in zip(outs, self.call.outs, strict=True)
-            ]
-
-        ran = self.call.island.forward(tensors, as_planned)
-        self._warn_of_more(ran.packed_bytes - self.call.outside_bytes)
-        return [*ran.outs, *ran.buffers, ran.saved]
-
-    def _check(self, spec: nested.Spec, outs: Sequence[torch.Tensor]) -> None:
-        call = self.call
-        here = [(tuple(t.shape), t.dtype) for t in outs]
-        if spec != call.spec or here != [(f.shape, f.dtype) for f in call.outs]:
-            raise RuntimeError(
-                f"{call.path!r}, which is planned as one piece, returns "
-                f"{', '.join(str(Form.of(t)) for t in outs)}, planned: "
-                f"{', '.join(map(str, call.outs))}. Its results' sizes depend on values: plan by "
-                "submodules (checkpoint_solver.fallback.plan_chain)"
-            )
-
-    def _warn_of_more(self, saved_bytes: int) -> None:
-        """Than is planned; once for each module."""
-        call, module = self.call, self.call.island.module
-        if saved_bytes > call.saved_bytes and module not in _WARNED:
-            _WARNED.add(module)
-            logger.warning(
-                "%r, which is planned as one piece, keeps %d bytes for backward in this step, "
-                "planned: %d. What it keeps depends on values, and the step may take more than "
-                "its budget: plan with a batch for which it keeps the most",
-                call.path,
-                saved_bytes,
-                call.saved_bytes,
-            )
-
-    def __str__(self) -> str:
-        return f"opaque_forward({type(self.call.island.module).__name__})"
-
-    __repr__ = __str__
-
-
-@dataclass(frozen=True, eq=False)
-class OpaqueBackward:
-    """The target of a backward node: (saved, known tensors, gradients, starts) -> gradients.
-
-    always: for each gradient whether other operators read it, so that it is zeros where the call
-        has none.
-    """
-
-    call: OpaqueCall
-    always: tuple[bool, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__name__", "opaque_backward")
-
-    @property
-    def observed(self) -> ObservedRun:
-        return self.call.backward
-
-    def __call__(
-        self,
-        saved: Saved,
-        known: Sequence[torch.Tensor | None],
-        gradients: Sequence[torch.Tensor | None],
-        starts: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:
-        found = self.call.island.backward(saved, known, gradients, starts)
-        device = self.call.island.device
-        made: list[torch.Tensor | None] = []
-        for gradient, form, always in zip(found, self.call.gradients, self.always, strict=True):
-            if gradient is not None:
-                made.append(laid_out(gradient, form.strides))
-            else:
-                made.append(form.empty(device).zero_() if always else None)
-        return made
-
-    def __str__(self) -> str:
-        return f"opaque_backward({type(self.call.island.module).__name__})"
-
-    __repr__ = __str__
-
-
-def bind(graph: fx.Graph, standing: Sequence[StandIn]) -> None:
-    """Give the traced operators the targets that run the modules."""
-    calls = {n: c for each in standing for n, c in zip(each.numbers, each.calls, strict=True)}
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        if node.target is _FORWARD:
-            tensors, number = node.args
-            node.target, node.args = OpaqueForward(calls[number]), (tensors,)
-        elif node.target is _BACKWARD:
-            saved, known, gradients, number = node.args
-            call = calls[number]
-            made = {n.args[1]: n for n in node.users if n.target is operator.getitem}
-            starts: list[fx.Node | None] = [None] * len(call.gradients)
-            for index, gradient in made.items():
-                starts[index] = _begun(gradient, position, before=position[node])
-            forms = {i: Form.of(n.meta["val"]) for i, n in made.items() if starts[i] is not None}
-            call = dataclasses.replace(
-                call, gradients=tuple(forms.get(i, f) for i, f in enumerate(call.gradients))
-            )
-            always = tuple(
-                i in made and not _only_returned(made[i]) for i in range(len(call.gradients))
-            )
-            node.target = OpaqueBackward(call, always)
-            node.args = (saved, known, gradients, starts)
 
 
 def saved_bytes(graph: fx.Graph) -> int:
@@ -346,35 +191,3 @@ def saved_bytes(graph: fx.Graph) -> int:
 
 def _storage(value: object) -> int:
     return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else 0
-
-
-def _begun(gradient: fx.Node, position: Mapping[fx.Node, int], *, before: int) -> fx.Node | None:
-    """The sum of gradients that this one is added to; the addition is removed.
-
-    The call adds its terms to it one by one, as autograd does where it is no island.
-    """
-    users = list(gradient.users)
-    if len(users) != 1 or users[0].target is not torch.ops.aten.add.Tensor or users[0].kwargs:
-        return None
-    add = users[0]
-    others = [argument for argument in add.args if argument is not gradient]
-    if len(others) != 1 or not isinstance(others[0], fx.Node) or position[others[0]] >= before:
-        return None
-    one, other = gradient.meta["val"], others[0].meta["val"]
-    if not add.meta.get("is_gradient_acc") or one.shape != other.shape or one.dtype != other.dtype:
-        return None
-    add.replace_all_uses_with(gradient)
-    gradient.meta["val"] = add.meta["val"]  # the sum lies in memory as autograd makes it
-    add.graph.erase_node(add)
-    return others[0]
-
-
-def _only_returned(gradient: fx.Node) -> bool:
-    """Whether nothing but the end of the step gets it, once, in the form that it has."""
-    (output, *others) = gradient.users or [None]
-    if output is None or others or output.op != "output":
-        return False
-    value = gradient.meta["val"]
-    is_whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-    n_times = sum(item is gradient for item in torch.utils._pytree.tree_leaves(output.args))
-    return is_whole and n_times == 1

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.capture.generation_cache import no_cache
-from graphs.capture.opaque.bench import Bench, Bytes
+from graphs.capture.as_eager import no_cache
+from graphs.capture.opaque.bench import MARGIN, Bench, Bytes
 from graphs.capture.opaque.forms import Form, OpaqueCall, RandomSources
 from graphs.capture.opaque.functions import holds_tensors, is_function, piece_at
 from graphs.capture.opaque.island import Asked, Autocast, Island, Ran, first_places, state_of
+from graphs.capture.opaque.methods import CalledMethod, no_submodule_called
 from graphs.capture.opaque.nodes import called_instead
 from graphs.capture.refuse import (
     HOOKS,
@@ -34,7 +35,7 @@ from graphs.capture.refuse import (
     objects_unchanged,
 )
 from graphs.costs import ObservedRun, OperatorCalls
-from graphs.model_calls import HOLE, Call
+from graphs.model_calls import HOLE, Call, nested
 
 N_SHUFFLED = 2
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -63,19 +64,10 @@ def observe(
         _Watch(model, path, piece_at(model, path), device, asked.get(path, ())) for path in paths
     ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quick_collection())
-        stack.enter_context(_buffers_restored(model))
-        stack.enter_context(RandomSources.of(model, device).as_before())
-        stack.enter_context(no_cache(model))
-        # what a first call fills is emptied again; a part that changes more is refused below
-        stack.enter_context(contextlib.suppress(SideEffectError))
-        stack.enter_context(attributes_unchanged(model))
-        stack.enter_context(objects_unchanged(model))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(all_put_back(model, device))
         for watch in watches:
             stack.enter_context(called_instead(watch.module, watch))
-        args, kwargs = call.arguments(call.tensors)
-        model.forward(*args, **kwargs)
+        run(model, call)
     for watch in watches:
         if not watch.found:
             raise NotOpaqueError(watch.path, "it is not called as a module")
@@ -84,15 +76,34 @@ def observe(
     return {watch.path: watch.found for watch in watches}
 
 
+def run(model: nn.Module, call: Call) -> None:
+    """The model's forward pass on real tensors, without its hooks."""
+    args, kwargs = call.arguments(call.tensors)
+    model.forward(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def _quick_collection() -> Iterator[None]:
-    """Garbage is collected often inside; what was there before is not looked at each time."""
+def all_put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Without gradients inside; what the model changes is put back.
+
+    What a first call fills is emptied again; of a part that changes more, a trace says so.
+    """
+    # Garbage is collected often inside; what was there before is not looked at each time.
     gc.collect()
     freeze = gc.get_freeze_count() == 0
     if freeze:
         gc.freeze()
     try:
-        yield
+        with (
+            _buffers_restored(model),
+            RandomSources.of(model, device).as_before(),
+            no_cache(model),
+            contextlib.suppress(SideEffectError),
+            attributes_unchanged(model),
+            objects_unchanged(model),
+            torch.no_grad(),
+        ):
+            yield
     finally:
         if freeze:
             gc.unfreeze()
@@ -106,6 +117,8 @@ def _buffers_restored(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, values in before:
+                if buffer.shape != values.shape:  # an observer's first call resizes it
+                    buffer.resize_(values.shape)
                 buffer.copy_(values)
 
 
@@ -126,13 +139,17 @@ class _Watch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         del vars(self.module)["_compiled_call_impl"]
+        given = Call.of(args, kwargs)
         try:
-            island, tensors = self._island(Call.of(args, kwargs))
-            random = RandomSources.of(self.module, self._device)
-            with no_unseen_changes(self.module):
+            island, tensors = self._island(given)
+            random = RandomSources.of(self._where, self._device)
+            with no_unseen_changes(self._where), self._of_its_own():
+                if isinstance(self.module, CalledMethod):
+                    overwritten = self._overwritten(island, tensors, random)
+                    island = dataclasses.replace(island, overwritten=overwritten)
                 Bench(island, tensors, random).forward()  # fills what a first call fills
                 # a function may change what it is given of the model
-                where = self.model if is_function(self.path) else self.module
+                where = self.model if is_function(self.path) else self._where
                 with attributes_unchanged(where), objects_unchanged(where):
                     call, outs = self._observed(island, tensors, random)
         except SideEffectError as error:
@@ -140,7 +157,46 @@ class _Watch:
         finally:
             vars(self.module)["_compiled_call_impl"] = self
         self.found.append(call)
+        for i, index in island.overwritten.items():
+            outs[index] = given.tensors[i].copy_(outs[index])
         return call.output(outs)
+
+    @property
+    def _where(self) -> nn.Module:
+        """What its code calls `self`."""
+        return self.module.owner if isinstance(self.module, CalledMethod) else self.module
+
+    @contextlib.contextmanager
+    def _of_its_own(self) -> Iterator[None]:
+        """Refuse a method that calls submodules, or writes their tensors: it is not their node."""
+        if not isinstance(self.module, CalledMethod):
+            yield
+            return
+        own = {*map(id, state_of(self.module)[0])}
+        owner = self.module.owner
+        others = [t for t in (*owner.parameters(), *owner.buffers()) if id(t) not in own]
+        versions = [t._version for t in others]
+        with no_submodule_called(owner, self._refuse):
+            yield
+        if [t._version for t in others] != versions:
+            raise self._refuse("it changes a parameter or buffer of a submodule")
+
+    def _overwritten(
+        self, island: Island, tensors: Sequence[torch.Tensor], random: RandomSources
+    ) -> dict[int, int]:
+        """As in `Island`."""
+        n = island.n_inputs
+        copies = [tensor.clone() for tensor in tensors[:n]]
+        with random.as_before(), _buffers_restored(self.module):
+            args, kwargs = island.call.arguments([copies[i] for i in island.first])
+            output = self.module(*args, **kwargs)
+        returned = [id(tensor) for tensor in nested.tensors(output)]
+        written = [i for i, copy in enumerate(copies) if copy._version]
+        if any(returned.count(id(copies[i])) != 1 for i in written):
+            raise self._refuse("it changes an argument, and does not return it once")
+        if any(list(island.first).count(i) != 1 for i in written):
+            raise self._refuse("it changes an argument that it is given twice")
+        return {i: returned.index(id(copies[i])) for i in written}
 
     def _refuse(self, why: str) -> NotOpaqueError:
         return NotOpaqueError(self.path, why)
@@ -149,9 +205,10 @@ class _Watch:
         self, island: Island, tensors: list[torch.Tensor], random: RandomSources
     ) -> tuple[OpaqueCall, list[torch.Tensor]]:
         with OperatorCalls() as forward, random.as_before():
-            before = random.of_others()
+            before, of_torch = random.of_others(), random.of_torch()
             ran = island.forward(tensors)
             draws = before != random.of_others()
+            draws_torchs = not all(map(torch.equal, of_torch, random.of_torch()))
         self._check(ran, tensors)
         written = self._write(island, ran, tensors)
         state = {*range(island.n_inputs, len(tensors))}
@@ -174,7 +231,9 @@ class _Watch:
         takes = functools.reduce(Bytes.at_least, taken)
         if takes.leaked_bytes:
             raise self._refuse("tensors that it makes are held elsewhere after its call")
-        least_bytes, takes = takes.saved_bytes, takes.with_margin() if varies else takes
+        least_bytes = takes.saved_bytes
+        if varies:
+            takes = Bytes(*(int(MARGIN * n_bytes) for n_bytes in dataclasses.astuple(takes)))
         forward_s, backward_s = dataclasses.replace(bench, island=island).seconds()
         wanted = [t for t, needed in zip(tensors, island.needs, strict=True) if needed]
         edges = zip(ran.outs, ran.saved.outputs, strict=True)
@@ -202,6 +261,7 @@ class _Watch:
             recomputable=not any(
                 getattr(module, hooks) for module in self.module.modules() for hooks in HOOKS
             ),
+            draws=draws_torchs,
         ), ran.outs
 
     def _island(self, call: Call) -> tuple[Island, list[torch.Tensor]]:
@@ -215,7 +275,13 @@ class _Watch:
         if any(not _is_plain(t, self._device) for t in tensors):
             raise self._refuse("a tensor that it reads is sparse, nested or on another device")
         n_inputs, n_parameters = len(call.tensors), len({*map(id, self.module.parameters())})
-        self._refuse_casts(state[:n_parameters])
+        if torch.is_autocast_enabled(self._device.type):
+            # It casts a weight once for all that use it, which an island cannot.
+            inside = {*map(id, self.module.modules())}
+            own = {id(p) for p in state[:n_parameters] if p.requires_grad}
+            for other in self.model.modules():
+                if id(other) not in inside and own & {*map(id, other._parameters.values())}:
+                    raise self._refuse("autocast casts a weight once that others use as well")
         first = first_places(call.tensors)
         index = len(self.found)
         if index < len(self._asked):
@@ -235,16 +301,6 @@ class _Watch:
             autocast=Autocast.now(self._device),
             changed=tuple(range(n_inputs + n_parameters, len(tensors))),
         ), tensors
-
-    def _refuse_casts(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Under autocast a weight is cast once for all that use it, which an island cannot."""
-        if not torch.is_autocast_enabled(self._device.type):
-            return
-        inside = {*map(id, self.module.modules())}
-        own = {id(p) for p in parameters if p.requires_grad}
-        for other in self.model.modules():
-            if id(other) not in inside and own & {*map(id, other._parameters.values())}:
-                raise self._refuse("autocast casts a weight once that others use as well")
 
     def _check(self, ran: Ran, tensors: Sequence[torch.Tensor]) -> None:
         if any(item is not HOLE and item is not None for item in ran.rest):

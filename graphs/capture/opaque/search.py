@@ -18,9 +18,15 @@ from torch import fx, nn
 
 from graphs.capture.opaque.forms import OpaqueCall, RandomSources
 from graphs.capture.opaque.functions import is_function, outermost_function
+from graphs.capture.opaque.methods import method_on_the_way, method_that_draws, paths_of
 from graphs.capture.opaque.nodes import StandIn, saved_bytes, stand_ins
-from graphs.capture.opaque.observe import AskedOf, NotOpaqueError, observe
-from graphs.capture.own_failure import refuse_own_failure, refuse_same_failure
+from graphs.capture.opaque.observe import AskedOf, NotOpaqueError, all_put_back, observe, run
+from graphs.capture.own_failure import (
+    frames_of,
+    refuse_failure_on_values,
+    refuse_own_failure,
+    refuse_same_failure,
+)
 from graphs.capture.refuse import DrawError, HookError, has_refused_hook
 from graphs.model_calls import Call, TraceError, device_of
 
@@ -94,7 +100,16 @@ def with_opaque_parts(
             raise
         first = error
     where = _devices(model, call).pop()
-    whys = _failing(model, first, {})
+    with all_put_back(model, where):
+        refuse_failure_on_values(model, first, lambda: run(model, call))
+    whys = _failing(model, call, where, first, {})
+    if whys and where.type == "cpu" and torch._C._autograd._profiler_enabled():
+        path, why = next(iter(whys.items()))
+        raise TraceError(
+            f"{path!r} cannot be traced ({why}) and would be planned as one piece, which is "
+            "measured with PyTorch's profiler, and one is active already: plan before it starts "
+            "(with one step, or plan_ahead)"
+        ) from first
     for _ in range(MOST_TRACES):
         if not whys:
             raise first
@@ -105,7 +120,7 @@ def with_opaque_parts(
             whys = _enclosing(model, refused.path, whys)
         except TraceError as error:
             first.add_note(error.why)
-            whys = _failing(model, error, whys)
+            whys = _failing(model, call, where, error, whys)
         except Exception as error:  # the model's code may raise anything
             refuse_same_failure(model, first, error)
             first.add_note(f"{type(error).__name__} when it was run: {error}")
@@ -152,12 +167,8 @@ def refuse_most(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
     """
     total = saved_bytes(graph)
     for part in parts:
-        rows = (
-            m
-            for m in part.calls[0].island.module.modules()
-            if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1
-        )
-        if max(call.saved_bytes for call in part.calls) > MOST * total and any(rows):
+        has_row = _has_row(part.calls[0].island.module)
+        if max(call.saved_bytes for call in part.calls) > MOST * total and has_row:
             raise TraceError(
                 f"{part.path!r} keeps most of what the step keeps, and cannot be traced: "
                 f"{part.why}",
@@ -165,7 +176,15 @@ def refuse_most(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
             )
 
 
-def _failing(model: nn.Module, error: TraceError, whys: Mapping[str, str]) -> dict[str, str]:
+def _has_row(module: nn.Module) -> bool:
+    """Whether there is a row of submodules in it."""
+    rows = (m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
+    return any(len(row) > 1 for row in rows)
+
+
+def _failing(
+    model: nn.Module, call: Call, device: torch.device, error: TraceError, whys: Mapping[str, str]
+) -> dict[str, str]:
     """The modules that are one piece, after this failure; none: it has no place."""
     cause = error.__cause__
     if isinstance(cause, HookError):
@@ -174,18 +193,32 @@ def _failing(model: nn.Module, error: TraceError, whys: Mapping[str, str]) -> di
     path = _place(model, error)
     if path is None and (function := outermost_function(model, error)) is not None:
         return {} if function in whys else {**whys, function: error.short}
+    module = model if path is None else model.get_submodule(path)
+    if (path is None or _has_row(module)) and path not in whys:
+        methods = _methods(model, call, device, error, module)
+        if methods and not whys.keys() & {*methods}:
+            return _outermost({**whys, **dict.fromkeys(methods, error.short)})
     if path is None:
         return {}
     if path in whys:
         return _enclosing(model, path, whys)
-    module = model.get_submodule(path)
     # a class of PyTorch's own does something else in each place, but for attention
-    alike = (
-        [path]
-        if type(module).__module__.startswith("torch.") and not isinstance(module, _ATTENTION)
-        else [p for p, m in model.named_modules() if _kind(m) == _kind(module)]
-    )
+    alike = [path]
+    if not type(module).__module__.startswith("torch.") or isinstance(module, _ATTENTION):
+        alike = [p for p, m in model.named_modules() if _kind(m) == _kind(module)]
     return _outermost({**whys, **dict.fromkeys(alike, error.short)})
+
+
+def _methods(
+    model: nn.Module, call: Call, device: torch.device, error: TraceError, owner: nn.Module
+) -> list[str]:
+    """The paths of the method of the owner in which it failed, in all modules of its class."""
+    if isinstance(error.__cause__, DrawError):
+        with all_put_back(model, device):
+            name = method_that_draws(owner, lambda: run(model, call))
+    else:
+        name = method_on_the_way(owner, error)
+    return [] if name is None else paths_of(model, owner, name)
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
@@ -221,14 +254,9 @@ def _place(model: nn.Module, error: BaseException) -> str | None:
     if isinstance(error.__cause__, DrawError):  # found when forward had ended
         return paths.get(error.__cause__.module)
     found = None
-    chain: BaseException | None = error
-    while chain is not None:
-        frame = chain.__traceback__
-        while frame is not None:
-            if frame.tb_frame.f_code.co_name == "_call_impl":
-                found = paths.get(frame.tb_frame.f_locals.get("self"), found)
-            frame = frame.tb_next
-        chain = chain.__cause__
+    for frame in frames_of(error):
+        if frame.f_code.co_name == "_call_impl":
+            found = paths.get(frame.f_locals.get("self"), found)
     return found
 
 
@@ -239,9 +267,9 @@ def _devices(model: nn.Module, call: Call) -> set[torch.device]:
 def _is_here(model: nn.Module, call: Call, device: torch.device | None) -> bool:
     """Whether model and batch are plain tensors with values, on the device that is planned for."""
     devices = _devices(model, call)
-    if len(devices) != 1:
+    here = next(iter(devices), None)
+    if here is None or len(devices) > 1:
         return False
-    (here,) = devices
     if device is not None and (device.type, device.index or 0) != (here.type, here.index or 0):
         return False
     tensors = (*model.parameters(), *model.buffers(), *call.tensors)

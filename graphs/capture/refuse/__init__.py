@@ -12,6 +12,7 @@ from graphs.capture.refuse.side_effects import (
     DrawError,
     HookError,
     SideEffectError,
+    around_module_calls,
     attributes_unchanged,
     buffers_of,
     global_hooks,

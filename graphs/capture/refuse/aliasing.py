@@ -25,7 +25,10 @@ def refuse_overlapping(
     together = _by_storage(tensors)
     for key in written:
         for other in together.get(_storage_of(tensors.get(key)), ()):
-            if other != key and _overlap(tensors[key], tensors[other]):
+            if other == key:
+                continue
+            (start, end), (other_start, other_end) = _span(tensors[key]), _span(tensors[other])
+            if start < other_end and other_start < end:
                 raise TraceError(
                     f"forward changes {titles[key]} in place, which shares memory with "
                     f"{titles[other]}: a planned step would not see the change there; clone one of "
@@ -60,14 +63,8 @@ def _storage_of(tensor: torch.Tensor | None) -> int | None:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the byte ranges of two tensors on one storage overlap; interleaved ones do."""
-    (start, end), (other_start, other_end) = _span(one), _span(other)
-    return start < other_end and other_start < end
-
-
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Its first byte on the storage, and the one after its last."""
+    """Its first byte on the storage, and the one after its last; interleaved tensors overlap."""
     if not tensor.numel():
         return 0, 0
     start = int(tensor.storage_offset())

@@ -13,8 +13,8 @@ from dataclasses import dataclass, is_dataclass
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
+from graphs.costs import tensors_in
 from graphs.model_calls import TraceError, nested
 
 _NOT_DIFFERENTIATED = (torch.ops.aten.detach.default,)
@@ -49,8 +49,8 @@ class ReadTensors:
 
     def note(self, operator: object, args: Iterable[object]) -> None:
         """Record real tensors among the arguments; TraceError if one requires a gradient."""
-        for item in pytree.arg_tree_leaves(*args):
-            if not isinstance(item, torch.Tensor) or isinstance(item, FakeTensor):
+        for item in tensors_in(tuple(args)):
+            if isinstance(item, FakeTensor):
                 continue
             if item.requires_grad and torch.is_grad_enabled():
                 if operator in _NOT_DIFFERENTIATED:

@@ -28,14 +28,16 @@ def generators_of(model: nn.Module) -> dict[str, Any]:
     """The generators by their name for messages: "the random.Random in 'mask.rng'"."""
     found: dict[int, tuple[str, Any]] = {}
     found[id(_PYTHONS)] = ("Python's random", _PYTHONS)
+    kinds: tuple[type, ...] = (random.Random,)  # SystemRandom has no state
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpys = numpy_random.mtrand._rand
         found[id(numpys)] = ("numpy.random", numpys)
+        kinds += (numpy_random.Generator, numpy_random.BitGenerator, numpy_random.RandomState)
     followed: set[FunctionType] = set()
     for path, module in model.named_modules():
         for name, value in _named(module, followed):
             for each in _inside(value):
-                if _is_generator(each):
+                if isinstance(each, kinds) and not isinstance(each, random.SystemRandom):
                     kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
                     where = f"{path}.{name}" if path else name
                     found.setdefault(id(each), (f"the {kind} in {where!r}", each))
@@ -62,16 +64,6 @@ def put_back(generator: Any, state: Any) -> None:
 
 def _bits(generator: Any) -> Any:
     return getattr(generator, "bit_generator", generator)
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)  # it has no state
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return False
-    kinds = (numpy_random.Generator, numpy_random.BitGenerator, numpy_random.RandomState)
-    return isinstance(value, kinds)
 
 
 def _named(module: nn.Module, followed: set[FunctionType]) -> Iterator[tuple[str, Any]]:

@@ -24,8 +24,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from graphs.capture.refuse.generators import generators_of, put_back, state_of
-from graphs.capture.refuse.transformers_hooks import capturing_hooks_as_before, is_capturing
-from graphs.capture.tensor_parallel import is_of_parallel_style
+from graphs.capture.refuse.traced_hooks import (
+    capturing_hooks_as_before,
+    computed_weights,
+    is_traced,
+)
 
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -69,13 +72,33 @@ def global_hooks() -> tuple[Any, ...]:
     return tuple(getattr(function, "__code__", function) for function in own)
 
 
+@contextlib.contextmanager
+def around_module_calls(
+    before: Callable[[nn.Module], object], after: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Call these before and after each call of any module, while inside and in this thread."""
+    here = threading.get_ident()
+
+    def begin(module: nn.Module, _args: Any) -> None:
+        if threading.get_ident() == here:  # another thread may run a step meanwhile
+            before(module)
+
+    def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if threading.get_ident() == here:
+            after()
+
+    hooks: tuple[Any, ...] = (begin, end)
+    for hook in hooks:
+        hook.is_of_trace = True
+    with (
+        nn.modules.module.register_module_forward_pre_hook(begin),
+        nn.modules.module.register_module_forward_hook(end, always_call=True),
+    ):
+        yield
+
+
 def has_refused_hook(module: nn.Module) -> bool:
-    return any(not all(map(_is_traced, getattr(module, of).values())) for of in HOOKS)
-
-
-def _is_traced(hook: Callable[..., Any]) -> bool:
-    """Whether all that the hook does is in the trace."""
-    return is_capturing(hook) or is_of_parallel_style(hook)
+    return any(not all(map(is_traced, getattr(module, of).values())) for of in HOOKS)
 
 
 def refuse_hooks(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> None:
@@ -87,12 +110,11 @@ def refuse_hooks(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> None:
     for name, module in model.named_modules():
         for attribute, kind in HOOKS.items():
             hooks = getattr(module, attribute).values()
-            if module not in run and not all(map(_is_traced, hooks)):
+            if module not in run and not all(map(is_traced, hooks)):
                 raise HookError(
                     f"submodule {name!r} has a {kind}, which a planned step would not run; "
                     "remove it, register it on the model itself or on parameters, or compute it in "
-                    "forward (torch.nn.utils.parametrizations instead of the older weight_norm and "
-                    "spectral_norm)"
+                    "forward"
                 )
 
 
@@ -134,7 +156,8 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
     changed = [
         (module, attribute)
         for module, attribute in changed
-        if attribute not in _RNN_BOOKKEEPING or not isinstance(module, nn.RNNBase)
+        if (attribute not in _RNN_BOOKKEEPING or not isinstance(module, nn.RNNBase))
+        and attribute not in computed_weights(module)
     ]
     _refuse(model, changed)
 
@@ -234,86 +257,48 @@ def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -
 @contextlib.contextmanager
 def random_states_untouched(model: nn.Module) -> Iterator[None]:
     """Refuse calls that set torch's random state, and random numbers that are not torch's."""
-    drawn = _Draws(model)
-    places = [(m, name) for m in (torch, torch.random) for name in _SEEDING if hasattr(m, name)]
+
+    def refuse_seeding(*_args: object, **_kwargs: object) -> None:
+        raise SideEffectError(
+            "forward sets the random state (torch.manual_seed, torch.random.fork_rng), which a "
+            "planned step would not do; set it before the step"
+        )
+
+    generators = generators_of(model)
+    before = now = {name: state_of(each) for name, each in generators.items()}
+    running = [model]
+    found: list[DrawError] = []
+
+    def note() -> None:
+        """What has been drawn since the last time is of the module that runs."""
+        nonlocal now
+        earlier, now = now, {name: state_of(each) for name, each in generators.items()}
+        found.extend(DrawError(name, running[-1]) for name in now if now[name] != earlier[name])
+
+    def begin(module: nn.Module) -> None:
+        note()
+        running.append(module)
+
+    def end() -> None:
+        if len(running) > 1:
+            note()
+            running.pop()
+
     try:
         with contextlib.ExitStack() as stack:
-            for module, name in places:
-                stack.enter_context(mock.patch.object(module, name, _refuse_seeding))
-            stack.enter_context(drawn.watched())
-            yield
+            for module in (torch, torch.random):
+                for name in ("manual_seed", "seed", "set_rng_state"):  # fork_rng ends with the last
+                    if hasattr(module, name):
+                        stack.enter_context(mock.patch.object(module, name, refuse_seeding))
+            with around_module_calls(begin, end):
+                yield
+                note()
     finally:
-        drawn.put_back()
-    drawn.refuse()
-
-
-class _Draws:
-    """Which generators of Python and NumPy are drawn from, and in which module's call."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._generators = generators_of(model)
-        self._before = self._states()
-        self._now = self._before
-        self._running = [model]
-        self._found: list[DrawError] = []
-
-    def _states(self) -> dict[str, Any]:
-        return {name: state_of(each) for name, each in self._generators.items()}
-
-    def _note(self) -> None:
-        """What has been drawn since the last time is of the module that runs."""
-        states = self._states()
-        drawn = [name for name in states if states[name] != self._now[name]]
-        self._found += [DrawError(name, self._running[-1]) for name in drawn]
-        self._now = states
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        here = threading.get_ident()
-
-        def begin(module: nn.Module, _args: Any) -> None:
-            if threading.get_ident() == here:
-                self._note()
-                self._running.append(module)
-
-        def end(_module: nn.Module, _args: Any, _output: Any) -> None:
-            if threading.get_ident() == here and len(self._running) > 1:
-                self._note()
-                self._running.pop()
-
-        hooks: tuple[Any, ...] = (begin, end)
-        for hook in hooks:
-            hook.is_of_trace = True
-        handles = (
-            nn.modules.module.register_module_forward_pre_hook(begin),
-            nn.modules.module.register_module_forward_hook(end, always_call=True),
-        )
-        try:
-            yield
-            self._note()
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def put_back(self) -> None:
-        for name, each in self._generators.items():
-            if state_of(each) != self._before[name]:
-                put_back(each, self._before[name])
-
-    def refuse(self) -> None:
-        """Raise the first DrawError."""
-        if self._found:
-            raise self._found[0]
-
-
-_SEEDING = ("manual_seed", "seed", "set_rng_state")  # fork_rng ends with the last
-
-
-def _refuse_seeding(*_args: object, **_kwargs: object) -> None:
-    raise SideEffectError(
-        "forward sets the random state (torch.manual_seed, torch.random.fork_rng), which a planned "
-        "step would not do; set it before the step"
-    )
+        for name, each in generators.items():
+            if state_of(each) != before[name]:
+                put_back(each, before[name])
+    if found:
+        raise found[0]
 
 
 TORCHS_OWN = frozenset(vars(nn.Module()))

@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint  # its hooks are known below by their module
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from graphs.capture.refuse.side_effects import SideEffectError
 
@@ -87,10 +89,38 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
         for place, name, why in refusals:
             new = refused(why, getattr(place, name))
             stack.enter_context(mock.patch.object(place, name, new))
-        setter = refused(lambda *_: _DATA, data.__set__)
+        setter = _DataSetter(module, refused(lambda *_: _DATA, data.__set__))
         stack.enter_context(mock.patch.object(torch.Tensor, "data", property(data.__get__, setter)))
         stack.enter_context(mock.patch.object(torch.Tensor, "grad", property(*of_grad)))
         yield
+
+
+class _DataSetter:
+    """Writes to `.data`; that of a frozen parameter gets the new values in its own memory.
+
+    So do momentum encoders average weights in forward (MoCo). It is the same to all that does not
+    share memory with the old values or the new ones.
+    """
+
+    def __init__(self, module: nn.Module, refused: Callable[..., Any]) -> None:
+        self._module, self._refused = module, refused
+
+    def __call__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        parameters = {*map(id, self._module.parameters())}
+        known = [*self._module.parameters(), *self._module.buffers()]
+        storages = {each.untyped_storage()._cdata for each in known}
+        if (
+            isinstance(tensor, FakeTensor | FunctionalTensor)
+            and not tensor.requires_grad
+            and id(tensor) in parameters
+            and (tensor.shape, tensor.dtype, tensor.stride())
+            == (value.shape, value.dtype, value.stride())
+            and value.untyped_storage()._cdata not in storages
+        ):
+            with torch.no_grad():
+                tensor.copy_(value)
+        else:
+            self._refused(tensor, value)
 
 
 def _of_saved_tensors(pack: Callable[..., Any], _unpack: Any) -> str | None:

@@ -3,6 +3,7 @@
 from graphs.capture.tensor_parallel.as_dtensors import (
     forget_placements,
     gradient_noted,
+    of_local_parts,
     with_part,
 )
 from graphs.capture.tensor_parallel.checks import (
@@ -12,4 +13,3 @@ from graphs.capture.tensor_parallel.checks import (
     is_of_parallel_style,
     refuse_distributed,
 )
-from graphs.capture.tensor_parallel.joint import of_local_parts

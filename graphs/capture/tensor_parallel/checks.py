@@ -89,26 +89,22 @@ def _refuse_meshes(model: nn.Module) -> None:
                 f"{first} and {name} are distributed over different meshes; a plan is for one "
                 "group of ranks"
             )
-        _refuse_placement(name, tensor)
+        (placement,) = tensor.placements
+        if placement.is_replicate():
+            continue
+        if type(placement).__name__ != "Shard":
+            raise TraceError(
+                f"{name} is placed as {placement!r}; a plan is for parameters that are Shard or "
+                "Replicate"
+            )
+        n_rows, n_ranks = tensor.shape[placement.dim], mesh.size()
+        if n_rows % n_ranks:
+            raise MeshError(
+                f"dimension {placement.dim} of {name} has size {n_rows}, which {n_ranks} ranks do "
+                "not divide: their parts, and so their plans, would differ. Choose sizes that are "
+                "multiples of the number of ranks"
+            )
     if mesh.get_coordinate() is None:
         raise TraceError(
             f"this process is not a rank of the mesh {mesh}; plan and run on its ranks only"
-        )
-
-
-def _refuse_placement(name: str, tensor: Any) -> None:
-    (placement,) = tensor.placements
-    if placement.is_replicate():
-        return
-    if type(placement).__name__ != "Shard":
-        raise TraceError(
-            f"{name} is placed as {placement!r}; a plan is for parameters that are Shard or "
-            "Replicate"
-        )
-    n_rows, n_ranks = tensor.shape[placement.dim], tensor.device_mesh.size()
-    if n_rows % n_ranks:
-        raise MeshError(
-            f"dimension {placement.dim} of {name} has size {n_rows}, which {n_ranks} ranks do not "
-            "divide: their parts, and so their plans, would differ. Choose sizes that are "
-            "multiples of the number of ranks"
         )

@@ -18,10 +18,8 @@ graph but for the LP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from solver.bound import CutMilp
-from solver.chain import Blocks, split_into_blocks
+from solver.chain import split_into_blocks
 from solver.methods.auto.search import Search
 
 SEGMENT_BLOCKS = (None, 64, 32, 16, 8, 4, 2, 1)
@@ -36,45 +34,32 @@ def offer_anchored(search: Search, *, base: int) -> None:
     for n_blocks in SEGMENT_BLOCKS:
         if n_blocks is not None and n_blocks >= blocks.n_blocks:
             continue
-        units = _anchors(search, blocks, n_blocks)
-        for schedule_bytes in _rounds(search, base, units):
-            if schedule_bytes <= search.budget_bytes or search.close:
+        anchors: set[str] = set()  # what crosses from one segment to the next, or accompanies all
+        if n_blocks is not None:
+            anchors = {name for crossing in blocks.crossing[::n_blocks] for name in crossing}
+            anchors |= blocks.companions
+        units = {u for u, name in enumerate(search.folded.unit_names) if name in anchors}
+        less_bytes = 0
+        for _ in range(MAX_ROUNDS):
+            if search.done:
                 break
+            program = CutMilp(
+                search.folded,
+                positions=[base],
+                budget_bytes=search.budget_bytes,
+                allowance_bytes={base: less_bytes},
+                deadline=search.deadline,
+            )
+            program.hold(units)
+            cuts = program.rounded()
+            found = None if cuts.kept is None else search.offer_cuts({base: cuts.kept[0]})
+            if found is None:
+                break
+            over_bytes = found.simulation.peak_bytes - search.budget_bytes
+            if over_bytes <= 0 and not search.close:
+                search.offer_improved(found.schedule)
+            if over_bytes <= 0 or search.close:
+                break
+            less_bytes += over_bytes
         if search.close:
             return
-
-
-def _anchors(search: Search, blocks: Blocks, n_blocks: int | None) -> frozenset[int]:
-    """Units that cross from one segment to the next, or accompany all."""
-    if n_blocks is None:
-        return frozenset()
-    names = {name for crossing in blocks.crossing[::n_blocks] for name in crossing}
-    names |= blocks.companions
-    return frozenset(u for u, name in enumerate(search.folded.unit_names) if name in names)
-
-
-def _rounds(search: Search, base: int, anchors: frozenset[int]) -> Iterator[int]:
-    """The peaks of replays with less and less room for the cut; each is offered."""
-    less_bytes = 0
-    for _ in range(MAX_ROUNDS):
-        if search.done:
-            return
-        program = CutMilp(
-            search.folded,
-            positions=[base],
-            budget_bytes=search.budget_bytes,
-            allowance_bytes={base: less_bytes},
-            deadline=search.deadline,
-        )
-        program.hold(anchors)
-        cuts = program.rounded()
-        if cuts.kept is None:
-            return
-        played = search.offer_cuts({base: cuts.kept[0]})
-        if played is None:
-            return
-        over_bytes = played.simulation.peak_bytes - search.budget_bytes
-        if over_bytes <= 0 and not search.close:
-            search.offer_improved(played.schedule)
-        less_bytes += max(0, over_bytes)
-        yield played.simulation.peak_bytes

@@ -3,7 +3,7 @@
 Given are an order of nodes and gaps in it that are spent on the host. How many bytes that leaves
 for everything else differs from position to position, and so does what may be read there. Both are
 said by a step in which a storage that is copied comes back by a node without inputs, the fetch,
-which costs next to nothing and may run again, like a parameter's copy (`graphs.parameter_loads`):
+which costs next to nothing and may run again, like a parameter's copy (`graphs.host_state`):
 
 - Its maker takes the bytes as workspace, and the fetch makes the storage right after it.
 - It has to be there until the store has ended, and from where the fetch begins: a node that reads
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,30 +60,33 @@ class Visit:
 
 def recompute_around(search: CopySearch) -> None:
     """Offer the best schedules around what the strongest cuts fetch."""
-    tried = False
+    folded, tried = search.folded, False
+    # The fetch of what a later node made could not run again, nor that of a storage whose maker
+    # makes a view of it too.
+    n_made = Counter(
+        (folded.position[node.name], folded.unit_of.get(name))
+        for node in folded.graph.forward_nodes
+        for name in node.outputs
+    )
+    never = {u for u, maker in enumerate(folded.maker) if n_made[maker, u] != 1}
+    never |= never_copied(folded)
     for cut in search.binding.ranked[:N_CUTS]:
-        barred = set(never_copied(search.folded)) | _never_fetched(search.folded)
+        barred = set(never)
         for _ in range(N_CHOICES):
             if search.done or search.gap <= (MORE_GAP if tried else OPTIMAL_GAP):
                 return
             tried = True
-            late = _offer_around(search, cut.position, barred)
-            if late is None:
+            order, gaps = _fetched_by_cut(search, cut.position, barred, near_lp=True)
+            if not gaps:  # the program's relaxation has parts of large units only
+                order, gaps = _fetched_by_cut(search, cut.position, barred, near_lp=False)
+            found = _replanned(search, order, gaps) if gaps else None
+            if found is None:
                 break
-            barred.add(late)
-
-
-def _offer_around(search: CopySearch, position: int, barred: Collection[int]) -> int | None:
-    """The unit that is waited for most where the cut's own recomputation is kept; None: none."""
-    order, gaps = _fetched_by_cut(search, position, barred, near_lp=True)
-    if not gaps:  # the program's relaxation has parts of large units only
-        order, gaps = _fetched_by_cut(search, position, barred, near_lp=False)
-    found = _replanned(search, order, gaps) if gaps else None
-    if found is None:
-        return None
-    search.offer(search.place(*found).schedule)
-    waits_s = search.place(order, gaps).waits_s
-    return max(waits_s, key=lambda u: (waits_s[u], u), default=None)
+            search.offer(search.place(*found).schedule)
+            waits_s = search.place(order, gaps).waits_s  # with the cut's own recomputation
+            if not waits_s:
+                break
+            barred.add(max(waits_s, key=lambda u: (waits_s[u], u)))
 
 
 def _fetched_by_cut(
@@ -97,18 +101,6 @@ def _fetched_by_cut(
     if cut.kept is None or cut.away is None:
         return (), []
     return search.written_out(position, kept=cut.kept, away=cut.away)
-
-
-def _never_fetched(folded: StorageGraph) -> set[int]:
-    """Units of later nodes, whose fetch could not run again, and those whose maker makes a view of
-    them too.
-    """
-    nodes, found = folded.graph.nodes, set()
-    for u, maker in enumerate(folded.maker):
-        alone = [name for name in nodes[maker].outputs if folded.unit_of.get(name) == u]
-        if maker >= folded.n_forward or len(alone) > 1:
-            found.add(u)
-    return found
 
 
 def _replanned(
@@ -141,7 +133,11 @@ def find_visits(
     longest: dict[int, Gap] = {}
     for gap in sorted(gaps, key=lambda gap: gap.last - gap.first):
         longest[gap.unit] = gap
-    at_s, run_s = _clocks(folded, order)
+    # when each run of the order begins, and when each node runs first
+    run_s = list(accumulate((folded.time_s[folded.position[name]] for name in order), initial=0.0))
+    at_s = [math.inf] * folded.n_nodes
+    for name, begin_s in zip(reversed(order), reversed(run_s[:-1]), strict=True):
+        at_s[folded.position[name]] = begin_s
     gone, over_s = {}, 0.0
     for u in sorted(longest, key=lambda u: (folded.maker[u], u)):
         made_s = at_s[folded.maker[u]] + folded.time_s[folded.maker[u]]
@@ -156,38 +152,46 @@ def find_visits(
     return visits
 
 
-def _clocks(folded: StorageGraph, order: Sequence[str]) -> tuple[list[float], list[float]]:
-    """When each node runs first, and when each run of the order begins."""
-    run_s = list(accumulate((folded.time_s[folded.position[name]] for name in order), initial=0.0))
-    at_s = [math.inf] * folded.n_nodes
-    for name, begin_s in zip(reversed(order), reversed(run_s[:-1]), strict=True):
-        at_s[folded.position[name]] = begin_s
-    return at_s, run_s
-
-
 def with_fetches(folded: StorageGraph, visits: Iterable[Visit], link: Link) -> Graph:
     """The step of the module, in which these units come back by nodes."""
     graph, names = folded.graph, folded.unit_names
-    by_maker: dict[int, list[Visit]] = {}
-    marks: dict[int, list[Node]] = {}
+    by_maker: dict[int, list[int]] = {}
+    marks: dict[int, list[Node]] = {}  # nodes that only read the storage
     for visit in visits:
-        by_maker.setdefault(folded.maker[visit.unit], []).append(visit)
+        by_maker.setdefault(folded.maker[visit.unit], []).append(visit.unit)
+        name = names[visit.unit]
         for word, p in (("gone", visit.gone), ("back", visit.back)):
-            mark = _mark(f"{word}.{names[visit.unit]}", names[visit.unit], graph.nodes[p])
+            mark = Node(
+                name=f"{word}.{name}",
+                op="on the device",
+                inputs=(name,),
+                outputs=(),
+                time_s=0.0,
+                phase=graph.nodes[p].phase,
+                recomputable=False,
+            )
             marks.setdefault(p, []).append(mark)
     nodes: list[Node] = []
     for n, node in enumerate(graph.nodes):
-        nodes += marks.get(n, ())
-        nodes.append(_without_outputs(folded, node, [visit.unit for visit in by_maker.get(n, ())]))
+        units = by_maker.get(n, ())
+        left = tuple(name for name in node.outputs if name not in {names[u] for u in units})
+        if units:
+            node = replace(
+                node,
+                outputs=left,
+                workspace_bytes=node.workspace_bytes + sum(folded.unit_bytes[u] for u in units),
+                recomputable=node.recomputable and bool(left),
+            )
+        nodes += (*marks.get(n, ()), node)
         nodes += (
             Node(
-                name=fetch_of(names[visit.unit]),
+                name=fetch_of(names[u]),
                 op="fetch",
                 inputs=(),
-                outputs=(names[visit.unit],),
-                time_s=FETCH_COST * link.in_s(folded.unit_bytes[visit.unit]),
+                outputs=(names[u],),
+                time_s=FETCH_COST * link.in_s(folded.unit_bytes[u]),
             )
-            for visit in by_maker.get(n, ())
+            for u in units
         )
     return replace(graph, nodes=tuple(nodes))
 
@@ -195,33 +199,6 @@ def with_fetches(folded: StorageGraph, visits: Iterable[Visit], link: Link) -> G
 def fetch_of(storage: str) -> str:
     """The node that brings it back. No traced name has a dot in that place."""
     return f"fetch.{storage}"
-
-
-def _mark(name: str, storage: str, beside: Node) -> Node:
-    """A node that only reads the storage."""
-    return Node(
-        name=name,
-        op="on the device",
-        inputs=(storage,),
-        outputs=(),
-        time_s=0.0,
-        phase=beside.phase,
-        recomputable=False,
-    )
-
-
-def _without_outputs(folded: StorageGraph, node: Node, units: Collection[int]) -> Node:
-    gone = {folded.unit_names[u] for u in units}
-    left = tuple(name for name in node.outputs if name not in gone)
-    if left == node.outputs:
-        return node
-    size_bytes = sum(folded.unit_bytes[u] for u in units)
-    return replace(
-        node,
-        outputs=left,
-        workspace_bytes=node.workspace_bytes + size_bytes,
-        recomputable=node.recomputable and bool(left),
-    )
 
 
 def without_fetches(folded: StorageGraph, order: Sequence[str]) -> tuple[Sequence[str], list[Gap]]:

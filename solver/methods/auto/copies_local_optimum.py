@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.methods.auto.copy_placement import Gap
 from solver.schedule import missing_computes, needs, without_dead_computes
@@ -57,15 +56,7 @@ def climb(folded: StorageGraph, place: Place, start: Attempt, *, max_work: int) 
 
 def _neighbours(folded: StorageGraph, best: Attempt) -> Iterator[Sequence[str]]:
     """Without one of the recomputations; then with one in place of a copy, right before it ends."""
-    yield from _with_less(folded.graph, best.order)
-    for gap in sorted(best.gaps, key=lambda gap: (-best.waits_s.get(gap.unit, 0.0), gap)):
-        maker = folded.maker[gap.unit]
-        if maker < folded.n_forward and folded.recomputable[maker]:
-            yield _recomputed_before(folded, best.order, gap)
-
-
-def _with_less(graph: Graph, order: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Without one of the recomputations, and without what was made only for it."""
+    graph, order = folded.graph, best.order
     seen: set[str] = set()
     again = []
     for i, name in enumerate(order):
@@ -73,16 +64,18 @@ def _with_less(graph: Graph, order: Sequence[str]) -> Iterator[Sequence[str]]:
             again.append(i)
         seen.add(name)
     for i in sorted(again, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
+        # what was made only for it goes, too
         yield without_dead_computes(graph, [*order[:i], *order[i + 1 :]])
-
-
-def _recomputed_before(folded: StorageGraph, order: Sequence[str], gap: Gap) -> Sequence[str]:
-    """The inputs are what is there at that place, or is recomputed, too."""
-    graph = folded.graph
-    members = {folded.unit_names[gap.unit], *graph.views.get(folded.unit_names[gap.unit], ())}
-    before, after = order[: gap.last], order[gap.last :]
-    made = {name for node in before for name in graph.node_by_name[node].outputs}
-    read = {name for node in after for name in needs(graph, graph.node_by_name[node])}
-    there = {tensor.name for tensor in graph.resident} | (made & read) - members
-    back = missing_computes(graph, sorted(members & read & made), there)
-    return [*before, *back, *after]
+    for gap in sorted(best.gaps, key=lambda gap: (-best.waits_s.get(gap.unit, 0.0), gap)):
+        maker = folded.maker[gap.unit]
+        if maker >= folded.n_forward or not folded.recomputable[maker]:
+            continue
+        storage = folded.unit_names[gap.unit]
+        members = {storage, *graph.views.get(storage, ())}
+        before, after = order[: gap.last], order[gap.last :]
+        made = {name for node in before for name in graph.node_by_name[node].outputs}
+        read = {name for node in after for name in needs(graph, graph.node_by_name[node])}
+        # its inputs are what is there at that place, or are recomputed, too
+        there = {tensor.name for tensor in graph.resident} | (made & read) - members
+        back = missing_computes(graph, sorted(members & read & made), there)
+        yield [*before, *back, *after]

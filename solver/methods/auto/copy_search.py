@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 from graphs.graph import Graph
-from solver.bound import CopyBinding, CopyProgram, StorageGraph
+from solver.bound import CopyBinding, CopyMilp, StorageGraph
 from solver.methods.auto.copy_placement import (
     Gap,
     Placed,
@@ -20,6 +20,7 @@ from solver.methods.auto.stages import recompute_only
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import IllegalScheduleError, Places, Schedule, Simulation, simulate
+from solver.sizes_deadlines_progress import interrupted
 
 COLUMNS = 4_000
 """Of a program that gets all branch-and-bound nodes that are asked for; a larger one gets fewer."""
@@ -31,6 +32,7 @@ class CopySearch(BestSoFar):
     folded: of the step on the device alone. free: where storages may leave.
     starts: schedules known for this graph.
     quick: without the last two stages, if the others have found a schedule.
+    cut_short: the clock has ended a part of the search that has gone on with another.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class CopySearch(BestSoFar):
         self.folded = StorageGraph.of(graph)
         self.free = StorageGraph.of(graph, may_leave=True)
         self.binding = CopyBinding(0.0, ())
-        self.lost_share = 0.0
+        self.cut_short = False
         self.unclimbed: list[Schedule] = []  # where single steps begin, beside the best
         self.climbed: Schedule | None = None  # where they have ended
 
@@ -62,17 +64,25 @@ class CopySearch(BestSoFar):
         self.keep(schedule, simulation)
         return simulation
 
+    def adopt(self, proposal: Proposal) -> None:
+        """Offer what a search for a part of the places has found."""
+        self.timed_out = self.timed_out or proposal.timed_out
+        if proposal.schedule is not None:
+            self.offer(proposal.schedule)
+
+    @contextlib.contextmanager
+    def part_of_time(self, share: float) -> Iterator[None]:
+        """Here the search ends after this share of the time that is left, and may go on after."""
+        whole = self.deadline
+        self.deadline = whole.earlier((1 - share) * whole.left_s)
+        yield
+        self.deadline = whole
+        self.cut_short = self.timed_out
+        self.timed_out = whole.passed or interrupted()
+
     @property
     def done(self) -> bool:
         return self.time_is_up() or self.gap <= DONE_GAP
-
-    @property
-    def gap(self) -> float:
-        """Between the best schedule and the bound, as a share of the baseline; inf without one."""
-        if self.best is None:
-            return math.inf
-        baseline_s = self.graph.baseline_time_s or 1.0
-        return self.best[1].time_s / baseline_s - 1 - self.lost_share
 
     def recompute_only(self, budget_bytes: int, *, quick: bool) -> Proposal:
         return recompute_only(
@@ -83,14 +93,8 @@ class CopySearch(BestSoFar):
             quick=quick,
         )
 
-    @property
-    def disk_may_help(self) -> bool:
-        """Whether there is a disk, and the host has no room for all."""
-        has_room = sum(self.free.unit_bytes) <= self.to.host_bytes
-        return self.to.disk is not None and not has_room
-
-    def program(self, position: int, *, allowance_bytes: int | None = None) -> CopyProgram:
-        return CopyProgram(
+    def program(self, position: int, *, allowance_bytes: int | None = None) -> CopyMilp:
+        return CopyMilp(
             self.free,
             position=position,
             budget_bytes=self.budget_bytes,
@@ -99,7 +103,7 @@ class CopySearch(BestSoFar):
             allowance_bytes=allowance_bytes or 0,
         )
 
-    def nodes_of(self, program: CopyProgram, n_nodes: int) -> int:
+    def nodes_of(self, program: CopyMilp, n_nodes: int) -> int:
         """Branch-and-bound nodes for this program: fewer where it is large."""
         return max(1, min(n_nodes, n_nodes * COLUMNS // len(program.program.cost)))
 

@@ -9,8 +9,6 @@ snapshots are tried; those that overflow are replayed within the budget
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from solver.bound import relaxed_bound
 from solver.chain import reversal_bound, split_into_blocks
 from solver.methods.auto.replay import replay_within
@@ -33,24 +31,22 @@ N_CUTS = 3
 """Linear programs that say what cuts prove."""
 
 
-def offer_nested_reversals(search: Search) -> bool:
-    """Prove what reversals prove, and offer replays where that is far more than cuts prove.
-
-    Returns whether it is, on a large step.
-    """
+def nested_reversals(search: Search) -> None:
+    """Prove what reversals prove, and offer replays where that is far more than cuts prove."""
     folded, budget_bytes = search.folded, search.budget_bytes
     if search.done or int(folded.least_bytes.max()) > budget_bytes:
-        return False
+        return
     blocks = split_into_blocks(search.graph)
     lost_share = reversal_bound(folded, blocks, budget_bytes=budget_bytes, deadline=search.deadline)
     search.prove(lost_share)
     if lost_share <= FAR_ABOVE:
-        return False
+        return
     by_cuts = relaxed_bound(
         folded, budget_bytes=budget_bytes, n_positions=N_CUTS, deadline=search.deadline
     )
     if lost_share <= by_cuts + FAR_ABOVE:
-        return False
+        return
+    search.is_nested = folded.n_nodes >= LARGE_NODES
     n_replayed = 0
     for n_snapshots in range(1, min(MAX_SNAPSHOTS, blocks.n_blocks)):
         if is_long(blocks, n_snapshots):
@@ -60,21 +56,16 @@ def offer_nested_reversals(search: Search) -> bool:
         if found is None or found.simulation.peak_bytes <= search.budget_bytes:
             continue
         before = search.best_share
-        _replay(search, schedule.order)
+        replayed, _ = replay_within(
+            folded,
+            schedule.order,
+            budget_bytes=budget_bytes,
+            max_work=WORK_PER_OP * len(schedule.order),
+            deadline=search.deadline,
+        )
+        if replayed is not None:
+            search.offer(replayed)
+            search.offer_improved(replayed)
         n_replayed += 1
         if n_replayed == MAX_REPLAYS or search.best_share >= before:
             break
-    return folded.n_nodes >= LARGE_NODES
-
-
-def _replay(search: Search, order: Sequence[str]) -> None:
-    schedule, _ = replay_within(
-        search.folded,
-        order,
-        budget_bytes=search.budget_bytes,
-        max_work=WORK_PER_OP * len(order),
-        deadline=search.deadline,
-    )
-    if schedule is not None:
-        search.offer(schedule)
-        search.offer_improved(schedule)

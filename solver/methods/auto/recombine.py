@@ -10,11 +10,13 @@ takes seconds for. Bytes that the recomputation itself takes between two positio
 rows: where the simulator sees an overflow, the position gets an allowance and the program is solved
 again.
 
-The first menu is what the best schedule recomputes and what the one next to it does; the next ones
-are GROWTH times as long each, until all are on it. A short program is
-solved to its end, and what it finds is where the next begins: on DenseNet-121 at 10 % the whole
-menu alone, which stops at a count of nodes, gave 26.7 % in twice the time of the two first, which
-give 26.5.
+A short program is solved well where a long one stops at its root, so there are several menus, each
+with what the best schedule recomputes: all that was seen, if that is short; what the schedules next
+to the best do, while that is short; then what the linear program of all that is left uses. That
+takes tenths of a second for all menus together, and what it has used is left out of the next. On
+ResNet-101 at 10 %, menus of whole schedules alone took 41 of 48 processor seconds. With rounded
+rows of bytes, and without a row that asks for less time than the best schedule's, the root of
+branch and bound finds nearly all that the search finds.
 
 It proves nothing about schedules that recompute elsewhere. It is never worse than the schedules
 that made the menu where the program is solved to the end, and often much better: evictions and cuts
@@ -25,94 +27,162 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from solver.bound import CutMilp, StorageGraph
+import numpy as np
+import numpy.typing as npt
+
+from solver.bound import TIME_ERROR, CutMilp, StorageGraph, round_bytes
 from solver.methods.auto.from_cuts import FoldedSimulation, fold_simulation
 from solver.methods.auto.search import Search
 
 GAP = 2e-4
 """The program is solved to within this share of the baseline's time."""
-NODES_TIMES_COLUMNS = 100_000
-"""Branch-and-bound nodes times columns of one solve."""
-MAX_MENU = 3_000
-"""The program has three to four columns for each entry. Nothing else bounds the work at the root
-node, which HiGHS does not count: 34 of 36 processor seconds on ResNet-50 with 834 entries.
+NODES_TIMES_COLUMNS_SQUARED = 4_000_000
+"""Branch-and-bound nodes of one solve times its columns squared; at least the root. Beyond it HiGHS
+finds little: ResNet-50 at its least budget 43.39 % in 3 s, and in 14 s no better.
 """
+SHORT, LONG = 150, 2.5
+"""A menu that is put together from schedules has no more entries than the first, or than the
+second times those of the best schedule. Without the first the U-Net with rewrites at 20 %, whose
+best schedule was short and of another step, lost 21.2 % in place of 20.3.
+"""
+WHOLE = 400
+"""Entries up to which the menu of all schedules is solved first. Short menus alone led the U-Net
+with rewrites at its least budget to 64.0 % in place of 62.9. A program of twice as many takes half
+a minute (ResNet-50).
+"""
+MAX_MENU = 3_000
+"""Entries of the linear program."""
+LEAST_VALUE = 1e-6
+"""Of a column that counts as used."""
 MAX_ROUNDS = 4
 """Times that overflowing positions get an allowance."""
 
+MAX_WORK = 12_000_000
+"""Of all menus: the columns of each program squared, about ten seconds."""
+N_ROUNDS, WORTH_A_ROUND = 2, 2e-3
+"""Menus are made once more if the first ones took this share of the baseline's time off."""
+
 GROWTH = 2
-"""How many times as long the next menu is."""
+"""How many times as long the next menu of schedules is."""
 
 Menu = frozenset[tuple[int, int]]
 """(node, position right before which it may be recomputed)."""
 
 
 def recombine(search: Search, *, base: int) -> None:
-    """Offer the best schedules from longer and longer menus; base: the position that binds.
+    """Offer the best schedules from one menu after the other; base: the position that binds."""
+    work, in_vain = 0, set[Menu]()
+    for menu in _menus(search, base):
+        if search.close or work > MAX_WORK:
+            return
+        if menu not in in_vain:
+            before = search.best_share
+            work += _offer_best(search, menu, base)
+            if search.best_share == before:
+                in_vain.add(menu)
 
-    Ends where the next is too long for a program that can be solved.
-    """
+
+def _menus(search: Search, base: int) -> Iterator[Menu]:
+    """Menus that begin from the best schedule at the time; once more if they gave something."""
+    everything = _recomputed_by_best(search).union(*search.menus)
+    if len(everything) <= WHOLE:
+        yield everything
+    for _ in range(N_ROUNDS):
+        before = search.best_share
+        yield from _next_to_the_best(search)
+        yield from _used_by_all(search, base)
+        if search.best_share > before - WORTH_A_ROUND:
+            return
+
+
+def _next_to_the_best(search: Search) -> Iterator[Menu]:
+    """Longer and longer menus, each of whole schedules."""
     left, length = list(search.menus), 0
-    while not search.close:
-        best: Menu = frozenset()  # what the best schedule recomputes
-        if search.best is not None:
-            best = fold_simulation(search.folded, search.best[0]).recomputed
+    while True:
+        menu = best = _recomputed_by_best(search)
         left = [each for each in left if not each <= best]
-        menu = _next_menu(best, left, least_length=GROWTH * length)
-        if not left or len(menu) > MAX_MENU:
+        for each in sorted(left, key=lambda each: len(each - best)):
+            menu |= each  # of those that are left what recomputes the least besides
+            if len(menu) >= GROWTH * length:
+                break
+        if not left or (best and len(menu) > max(SHORT, LONG * len(best))):
             return
         left, length = [each for each in left if not each <= menu], len(menu)
-        _offer_best(search, menu, base)
+        yield menu
 
 
-def _next_menu(best: Menu, left: Sequence[Menu], *, least_length: int) -> Menu:
-    """What the best schedule recomputes, and of the schedules that are left those that recompute
-    the least besides.
+def _used_by_all(search: Search, base: int) -> Iterator[Menu]:
+    """What the linear program of all schedules' recomputation uses, until that gives nothing."""
+    left = Menu().union(*search.menus)
+    before = math.inf
+    while search.best_share < before - GAP or not search.best:
+        best, before = _recomputed_by_best(search), search.best_share
+        if len(left | best) > MAX_MENU:
+            return
+        program = _program(search, left | best, base, {})
+        values = program.program.solve(whole=False, deadline=search.deadline).values
+        used = Menu() if values is None else program.entries(values)
+        if used <= best:
+            return
+        yield used | best
+        left -= used | best
+
+
+def _recomputed_by_best(search: Search) -> Menu:
+    if search.best is None:
+        return Menu()
+    return fold_simulation(search.folded, search.best[0]).recomputed
+
+
+def _offer_best(search: Search, menu: Menu, base: int) -> int:
+    """Offer the best schedule from the menu, with allowances where it overflows. Returns the work:
+    the columns of each program squared.
     """
-    menu = best
-    for each in sorted(left, key=lambda each: len(each - best)):
-        menu |= each
-        if len(menu) >= least_length:
-            break
-    return menu
-
-
-def _offer_best(search: Search, menu: Menu, base: int) -> None:
-    """Offer the best schedule from the menu, with allowances where it overflows."""
-    folded, budget_bytes = search.folded, search.budget_bytes
-    positions = _positions(folded, menu, base=base, budget_bytes=budget_bytes)
+    budget_bytes = search.budget_bytes
     allowance_bytes: dict[int, int] = {}
     before: FoldedSimulation | None = None
+    work = 0
     for _ in range(MAX_ROUNDS):
-        program = MenuMilp(
-            folded,
-            menu=menu,
-            base=base,
-            positions=positions,
-            budget_bytes=budget_bytes,
-            allowance_bytes=allowance_bytes,
-            deadline=search.deadline,
-        )
+        program = _program(search, menu, base, allowance_bytes)
         if search.done:
-            return
+            break
+        work += program.n_columns**2
         guide = program.solve(below=search.best_share)
         if guide is None:
-            return
+            break
         found = search.offer_cuts(guide)
         if found is None or found.simulation.peak_bytes <= budget_bytes:
-            return
+            break
         if before is not None and found.stage_bytes == before.stage_bytes:
-            return
+            break
         before = found
+        positions = program.positions
         for p, live_bytes in enumerate(found.stage_bytes):
             if live_bytes > budget_bytes:
                 # What was recomputed before p lies between two of the program's positions.
                 k = min(bisect_left(positions, p), len(positions) - 1)
                 for q in positions[max(0, k - 1) : k + 1]:
                     allowance_bytes[q] = allowance_bytes.get(q, 0) + live_bytes - budget_bytes
+    return work
+
+
+def _program(search: Search, menu: Menu, base: int, allowance_bytes: Mapping[int, int]) -> MenuMilp:
+    """Raises OutOfTimeError."""
+    folded, budget_bytes = search.folded, search.budget_bytes
+    program = MenuMilp(
+        folded,
+        menu=menu,
+        base=base,
+        positions=_positions(folded, menu, base=base, budget_bytes=budget_bytes),
+        budget_bytes=budget_bytes,
+        allowance_bytes=allowance_bytes,
+        deadline=search.deadline,
+    )
+    round_bytes(program)
+    return program
 
 
 def _positions(folded: StorageGraph, menu: Menu, *, base: int, budget_bytes: int) -> list[int]:
@@ -138,7 +208,7 @@ class MenuMilp(CutMilp):
         folded = self.folded
         allowed: list[set[int]] = [set() for _ in self.positions]
         for n, p in self._menu:
-            k = max(0, bisect_left(self.positions, p) - 1)
+            k = self._before(p)
             if n < self.positions[k]:
                 allowed[k].add(n)
         read_later: set[int] = set()
@@ -164,22 +234,32 @@ class MenuMilp(CutMilp):
                 parts.setdefault(n, []).append(column)
         self._add_total(k, parts)
 
-    def solve(self, *, below: float) -> dict[int, frozenset[int]] | None:
-        """By position, the units that the best solution found holds; None: none found.
+    def entries(self, values: npt.NDArray[np.float64]) -> Menu:
+        """Of the menu, what is recomputed where the columns have these values."""
+        return Menu(
+            (n, p)
+            for n, p in self._menu
+            if n in self.recompute[self._before(p)]
+            and values[self.recompute[self._before(p)][n]] > LEAST_VALUE
+        )
 
-        below: the time lost must be less, as a share of the baseline's; it prunes the search.
+    def _before(self, p: int) -> int:
+        """The index of the last position before p."""
+        return max(0, bisect_left(self.positions, p) - 1)
+
+    def solve(self, *, below: float) -> dict[int, frozenset[int]] | None:
+        """By position, the units that the best solution found holds; None: none found that loses
+        less than this, as a share of the baseline's time.
         """
         program = self.program
-        if math.isfinite(below):
-            program.row(list(range(len(program.cost))), program.cost, upper=below - GAP)
         answer = program.solve(
             whole=True,
             gap=GAP,
-            node_limit=max(1, NODES_TIMES_COLUMNS // max(1, len(program.cost))),
+            node_limit=max(1, NODES_TIMES_COLUMNS_SQUARED // max(1, self.n_columns) ** 2),
             deadline=self._deadline,
         )
         values = answer.values
-        if values is None:
+        if values is None or np.dot(program.cost, values) >= below - TIME_ERROR:
             return None
         return {
             p: frozenset(u for u, column in keep.items() if values[column] > 0.5)

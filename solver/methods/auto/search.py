@@ -19,7 +19,6 @@ DONE_GAP = 3e-4
 class Search(BestSoFar):
     """The best schedule and the best bound so far, and what the stages hand to each other.
 
-    lost_share: proven, as a share of the baseline's time.
     binding: the strongest single cut.
     guide: by position, units that the several cuts hold there; eviction drops them last.
     menus: by schedule, (node, position) for every node that it recomputed right before that
@@ -31,7 +30,6 @@ class Search(BestSoFar):
     def __init__(self, folded: StorageGraph, *, budget_bytes: int, time_limit_s: float) -> None:
         super().__init__(folded.graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
         self.folded = folded
-        self.lost_share = 0.0
         self.binding = Binding(0.0, (), None)
         self.guide: Mapping[int, frozenset[int]] = {}
         self.menus: dict[frozenset[tuple[int, int]], None] = {}
@@ -67,11 +65,6 @@ class Search(BestSoFar):
 
     def prove(self, lost_share: float) -> None:
         self.lost_share = max(self.lost_share, lost_share)
-
-    @property
-    def gap(self) -> float:
-        """What is left between the best schedule and the bound, as a share of the baseline."""
-        return self.best_share - self.lost_share
 
     @property
     def done(self) -> bool:

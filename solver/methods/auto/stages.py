@@ -13,15 +13,15 @@ On deep chains near their least budget **nested reversals** come first
 3. **Other methods** are asked too, so `auto` is never worse than they are by more than DONE_GAP.
 4. **Eviction** (`solver.methods.evict`) runs the step within the budget, dropping what is cheapest
    to lose; `solver.methods.auto.local_optimum` takes out recomputation for which there was room.
-5. **Several cuts** (`solver.methods.auto.several_cuts`): the positions that overflowed join, each
-   with its row of bytes. The program is a relaxation, so its dual bound sharpens the proof. The
-   eviction is repeated, dropping first what the cuts do not hold.
-   Where a gap of WIDE_GAP is left, the linear program of windows (`solver.bound.windows`), which
-   sees a stretch that is recomputed again and again, sharpens the proof.
+5. **Windows.** Where a gap of WIDE_GAP is left, their linear program (`solver.bound.windows`) sees
+   a stretch that is recomputed again and again, and sharpens the proof. **Several cuts**
+   (`solver.methods.auto.several_cuts`): the positions that overflowed join, each with its row of
+   bytes. The program is a relaxation, so its dual bound sharpens the proof as well. The eviction is
+   repeated, dropping first what the cuts do not hold.
 6. **Tiny graphs**, of some ten nodes, are solved by the integer program of `solver.methods.ilp`.
 7. **Recombination**: whatever a schedule simulated so far recomputed, whether it fits or not, goes
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
-   from it, on short menus first. Then eviction once more, that looks less far ahead.
+   from it, on short menus. Then eviction once more, that looks less far ahead.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.
 
@@ -52,7 +52,7 @@ from solver.bound import (
     windows_share,
 )
 from solver.methods.auto.anchored_cut import offer_anchored
-from solver.methods.auto.nested_reversals import offer_nested_reversals
+from solver.methods.auto.nested_reversals import nested_reversals
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
@@ -130,10 +130,6 @@ def single_cut(search: Search) -> None:
         search.offer_cuts(dict(zip(cuts.positions, cuts.kept, strict=True)))
 
 
-def nested_reversals(search: Search) -> None:
-    search.is_nested = offer_nested_reversals(search)
-
-
 def anchored_cut(search: Search) -> None:
     if search.binding.ranked:
         offer_anchored(search, base=search.binding.ranked[0][0])
@@ -184,36 +180,47 @@ def windows(search: Search) -> None:
 def recombination(search: Search) -> None:
     if not search.binding.ranked or _solved_whole(search):
         return
-    base = search.binding.ranked[0][0]
-    _fill_menu(search, base)
+    folded, base = search.folded, search.binding.ranked[0][0]
+    rest = int(folded.held_bytes[base] + folded.own_bytes[base])
+    for share in ROOM_SHARES:
+        if search.done:
+            break
+        cuts = solve_cuts(
+            folded,
+            positions=[base],
+            budget_bytes=rest + int(share * (search.budget_bytes - rest)),
+            whole=True,
+            node_limit=5,
+            deadline=search.deadline,
+        )
+        if cuts.kept is None:
+            break
+        search.offer_cuts({base: cuts.kept[0]})  # for the menu
     recombine(search, base=base)
 
 
 def last_eviction(search: Search) -> None:
     """Without a guide. Where that is better than all before, recombination begins from it."""
     before, search.guide = search.best_share, {}
-    _evict_each(search, [(LAST_PATIENCE, 0)], max_work=search.work + 1)
+    _evict_each(search, [LAST_PATIENCE], max_work=search.work + 1)
     if search.best_share < before:
         recombination(search)
 
 
 def _evict(search: Search) -> None:
-    """Offer the schedule of each patience, taken to its local optimum, while there is work left.
-
-    Restarts only where nothing has been found: what is made ahead of time costs more, and on the
-    menu it is in the way.
-    """
-    patiences = [(patience, 0) for patience in PATIENCE]
+    """Offer the schedule of each patience, taken to its local optimum, while there is work left."""
     most = max(MAX_WORK, WORK_PER_NODE * len(search.graph.nodes))
-    _evict_each(search, patiences, max_work=most)
+    _evict_each(search, PATIENCE, max_work=most)
     if search.best is None:
-        patiences = [(patience, MAX_RESTARTS) for patience in LEAST_PATIENCE]
-        _evict_each(search, patiences, max_work=search.work + MAX_LAST_WORK)
+        # Restarts only here: what is made ahead of time costs more, and is in the way on the menu.
+        most = search.work + MAX_LAST_WORK
+        _evict_each(search, LEAST_PATIENCE, max_work=most, n_restarts=MAX_RESTARTS)
 
 
-def _evict_each(search: Search, patiences: Iterable[tuple[float, int]], *, max_work: int) -> None:
-    """patiences: with the number of restarts that each may take."""
-    for patience, n_restarts in patiences:
+def _evict_each(
+    search: Search, patiences: Iterable[float], *, max_work: int, n_restarts: int = 0
+) -> None:
+    for patience in patiences:
         if search.close or (search.work >= max_work and search.best is not None):
             continue
         schedule, work = evict(
@@ -239,8 +246,8 @@ CHEAP_STAGES: tuple[Callable[[Search], None], ...] = (
 """Until the gap is DONE_GAP."""
 STAGES: tuple[Callable[[Search], None], ...] = (
     eviction,
-    several_cuts,
     windows,
+    several_cuts,
     recombination,
     last_eviction,
 )
@@ -271,23 +278,3 @@ def _solved_whole(search: Search) -> bool:
         search.offer(proposal.schedule)
     search.prove(proposal.lower_bound_s / (search.graph.baseline_time_s or 1.0) - 1.0)
     return not proposal.timed_out
-
-
-def _fill_menu(search: Search, base: int) -> None:
-    """Schedules of the single cut's sets for less and less room."""
-    folded = search.folded
-    rest = int(folded.held_bytes[base] + folded.own_bytes[base])
-    for share in ROOM_SHARES:
-        if search.done:
-            return
-        cuts = solve_cuts(
-            folded,
-            positions=[base],
-            budget_bytes=rest + int(share * (search.budget_bytes - rest)),
-            whole=True,
-            node_limit=5,
-            deadline=search.deadline,
-        )
-        if cuts.kept is None:
-            return
-        search.offer_cuts({base: cuts.kept[0]})

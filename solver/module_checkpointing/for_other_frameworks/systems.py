@@ -75,11 +75,13 @@ def _region(
     stops_early: bool = False,
     drops_output: bool = False,
 ) -> CheckpointRegion:
-    """These nodes, without recomputing the saved ones; most systems recompute to the last one."""
+    """These nodes, without recomputing the saved ones, which policies name by kind; most systems
+    recompute to the last one."""
     return CheckpointRegion(
         tuple(node.name for node in nodes),
         saved=frozenset(node.name for node in saved),
         stops_early=stops_early,
+        keeps_unread=True,
         drops_output=drops_output,
     )
 

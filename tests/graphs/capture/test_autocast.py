@@ -67,7 +67,7 @@ class Tied(nn.Module):
         return functional.cross_entropy(again.flatten(0, 1).float(), tokens.flatten())
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("inner", "shape"),
     [
@@ -125,6 +125,7 @@ class Regions(nn.Module):
         return x.pow(2).sum()
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("outer", [bf16, contextlib.nullcontext])
 def test_autocast_entered_inside_the_module(outer: Callable[[], Any]) -> None:
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ def other_tuple(model: Holding) -> None:
     model.power = (4, 1)
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     "change", [rewritten, replaced, replaced_in_list, replaced_in_object, other_tuple]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -94,7 +95,12 @@ def test_programs_that_do_not_begin_alike_draw_their_own() -> None:
     assert torch.equal(other.result(1, state), torch.rand([]))
 
 
-def test_nothing_is_known_after_a_draw_that_depends_on_values() -> None:
+@pytest.mark.parametrize(
+    ("func", "args"), [(ATEN.poisson.default, ()), (ATEN.multinomial.default, (2,))]
+)
+def test_nothing_is_known_after_a_draw_that_depends_on_values(
+    func: Any, args: tuple[Any, ...]
+) -> None:
     draws = noted()
-    assert draws.note(ATEN.poisson.default, (torch.ones(3),), {}) is None
+    assert draws.note(func, (torch.ones(3), *args), {}) is None
     assert draws.note(ATEN.rand.default, ([],), {}) is None

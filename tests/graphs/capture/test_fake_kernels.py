@@ -88,7 +88,7 @@ def test_forward(name: str, shape: tuple[int, ...]) -> None:
         assert_laid_out_alike(FORWARD[name](x), fake)
 
 
-@pytest.mark.slow(sample=15)
+@pytest.mark.slow(sample=6)
 @pytest.mark.parametrize("name", WITH_GRADIENT)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward(name: str, shape: tuple[int, ...]) -> None:
@@ -149,6 +149,7 @@ class Scaled(nn.Module):
         return self.function(x * self.scale)
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("name", TAKEN_APART)
 def test_what_pytorch_would_take_apart_while_tracing_has_eagers_bits(name: str) -> None:
     torch.manual_seed(0)

@@ -54,6 +54,7 @@ def test_fit_fills_the_mask_as_the_first_call_does() -> None:
     assert len(plans_of(fitted)) == 2
 
 
+@pytest.mark.slow
 def test_planning_leaves_the_mask_to_the_first_call() -> None:
     plain = transformer()
     solution = solve(plain, tokens(), budget="5MB", loss=loss)
@@ -76,6 +77,7 @@ class Filling(nn.Module):
         return self.layer(x + self.kept).sum()
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -113,6 +115,7 @@ def times_kept(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x * module.weight * module.kept
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     "first",
     [
@@ -266,6 +269,7 @@ def test_a_number_that_is_set_unread_needs_no_plan_of_its_own(how: Any) -> None:
     assert len(plans_of(fitted)) == 3
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("how", READS)
 def test_what_forward_reads_before_it_sets_it_is_compared(how: Any) -> None:
     model = Storing(how)

@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from graphs.capture.as_eager import Leaf, Recipe, evaluate
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, apply
 from scheduler_runtime.measuring import measure
-from scheduler_runtime.planned.forward import ProgramCache
+from scheduler_runtime.planned.program_cache import ProgramCache
 from solver import solve
 from solver.schedule.recompute import keep
 from tests.support.same_bits import one_step, solution_of
@@ -279,3 +281,24 @@ def test_norms_take_halves_with_float_weights_as_in_eager_mode() -> None:
     model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Flatten(0))
     half = torch.randn(4, WIDTH, dtype=torch.bfloat16)
     assert trace(model, half, loss=lambda output, _: output.float().sum()).nodes
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_values_are_computed_on_the_device_of_the_tensors(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of a card's generator is on the host, but what is drawn from it is on the card."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
+    card, state, given = torch.device("cuda"), Leaf("random", "cuda"), Leaf("input", 0)
+    tensors = {state: torch.get_rng_state(), given: torch.ones(2, device="meta")}
+
+    def device_with(*leaves: Leaf) -> torch.device:
+        arguments, spec = pytree.tree_flatten(((*leaves, card), {}))
+        recipe = Recipe(
+            lambda *args: args[-1], tuple(arguments), spec, None, leaves, frozenset(leaves)
+        )
+        return evaluate(recipe, tensors)
+
+    assert device_with(state) == (card if is_there else torch.device("cpu"))
+    assert device_with(state, given) == device_with(given) == torch.device("meta")
+    assert device_with() == (card if is_there else torch.device("cpu"))

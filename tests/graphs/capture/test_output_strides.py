@@ -38,7 +38,7 @@ class Returning(nn.Module):
         return self.output(self.linear(x).tanh())
 
 
-@pytest.mark.slow(sample=6)
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 @pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS.keys())
 def test_the_gradients_are_those_of_the_plain_model(

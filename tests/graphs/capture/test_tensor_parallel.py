@@ -23,8 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphs.costs import Roofline
-from graphs.hardware import named
-from graphs.links import LINKS, all_reduce_s
+from graphs.hardware import LINKS, all_reduce_s, named
 from graphs.model_calls import TraceError
 from graphs.trace import trace
 from scheduler_runtime.applying import CudaGraphError, apply

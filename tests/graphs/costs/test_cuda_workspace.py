@@ -75,6 +75,21 @@ def test_group_norm_keeps_figures_of_channels_and_groups():
         assert CARD.cost(backward).workspace_bytes == expected
 
 
+@pytest.mark.parametrize(
+    ("n_rows", "width", "n_sums"),
+    [(65_536, 768, 0), (65_537, 32, 2049), (131_072, 768, 2**15 // 24), (131_072, 4096, 0)],
+)
+def test_many_short_rows_of_a_norm_are_summed_in_parts(n_rows, width, n_sums):
+    x, figures, weight = meta(n_rows, width), meta(n_rows, 1), meta(width, dtype=torch.float32)
+    made = [torch.empty_like(each) for each in (x, weight, weight)]
+    of_layer = (x, x, [width], figures, figures, weight, weight, [True] * 3)
+    backward = OpCall(aten.native_layer_norm_backward.default, of_layer, {}, tuple(made))
+    assert CARD.cost(backward).workspace_bytes == 2 * n_sums * width * 4
+    of_weight = (x, x, [width], figures, weight, [False, True])
+    backward = OpCall(aten._fused_rms_norm_backward.default, of_weight, {}, (None, made[1]))
+    assert CARD.cost(backward).workspace_bytes == n_sums * width * 4
+
+
 def test_the_cpu_has_its_own_estimates():
     query = meta(2, 3, 100, 40)
     call = backward_of_attention(query, query)

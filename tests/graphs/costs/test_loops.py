@@ -61,6 +61,7 @@ def test_the_time_is_that_of_the_products_on_a_device_without_other_limits(
     )
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize(
     "loop",
     [

@@ -31,7 +31,11 @@ both_ways = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 taps, kernel = torch.randn(32, 32, 3), torch.randn(16, 16, 3, 3)
 turned = image.transpose(2, 3).contiguous().transpose(2, 3)
 one, cube = torch.ones(()), torch.randn(64, 64, 64)
+columns = torch.randn(2, 64, 361)
 square, batched = torch.randn(64, 64), torch.randn(8, 64, 64)
+definite = (matrix := torch.randn(256, 256)) @ matrix.mT / 256 + torch.eye(256)
+hermitian = (of_complex := torch.randn(256, 256, dtype=torch.complex64)) @ of_complex.mH / 256
+pairs = torch.stack([of_complex, hermitian])
 of_channels, of_groups = torch.ones(16), torch.ones(2, 4)
 channels_last = image.contiguous(memory_format=torch.channels_last)
 volume = torch.randn(2, 16, 6, 6, 6).contiguous(memory_format=torch.channels_last_3d)
@@ -66,11 +70,33 @@ CASES: dict[str, Case] = {
     "product of a part": _case(aten.mm.default, square[:, :32], square[:32]),
     "products with an expanded gradient": _case(aten.bmm.default, one.expand(8, 64, 64), batched),
     "sum of products": _case(aten.baddbmm.default, batched, batched, one.expand(8, 64, 64)),
+    "products with conjugates": _case(aten.bmm.default, of_complex.expand(2, -1, -1), pairs.mH),
+    "product with a conjugate": _case(aten.mm.default, of_complex, of_complex.conj()),
+    "product with an adjoint": _case(aten.mm.default, of_complex, of_complex.mH),
     "bilinear form": _case(
         aten._trilinear.default, square, cube, square, [1, 3], [0], [1, 2], [2, 3]
     ),
     "its gradient": _case(
         aten._trilinear.default, square, cube, square, [2, 3], [0], [1, 2], [1, 3]
+    ),
+    "exponentials of matrices": _case(aten.linalg_matrix_exp.default, cube),
+    "exponential of one matrix": _case(aten.linalg_matrix_exp.default, square),
+    "eigenvalues": _case(aten._linalg_eigh.default, definite, "L", False),
+    "eigenvectors": _case(aten._linalg_eigh.default, definite),
+    "eigenvectors of complex matrices": _case(aten._linalg_eigh.default, hermitian),
+    "eigenvectors of a batch": _case(aten._linalg_eigh.default, definite.expand(4, -1, -1)),
+    "singular values": _case(aten._linalg_svd.default, matrix, False, False),
+    "singular vectors": _case(aten._linalg_svd.default, matrix[:64]),
+    "inverse": _case(aten.linalg_inv_ex.default, definite),
+    "factors": _case(aten.linalg_lu.default, matrix),
+    "solution with Cholesky's factor": _case(aten.cholesky_solve.default, matrix, definite),
+    "orthogonal factor": _case(aten.linalg_qr.default, matrix),
+    "product with reflections": _case(aten.ormqr.default, matrix, matrix[0], matrix),
+    "unfold": _case(aten.im2col.default, image, [2, 2], [1, 1], [0, 0], [1, 1]),
+    "unfold with gaps": _case(aten.im2col.default, image, [2, 2], [1, 1], [0, 0], [3, 3]),
+    "fold": _case(aten.col2im.default, columns, [20, 20], [2, 2], [1, 1], [0, 0], [1, 1]),
+    "fold with gaps": _case(
+        aten.col2im.default, columns[..., :49], [20, 20], [2, 2], [1, 1], [0, 0], [3, 3]
     ),
     "gradient of batch norm": _batch_norm_gradient(image),
     "expanded gradient of batch norm": _batch_norm_gradient(one.expand(2, 16, 20, 20)),

@@ -10,7 +10,7 @@ from graphs.fsdp import Sharding, ShardingError, sharding_of
 from graphs.fsdp.communication import with_waits
 from graphs.fsdp.transform import sharded
 from graphs.graph import Graph
-from graphs.links import Link
+from graphs.hardware import Link
 from solver import report, solve
 from tests.graphs.fsdp.test_fsdp import layers
 from tests.scheduler_runtime.test_export import small_gpt2, tokens
@@ -44,6 +44,7 @@ def test_the_waits_of_two_groups_and_the_root() -> None:
     assert graph.baseline_time_s == pytest.approx(6 + 56)
 
 
+@pytest.mark.slow(sample=15)
 @pytest.mark.parametrize("seed", range(30))
 def test_no_wait_is_longer_than_what_is_sent(seed: int) -> None:
     draw = random.Random(seed)

@@ -24,6 +24,7 @@ from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.measuring import measure
 from scheduler_runtime.verifying import verify
 from solver import solve
+from solver.bound import lower_bound_s
 from solver.cli import main
 from solver.reporting.report_data import rewritten
 from solver.schedule import (
@@ -212,6 +213,7 @@ def test_packed_masks_keep_every_bit(model: nn.Module) -> None:
         assert_equal(with_plan(model, graph, schedule), expected)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("code", ["bf16", "fp8", "int8"])
 def test_gradients_are_those_of_hooks_that_round_what_is_saved(code: str, model: nn.Module) -> None:
     """An independent program: eager mode with hooks of saved tensors."""
@@ -347,6 +349,34 @@ def test_it_is_chosen_where_it_pays() -> None:
     assert rounded.overhead == pytest.approx(0.100, abs=0.005)
     assert plain.lower_bound_overhead > 0.12
     assert rounded.lower_bound_overhead < plain.lower_bound_overhead
+
+
+@pytest.mark.parametrize(
+    ("part", "n_products", "n_others"),
+    [("_16th", 0, 0), ("_4th", 3, 0), ("_half", 6, 0), ("", 6, 6)],
+)
+def test_a_part_of_the_bytes_waits_packed(part: str, n_products: int, n_others: int) -> None:
+    """Of twelve equal storages those that take long to compute again come first."""
+    graph = trace(Wide(), torch.randn(2048, 512), rewrites=(f"waiting_in_bf16{part}",))
+    packed = [node.inputs[0] for node in graph.nodes if node.op == "pack(bf16)"]
+    makers = [graph.producer[name].op for name in packed]
+    assert makers.count("aten.addmm.default") == n_products
+    assert makers.count("aten.silu.default") == n_others
+    assert len(makers) == n_products + n_others
+
+
+def test_a_part_is_chosen_where_all_would_cost_more() -> None:
+    wide = torch.randn(2048, 512)
+    found = solve(Wide(), wide, budget="42MB", rewrites="bf16")
+    assert "waiting_in_bf16_half" in found.graph.meta.rewrites
+    assert found.status == "optimal"
+    assert found.variants is not None
+    for graph in found.variants.planned:  # what is proven holds for every choice
+        bound_s = lower_bound_s(graph, budget_bytes=42_000_000)
+        assert found.lower_bound_s <= bound_s * (1 + 1e-6)
+        if "waiting_in_bf16" in graph.meta.rewrites:
+            assert found.simulation is not None
+            assert found.simulation.time_s < bound_s
 
 
 def test_fit_takes_the_word() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphs.rewrites import WORDS, variants_of
+from graphs.rewrites import WORDS, is_stock, variants_of
 from graphs.trace import trace, trace_variants
 from solver import solve
 from tests.support.models import NormAndDropout
@@ -12,7 +12,9 @@ def test_only_the_three_words():
     with pytest.raises(ValueError, match=r"'bitwize'; 'bitwise' .* 'allclose' .* or 'none'"):
         variants_of("bitwize")
     assert all(variants_of(word) for word in WORDS)
-    assert variants_of("none") == variants_of("bitwise", sharded=True) == ((),)
+    assert variants_of("none") == variants_of("none", sharded=True) == ((),)
+    assert all(map(is_stock, variants_of("allclose", sharded=True)))
+    assert not is_stock(("in_place",))
 
 
 def test_a_rewrite_that_does_not_exist_is_refused():

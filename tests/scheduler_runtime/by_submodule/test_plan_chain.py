@@ -237,6 +237,7 @@ class Returning(Branching):
         return {"loss": F.cross_entropy(scores, tokens), "scores": scores, "squares": x.square()}
 
 
+@pytest.mark.slow
 def test_the_baseline_is_that_of_the_plain_step_whatever_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -278,7 +278,7 @@ def test_another_compilation_than_the_measured_one_is_warned_of(caplog):
         ({"budget": "1GB", "max_attempts": 0}, "at least 1"),
         ({"budget": 0.85}, "less than a byte"),
         ({"budget": float("nan")}, "not a finite number"),
-        ({"budget": "1GB", "reserve": "1GB"}, "leaves nothing of the budget"),
+        ({"budget": "1GB", "reserve": "1GB"}, "smaller reserve: reserve=0 leaves"),
         ({"budget": "1GB", "loss": lambda o, b: o}, "with a batch"),
     ],
 )

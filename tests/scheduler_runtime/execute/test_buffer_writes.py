@@ -166,6 +166,7 @@ def scatters(graph: Graph) -> list[str]:
     return [node.op for node in graph.nodes if "_scatter" in node.op or node.op in views]
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("write", IN_PLACE, ids=lambda write: write.__name__)
 def test_a_part_of_a_buffer_is_written_in_place(write: Write) -> None:
     model = Queue(write)
@@ -174,6 +175,7 @@ def test_a_part_of_a_buffer_is_written_in_place(write: Write) -> None:
     same_training(model, graph)
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("write", [*COPIED, from_another_that_changes], ids=lambda w: w.__name__)
 def test_what_is_read_later_is_written_into_a_copy(write: Write) -> None:
     model = Queue(write)

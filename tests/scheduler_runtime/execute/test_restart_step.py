@@ -161,3 +161,38 @@ def test_a_parameter_changed_before_the_step_runs_again_is_refused() -> None:
         fitted.one.weight.add_(1.0)
     with pytest.raises(RuntimeError, match=r"cannot run again.*loss_outputs"):
         output.sum().backward()
+
+
+def test_an_operator_of_the_user_that_draws_draws_the_same_again() -> None:
+    """PyTorch does not know that it draws: no tag says so."""
+
+    @torch.library.custom_op("tests::noisy", mutates_args=())
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand_like(x)
+
+    noisy.register_fake(torch.empty_like)
+    noisy.register_autograd(lambda _, gradient: gradient * 3.0)
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = noisy(self.first(x))
+            return self.second(h).square().sum(), h * 2.0
+
+    def steps(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        found = []
+        for _ in range(2):  # no gradient of the second output was planned
+            model.zero_grad()
+            loss, other = model(x)
+            (loss + other.sin().sum()).backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        return [*found, torch.rand(1)]
+
+    model, x = Noisy(), torch.randn(32, 8)
+    expected = steps(model, x)
+    fit(model, budget="1GB")
+    assert all(map(torch.equal, expected, steps(model, x)))

@@ -9,7 +9,7 @@ from torch import nn
 
 from graphs.training_step import state_buckets
 from scheduler_runtime import fit, plans_of
-from scheduler_runtime.host_state import host_blocks
+from scheduler_runtime.host_memory import host_blocks
 from tests.support.short_memory import FailingOperators
 
 N_ROWS, WIDTH = 256, 64
@@ -28,7 +28,7 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "host_bytes"), [("auto", 400_000), ("host", 600_000)])
 def test_tighter_plans_share_the_host(
     state: str, host_bytes: int, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from scheduler_runtime import fit, plan_ahead, plans_of, remove
@@ -148,7 +150,7 @@ def test_plans_of_several_shapes_are_each_made_anew(caplog: pytest.LogCaptureFix
     after = plans_of(training.model)
     assert len(after) == 2
     assert not set(map(id, before)) & set(map(id, after))
-    assert caplog.text.count("anew, since the loss takes") == 2
+    assert caplog.text.count("planned again, since the loss takes") == 2
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -234,6 +236,7 @@ LOOKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow(sample=6)
 @pytest.mark.parametrize("is_direct", [True, False], ids=["backward(gradient)", "loss"])
 @pytest.mark.parametrize("name", LOOKING)
 def test_functions_that_look_for_modes_have_the_bits_of_eager_mode(
@@ -269,9 +272,71 @@ def test_operators_are_as_before_after_the_watch() -> None:
     model = nn.Linear(8, 8)
     fit(model, budget="100MB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     output = model(torch.randn(4, 8))
-    key = torch._C.DispatchKey.AutogradCPU
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert has_kernel("aten::max", key)
+    assert looking_kernels_are_there()
     output.max().backward()
     remove(model)
-    assert not has_kernel("aten::max", key)
+    assert not looking_kernels_are_there()
+
+
+def test_threads_that_watch_in_turn_leave_pytorchs_flags_as_they_were() -> None:
+    """The stack of modes is of a thread, its flags are of the process."""
+    trainings = Training(), Training()
+    began, ended = threading.Event(), threading.Event()
+
+    def second() -> None:
+        def between(_output: torch.Tensor) -> None:
+            began.set()
+            ended.wait()
+
+        trainings[1].step(between=between)
+
+    other = threading.Thread(target=second)
+
+    def start(_output: torch.Tensor) -> None:
+        other.start()
+        began.wait()
+
+    trainings[0].step(between=start)
+    ended.set()
+    other.join()
+    assert not _python_dispatch.is_in_torch_dispatch_mode()
+    assert not _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False)
+
+
+def looking_kernels_are_there() -> bool:
+    key = torch._C.DispatchKey.AutogradCPU
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::max", key)
+
+
+def test_a_thread_that_ends_before_its_loss_leaves_no_kernels() -> None:
+    training = Training()
+    held: list[torch.Tensor] = []
+    seen: list[bool] = []
+
+    def forward() -> None:
+        held.append(training.model(batch()[0]))
+        seen.append(looking_kernels_are_there())
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    thread.join()
+    assert seen == [True]
+    assert held[0].requires_grad
+    assert not looking_kernels_are_there()
+
+
+def test_an_optimizer_within_the_backward_pass_leaves_no_kernels() -> None:
+    """It ends the watch there, which the engine puts back after the backward pass."""
+    training = Training()
+    first = next(training.model.parameters())
+    hook = first.register_post_accumulate_grad_hook(lambda _parameter: training.optimizer.step())
+    for _ in range(3):
+        F.cross_entropy(training.model(batch()[0]), batch()[1]).backward()
+        training.optimizer.zero_grad()
+    hook.remove()
+    remove(training.model)
+    assert not looking_kernels_are_there()
+    fit(training.model, budget=BUDGET_BYTES, optimizer=training.optimizer)
+    training.step()
+    remove(training.model)
+    assert not looking_kernels_are_there()

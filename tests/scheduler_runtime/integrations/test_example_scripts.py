@@ -17,12 +17,14 @@ from tests.support.paths import ROOT
 
 SCRIPTS = (
     "accelerate_lora",
+    "adapting_plans",
     "ddp",
     pytest.param("grid", marks=pytest.mark.distributed),
     "hugging_face_trainer",
     "lightning_module",
     "pipeline",
     "plain_loop",
+    pytest.param("sharded_pipeline", marks=pytest.mark.distributed),
     "tensor_parallel",
     pytest.param(
         "zero",
@@ -38,6 +40,7 @@ LAUNCH = {
     "ddp": TWO_PROCESSES,
     "grid": [*TWO_PROCESSES[:-1], "4"],
     "pipeline": TWO_PROCESSES,
+    "sharded_pipeline": [*TWO_PROCESSES[:-1], "4"],
     "tensor_parallel": TWO_PROCESSES,
     "zero": TWO_PROCESSES,
 }

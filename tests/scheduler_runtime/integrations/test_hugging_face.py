@@ -150,7 +150,7 @@ def test_one_call_before_train_does_the_same(tmp_path: Path) -> None:
         results.append((losses.values, *(p.sum().item() for p in each.model.parameters())))
     assert results[0] == results[1]
     (note,) = plans_of(each.model)[0].notes
-    assert "drops outputs of the model before its backward pass" in note  # the logits
+    assert "no longer holds all outputs" in note  # the logits
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])

@@ -81,7 +81,7 @@ def train(module: Whole, callbacks: list[Callback], **options: Any) -> list[torc
     return [*module.losses, *(p.detach() for p in module.parameters())]
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("make", "callback", "options", "gradients"),
     [

@@ -35,3 +35,18 @@ def test_each_rank_says_why_the_ranks_cannot_go_on() -> None:
     for name, words in EXPECTED.items():
         for rank, expected in enumerate(words):
             assert found[rank][name].startswith(expected), (name, rank, found[rank][name])
+
+
+@pytest.mark.distributed
+def test_all_ranks_of_sharded_stages_say_why_they_cannot_go_on() -> None:
+    """Ranks 0 and 1 have the first stage, 2 and 3 the last: 1 and 3 are one pipeline."""
+    found = dict(ranks_of("disagreeing_stages"))
+    assert set(found) == {0, 1, 2, 3}
+    for rank, answers in found.items():
+        assert answers["agree"] == "planned"
+        for name in ("one fails", "micro-batches", "shapes"):
+            assert "Error: " in answers[name], (rank, name, answers[name])
+        assert "no model here" in answers["one fails"]
+        assert "differ in n_microbatches: 4 and 5" in answers["micro-batches"]
+        assert "differ in step" in answers["shapes"]
+    assert found[3]["one fails"] == "ValueError: no model here"

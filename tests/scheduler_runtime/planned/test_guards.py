@@ -129,7 +129,7 @@ CHANGES: dict[str, Callable[[Settable], object]] = {
 }
 
 
-@pytest.mark.slow(sample=8)
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_change_is_seen_and_planned(change: Callable[[Settable], object]) -> None:
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from graphs.files import FormatError
+from graphs.model_calls import TraceError
 from graphs.pipeline import Pipeline
 from scheduler_runtime import PlanMismatchError, apply, compile, remove
 from solver import solve
@@ -40,7 +41,7 @@ def shallower(model: Classifier) -> None:
     del model.layers[3]
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -124,7 +125,7 @@ def test_a_second_backward_pass_is_refused_and_says_what_to_do() -> None:
     model, batch = planned(TiedLanguageModel)
     loss = model(batch)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"retain_graph and several backward calls need"):
+    with pytest.raises(RuntimeError, match=r"Sum the losses and call backward once, or"):
         loss.backward()
 
 
@@ -324,6 +325,17 @@ def test_a_file_names_the_operator_that_differs(is_older: bool, tmp_path: Path) 
     with pytest.raises(PlanMismatchError, match=r"operator abs.* instead of pow.* from mask"):
         apply(other, path)(*batch)
     assert torch.equal(apply(Switched(), path)(*batch).isfinite(), torch.tensor(True))
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_a_file_with_a_gradient_of_an_output_that_there_is_not(index: int, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    solve(Scaled(), scaled_batch(), budget="1MB").save(path)
+    saved = json.loads(path.read_text())
+    saved["environment"]["gradient_outputs"] = [index]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(TraceError, match=rf"output {index} is to get a gradient.*returns 1"):
+        apply(Scaled(), path)(*scaled_batch())
 
 
 def test_a_call_that_forward_does_not_take_is_pythons_own_error() -> None:

@@ -38,12 +38,24 @@ def fitted(model: nn.Module) -> Any:
     return fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters()))
 
 
+class Mean(nn.Module):
+    """Of images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.convolution(x)).mean()
+
+
 def train(model: Any, *batches: torch.Tensor) -> None:
     for batch in batches:
         model.zero_grad()
         model(batch).backward()
 
 
+@pytest.mark.slow
 def test_each_length_is_told_with_its_price_and_a_remedy(lines: Any) -> None:
     model, tokens = fitted(TiedLanguageModel()), TiedLanguageModel.batch()
     train(model, tokens[:, :8], tokens, tokens[:, :8], tokens[:, :7])
@@ -67,10 +79,15 @@ def test_a_plan_that_carries_nothing_over_is_from_no_earlier_one(lines: Any) -> 
     assert all("earlier plan" not in line for _, line in lines())
 
 
-def test_a_short_last_batch_has_another_remedy(lines: Any) -> None:
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_short_last_batch_has_another_remedy(lines: Any, accumulates: bool) -> None:
     model, tokens = fitted(TiedLanguageModel()), TiedLanguageModel.batch()
-    train(model, tokens, tokens, tokens[:1])
-    _, (level, line) = lines()
+    train(model, tokens, tokens)
+    if accumulates:
+        model(tokens).backward()
+        model(tokens).backward()  # a plan of its own
+    train(model, tokens[:1])
+    *_, (level, line) = lines()
     assert level == logging.WARNING
     assert line.endswith(
         "argument tokens has shape [1, 10], planned for [3, 10]. A short last batch is planned "
@@ -111,7 +128,7 @@ def test_other_values_and_attributes_are_reasons_by_name(lines: Any) -> None:
         + re.search(r"[0-9.]+ s in all", of_values)[0]  # type: ignore[index]
         + ": argument mask has other values than when planned: forward reads False"
     )
-    assert of_state.endswith(": attributes or settings that forward depends on have changed")
+    assert of_state.endswith(": attribute 'scale' of Masked is 2.0, planned for 1.0")
 
 
 def test_apply_tells_its_plans_for_other_calls(
@@ -125,8 +142,15 @@ def test_apply_tells_its_plans_for_other_calls(
     told = r"\. Plan {n}: argument tokens has shape \[{new}\], planned for \[3, 10\]"
     expected = LINE.format(shape="3, 8") + told.format(n=2, new="3, 8") + re.escape(SIZES)
     assert re.fullmatch(expected, shorter)
-    expected = LINE.format(shape="6, 10") + told.format(n=3, new="6, 10") + LARGEST_FIRST
+    expected = LINE.format(shape="6, 10") + told.format(n=3, new="6, 10")
+    expected += ". Remedy: bring the batches to a few sizes" + LARGEST_FIRST  # no padding of tokens
     assert re.fullmatch(expected, larger)
     # what takes long says so again, with the seconds
     traced = [message for message in caplog.messages if message == "tracing TiedLanguageModel..."]
     assert len(traced) == 1 + 2  # solve, then each call that is not the planned one, once
+
+
+def test_batches_that_are_no_tokens_have_no_tokenizer(lines: Any) -> None:
+    train(fitted(Mean()), torch.randn(2, 3, 8, 8), torch.randn(2, 3, 16, 16))
+    _, (_, larger) = lines()
+    assert larger.endswith(". Remedy: bring the batches to a few sizes. Begin with the largest")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.rewrites import probe, row_chunks
+from graphs.rewrites import chunk_sizes, probe
 from graphs.trace import trace
 from scheduler_runtime import PlanMismatchError, apply, remove
 from scheduler_runtime.planned import ReplanError
@@ -23,7 +23,7 @@ from tests.support.models import LanguageHead
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_chunks, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(chunk_sizes, "LEAST_ELEMENTS", 1)
 
 
 def batch(n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -119,6 +119,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 def test_a_setting_of_torch_is_another_program(
     setting: Callable[[], AbstractContextManager[Any]],

@@ -14,7 +14,7 @@ from itertools import islice
 import pytest
 
 from graphs.graph import Graph
-from solver.bound import CopyProgram, StorageGraph, solve_cuts
+from solver.bound import CopyMilp, StorageGraph, solve_cuts
 from solver.schedule import (
     IllegalScheduleError,
     Link,
@@ -109,7 +109,7 @@ def test_every_position_bounds_the_truth(kind: str, part: int) -> None:
         lost = truth.time_s / graph.baseline_time_s - 1 if graph.baseline_time_s else 0.0
         folded = StorageGraph.of(graph, may_leave=True)
         for p in range(1, folded.n_nodes + 1):
-            program = CopyProgram(
+            program = CopyMilp(
                 folded, position=p, budget_bytes=budget_bytes, places=places_of(host)
             )
             assert program.solve(whole=True).lost_share <= lost + 1e-9  # no less than its LP
@@ -161,7 +161,7 @@ def test_every_position_bounds_the_truth_with_a_disk(kind: str, part: int) -> No
         lost = truth.time_s / graph.baseline_time_s - 1 if graph.baseline_time_s else 0.0
         folded = StorageGraph.of(graph, may_leave=True)
         for p in range(1, folded.n_nodes + 1):
-            program = CopyProgram(folded, position=p, budget_bytes=budget_bytes, places=places)
+            program = CopyMilp(folded, position=p, budget_bytes=budget_bytes, places=places)
             assert program.solve(whole=True).lost_share <= lost + 1e-9
         if n_solved == CELLS_EACH:
             return
@@ -208,7 +208,7 @@ def test_every_position_bounds_random_schedules(first_seed: int) -> None:
         lost = simulation.time_s / graph.baseline_time_s - 1 if graph.baseline_time_s else math.inf
         folded = StorageGraph.of(graph, may_leave=True)
         for p in range(1, folded.n_nodes + 1):
-            program = CopyProgram(
+            program = CopyMilp(
                 folded, position=p, budget_bytes=simulation.peak_bytes, places=places
             )
             assert program.solve(whole=False).lost_share <= lost + 1e-9
@@ -235,7 +235,7 @@ def host(bytes_per_s: float, capacity_bytes: int = 100) -> Places:
 
 def lost_s(places: Places, position: int, graph: Graph = CHAIN) -> float:
     folded = StorageGraph.of(graph, may_leave=True)
-    program = CopyProgram(folded, position=position, budget_bytes=12, places=places)
+    program = CopyMilp(folded, position=position, budget_bytes=12, places=places)
     return CHAIN.baseline_time_s * program.solve(whole=True).lost_share
 
 
@@ -267,5 +267,5 @@ def test_without_places_the_bound_is_that_of_the_cut() -> None:
         budget_bytes = int(free.least_bytes.max()) + seed % 5
         for p in range(1, folded.n_nodes):
             cut = solve_cuts(folded, positions=[p], budget_bytes=budget_bytes, whole=False)
-            program = CopyProgram(free, position=p, budget_bytes=budget_bytes, places=Places())
+            program = CopyMilp(free, position=p, budget_bytes=budget_bytes, places=Places())
             assert program.solve(whole=False).lost_share <= cut.lost_share + 1e-6

@@ -128,6 +128,7 @@ def test_every_small_schedule_runs_and_is_optimal() -> None:
             assert n_advanced(n_steps, n_snapshots) == n_extra, (n_steps, n_snapshots)
 
 
+@pytest.mark.slow(sample=30)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_schedules_run_and_are_optimal(seed: int) -> None:
     rng = random.Random(seed)

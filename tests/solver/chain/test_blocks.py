@@ -214,6 +214,7 @@ def test_names_and_modules_mean_nothing() -> None:
     assert sizes(split_into_blocks(renamed)) == sizes(split_into_blocks(graph))
 
 
+@pytest.mark.slow(sample=100)
 @pytest.mark.parametrize("seed", range(300))
 def test_any_graph_can_be_cut(seed: int) -> None:
     graph = odd_graph(seed, n_forward=seed % 25, n_later=seed % 13)

@@ -66,6 +66,7 @@ def test_bookkeeping_at_the_start_is_part_of_the_first_block() -> None:
     assert names[0][:3] == ("count", "copy_n", "conv0")
 
 
+@pytest.mark.slow(sample=20)
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_is_lost_in_random_graphs(seed: int) -> None:
     graph = random_dag(seed=seed, n_forward=9, n_later=5)

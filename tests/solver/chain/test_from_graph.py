@@ -56,6 +56,7 @@ def test_workspace_gradients_and_companions_in_numbers() -> None:
     assert constant_bytes(graph, blocks) == 13
 
 
+@pytest.mark.slow(sample=20)
 @pytest.mark.parametrize("seed", range(40))
 def test_numbers_add_up(seed: int) -> None:
     graph = odd_graph(seed, n_forward=seed % 15 + 1, n_later=seed % 9)

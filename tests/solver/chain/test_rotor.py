@@ -96,7 +96,7 @@ def budgets(rng: random.Random, chain: Chain, *, n: int) -> list[int]:
     return [rng.randint(peak_bytes // 2, peak_bytes) for _ in range(n)]
 
 
-@pytest.mark.slow(sample=100)
+@pytest.mark.slow(sample=50)
 @pytest.mark.parametrize("seed", range(250))
 def test_equals_brute_force_over_persistent_schedules(seed: int) -> None:
     rng = random.Random(seed)
@@ -112,6 +112,7 @@ def test_equals_brute_force_over_persistent_schedules(seed: int) -> None:
             assert peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow(sample=30)
 @pytest.mark.parametrize("seed", range(60))
 def test_never_below_brute_force_over_all_schedules(seed: int) -> None:
     rng = random.Random(1000 + seed)
@@ -141,6 +142,7 @@ def fewest_advances(n_steps: int, n_snapshots: int) -> int:
     )
 
 
+@pytest.mark.slow(sample=15)
 @pytest.mark.parametrize("n_blocks", [1, 2, 3, 5, 10, 17, 30])
 @pytest.mark.parametrize("n_snapshots", [1, 2, 3, 4, 8])
 def test_equals_revolve_where_only_inputs_can_be_kept(n_blocks: int, n_snapshots: int) -> None:

@@ -86,6 +86,7 @@ def with_loss(text: list[str], n_blocks: int) -> str:
     return " ".join([*text[:place], f"b{n_blocks + 1}", *text[place:]])
 
 
+@pytest.mark.slow(sample=80)
 @pytest.mark.parametrize("seed", range(200))
 def test_any_persistent_schedule_is_legal_on_any_graph(seed: int) -> None:
     rng = random.Random(seed)

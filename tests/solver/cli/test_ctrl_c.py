@@ -170,6 +170,7 @@ def test_a_search_that_has_found_nothing_ends(graph: str) -> None:
     assert json.loads(out) == {"status": "error", "error": "interrupted", "exit_code": 130}
 
 
+@pytest.mark.slow
 def test_the_best_plan_so_far_is_reported_and_written(graph: str, tmp_path: Path) -> None:
     path, page = tmp_path / "s.json", tmp_path / "page.html"
     argv = (*FOREVER, "-o", str(path), "--report", str(page), graph, FOUND)
@@ -241,6 +242,7 @@ def test_json_says_what_ended_the_search(graph: str) -> None:
     assert (code, answer["interrupted"], answer["timed_out"]) == (0, True, False)
 
 
+@pytest.mark.slow
 def test_the_integer_program_ends(graph: str) -> None:
     argv = (*FOREVER, "--method", "ilp", graph, "1000")
     code, _, err = interrupted(HARD + INTEGER_PROGRAM + COMMAND, *argv)
@@ -284,6 +286,7 @@ SWALLOWS = """
 """
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("module", ["solver", "solver.cli", "checkpoint_solver"])
 @pytest.mark.parametrize("waits", [WAITS, SWALLOWS], ids=["waits", "swallows"])
 def test_the_command_ends_while_it_is_loaded(tmp_path: Path, module: str, waits: str) -> None:

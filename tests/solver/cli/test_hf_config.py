@@ -104,6 +104,7 @@ def built(problem: str) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_configuration_recomputes(tmp_path, capsys):
     problem = written(tmp_path, GPT2)
     assert main(["--budget", "1GB", *OPTIONS, *TEXT, problem]) == 0
@@ -196,6 +197,7 @@ def test_a_missing_file_and_a_forgotten_prefix_are_told(tmp_path, capsys):
     assert f"write hf:{path}" in line
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_that_of_one_sample_and_within_the_table(tmp_path, capsys):
     problem = written(tmp_path, GPT2, n_layer=1)
     options = ("--budget", "1GB", "--max-seq", "--seq-length", "16", *OPTIONS)

@@ -126,6 +126,7 @@ PRESSED = """
 """
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(("n_before", "code"), [(0, 130), (5, 130), (70, 0)])
 def test_ctrl_c_gives_the_best_plan_so_far_or_130(
     graph: str, tmp_path: Path, n_before: int, code: int

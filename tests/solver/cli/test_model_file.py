@@ -228,6 +228,7 @@ def test_measured_costs_are_of_this_machine(model_file, capsys):
     assert "times the roofline's" in costs
 
 
+@pytest.mark.slow(sample=8)
 @pytest.mark.parametrize(
     ("changes", "add", "reason"),
     [
@@ -329,7 +330,7 @@ def test_a_model_that_reads_its_batch_is_planned_for_the_values_that_it_has(
     answer = json.loads(capsys.readouterr().out)
     assert answer["verification"]["passed"]
     assert answer["n_ops"] > 20
-    assert any("forward reads values of the batch" in note for note in answer["notes"])
+    assert any("forward reads values of " in note for note in answer["notes"])
 
 
 def test_a_batch_too_large_to_build_is_planned_without_its_values(model_file, capsys, monkeypatch):
@@ -394,6 +395,7 @@ def test_verify_that_fails(changes, printed, line, model_file, capsys, monkeypat
     assert line in output.err
 
 
+@pytest.mark.slow
 def test_the_report_is_there_before_the_steps_run(model_file, tmp_path, capsys, monkeypatch):
     import scheduler_runtime.verifying
 

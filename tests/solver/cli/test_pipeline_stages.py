@@ -44,7 +44,7 @@ def test_the_slowest_stage_is_reported_and_another_is_written(file, tmp_path, ca
     assert main(["--budget", "1MB", *PIPELINE, file]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "stage 0 of 2, 1f1b, 4 micro-batches; 2 micro-batches in flight" in printed
-    assert "Stages of 2+1 layers take" in printed
+    assert "The stages of 2+1 layers take" in printed
     assert "No division has a slowest stage faster than" in printed
     schedule, graph = tmp_path / "schedule.json", tmp_path / "graph.json"
     words = ["--stage", "1", "--json", "-o", str(schedule), "--graph-out", str(graph)]
@@ -55,13 +55,25 @@ def test_the_slowest_stage_is_reported_and_another_is_written(file, tmp_path, ca
     assert saved.environment["pipeline"]["stage"] == 1
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(("budget", "n_stages"), [("20kB", 1), ("12kB", 2)])
 def test_as_few_stages_as_fit(budget: str, n_stages: int, file: str, capsys) -> None:
     assert main(["--budget", budget, *AUTO, "--batch-size", "1", "--json", file]) == 0
     report = json.loads(capsys.readouterr().out)
     assert f"stage 0 of {n_stages})" in report["problem"]
-    said = "None of the divisions into fewer stages (1) was found to fit (proven)."
+    said = "No division into fewer stages (1) fits (proven)."
     assert (said in report["notes"]) == (n_stages > 1)
+
+
+def test_stages_of_which_a_rank_has_a_shard(file, capsys) -> None:
+    """Of the first stage, of two layers: all parameters, and once more their shards; the state of
+    the optimizer for shards alone."""
+    assert main(["--budget", "1MB", *PIPELINE, "--fsdp", "2", "--stage", "0", "--json", file]) == 0
+    report = json.loads(capsys.readouterr().out)
+    layer_bytes, memory = (16 * 16 + 16) * 4, report["baseline"]["memory_bytes"]
+    assert memory["parameters"] == 2 * layer_bytes + layer_bytes
+    n_parameters = 4
+    assert memory["optimizer"] == 2 * layer_bytes + 4 * n_parameters
 
 
 def test_each_stage_has_its_file(file, tmp_path, capsys) -> None:
@@ -98,6 +110,7 @@ def test_a_rank_applies_the_file_of_its_stage(file, tmp_path) -> None:
         apply(nn.Sequential(*layers[:2]), tmp_path / "plan.stage1.json")(x)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_a_stage_of_the_equal_division_says_why(file, capsys) -> None:
     assert main(["--budget", "9kB", *PIPELINE, "--json", file]) == 3
     printed = capsys.readouterr()
@@ -112,7 +125,9 @@ def test_where_nothing_fits_a_stage_of_the_equal_division_says_why(file, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [PIPELINE, ["--fsdp", "2", "--device", "cpu"]])
+@pytest.mark.parametrize(
+    "words", [PIPELINE, ["--fsdp", "2", "--device", "cpu"], [*PIPELINE, "--fsdp", "2"]]
+)
 def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
     assert main(["--budget", "100kB", *words, "--max-batch", "--json", file]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -131,7 +146,10 @@ def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
         (["--pipeline", "1"], "invalid value '1': at least 2 expected"),
         ([*AUTO, "--stage", "1"], "--stage 1: of a number of stages; give it, --pipeline 4"),
         ([*AUTO, "--max-batch"], "--max-batch cannot be combined with --pipeline auto"),
-        ([*PIPELINE, "--fsdp", "2"], "--fsdp cannot be combined with --pipeline"),
+        (
+            [*PIPELINE, "--fsdp", "2", "--fsdp-precision", "bfloat16"],
+            "--fsdp-precision cannot be combined with --pipeline",
+        ),
         ([*PIPELINE, "--stage", "1", "--max-batch"], "with --pipeline with --stage"),
     ],
 )

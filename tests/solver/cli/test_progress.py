@@ -146,6 +146,7 @@ def test_a_sweep_says_how_far_it_is(tmp_path):
     assert "sweeping" not in out
 
 
+@pytest.mark.slow
 def test_a_real_ctrl_c_in_the_sweep_keeps_the_plan(tmp_path):
     schedule, curve = tmp_path / "s.json", tmp_path / "c.svg"
     argv = ["--budget", "4GB", "--method", "dp", "-o", str(schedule), "--pareto", str(curve), GPT2]

@@ -102,6 +102,9 @@ def test_the_largest_batch_of_a_rank(file: str, capsys: Any) -> None:
 def test_a_rank_of_a_stage_holds_its_part(file: str, capsys: Any) -> None:
     stages = ["--pipeline", "2", "--microbatches", "2", "--tensor", "2"]
     assert parameter_bytes(answer(capsys, *stages, file)) == SPLIT_BYTES // 2
+    # sharded over two more ranks, it has its part whole for all micro-batches, and a shard of it
+    both = parameter_bytes(answer(capsys, *stages, "--fsdp", "2", file))
+    assert both == SPLIT_BYTES // 2 + SPLIT_BYTES // 4
 
 
 @pytest.mark.parametrize(
@@ -128,12 +131,6 @@ def test_a_rank_of_a_stage_holds_its_part(file: str, capsys: Any) -> None:
             STYLES,
             2,
             "--tensor 3: dimension 0 of",
-        ),
-        (
-            ["--tensor", "2", "--fsdp", "2", "--pipeline", "2", "--microbatches", "2"],
-            STYLES,
-            2,
-            "--fsdp cannot be combined with --pipeline",
         ),
     ],
 )

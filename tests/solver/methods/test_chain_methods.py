@@ -14,6 +14,7 @@ from solver.chain.blocks import split_into_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
 from solver.chain.rotor import solve_chain
 from solver.chain.to_schedule import chain_to_schedule
+from solver.methods.auto import auto
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.proposal import Proposal
@@ -86,6 +87,7 @@ def test_dp_finds_the_truth_on_a_uniform_chain(budget_bytes: int) -> None:
         assert simulation.time_s == truth.time_s
 
 
+@pytest.mark.slow
 def test_dp_on_a_chain_is_never_worse_than_the_rules_of_thumb() -> None:
     for graph in (nets.chain(n_blocks=30), nets.residual(n_blocks=10)):
         peak_bytes = simulate(graph, baseline(graph)).peak_bytes
@@ -98,6 +100,19 @@ def test_dp_on_a_chain_is_never_worse_than_the_rules_of_thumb() -> None:
                 assert simulation is None or (
                     best is not None and best.time_s <= simulation.time_s + 1e-9
                 )
+
+
+@pytest.mark.slow
+def test_auto_is_no_slower_on_a_deep_chain_than_its_best_blocks() -> None:
+    graph = nets.residual(n_blocks=60)
+    peak_bytes, resident_bytes = simulate(graph, baseline(graph)).peak_bytes, graph.resident_bytes
+    budget_bytes = resident_bytes + (peak_bytes - resident_bytes) // 5
+    options = {"budget_bytes": budget_bytes, "time_limit_s": 600, "seed": 0}
+    ours, blocks = (judged(graph, method(graph, **options)) for method in (auto, dp))
+    assert ours is not None
+    assert blocks is not None
+    assert ours.peak_bytes <= budget_bytes
+    assert ours.time_s <= blocks.time_s
 
 
 @pytest.mark.parametrize("part", [0.9, 0.6, 0.4])

@@ -1,5 +1,7 @@
 """Greedy eviction where it used to get stuck: what is dead stays, what is needed comes too late."""
 
+import pytest
+
 from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.methods import find_obstacle
@@ -78,6 +80,7 @@ def test_what_runs_once_goes_after_its_last_use() -> None:
     assert simulate(graph, schedule).peak_bytes == least_peak_bytes(graph) == 13
 
 
+@pytest.mark.slow
 def test_the_least_budget_of_all() -> None:
     """Nothing is found below it; at it, one run finds five schedules of six."""
     n_found, n_graphs = 0, 60

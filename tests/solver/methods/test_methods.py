@@ -50,7 +50,7 @@ def test_the_methods_and_their_order() -> None:
     assert {"none", "every_block", "sqrt"} <= set(METHODS)
 
 
-@pytest.mark.slow(sample=10)
+@pytest.mark.slow(sample=5)
 @pytest.mark.parametrize("name", ["none", *ON_BLOCKS])
 @pytest.mark.parametrize("block", range(4))
 def test_whatever_the_graph_what_is_proposed_is_legal_and_fits(name: str, block: int) -> None:
@@ -108,7 +108,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.slow(sample=14)
+@pytest.mark.slow(sample=7)
 @pytest.mark.parametrize("name", ON_BLOCKS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_of_nets(name: str, shape: str) -> None:
@@ -148,6 +148,7 @@ def test_every_block_on_gpt2(gpt2: Graph) -> None:
     assert run("every_block", gpt2, share(gpt2, 0.55)).schedule is None
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize(
     ("part", "most"),
     [(1.0, 0.0), (0.9, 0.035), (0.8, 0.07), (0.7, 0.1), (0.6, 0.13), (0.52, 0.21)],

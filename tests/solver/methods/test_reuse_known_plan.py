@@ -47,6 +47,7 @@ def known(gpt2: Graph, budget_bytes: int) -> KnownPlan:
     return KnownPlan.of(solve(gpt2, budget=budget_bytes))
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("share", [0.99, 0.9, 0.8])
 def test_a_shorter_step_is_as_good_as_searched(
     gpt2: Graph, known: KnownPlan, budget_bytes: int, share: float
@@ -124,6 +125,7 @@ def _line(forward: str, later: str) -> Graph:
     )
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("seed", range(2000, 2060, 20))
 def test_bound_and_schedule_against_brute_force(seed: int) -> None:
     n_reused = 0

@@ -7,8 +7,10 @@ import pytest
 from graphs.graph import Graph
 from solver import solve
 from solver.cli.command import main
-from solver.methods import METHODS
-from solver.schedule import Link, Place, Places, Spill, baseline, simulate
+from solver.methods import METHODS, storage_levels
+from solver.methods import auto_then_chain_methods as after_auto
+from solver.methods.proposal import Proposal
+from solver.schedule import Link, Place, Places, Schedule, Spill, baseline, simulate
 from tests.support import nets
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
 from tests.support.builders import odd_graph, uniform_chain
@@ -42,6 +44,7 @@ def test_the_names() -> None:
     assert NAMES == ["disk_revolve", "periodic_disk_revolve", "hrevolve", "multistage"]
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_long_chain_of_equal_steps(name: str) -> None:
     """Forty unit tensors within five bytes, of which one recomputes most without a slow level."""
@@ -116,6 +119,22 @@ def test_auto_is_no_worse_on_chains(beside: Places) -> None:
     found = run("auto", graph, 4, beside)
     for name in ("hrevolve", "disk_revolve"):
         assert found.time_s <= run(name, graph, 4, beside).time_s
+
+
+def test_auto_schedules_the_same_reversal_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host has room for all and there is no disk, the two methods are the same."""
+    tried: list[object] = []
+    scheduled = storage_levels._scheduled
+
+    def counted(search: object, blocks: object, actions: object, *rest: object) -> Schedule:
+        tried.append(actions)
+        return scheduled(search, blocks, actions, *rest)
+
+    monkeypatch.setattr(storage_levels, "_scheduled", counted)
+    monkeypatch.setattr(after_auto, "auto", lambda *_given, **_options: Proposal(None, 0.0, False))
+    assert run("auto", uniform_chain(16), 4, places(16, 2.0)) is not None
+    assert tried
+    assert len(tried) == len(set(tried))
 
 
 @pytest.mark.parametrize("name", NAMES)

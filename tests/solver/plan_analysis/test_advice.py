@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from graphs.graph import Graph, Tensor
+from graphs.graph import Graph, Node, Tensor
 from graphs.synthetic.nets import residual
-from solver.plan_analysis.advice import ABOUT, advise
-from solver.reporting.rows import memory_table
+from solver.plan_analysis.advice import ABOUT, _smaller, advise
+from solver.reporting.memory_rows import memory_table
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request
@@ -220,11 +220,12 @@ def test_logits_that_a_plan_may_compute_in_chunks(word, text):
     assert "no schedule" not in found
 
 
-def test_a_rank_of_fsdp_is_not_rewritten():
+def test_a_rank_of_fsdp_runs_the_models_own_head_and_loss():
     graph = step(wide=2000, loss="aten._log_softmax.default")
     meta = graph.meta.with_environment(sharding={"n_ranks": 2})
     found = advised(dataclasses.replace(graph, meta=meta))["logits"]
-    assert found.endswith("requires the logits of one chunk at a time.")
+    assert "linear_cross_entropy (PyTorch 2.13)" in found
+    assert "a plan of the model" not in found
 
 
 def test_a_rank_of_tensor_parallelism_already_has_a_part():
@@ -340,3 +341,15 @@ def test_no_theory_without_a_plan_or_blocks():
         outputs="d",
     )
     assert "theory" not in advised(one_block)
+
+
+@pytest.mark.parametrize(
+    ("op", "advice"),
+    [
+        ("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "used already"),
+        ("aten.convolution_backward.default", "smaller images"),
+        ("aten.mm.default", "a fused one"),
+    ],
+)
+def test_what_an_operator_can_be_made_of_depends_on_it(op, advice):
+    assert advice in _smaller(Node("n", op, (), (), 0.0))

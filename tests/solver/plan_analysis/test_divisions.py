@@ -24,6 +24,7 @@ def cost(parts: tuple[Part, ...], times: dict[Part, float]) -> tuple[float, floa
     return max(each), sum(each)
 
 
+@pytest.mark.slow(sample=100)
 @pytest.mark.parametrize("seed", range(300))
 def test_the_best_division_is_that_of_all(seed: int) -> None:
     draw = random.Random(seed)

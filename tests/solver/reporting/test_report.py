@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graphs.graph import Graph
+from graphs.graph import Graph, Tensor
 from graphs.synthetic.nets import chain, residual
 from solver.methods.registry import METHODS
-from solver.plan_analysis.advice import Advice, advise
-from solver.reporting.report_data import Report, best, step_notes, to_json
-from solver.reporting.rows import dtype_table, memory_table
+from solver.plan_analysis.advice import Advice
+from solver.reporting import rows
+from solver.reporting.memory_rows import dtype_table, memory_table
+from solver.reporting.report_data import Report, best, rewritten, step_notes, to_json
 from solver.reporting.terminal import show
 from solver.reporting.verification_rows import verification_rows
 from solver.schedule.memory import CATEGORIES, memory_at, node_at
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
-from solver.schedule.solution import Obstacle, Solution
+from solver.schedule.solution import Solution
 from solver.scheduler_runtime_bridge import Verification
 from solver.sizes_deadlines_progress import IN_PYTHON, OF_THE_COMMAND, format_size
 from solver.sizes_deadlines_progress.format import describe_op, format_share, format_time
@@ -251,6 +252,27 @@ def test_what_was_rewritten_is_told_beside_the_plain_step(gpt2, planned):
     assert " rewrites " not in shown(report_of(planned))
 
 
+def test_rewrites_that_leave_the_peak_say_what_they_save(gpt2, monkeypatch):
+    meta = dataclasses.replace(gpt2.meta, rewrites=["in_place"])
+    solution = solve(dataclasses.replace(with_overwrites(gpt2), meta=meta), budget="1TB")
+    found = rewritten(solution)
+    same = dataclasses.replace(found, plain_bytes=found.peak_bytes)
+    monkeypatch.setattr(rows, "rewritten", lambda _: same)
+    text = " ".join(shown(report_of(solution)).split())
+    assert "in place of inputs: without recomputation the same peak (they save memory at" in text
+
+
+def test_what_buffers_count_besides_those_of_the_module_is_below_them(gpt2):
+    state = Tensor("random_state", 5_056, "buffer")
+    meta = dataclasses.replace(gpt2.meta, parameters={"w": gpt2.resident[0].name})
+    graph = dataclasses.replace(gpt2, tensors=(*gpt2.tensors, state), meta=meta)
+    table = memory_table(solve(graph, budget="1TB"))
+    names = [row[0] for row in table.rows]
+    assert names.index("  (random state)") == names.index("buffers") + 1
+    assert table.rows[names.index("  (random state)")][1] == "5.06 KB"
+    assert table.rows[table.bold][0] == "peak"
+
+
 def test_a_refusal_is_told(gpt2, planned):
     text = shown(report_of(planned, refused=(("ilp", "364 ops are too many"),)))
     assert "refused" in text
@@ -260,64 +282,6 @@ def test_a_refusal_is_told(gpt2, planned):
 def nothing_found(gpt2: Graph, **changes: object) -> Solution:
     solution = solve(gpt2, budget="4GB", method="none")
     return dataclasses.replace(solution, **changes)
-
-
-def test_infeasible_for_every_method(gpt2):
-    text = shown(report_of(nothing_found(gpt2, lower_bound_s=math.inf)))
-    assert "no schedule fits 4.00 GB" in text
-    assert "lower bound" not in text
-
-
-def test_infeasible_for_this_method(gpt2):
-    text = " ".join(shown(report_of(nothing_found(gpt2))).split())
-    assert "method none finds no schedule that fits" in text
-    assert "5.25 GB, the smallest at which none found a plan" in text
-
-
-def test_what_stands_in_the_way_is_named(gpt2):
-    on_device = (("_log_softmax", 10**9), ("mm", 10**8), ("t1", 3), ("t2", 2), ("t3", 1))
-    on_device = tuple((list(gpt2.producer)[i], size) for i, (_, size) in enumerate(on_device))
-    op = gpt2.nodes[5].name
-    obstacle = Obstacle(10**10, 2 * 10**10, None, op, (*on_device, ("primals_1", 7)))
-    text = " ".join(shown(report_of(nothing_found(gpt2, obstacle=obstacle))).split())
-    assert "no schedule fits below 10.00 GB" in text
-    assert f"bottleneck op {gpt2.nodes[5].name}" in text
-    assert "1 more 1 B, resident 326.1 MB" in text
-    assert "minimum budget 20.00 GB" in text
-
-
-@pytest.mark.parametrize("cut_short", [False, True])
-def test_a_least_budget_that_the_clock_cut_short_says_so(gpt2, cut_short):
-    obstacle = Obstacle(10**10, 2 * 10**10, None, gpt2.nodes[-1].name, (), cut_short=cut_short)
-    report = report_of(nothing_found(gpt2, obstacle=obstacle))
-    assert (
-        "ended the search for the minimum budget" in " ".join(shown(report).split())
-    ) == cut_short
-    assert to_json(report)["infeasible"]["cut_short"] is cut_short
-
-
-def test_nothing_within_the_time_limit(gpt2):
-    text = " ".join(shown(report_of(nothing_found(gpt2, status="time_limit"))).split())
-    assert "extend it with --time-limit" in text
-
-
-def test_each_reader_has_words_of_their_own(gpt2):
-    """No option of the command in a report from Python, no argument in the command's."""
-    late = nothing_found(gpt2, status="time_limit", obstacle=Obstacle(9, 9, None, "", (), True))
-    in_python, of_the_command = (
-        " ".join(shown(report_of(late, reader=reader)).split())
-        for reader in (IN_PYTHON, OF_THE_COMMAND)
-    )
-    assert in_python.count("extend it with time_limit_s=") == 2
-    assert of_the_command.count("extend it with --time-limit") == 2
-    assert " --" not in in_python
-    assert "time_limit_s" not in of_the_command
-    wide = solve(gpt2, budget="3.5GB", time_limit_s=600)
-    texts = [
-        {advice.kind: advice.text for advice in advise(wide, reader=reader)}
-        for reader in (IN_PYTHON, OF_THE_COMMAND)
-    ]
-    assert not any(" --" in text for text in texts[0].values())
 
 
 def test_the_measured_overhead_has_its_range():
@@ -348,114 +312,6 @@ def test_colour_is_for_terminals_that_want_it(planned, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[1;36m" not in shown(report_of(planned), force_terminal=True)
     assert "\x1b" not in shown(report_of(planned))
-
-
-def test_a_verification_is_told_beside_the_prediction(planned):
-    found = verified()
-    text = shown(report_of(planned, verification=found))
-    for words in (
-        "Verification  passed",
-        "3.20 GB",
-        "5.30 GB",
-        "1.50 s",
-        "149 gradients",
-        "3.50 GB",
-    ):
-        assert words in text
-    assert "medians of 3 steps, spread 125 ms" in " ".join(text.split())
-    assert "without plan above the budget by 1.30 GB" in " ".join(text.split())
-    many = dataclasses.replace(found, differences=tuple(f"gradient of w{i}" for i in range(9)))
-    assert not many.passed
-    assert "and 5 more" in shown(report_of(planned, verification=many))
-
-
-def test_a_verification_prints_readably():
-    found = verified()
-    assert repr(found) == str(found)
-    assert str(found).splitlines() == [
-        (
-            "Verification passed, WARNING; peak with the plan 3.23 % above the prediction; bitwise "
-            "identical"
-        ),
-        "  plan         peak 3.20 GB measured, 3.10 GB predicted",
-        "  baseline     peak 5.30 GB measured, 5.20 GB predicted",
-        "  budget       4.00 GB available",
-        "  overhead     +20.00 % measured, +11.11 % predicted",
-        "  device       the CPU",
-        f"  warning      {found.warnings[0]}",
-    ]
-    above = dataclasses.replace(found, available_bytes=3 * 10**9)
-    assert str(above).startswith("Verification FAILED: above the budget, bitwise identical\n")
-    many = dataclasses.replace(found, differences=tuple(f"gradient of w{i}" for i in range(9)))
-    first, second, *_ = lines = str(many).splitlines()
-    assert first == "Verification FAILED: 9 results not as promised"
-    assert second == "  differs      gradient of w0"
-    assert lines[5] == "               and 5 more"
-
-
-def test_measured_peaks_that_are_not_the_predicted_ones_are_warnings(planned):
-    close = dataclasses.replace(
-        verified(), measured_peak_bytes=3_150_000_000, baseline_measured_peak_bytes=5_250_000_000
-    )
-    assert close.warnings == ()
-    assert "WARNING" not in shown(report_of(planned, verification=close))
-    assert close.headline == "passed"
-    found = dataclasses.replace(close, measured_peak_bytes=3_720_000_000)
-    assert "passed, WARNING; peak with the plan 20.00 % above the prediction" in found.line
-    text = " ".join(shown(report_of(planned, verification=found)).split())
-    above = "with the plan the measured peak is 3.72 GB, 20.00 % above the predicted 3.10 GB"
-    assert f"WARNING {above} above: likely workspace" in text
-    assert "below: likely" not in text
-    assert "(--costs measured)" in text
-    in_python = " ".join(shown(report_of(planned, verification=found, reader=IN_PYTHON)).split())
-    assert '(costs="measured")' in in_python
-    assert "--costs" not in in_python
-    found = dataclasses.replace(found, baseline_measured_peak_bytes=4_160_000_000)
-    below = "without the plan the measured peak is 4.16 GB, 20.00 % below the predicted 5.20 GB"
-    assert found.warnings == (above, below)
-    text = " ".join(shown(report_of(planned, verification=found)).split())
-    assert "above: likely workspace" in text
-    assert "below: likely code" in text
-    assert to_json(report_of(planned, verification=found))["verification"]["warnings"] == [
-        above,
-        below,
-    ]
-    words = "Verification passed, WARNING; peak with the plan 20.00 % above the prediction; peak "
-    assert words + "without the plan 20.00 % below the prediction" in text
-    small = dataclasses.replace(verified(), measured_peak_bytes=60_000, predicted_peak_bytes=50_000)
-    assert len(small.warnings) == 0  # what a peak is measured to
-
-
-def test_peaks_of_another_device_have_that_as_the_reason(planned):
-    found = dataclasses.replace(verified(), planned_for="NVIDIA H100")
-    text = " ".join(shown(report_of(planned, verification=found)).split())
-    assert "the prediction is for NVIDIA H100, with the workspaces" in text
-    assert "above: likely" not in text
-
-
-def test_a_step_that_was_predicted_to_fit_without_the_plan_and_does_not_has_failed(planned):
-    found = dataclasses.replace(verified(), baseline_predicted_peak_bytes=3_900_000_000)
-    assert found.fits
-    assert not found.passed
-    text = " ".join(shown(report_of(planned, verification=found)).split())
-    assert "Verification FAILED" in text
-    assert "without plan above the budget by 1.30 GB (1.21 GiB), NOT AS PREDICTED" in text
-    assert verified().passed
-
-
-def test_what_the_bottleneck_requires_adds_up():
-    graph = make(
-        [op("f", "x", "a"), op("back", "a", "g", phase="backward", workspace_bytes=500)],
-        {"x": 10, "a": 200, "g": 40},
-        outputs="g",
-    )
-    report = report_of(solve(graph, budget=600))
-    text = " ".join(shown(report).split())
-    assert "requires a 200 B, g 40 B, workspace 500 B, resident 10 B" in text
-    found = to_json(report)["infeasible"]
-    live_bytes = sum(each["size_bytes"] for each in found["on_device"])
-    assert found["proven_budget_bytes"] == live_bytes + 500 + 10
-    assert found["workspace_bytes"] == 500
 
 
 # The object of --json.

@@ -57,7 +57,7 @@ def test_what_each_layer_is():
     assert layers.edges_s == (0, 1, 3, 4, 5, 6, 7)
     assert layers.layer_bytes == {
         "resident": (1,) * 6,
-        "other micro-batches": (0,) * 6,
+        "others in flight": (0,) * 6,
         "kept": (10, 110, 1100, 1100, 1100, 0),
         "recomputed": (0, 0, 0, 10, 10, 0),
         "gradients": (0, 0, 0, 0, 10000, 10000),

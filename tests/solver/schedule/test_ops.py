@@ -115,6 +115,7 @@ def during(graph: Graph, schedule: Schedule) -> list[int]:
     return [live_bytes for o, live_bytes in pairs if isinstance(o, Compute)]
 
 
+@pytest.mark.slow(sample=60)
 @pytest.mark.parametrize("seed", range(150))
 def test_later_frees_never_hold_less(seed: int) -> None:
     rng = random.Random(seed)
@@ -136,6 +137,7 @@ def test_later_frees_never_hold_less(seed: int) -> None:
             assert all(a <= b for a, b in zip(early, late, strict=True))
 
 
+@pytest.mark.slow(sample=30)
 @pytest.mark.parametrize("seed", range(60))
 def test_no_choice_of_frees_holds_less(seed: int) -> None:
     """All sets of tensors that could be there before each compute, by exhaustion."""

@@ -135,6 +135,7 @@ def test_first_runs_stay_although_nothing_reads_them() -> None:
     assert without_dead_computes(graph, ["f", "effect", "f"]) == ["f", "effect"]
 
 
+@pytest.mark.slow(sample=100)
 @pytest.mark.parametrize("seed", range(300))
 def test_any_choice_is_legal_and_pruning_only_helps(seed: int) -> None:
     rng = random.Random(seed)

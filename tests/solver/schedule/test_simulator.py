@@ -297,7 +297,9 @@ def test_an_overwrite_frees_nothing_early_and_runs_once(in_place: Graph, text: s
 def test_the_referee_too_refuses_to_read_what_was_overwritten(
     in_place: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphs.graph._validate", lambda graph: None)  # it refuses it first
+    monkeypatch.setattr(
+        "graphs.graph.step_graph._validate", lambda graph: None
+    )  # it refuses it first
     nodes = tuple(replace(n, inputs=("h", "g")) if n.name == "d" else n for n in in_place.nodes)
     mutant = replace(in_place, nodes=nodes)
     with pytest.raises(FoulError, match="7: an input was overwritten"):

@@ -11,6 +11,7 @@ from solver.sizes_deadlines_progress.sizes import (
     format_size,
     format_size_up,
     parse_size,
+    reject_missing_unit,
 )
 
 
@@ -107,8 +108,22 @@ def test_a_share_of_the_devices_memory():
     assert parse_size("100%", capacity_bytes=7) == 7
     with pytest.raises(BudgetError, match=r"more than the device has \(80.00 GB"):
         parse_size("101%", capacity_bytes=80 * 10**9)
+    with pytest.raises(BudgetError, match=r"more than the device has$"):
+        parse_size("101%")
     with pytest.raises(BudgetError, match="above zero"):
         parse_size("0%", capacity_bytes=80 * 10**9)
+
+
+@pytest.mark.parametrize("given", ["16", "999999"])
+def test_a_unit_that_was_forgotten(given):
+    with pytest.raises(BudgetError, match=r"write \d+GB for gigabytes"):
+        reject_missing_unit(given, resident_bytes=10**6)
+    reject_missing_unit(given, resident_bytes=10)
+
+
+@pytest.mark.parametrize("given", [1, 16, 16.0, 10**5, "1000000", "16B"])
+def test_a_number_of_bytes(given):
+    reject_missing_unit(given, resident_bytes=10**9)
 
 
 def test_a_share_written_as_a_number_is_told_what_is_right():

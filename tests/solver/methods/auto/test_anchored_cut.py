@@ -77,6 +77,7 @@ def test_a_known_schedule_that_does_not_fit_is_not_handed_back() -> None:
     assert found.schedule is None
 
 
+@pytest.mark.slow
 def test_a_sweep_hands_each_search_the_schedule_before(monkeypatch: pytest.MonkeyPatch) -> None:
     handed = []
 

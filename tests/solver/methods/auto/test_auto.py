@@ -71,6 +71,7 @@ def test_bound_truth_schedule(seed: int) -> None:
     assert n_found >= 0.95 * n_cells  # the least budgets of all are for brute force
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("share", "percent"), [(0.9, 2.23), (0.8, 4.73), (0.7, 8.43), (0.6, 12.13)]
 )
@@ -93,8 +94,9 @@ def test_gpt2_in_half_is_proven_infeasible() -> None:
     assert proposal.lower_bound_s == math.inf
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7])
+@pytest.mark.slow(sample=7)
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("share", [0.7, 0.9])
 def test_gap_closes_at_generous_budgets(name: str, share: float) -> None:
     graph = NETS[name]
     proposal = auto(graph, budget_bytes=budget(graph, share), time_limit_s=600.0, seed=0)

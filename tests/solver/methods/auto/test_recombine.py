@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from solver.bound.storage_graph import StorageGraph
 from solver.methods import find_obstacle
 from solver.methods.auto import auto
 from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
-from solver.methods.auto.recombine import recombine
+from solver.methods.auto.recombine import _program, recombine
 from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.evict import evict
@@ -133,8 +134,7 @@ def test_the_menu_is_worth_its_time_where_skips_are_long() -> None:
 
 
 def test_menus_grow_from_what_the_best_schedule_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short program is solved to its end where the long one stops at a count of nodes."""
-    module = importlib.import_module("solver.methods.auto.recombine")
+    """A short program is solved well where a long one stops at its root."""
     folded = StorageGraph.of(NETS["transformer"])
     search = Search(folded, budget_bytes=budget(NETS["transformer"], 0.3), time_limit_s=math.inf)
     schedule, _ = evict(folded, budget_bytes=search.budget_bytes, patience=1.0)
@@ -144,12 +144,67 @@ def test_menus_grow_from_what_the_best_schedule_recomputes(monkeypatch: pytest.M
     n_best = len(found.recomputed)
     for n in range(n_best):
         search.menus[frozenset({(n, 1000), (n, 1001), (n, 1002)})] = None
-    tried: list[frozenset[tuple[int, int]]] = []
-    monkeypatch.setattr(module, "_offer_best", lambda _search, menu, _base: tried.append(menu))
-    recombine(search, base=folded.n_forward)
+    tried = menus_tried(search, monkeypatch, long=math.inf, _used_by_all=lambda *_: ())
     assert [len(menu) for menu in tried[:2]] == [n_best + 3, pytest.approx(2 * n_best + 6, abs=2)]
     assert frozenset().union(*search.menus) == frozenset().union(*tried)
     assert all(found.recomputed < menu for menu in tried)
+    search.menus[frozenset((n, 1000) for n in range(100 * n_best))] = None
+    whole = menus_tried(search, monkeypatch, long=math.inf, _used_by_all=lambda *_: ())
+    short = menus_tried(search, monkeypatch, long=2.5, _used_by_all=lambda *_: ())
+    assert short == [menu for menu in whole if len(menu) <= 2.5 * n_best] != whole
+
+
+def menus_tried(
+    search: Search, monkeypatch: pytest.MonkeyPatch, *, long: float = 2.5, **replaced: Any
+) -> list[frozenset[tuple[int, int]]]:
+    """The menus that are offered where none of them gives anything."""
+    module = importlib.import_module("solver.methods.auto.recombine")
+    tried: list[frozenset[tuple[int, int]]] = []
+
+    def record(_search: Search, menu: frozenset[tuple[int, int]], _base: int) -> int:
+        tried.append(menu)
+        return 0
+
+    replaced = {"_offer_best": record, "SHORT": 0, "LONG": long, "WHOLE": 0} | replaced
+    for name, value in replaced.items():
+        monkeypatch.setattr(module, name, value)
+    recombine(search, base=search.folded.n_forward)
+    return tried
+
+
+def test_all_that_was_seen_comes_first_where_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short menus alone lead astray; a long one would take half a minute."""
+    search, _ = searched(NETS["pyramid"], 0.15)
+    assert search.best is not None
+    best = fold_simulation(search.folded, search.best[0]).recomputed
+    everything = best.union(*search.menus)
+    whole, rest = (
+        menus_tried(search, monkeypatch, WHOLE=len(everything) - longer) for longer in (0, 1)
+    )
+    assert whole[0] == everything != rest[0]
+    assert whole[1:] == [menu for menu in rest if menu != everything]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["u_shape", "pyramid"])
+def test_the_linear_program_of_all_menus_picks_what_it_needs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loses no more on the menu of what it uses, which is much shorter; no menu comes twice."""
+    search, _ = searched(NETS[name], 0.15)
+    everything = frozenset().union(*search.menus)
+    tried = menus_tried(search, monkeypatch, _next_to_the_best=lambda _: ())
+    assert search.best is not None
+    best = fold_simulation(search.folded, search.best[0]).recomputed
+    assert tried
+    assert len(set(tried)) == len(tried)
+    assert best < tried[0] < everything | best
+    assert len(tried[0]) < 0.8 * len(everything | best)
+    whole, picked = (
+        _program(search, menu, search.folded.n_forward, {}).program.solve(whole=False).bound
+        for menu in (everything | best, tried[0])
+    )
+    assert picked == pytest.approx(whole, abs=1e-6)
 
 
 def test_a_long_menu_is_left_alone() -> None:

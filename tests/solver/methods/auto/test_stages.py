@@ -51,6 +51,7 @@ def test_last_eviction_takes_the_place_of_what_is_slower() -> None:
     assert search.proposal().schedule is not None
 
 
+@pytest.mark.slow
 def test_a_wide_gap_is_narrowed_by_windows() -> None:
     graph = u_shape(depth=3)
     folded, budget_bytes = StorageGraph.of(graph), find_obstacle(graph).reached_bytes

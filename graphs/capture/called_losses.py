@@ -1,0 +1,121 @@
+"""Calls of `F.cross_entropy`: numbered in a trace, so that a planned step can put another function
+in the place of one.
+
+`nn.CrossEntropyLoss` calls it too, and so do the losses of other libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.traceback import annotate
+from torch.overrides import TorchFunctionMode
+
+from graphs.model_calls import is_distributed
+
+_SIGNATURE = inspect.signature(F.cross_entropy)
+_PLAIN = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
+"""What other arguments must be."""
+
+_CALL = "cross_entropy_call"
+"""The annotation of an fx node that has its call."""
+
+
+@dataclass(frozen=True)
+class CalledLoss:
+    """A cross-entropy of rows by classes, with one target for each row, and no weights.
+
+    logits: (rows, classes). target: (rows,), int64.
+    """
+
+    logits: torch.Tensor
+    target: torch.Tensor
+    reduction: str
+    ignore_index: int
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CalledLoss | None:
+        """None for another kind of loss."""
+        given = _SIGNATURE.bind(*args, **kwargs)
+        given.apply_defaults()
+        values = given.arguments
+        logits, target = values["input"], values["target"]
+        if any(values[name] != usual for name, usual in _PLAIN.items() if name != "weight"):
+            return None
+        if values["weight"] is not None or is_distributed(logits) or is_distributed(target):
+            return None
+        if logits.dim() != 2 or target.dtype != torch.int64 or target.dim() != 1:
+            return None
+        return cls(logits, target, values["reduction"], values["ignore_index"])
+
+
+class LossCalls(TorchFunctionMode):
+    """While entered, hands calls to a function, which may compute the loss otherwise.
+
+    call: (its number among those that are a `CalledLoss`, from 0; it; the function that computes
+        it as PyTorch does) -> the loss.
+    """
+
+    def __init__(
+        self, call: Callable[[int, CalledLoss, Callable[[], torch.Tensor]], torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self._call = call
+        self._n_calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        loss = CalledLoss.of(args, kwargs) if func is F.cross_entropy else None
+        if loss is None:
+            return func(*args, **kwargs)
+        self._n_calls += 1
+        return self._call(self._n_calls - 1, loss, lambda: func(*args, **kwargs))
+
+
+@dataclass(eq=False)
+class _NotedCall:
+    """is_written: whether `forward` has written into the logits after the call."""
+
+    number: int
+    is_written: bool = False
+
+
+def called_loss_of(node: fx.Node) -> int | None:
+    """The number of the call that a traced operator belongs to, in either pass; None: of none."""
+    call: _NotedCall | None = (node.meta.get("custom") or {}).get(_CALL)
+    return None if call is None else call.number
+
+
+def overwrites_logits(node: fx.Node) -> bool:
+    """Whether `forward` writes into the logits after the call that a traced operator belongs to."""
+    call: _NotedCall | None = (node.meta.get("custom") or {}).get(_CALL)
+    return call is not None and call.is_written
+
+
+@contextlib.contextmanager
+def calls_noted() -> Iterator[None]:
+    """Annotates the operators of each call with its number, and whether its logits are written
+    before the context ends."""
+    noted: list[tuple[_NotedCall, torch.Tensor, int]] = []
+
+    def note(number: int, loss: CalledLoss, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        call = _NotedCall(number)
+        if isinstance(loss.logits, FunctionalTensor):  # a rehearsal sees what is held
+            noted.append((call, loss.logits, loss.logits._version))
+        with annotate({_CALL: call}):
+            return compute()
+
+    with LossCalls(note):
+        yield
+    for call, logits, version in noted:
+        call.is_written = logits._version != version

@@ -1,0 +1,147 @@
+"""Methods of a module that are planned as one piece: time masks that Wav2Vec2 draws with NumPy.
+
+A module that holds most of a model is no piece, but a method that its forward calls may be one. It
+is named by the path of the module and its own name ("wav2vec2._mask_hidden_states()"). It sees the
+parameters and buffers of this module itself, not those of submodules, which it may not call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from graphs.capture.own_failure import frames_of
+from graphs.capture.refuse import around_module_calls, generators_of, state_of_generator
+
+_CALL = "()"
+
+
+class CalledMethod(nn.Module):
+    """Calls a method of the owner. Its parameters and buffers are those of the owner itself."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self._outside = (owner,)  # in a tuple: not registered as a submodule
+        self.training = owner.training
+        self._parameters, self._buffers = owner._parameters, owner._buffers
+
+    @property
+    def owner(self) -> nn.Module:
+        return self._outside[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self.owner), self.name)(self.owner, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def called_instead(self) -> Iterator[None]:
+        """A call of the owner's method calls this module while inside."""
+        with _set(self.owner, self.name, self):
+            yield
+
+
+def is_method(path: str) -> bool:
+    return path.endswith(_CALL)
+
+
+def called_method(model: nn.Module, path: str) -> CalledMethod:
+    """What calls the method. Raises AttributeError where there is none."""
+    where, _, name = path.removesuffix(_CALL).rpartition(".")
+    owner = model.get_submodule(where)
+    if name not in _methods(owner):
+        raise AttributeError(f"{type(owner).__name__} has no method {name!r} of its own")
+    return CalledMethod(owner, name)
+
+
+def paths_of(model: nn.Module, owner: nn.Module, name: str) -> list[str]:
+    """Of this method, in all modules of the owner's class."""
+    alike = [path for path, module in model.named_modules() if type(module) is type(owner)]
+    return [f"{path}.{name}{_CALL}".lstrip(".") for path in alike]
+
+
+def method_on_the_way(owner: nn.Module, error: BaseException) -> str | None:
+    """The name of the first method that the owner's forward calls on the way to the error."""
+    methods, inside = _methods(owner), False
+    for frame in frames_of(error):
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if first is not owner:
+            continue
+        inside |= code.co_name == "forward"
+        method = methods.get(code.co_name)
+        if inside and method is not None and inspect.unwrap(method).__code__ is code:
+            return str(code.co_name)
+    return None
+
+
+def method_that_draws(owner: nn.Module, run: Callable[[], object]) -> str | None:
+    """The name of the method of the owner in which numbers are drawn that are not torch's.
+
+    run: calls the model, and so the owner's forward.
+    """
+    generators = list(generators_of(owner).values())
+    found: list[str] = []
+    running: list[str] = []
+
+    def states() -> list[Any]:
+        return [state_of_generator(each) for each in generators]
+
+    def watched(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = None if running else states()
+            running.append(name)
+            try:
+                return getattr(type(owner), name)(owner, *args, **kwargs)
+            finally:
+                running.pop()
+                if before is not None and before != states():
+                    found.append(name)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in _methods(owner):
+            stack.enter_context(_set(owner, name, watched(name)))
+        run()
+    return found[0] if found else None
+
+
+@contextlib.contextmanager
+def no_submodule_called(owner: nn.Module, refused: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise what `refused` makes of the reason where one of the owner's submodules is called."""
+    inner = {*owner.modules()} - {owner}
+
+    def check(module: nn.Module) -> None:
+        if module in inner:
+            raise refused(f"it calls a submodule, {type(module).__name__}")
+
+    with around_module_calls(check):
+        yield
+
+
+def _methods(owner: nn.Module) -> dict[str, types.FunctionType]:
+    """The plain methods that the owner's classes define, but for `forward`; those of libraries that
+    every module has are left out."""
+    found: dict[str, types.FunctionType] = {}
+    for kind in type(owner).__mro__:
+        if kind is nn.Module or kind.__module__.partition(".")[0] == "torch":
+            continue
+        for name, value in vars(kind).items():
+            if isinstance(value, types.FunctionType) and not name.startswith("__"):
+                found.setdefault(name, value)
+    found.pop("forward", None)
+    return {name: each for name, each in found.items() if name not in vars(owner)}
+
+
+@contextlib.contextmanager
+def _set(owner: nn.Module, name: str, value: object) -> Iterator[None]:
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        vars(owner).pop(name, None)

@@ -1,0 +1,215 @@
+"""What the nodes of an opaque part call, once the step is traced: the module itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import operator
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from graphs.capture.opaque.forms import Form, OpaqueCall
+from graphs.capture.opaque.island import Saved, laid_out
+from graphs.capture.opaque.nodes import BACKWARD, FORWARD, StandIn
+from graphs.costs import ObservedRun
+from graphs.model_calls import nested
+
+logger = logging.getLogger(__name__)
+
+_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that have kept more than planned."""
+
+
+@dataclass(frozen=True, eq=False)
+class OpaqueForward:
+    """The target of a forward node: (tensors) -> outputs, new buffers, what is saved."""
+
+    call: OpaqueCall
+    tags = (torch.Tag.nondeterministic_seeded,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__name__", "opaque_forward")  # for fx's generated code
+
+    @property
+    def observed(self) -> ObservedRun:
+        return self.call.forward
+
+    @property
+    def recomputable(self) -> bool:
+        return self.call.recomputable
+
+    def keep_state(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Any]:
+        """The results, and the state of the generators before."""
+        state = self.call.random.states()
+        return self(tensors), state
+
+    def run_again(self, state: Any, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """With the state of the first run; the generators go on as if nothing had happened."""
+        with self.call.random.as_before():
+            self.call.random.put(state)
+            return self(tensors)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        known = {t.untyped_storage()._cdata for t in tensors}
+
+        def as_planned(spec: nested.Spec, outs: list[torch.Tensor]) -> list[torch.Tensor]:
+            here = [(tuple(t.shape), t.dtype) for t in outs]
+            call = self.call
+            if spec != call.spec or here != [(f.shape, f.dtype) for f in call.outs]:
+                raise RuntimeError(
+                    f"{call.path!r}, which is planned as one piece, returns "
+                    f"{', '.join(str(Form.of(t)) for t in outs)}, planned: "
+                    f"{', '.join(map(str, call.outs))}. Its results' sizes depend on values: plan "
+                    "by submodules (checkpoint_solver.fallback.plan_chain)"
+                )
+            return [
+                laid_out(t.clone() if t.untyped_storage()._cdata in known else t, form.strides)
+                for t, form in zip(outs, self.call.outs, strict=True)
+            ]
+
+        before = None if self.call.draws else self.call.random.of_torch()
+        ran = self.call.island.forward(tensors, as_planned)
+        if before is not None and not all(map(torch.equal, before, self.call.random.of_torch())):
+            raise RuntimeError(
+                f"{self.call.path!r}, which is planned as one piece, draws random numbers of torch "
+                "in this step and drew none when it was planned, so that later branches on random "
+                "numbers may be others. Draw as many in each step, or plan by submodules "
+                "(checkpoint_solver.fallback.plan_chain)"
+            )
+        saved_bytes, module = ran.packed_bytes - self.call.outside_bytes, self.call.island.module
+        if saved_bytes > self.call.saved_bytes and module not in _WARNED:
+            _WARNED.add(module)
+            logger.warning(
+                "%r, which is planned as one piece, keeps %d bytes for backward in this step, "
+                "planned: %d. What it keeps depends on values, and the step may take more than "
+                "its budget: plan with a batch for which it keeps the most",
+                self.call.path,
+                saved_bytes,
+                self.call.saved_bytes,
+            )
+        return [*ran.outs, *ran.buffers, ran.saved]
+
+    def __str__(self) -> str:
+        return f"opaque_forward({type(self.call.island.module).__name__})"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, eq=False)
+class OpaqueBackward:
+    """The target of a backward node: (saved, known tensors, gradients, starts) -> gradients.
+
+    always: for each gradient whether an operator reads it that takes no None, so that it is zeros
+        where the call has none.
+    """
+
+    call: OpaqueCall
+    always: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__name__", "opaque_backward")
+
+    @property
+    def observed(self) -> ObservedRun:
+        return self.call.backward
+
+    def __call__(
+        self,
+        saved: Saved,
+        known: Sequence[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
+        starts: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        found = self.call.island.backward(saved, known, gradients, starts)
+        device = self.call.island.device
+        made: list[torch.Tensor | None] = []
+        for gradient, form, always in zip(found, self.call.gradients, self.always, strict=True):
+            if gradient is not None:
+                made.append(laid_out(gradient, form.strides))
+            else:
+                made.append(form.empty(device).zero_() if always else None)
+        return made
+
+    def __str__(self) -> str:
+        return f"opaque_backward({type(self.call.island.module).__name__})"
+
+    __repr__ = __str__
+
+
+def bind(graph: fx.Graph, standing: Sequence[StandIn]) -> None:
+    """Give the traced operators the targets that run the modules."""
+    calls = {n: c for each in standing for n, c in zip(each.numbers, each.calls, strict=True)}
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.target is FORWARD:
+            tensors, number, _ = node.args
+            node.target, node.args = OpaqueForward(calls[number]), (tensors,)
+        elif node.target is BACKWARD:
+            saved, known, gradients, number = node.args
+            call = calls[number]
+            made = {n.args[1]: n for n in node.users if n.target is operator.getitem}
+            starts: list[fx.Node | None] = [None] * len(call.gradients)
+            for index, gradient in made.items():
+                starts[index] = _begun(gradient, position, before=position[node])
+            node.meta["val"] = [  # those of sums are other tensors now
+                made[i].meta["val"] if i in made else v for i, v in enumerate(node.meta["val"])
+            ]
+            forms = {i: Form.of(n.meta["val"]) for i, n in made.items() if starts[i] is not None}
+            call = dataclasses.replace(
+                call, gradients=tuple(forms.get(i, f) for i, f in enumerate(call.gradients))
+            )
+            node.target = OpaqueBackward(call, always=(True,) * len(call.gradients))
+            node.args = (saved, known, gradients, starts)
+    for node in graph.nodes:  # now that every gradient has the readers that it keeps
+        if isinstance(node.target, OpaqueBackward):
+            node.target = dataclasses.replace(node.target, always=_read_as_tensors(node))
+
+
+def _begun(gradient: fx.Node, position: Mapping[fx.Node, int], *, before: int) -> fx.Node | None:
+    """The sum of gradients that this one is added to; the addition is removed.
+
+    The call adds its terms to it one by one, as autograd does where it is no island.
+    """
+    users = list(gradient.users)
+    if len(users) != 1 or users[0].target is not torch.ops.aten.add.Tensor or users[0].kwargs:
+        return None
+    add = users[0]
+    others = [argument for argument in add.args if argument is not gradient]
+    if len(others) != 1 or not isinstance(others[0], fx.Node) or position[others[0]] >= before:
+        return None
+    one, other = gradient.meta["val"], others[0].meta["val"]
+    if not add.meta.get("is_gradient_acc") or one.shape != other.shape or one.dtype != other.dtype:
+        return None
+    add.replace_all_uses_with(gradient)
+    gradient.meta["val"] = add.meta["val"]  # the sum lies in memory as autograd makes it
+    add.graph.erase_node(add)
+    return others[0]
+
+
+def _read_as_tensors(backward: fx.Node) -> tuple[bool, ...]:
+    """`OpaqueBackward.always`, for the gradients that this node makes."""
+    n_gradients = len(backward.target.call.gradients)  # type: ignore[union-attr]
+    always = [False] * n_gradients
+    for gradient in backward.users:
+        if gradient.target is not operator.getitem:
+            continue
+        user, *others = gradient.users or [None]
+        may_be_none = False
+        if user is not None and not others and isinstance(user.target, OpaqueBackward):
+            # another call's backward pass alone gets it, to add its own gradient to
+            *read, _starts = user.args
+            may_be_none = all(item is not gradient for item in pytree.tree_leaves(read))
+        elif user is not None and not others and user.op == "output":
+            # the end of the step alone gets it, once, in the form that it has
+            value = gradient.meta["val"]
+            is_whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+            n_times = sum(item is gradient for item in pytree.tree_leaves(user.args))
+            may_be_none = is_whole and n_times == 1
+        always[gradient.args[1]] = not may_be_none  # type: ignore[index]
+    return tuple(always)

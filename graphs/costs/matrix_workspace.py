@@ -1,0 +1,63 @@
+"""Workspace of decompositions and solvers of matrices on the CPU, which LAPACK computes in place.
+
+Most work on a copy of the matrices, column by column. What is beside it was compared with the
+profiler's memory events (torch 2.13 with MKL, float32 and complex64, matrices of 64 to 1024 rows,
+single ones and batches): a few rows more or less, for the size of its blocks is LAPACK's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphs.costs.convolution_workspace import plain_bytes
+from graphs.costs.operators import OpCall, aten
+
+_BLOCK = 60 * 60
+"""Numbers of the block through which a single matrix is transposed (native/Copy.cpp)."""
+
+
+def _copy_of(position: int, n_rows: int = 0) -> Callable[[OpCall], int]:
+    """A copy of this argument, and at most so many rows beside it."""
+
+    def estimate(call: OpCall) -> int:
+        x: torch.Tensor = call.args[position]
+        block = _BLOCK if x.dim() == 2 else 0
+        return plain_bytes(x) + max(block, n_rows * max(x.shape[-2:])) * x.element_size()
+
+    return estimate
+
+
+def _rows(call: OpCall) -> int:
+    """A block of rows, and two more."""
+    x: torch.Tensor = call.args[0]
+    n = max(x.shape[-2:])
+    return int((34 if n <= 320 else 66) * n * x.element_size())
+
+
+def _eigh(call: OpCall) -> int:
+    """With vectors, what syevd or heevd asks for, of one matrix at a time."""
+    x: torch.Tensor = call.args[0]
+    wants_vectors = call.args[2] if len(call.args) > 2 else call.kwargs.get("compute_v", True)
+    if not wants_vectors:
+        return _copy_of(0, 26)(call)
+    n, size = x.shape[-1], x.element_size()
+    integers = 4 * (3 + 5 * n)
+    if not x.is_complex():
+        return size * (1 + 6 * n + 2 * n * n) + integers
+    numbers = 26 * n + n * n + (_BLOCK if x.dim() == 2 else 0)
+    return size * numbers + size // 2 * (1 + 5 * n + 2 * n * n) + integers
+
+
+MATRICES: Mapping[Any, Callable[[OpCall], int]] = {
+    aten._linalg_eigh: _eigh,
+    aten._linalg_svd: _copy_of(0),
+    aten.linalg_inv_ex: lambda call: plain_bytes(call.args[0]),
+    aten.linalg_lu: _copy_of(0),
+    aten.cholesky_solve: _copy_of(1),
+    aten.ormqr: _copy_of(0, 64),
+    aten.linalg_qr: _rows,
+    aten.linalg_householder_product: _rows,
+}

@@ -1,0 +1,7 @@
+"""Graph: nodes and tensors of one training step, checked, and its file."""
+
+from graphs.graph.eager_memory import as_eager, held_by_functions, with_saved
+from graphs.graph.meta import GraphMeta
+from graphs.graph.parts import DROP, RANDOM_STATE, GraphError, Kind, Node, Phase, Tensor
+from graphs.graph.step_graph import Graph, is_under
+from graphs.graph.users_line import warn as warn

@@ -1,0 +1,119 @@
+"""The step as eager mode runs it without a plan: what it holds longer, and what it overwrites.
+
+A graph is functional and made of single operators, and a schedule frees each tensor after its last
+use. PyTorch's own step differs in four ways, which `graphs.trace` has noted in the graph's meta:
+
+functions   The backward pass runs whole functions, each of one or more operators. What a function
+            has read, and what it computes on the way (`grad * (2 * self.pow(1))` for a square),
+            stays until it returns: temporaries of C++ live as long as their expression, and the
+            engine holds the incoming gradients and the saved tensors meanwhile. What is known to
+            be dropped before (`graphs.capture.backward_rehearsal`) is not counted for longer.
+saved       What autograd saves for a function stays until it has run, read or not; and what a
+            variable of `forward` holds, until it is assigned again or its function returns.
+sums        Where a tensor gets several gradients, the engine adds the next one to the sum so far,
+            in place if nothing else refers to it (torch/csrc/autograd/input_buffer.cpp).
+in place    Operators that overwrite their first argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from graphs.graph.step_graph import Graph, Node
+
+
+def as_eager(graph: Graph) -> Graph:
+    """The plain step with eager mode's lifetimes: freed after their last use here, its tensors are
+    on the device as long as they are in PyTorch's own step. Names in its meta that the graph does
+    not have are ignored.
+
+    Cost: linear in the size of the graph.
+    """
+    nodes = held_by_functions(
+        with_saved(graph.nodes, graph.meta.saved_unread),
+        graph.meta.backward_functions,
+        dropped=graph.meta.dropped,
+    )
+    root = _roots(graph, nodes)
+    return replace(
+        graph,
+        nodes=nodes,
+        tensors=tuple(
+            replace(t, alias_of=None if root[t.name] == t.name else root[t.name])
+            for t in graph.tensors
+        ),
+    )
+
+
+def with_saved(nodes: Sequence[Node], saved: Mapping[str, Sequence[str]]) -> tuple[Node, ...]:
+    """Each node also reads what eager mode holds until it has run, if the step makes it.
+
+    saved: node -> tensors.
+    """
+    made = {name for node in nodes for name in node.outputs}
+    return tuple(
+        replace(node, inputs=tuple(dict.fromkeys((*node.inputs, *held))))
+        if (held := [name for name in saved.get(node.name, ()) if name in made])
+        else node
+        for node in nodes
+    )
+
+
+def held_by_functions(
+    nodes: Sequence[Node], functions: Iterable[Sequence[str]], *, dropped: Mapping[str, str]
+) -> tuple[Node, ...]:
+    """The last node of each function also reads what the others read, so that it stays until then.
+
+    functions: names of nodes, in order.
+    dropped: tensor -> the node that reads it instead of the last one.
+    """
+    node_by_name = {node.name: node for node in nodes}
+    made = {name for node in nodes for name in node.outputs}
+    for function in functions:
+        members = [node_by_name[name] for name in function if name in node_by_name]
+        if len(members) > 1:
+            names = [member.name for member in members]
+            read = dict.fromkeys(n for member in members for n in member.inputs if n in made)
+            for name in read:
+                until = dropped.get(name, names[-1])
+                reader = node_by_name[until if until in names else names[-1]]
+                inputs = tuple(dict.fromkeys((*reader.inputs, name)))
+                node_by_name[reader.name] = replace(reader, inputs=inputs)
+    return tuple(node_by_name[node.name] for node in nodes)
+
+
+_WRITES = {"aten.rrelu_with_noise_functional.default": ((1, 1),)}
+"""Positions of a result, and of the argument that eager mode writes it into."""
+
+
+def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:
+    """Tensor -> the one whose storage it is on in eager mode."""
+    in_place, sums = set(graph.meta.eager_overwrites), set(graph.meta.gradient_sums)
+    root = {tensor.name: graph.root(tensor.name) for tensor in graph.tensors}
+    last_read = {name: at for at, node in enumerate(nodes) for name in node.inputs}
+    kept = {root[name] for name in graph.outputs}
+    read_until: dict[str, int] = {}  # storage -> position at which a tensor on it is read last
+    for name, at in last_read.items():
+        read_until[root[name]] = max(at, read_until.get(root[name], 0))
+    for at, node in enumerate(nodes):
+        for result, argument in _WRITES.get(node.op, ()):  # on the storage of that argument
+            out, given = node.outputs[result], node.inputs[argument]
+            root[out] = root[given]
+            read_until[root[given]] = max(read_until[root[given]], last_read.get(out, at))
+        if len(node.outputs) != 1 or not node.inputs:
+            continue
+        (out,), old = node.outputs, root[node.inputs[0]]
+        is_written = node.name in in_place or (
+            node.name in sums
+            and old in graph.producer
+            and old not in kept
+            and read_until[old] == at
+            and graph.tensor_by_name[old].size_bytes == graph.tensor_by_name[out].size_bytes
+        )
+        if is_written and graph.tensor_by_name[out].alias_of is None:
+            root[out] = old
+            read_until[old] = max(read_until.get(old, at), last_read.get(out, at))
+            if out in kept:
+                kept.add(old)
+    return {name: root[of] for name, of in root.items()}

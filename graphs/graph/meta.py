@@ -1,0 +1,219 @@
+"""What a graph says about the model and the run it was traced from, beside its structure."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True)
+class GraphMeta:
+    """Metadata of a graph; no part of its structure or of `graph_id`. Every field may be empty.
+
+    model: the class of the module, or a title.
+    scope: what one node stands for, where it is not one operator.
+    rewrites: those that the graph was made with (`graphs.rewrites`); none: the plain step.
+    refused_rewrites: those that were tried on the device and changed bits there.
+    called_losses: calls of `F.cross_entropy` in row chunks, in steps of stock modules. Of each the
+        number of the `call` among those of the forward pass; whether it `keeps` log-softmax;
+        n_classes; dtype of the logits, and the one that it is computed_in; the module around it.
+    gradients: "fresh", or "accumulate" where new gradients are added to existing ones; of a
+        pipeline's micro-batches "accumulate, inputs fresh" (`graphs.training_step.accumulation`).
+    parameters, buffers: path in the module -> tensor of the graph.
+    inputs: argument of forward ("x", "batch['labels']") -> tensor of the graph.
+    parameter_layout: per parameter its shape, element_bytes, tensor, and gradient (or None).
+    eager_overwrites: nodes that overwrite their first input in eager mode; "in_place" in files.
+        Not what a rewrite lets overwrite: that is `Node.overwrites`.
+    module_calls: path of a module -> how often forward calls it; not recorded in older files.
+    gradient_sums: nodes that sum the gradients of one tensor.
+    backward_functions: the nodes of each autograd function that has several; also those forward
+        nodes of a call traced as several that read what it holds until it returns, and its last.
+    dropped: tensor that such a function makes -> the last of its nodes during which eager mode
+        holds it, where that is not the function's last.
+    saved_unread: node -> tensors that eager mode holds until then, though no later one reads them:
+        autograd up to a backward node, variables of forward up to a forward node.
+    parameter_bytes: dtype -> bytes of all parameters of that dtype.
+    dtypes: dtype -> storages of it, but those that exist before the step.
+    parameter_forms, buffer_forms, input_forms: dtype and shape in words, compared by `apply`.
+    device_bytes: resident tensors that no node reads: what a card holds for the step besides.
+    costs: the description of the cost model.
+    environment: what the traced graph depends on (`environment_of`), and the chosen loss,
+        optimizer and sharding.
+    own_checkpoints: whether the model calls torch.utils.checkpoint by itself.
+    no_cache: whether a cache that the model would return for generation is left out.
+    extra: every other key of the file, and known keys with a value of another type.
+    key_order: the file's keys in their order; a file is written back unchanged.
+    """
+
+    model: str = ""
+    scope: str = ""
+    rewrites: Sequence[str] = ()
+    refused_rewrites: Sequence[str] = ()
+    called_losses: Sequence[Mapping[str, Any]] = ()
+    gradients: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    buffers: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    parameter_layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    eager_overwrites: Sequence[str] = ()
+    module_calls: Mapping[str, int] = field(default_factory=dict)
+    gradient_sums: Sequence[str] = ()
+    backward_functions: Sequence[Sequence[str]] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    saved_unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    parameter_bytes: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    parameter_forms: Mapping[str, str] = field(default_factory=dict)
+    buffer_forms: Mapping[str, str] = field(default_factory=dict)
+    input_forms: Sequence[str] = ()
+    device_bytes: Sequence[str] = ()
+    costs: Mapping[str, Any] | str = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    own_checkpoints: bool = False
+    no_cache: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    key_order: Sequence[str] = field(default=(), repr=False, compare=False)
+
+    @property
+    def cost_model(self) -> Mapping[str, Any] | str:
+        """The description of the cost model; older files call it "cost"."""
+        return self.costs or str(self.extra.get("cost", ""))
+
+    @cached_property
+    def dtype_of(self) -> Mapping[str, str]:
+        """Storage -> dtype, of those that are recorded."""
+        return {name: dtype for dtype, names in self.dtypes.items() for name in names}
+
+    @property
+    def device(self) -> str:
+        """The type of the device that the step was traced for: "cpu", "cuda". "": not recorded."""
+        found = self.environment.get("device")
+        return found if isinstance(found, str) else ""
+
+    @property
+    def opaque_parts(self) -> tuple[Mapping[str, Any], ...]:
+        """The modules that are planned as one piece (`graphs.capture.opaque`)."""
+        found = self.environment.get("opaque")
+        return tuple(p for p in found if isinstance(p, dict)) if isinstance(found, list) else ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on how the step differs from what the model does by itself."""
+        reads = _reads_values(self.environment)
+        texts = (
+            (self.environment.get("train", True) is False, _IN_EVALUATION),
+            (self.own_checkpoints, _OWN_CHECKPOINTS),
+            (self.no_cache, _NO_CACHE),
+            (self.refused_rewrites, _REFUSED),
+            (reads, reads),
+        )
+        found = tuple(text for holds, text in texts if holds)
+        return (*found, *_opaque_notes(self.opaque_parts))
+
+    def with_environment(self, **changes: Any) -> GraphMeta:
+        return dataclasses.replace(self, environment={**self.environment, **changes})
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
+        """Read the `meta` object of a graph file: known keys of the right type become fields."""
+        known = {k: v for k, v in values.items() if k in _TYPES and _is_a(v, _TYPES[k])}
+        extra = {key: value for key, value in values.items() if key not in known}
+        fields = {_FIELD_OF.get(key, key): value for key, value in known.items()}
+        return cls(**fields, extra=extra, key_order=tuple(values))
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `from_json` was given, with what has changed since."""
+        values = {key: getattr(self, _FIELD_OF.get(key, key)) for key in _TYPES}
+        changed = {key: value for key, value in values.items() if value}
+        return {key: values.get(key) for key in self.key_order} | dict(self.extra) | changed
+
+
+def _opaque_notes(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """On modules that are planned as one piece: one sentence for each reason."""
+    by_reason: dict[tuple[str, bool], list[str]] = {}
+    for part in parts:
+        reason = str(part.get("why")), part.get("recomputable") is not False
+        by_reason.setdefault(reason, []).append(str(part.get("module")))
+    for (why, recomputable), modules in by_reason.items():
+        names = ", ".join(modules[:3])
+        if len(modules) > 3:
+            names += f" and {len(modules) - 3} more"
+        how = (
+            "kept or recomputed whole" if recomputable else "kept, since hooks may have any effect"
+        )
+        verb = "are each" if len(modules) > 1 else "is"
+        yield (
+            f"{names} {verb} planned as one piece, which runs in eager mode and is {how}, with "
+            f"memory as measured on this batch: {why}."
+        )
+
+
+_IN_EVALUATION = (
+    "The model is in evaluation mode: dropout is off and batch norm uses its running statistics. "
+    "Call model.train() before planning a training step."
+)
+_OWN_CHECKPOINTS = (
+    "The model already uses torch.utils.checkpoint. The plan replaces those checkpoints, and the "
+    "baseline is without them: as it is, the model takes less memory and more time than the "
+    "baseline."
+)
+_NO_CACHE = (
+    "config.use_cache is on. Planned training steps create no cache for generation, as "
+    "transformers itself does with gradient checkpointing. Results are those of training with it "
+    "off, to the bit; with it on, keys and values are laid out differently in memory, and last "
+    "bits may differ."
+)
+_REFUSED = (
+    "The loss is not planned in row chunks: on this device, the bits of a row depend on the "
+    "rows that are computed with it."
+)
+
+
+def _reads_values(environment: Mapping[str, Any]) -> str:
+    """That another batch may be another step; empty if no values are read, or if a file has them in
+    another form."""
+    if not environment.get("values_read"):
+        return ""
+    try:
+        names = dict(enumerate(environment.get("arguments") or ()))
+        read = [(kind, key) for found in environment["values_read"] for kind, key in found["of"]]
+        of_arguments = [str(names[key]) for kind, key in read if kind == "input" and key in names]
+    except (KeyError, TypeError, ValueError):
+        return ""
+    of_buffers = [f"buffer {key!r}" for kind, key in read if kind == "buffer"]
+    of = ", ".join(dict.fromkeys((*of_arguments, *of_buffers))) or "random numbers"
+    return (
+        f"forward reads values of {of} and chooses its operators by them. The plan is for those of "
+        "this batch; a call with others is planned when it comes, within the same budget. It may "
+        "need more memory, and if nothing fits, that step fails: solve with a batch of other "
+        "values too to see its minimum budget."
+    )
+
+
+_FIELD_OF = {"in_place": "eager_overwrites"}
+"""Key of a file -> the field, where the names differ."""
+_KEY_OF = {field: key for key, field in _FIELD_OF.items()}
+
+_TYPES = {
+    _KEY_OF.get(name, name): kind
+    for name, kind in get_type_hints(GraphMeta).items()
+    if name not in ("extra", "key_order")
+}
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Whether a JSON value has the type of a field, down to its elements."""
+    if kind is Any:
+        return True
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_is_a(value, each) for each in arguments)
+    if origin is Mapping:
+        return isinstance(value, dict) and all(_is_a(v, arguments[1]) for v in value.values())
+    if origin is Sequence:
+        return isinstance(value, list) and all(_is_a(v, arguments[0]) for v in value)
+    return isinstance(value, kind)

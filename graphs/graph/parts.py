@@ -1,0 +1,118 @@
+"""What a graph is made of: tensors and nodes, and what is legal about each by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal[
+    "parameter", "buffer", "optimizer_state", "input", "tangent", "activation", "gradient", "output"
+]
+Phase = Literal["forward", "outside", "backward", "optimizer"]
+
+KINDS: tuple[str, ...] = get_args(Kind)
+PHASES: tuple[str, ...] = get_args(Phase)
+MAX_BYTES = 2**60
+"""One exbibyte; a larger tensor is an error in the file."""
+MAX_TIME_S = 1e12
+"""Of one node: 30,000 years."""
+
+
+class GraphError(ValueError):
+    """Not a legal graph; the message names the field and what would be right."""
+
+
+DROP = "outputs.dropped"
+"""The node that stands for the caller's letting go of outputs of the model before the backward pass
+(`graphs.training_step.with_dropped_outputs`). It reads all that the model returns, in order."""
+
+RANDOM_STATE = "random_state"
+"""The tensor that counts the states of random numbers which a step keeps on the CPU."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a node reads or writes.
+
+    name: unique in its graph.
+    size_bytes: bytes of its storage. An alias shares its root's storage and adds nothing.
+    kind: shown in reports; the simulator does not look at it.
+    alias_of: the tensor whose storage it shares, which is not an alias itself.
+    """
+
+    name: str
+    size_bytes: int
+    kind: Kind = "activation"
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator call.
+
+    inputs, outputs: names of tensors. A node without outputs runs for its side effect (a buffer
+        update, the optimizer step).
+    time_s: seconds of one run.
+    workspace_bytes: temporary memory while the operator runs, besides inputs and outputs.
+    recomputable: whether it can be recomputed with bitwise identical results (forward nodes only;
+        all other nodes run once).
+    module: path of the module that called it, e.g. "blocks.3.attn".
+    overwrites: the input that its one output replaces: an alias on the same storage, and from then
+        on nothing may read what was there. None: it overwrites nothing.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    time_s: float
+    workspace_bytes: int = 0
+    phase: Phase = "forward"
+    recomputable: bool = True
+    module: str = ""
+    overwrites: str | None = None
+
+
+def check_names(items: Sequence[Tensor | Node], *, what: str) -> None:
+    for name, count in Counter(item.name for item in items).items():
+        if not name:
+            raise GraphError(f"a {what} has an empty name")
+        if count > 1:
+            raise GraphError(f"two {what}s are called {name!r}; names must be unique")
+
+
+def check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
+    if not 0 <= tensor.size_bytes <= MAX_BYTES:
+        raise GraphError(
+            f"tensor {tensor.name!r}: size_bytes is {tensor.size_bytes}; it must be from 0 to 2**60"
+        )
+    if tensor.kind not in KINDS:
+        raise GraphError(
+            f"tensor {tensor.name!r}: kind is {tensor.kind!r}; one of {', '.join(KINDS)}"
+        )
+    if tensor.alias_of is None:
+        return
+    root = tensors.get(tensor.alias_of)
+    if root is None:
+        raise GraphError(
+            f"tensor {tensor.name!r}: alias_of is {tensor.alias_of!r}, which is not a tensor"
+        )
+    if root.alias_of is not None:
+        raise GraphError(
+            f"tensor {tensor.name!r}: alias_of is {root.name!r}, itself an alias of "
+            f"{root.alias_of!r}; name the root of the storage"
+        )
+
+
+def check_node(node: Node) -> None:
+    if node.phase not in PHASES:
+        raise GraphError(f"node {node.name!r}: phase is {node.phase!r}; one of {', '.join(PHASES)}")
+    if not 0 <= node.time_s <= MAX_TIME_S:
+        raise GraphError(f"node {node.name!r}: time_s is {node.time_s}; it must be from 0 to 1e12")
+    if not 0 <= node.workspace_bytes <= MAX_BYTES:
+        raise GraphError(
+            f"node {node.name!r}: workspace_bytes is {node.workspace_bytes}; "
+            "it must be from 0 to 2**60"
+        )

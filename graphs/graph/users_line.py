@@ -1,0 +1,30 @@
+"""Warnings that point at the user's line, whatever of ours and of PyTorch's lies in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+_ROOT = Path(__file__).parent.parent.parent
+_OURS = ("graphs", "solver", "scheduler_runtime", "checkpoint_solver")
+
+
+def warn(words: str) -> None:
+    """A UserWarning at the innermost line that is neither ours nor PyTorch's.
+
+    Where there is none (a backward pass in a thread of autograd), at the caller's line.
+    `warnings.warn` skips files by itself from Python 3.12 on.
+    """
+    folders = [str(_ROOT / name) for name in _OURS]
+    if (torch := sys.modules.get("torch")) is not None:
+        folders.append(str(Path(str(torch.__file__)).parent))
+    skipped = (*(folder + os.sep for folder in folders), str(contextlib.__file__))
+    level = 2  # the caller
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(skipped):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(words, stacklevel=2 if frame is None else level)

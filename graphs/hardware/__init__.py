@@ -1,0 +1,20 @@
+"""Named devices and their rates; links between them, and the time of collectives over them."""
+
+from graphs.hardware.devices import (
+    DEVICES,
+    Hardware,
+    HostCopies,
+    card_called,
+    is_cuda,
+    named,
+)
+from graphs.hardware.links import (
+    LINKS,
+    Link,
+    all_gather_s,
+    all_reduce_s,
+    is_collective,
+    link_between,
+    link_named,
+    reduce_scatter_s,
+)

@@ -1,0 +1,96 @@
+"""Calls of `F.cross_entropy` in row chunks, as a step of stock modules can have them.
+
+Such a step runs the model's own code, so a function can be put in the place of a call and nothing
+else: casts and scaling around the call stay as they are. What the function allocates is what these
+programs say (`scheduler_runtime.execute.called_losses`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import dropwhile, takewhile
+from typing import Any
+
+from torch import fx
+
+from graphs.capture import Capture, Layout, called_loss_of, overwrites_logits
+from graphs.rewrites import chunked_loss, chunked_loss_backward, in_place
+from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, without_views
+from graphs.rewrites.row_chunks import RowChunks
+
+_ABOUT = "called_loss"
+
+
+def rewrite(captured: Capture) -> bool:
+    """Log-softmax is computed by chunks, and again in the backward pass, where the logits are as
+    they were; returns whether there was anything to change."""
+    regions = [each for each in _calls(captured.graph) if not overwrites_logits(each.softmax)]
+    for region in regions:
+        _describe(region, keeps=False)
+        chunked_loss.put_in_chunks(region)
+    return bool(regions)
+
+
+def rewrite_backward(captured: Capture) -> bool:
+    """Log-softmax is kept whole; returns whether there was anything to change."""
+    regions = list(_calls(captured.graph))
+    for region in regions:
+        _describe(region, keeps=True)
+        chunked_loss_backward.put_in_chunks(region)
+    return bool(regions)
+
+
+def _calls(graph: fx.Graph) -> Iterator[CrossEntropy]:
+    """Cross-entropies that are one call, by the operators of the call alone."""
+    for region in list(cross_entropies(graph)):
+        number = called_loss_of(region.softmax)
+        if number is None or region.loss is None or region.row_results or region.others_read:
+            continue
+
+        def is_inside(node: fx.Node, number: int = number) -> bool:
+            return called_loss_of(node) == number
+
+        before = tuple(dropwhile(lambda node: not is_inside(node), region.before))
+        backward = tuple(takewhile(is_inside, region.backward))
+        if len(backward) < 2:  # of the loss and of log-softmax
+            continue
+        first = (*before, region.softmax)[0]
+        logits = without_views(first.all_input_nodes[0])
+        yield replace(region, logits=logits, before=before, backward=backward)
+
+
+def _describe(region: CrossEntropy, *, keeps: bool) -> None:
+    """Note on the gradient, which a node in chunks will make, what the call is."""
+    gradient = region.backward[-1]
+    about = {
+        "call": called_loss_of(region.softmax),
+        "keeps": keeps,
+        "n_classes": region.shape[1],
+        "dtype": str(region.logits.meta["val"].dtype).removeprefix("torch."),
+        "computed_in": str(region.softmax.meta["val"].dtype).removeprefix("torch."),
+        "module": region.softmax.meta["custom"].get("module_path", ""),
+    }
+    gradient.meta["custom"] = {**gradient.meta["custom"], _ABOUT: about}
+
+
+def rewrite_layout(layout: Layout) -> Layout:
+    """The gradient is written over log-softmax where that is kept; the logits are the model's."""
+    keeps = {name for name, about in _about(layout).items() if about["keeps"]}
+    return in_place.overwriting(layout, lambda node: node.name in keeps)
+
+
+def _about(layout: Layout) -> dict[str, dict[str, Any]]:
+    """By the name of the node that makes the gradient."""
+    return {
+        name: about
+        for name, call in layout.calls.items()
+        if isinstance(call.target, RowChunks)
+        if (about := call.meta.get("custom", {}).get(_ABOUT)) is not None
+    }
+
+
+def described(layout: Layout) -> list[dict[str, Any]]:
+    """`GraphMeta.called_losses`: what the function in the place of each call must know."""
+    about = _about(layout)
+    return [about[node.name] for node in layout.nodes if node.name in about]

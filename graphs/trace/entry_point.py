@@ -1,0 +1,357 @@
+"""From a PyTorch model and a batch to the Graph of one training step.
+
+    graph = trace(model, batch, optimizer=optimizer)
+
+The step is forward, loss, backward, optimizer. `graphs.trace.module_step` traces the module; this
+file adds the rest: a loss that the caller computes, gradient accumulation, FSDP2, the optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs import hardware
+from graphs.capture import (
+    KeptCapture,
+    at_each_checkpoint,
+    for_absent_card,
+    one_at_a_time,
+    refuse_replaced_forwards,
+)
+from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
+from graphs.fsdp import Sharding, groups_of, of_stage, sharded, sharded_stage
+from graphs.graph import Graph
+from graphs.hardware import link_between
+from graphs.model_calls import Call, TraceError, argument_order, as_call, check_call
+from graphs.passes import Passes, PassesError, with_passes
+from graphs.pipeline import Pipeline, with_pipeline
+from graphs.rewrites import STOCK, StockVariants, Variants, offered, variants_of
+from graphs.trace.mixed_precision import in_precision_of, with_stored
+from graphs.trace.module_step import loss_index, rehearsed, trace_module
+from graphs.trace.step_variants import CapturedStep
+from graphs.trace.traced_device import traced_device
+from graphs.trace.zero_rank import of_rank
+from graphs.training_step import (
+    ACCUMULATE,
+    FRESH,
+    OF_MICRO_BATCHES,
+    OF_PASSES,
+    TAKEN,
+    GivenOptimizer,
+    MetaOutputs,
+    OutsideLoss,
+    check_stage,
+    indices_with_gradient,
+    optimizer_costs,
+    with_optimizer,
+)
+from graphs.zero import Zero, ZeroError, with_zero
+
+GRADIENTS = (FRESH, ACCUMULATE)
+
+
+@one_at_a_time
+def trace(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    optimizer: GivenOptimizer | None = None,
+    gradients: str = "fresh",
+    device: torch.device | str | None = None,
+    costs: CostModel | None = None,
+    fsdp: int | Sharding | None = None,
+    pipeline: Pipeline | None = None,
+    passes: int = 1,
+    zero: Zero | None = None,
+    rewrites: Iterable[str] = (),
+) -> Graph:
+    """Trace one training step into a cost/memory Graph; no tensor is allocated or changed, unless
+    a submodule cannot be traced: then it is run and measured (`graphs.capture.opaque`).
+
+    model: real, fake or on the meta device. The step uses the ambient autocast and the model's
+        train or eval mode.
+    batch: a tensor is called as model(x), a tuple as model(*x), a dict as model(**x).
+    loss: None: the model returns the loss (a scalar, `.loss`, or the only scalar of a tuple).
+        A function of (output, batch): the caller computes the loss; its operators are counted
+        (phase "outside") but never rescheduled. If it only selects what the model has computed
+        (`output.loss`), the loss is the model's.
+    inputs: a function that selects the part of the batch that the model is called with (`lambda
+        batch: batch[0]`, where the rest is for the loss). None: all of it.
+    optimizer: its state and the memory of its step are counted; None: no optimizer. It, its class,
+        a function from the trainable parameters to it, or its name in torch.optim.
+    gradients: "fresh": None before the step; "accumulate": allocated before the step.
+    device: of the graph's tensors (default: the model's; meta means CPU).
+    costs: seconds and workspace of each operator (default: measured on a CUDA device, the roofline
+        of a generic CPU otherwise).
+    fsdp: the step as one rank of FSDP2 runs it (`graphs.fsdp.transform`): a number of ranks, with
+        each block of the model as a group, or a Sharding. `batch` is that of one rank.
+    pipeline: the step of one micro-batch in a stage of a pipeline (`graphs.pipeline`). `model` is
+        the stage, `batch` a micro-batch: for all but the first stage with tensors that require
+        gradients. Only the last stage has a loss. `gradients` add up over the micro-batches.
+    passes: forward passes, each on a batch like this one, that wait for one backward pass together
+        (`graphs.passes`). `loss` is that of one of them.
+    zero: the step as one rank of DeepSpeed's ZeRO runs it (`graphs.zero`). `batch` is
+        that of one rank; `optimizer` is needed.
+    rewrites: names of `graphs.rewrites` to change the step with; (): the step as it is.
+
+    Raises TraceError, saying what cannot be traced and why; ShardingError for illegal groups;
+    PipelineError for a stage that cannot be one; PassesError for passes that cannot be planned;
+    ZeroError for a step that the engine runs in another way than is planned.
+    """
+    traced = _traced(
+        model,
+        batch,
+        lambda step: [step.with_rewrites(rewrites)],
+        _Options(loss, inputs, optimizer, gradients, device, costs, fsdp, pipeline, passes, zero),
+    )
+    ((graph, _),) = traced.variants
+    return graph
+
+
+@one_at_a_time
+def trace_variants(
+    model: nn.Module,
+    batch: Any,
+    *,
+    rewrites: str = "bitwise",
+    fsdp: int | Sharding | None = None,
+    **options: Any,
+) -> Variants:
+    """Trace the step once, as itself and with the rewrites that a plan may choose from.
+
+    rewrites: a word of `graphs.rewrites.WORDS`. A sharded step has those of stock modules, and with
+        `reshard_after_forward=None` each of them resharding and not.
+    The rest is as for `trace`.
+
+    Raises what `trace` raises; ValueError for another word.
+    """
+    chooses = isinstance(fsdp, Sharding) and fsdp.reshard_after_forward is None
+    if chooses and options.get("pipeline") is None:
+        assert isinstance(fsdp, Sharding)
+        of_one = replace(fsdp, reshard_after_forward=True)
+        resharded = trace_variants(model, batch, rewrites=rewrites, fsdp=of_one, **options)
+        of_one = replace(fsdp, reshard_after_forward=False)
+        kept_whole = trace_variants(model, batch, rewrites=rewrites, fsdp=of_one, **options)
+        return replace(resharded, planned=(*resharded.planned, *kept_whole.planned))
+    planned = variants_of(rewrites, sharded=fsdp is not None)
+    if fsdp is not None and options.get("pipeline") is not None:
+        planned = ((),)  # where chunks of several micro-batches' losses would be is not modelled
+    traced = _traced(
+        model, batch, lambda step: step.variants(planned), _Options(fsdp=fsdp, **options)
+    )
+    found = offered([(graph, step.captured) for graph, step in traced.variants], planned)
+    captured = traced.variants[0][1].captured
+    kept = KeptCapture.of(model, traced.call, captured, device=traced.device)
+    if traced.stock is None or rewrites == "none":
+        return replace(found, kept=kept)
+    return replace(found, kept=kept, stock=StockVariants(traced.stock))
+
+
+def _sharding(fsdp: int | Sharding | None, pipeline: Pipeline | None) -> Sharding | None:
+    if pipeline is None:
+        return Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
+    if isinstance(fsdp, int):
+        fsdp = Sharding(n_ranks=fsdp, reshard_after_forward=None)
+    return None if fsdp is None else of_stage(fsdp, pipeline)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """variants: the graph of each chosen variant of the step, and its module's part.
+
+    stock: makes those of stock modules. None: the chosen ones are of that kind, or there are none.
+    """
+
+    variants: list[tuple[Graph, CapturedStep]]
+    call: Call
+    device: torch.device
+    stock: Callable[[], tuple[Graph, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Of `trace`, whose docstring explains each."""
+
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    inputs: Callable[[Any], Any] | None = None
+    optimizer: GivenOptimizer | None = None
+    gradients: str = "fresh"
+    device: torch.device | str | None = None
+    costs: CostModel | None = None
+    fsdp: int | Sharding | None = None
+    pipeline: Pipeline | None = None
+    passes: int = 1
+    zero: Zero | None = None
+
+
+def _traced(
+    model: nn.Module,
+    batch: Any,
+    choose: Callable[[CapturedStep], list[CapturedStep]],
+    given: _Options,
+) -> _Traced:
+    gradients, fsdp, pipeline, zero = given.gradients, given.fsdp, given.pipeline, given.zero
+    passes = Passes(given.passes, accumulate=gradients == ACCUMULATE)
+    if gradients not in GRADIENTS:
+        raise ValueError(f"gradients is {gradients!r}; one of {', '.join(GRADIENTS)}")
+    refuse_replaced_forwards(model)
+    args, kwargs = as_call(batch, given.inputs)
+    check_call(model, args, kwargs)
+    call = Call.of(args, kwargs, order=argument_order(model.forward))
+    if pipeline is not None:
+        check_stage(model, call, pipeline, has_loss=given.loss is not None)
+        if pipeline.n_microbatches > 1 or fsdp is not None:  # FSDP2 reduces after the last
+            gradients = OF_MICRO_BATCHES
+    if passes.n > 1:
+        if pipeline is not None or fsdp is not None:
+            other = "a stage of a pipeline" if fsdp is None else "FSDP2"
+            raise PassesError(f"passes is {passes.n}: not planned for {other}; leave it out")
+        gradients = OF_PASSES
+    if zero is not None:
+        others = {"fsdp": fsdp, "pipeline": pipeline, "passes": passes.n > 1}
+        if combined := [name for name, value in others.items() if value]:
+            raise ZeroError(f"zero cannot be combined with {combined[0]}: leave one out")
+        if gradients != FRESH:
+            raise ZeroError(
+                f"gradients is {gradients!r}: the engine starts each step without; 'fresh'"
+            )
+        gradients = TAKEN if zero.frees_gradients else FRESH
+    card = NodeCosts(given.costs).hardware
+    target = traced_device(model, call, given.device, card)
+    with for_absent_card(target, None if card is None else card.compute_capability):
+        costs = default_costs(target) if given.costs is None else given.costs
+        given = replace(given, gradients=gradients)
+        return _traced_on(target, model, batch, call, choose, given, costs, passes)
+
+
+def _traced_on(
+    target: torch.device,
+    model: nn.Module,
+    batch: Any,
+    call: Call,
+    choose: Callable[[CapturedStep], list[CapturedStep]],
+    given: _Options,
+    costs: CostModel,
+    passes: Passes,
+) -> _Traced:
+    loss, fsdp, pipeline, zero = given.loss, given.fsdp, given.pipeline, given.zero
+    optimizer = given.optimizer
+    returned = loss_index if pipeline is None or pipeline.is_last else indices_with_gradient
+    sharding = _sharding(fsdp, pipeline)
+    groups = None if sharding is None else groups_of(model, sharding)
+    whole_model = model
+    if sharding is not None and sharding.mp_policy is not None:
+        model = in_precision_of(sharding.mp_policy, model, groups or ())
+    outside: OutsideLoss | None = None
+    chosen: tuple[int, ...] = ()
+    if loss is not None:
+        outputs = MetaOutputs(model, call, device=target)
+        picked = outputs.returned_by(loss, batch)
+        if picked is None:
+            outside = OutsideLoss(loss, batch, outputs, call, device=target, choose=loss_index)
+            chosen = outside.gradient_outputs()
+        else:
+            chosen = (picked,)
+    checkpoints_itself = threading.Event()
+    with at_each_checkpoint(checkpoints_itself.set):
+        step = trace_module(
+            model,
+            call,
+            device=target,
+            choose=returned if loss is None else lambda _output: chosen,
+            gradients=given.gradients,
+            costs=costs,
+            arriving=outside.gradient_strides() if outside else {},
+        )
+    if step.captured.opaque and fsdp is not None:
+        part = step.captured.opaque[0]
+        raise TraceError(f"{part.path!r} cannot be planned for sharded steps: {part.why}")
+    step = rehearsed(model, call, step, device=target)
+    loss_layout = outside.extracted(cost=NodeCosts(costs)) if outside else None
+    n_ranks = 1 if sharding is None else sharding.n_ranks
+    where: dict[str, Any] = {"device": target, "costs": costs, "n_ranks": n_ranks}
+    optimizer_cost = of_engine = None
+    if zero is not None:
+        of_engine, optimizer_cost = of_rank(zero, optimizer, model, device=target, costs=costs)
+    elif optimizer is not None:
+        optimizer_cost = optimizer_costs(optimizer, whole_model, **where)
+
+    def whole(step: CapturedStep) -> Graph:
+        graph = step.graph
+        if outside is not None and loss_layout is not None:
+            graph = outside.insert(graph, step.captured, step.layout, loss_layout)
+        if sharding is not None and groups is not None:
+            card = NodeCosts(costs).hardware
+            link = link_between(card).name if card is not None and card.kind == "cuda" else None
+            on_cpu = target.type == "cpu" and not hardware.is_cuda(costs.description)
+            options: dict[str, Any] = {
+                "n_ranks": n_ranks,
+                "groups": groups,
+                "on_cpu": on_cpu,
+                "n_replicas": sharding.n_replicas,
+                "reshard_after_forward": sharding.reshard_after_forward is not False,
+                "link": sharding.link or link,
+                "mp_policy": sharding.mp_policy,
+                "accumulates_whole": sharding.accumulates_whole,
+            }
+            graph = with_stored(graph, whole_model)
+            if pipeline is None:
+                graph = sharded(graph, **options)
+            else:
+                graph = sharded_stage(graph, n_microbatches=pipeline.n_microbatches, **options)
+        return finished(graph)
+
+    # It does not hold the model.
+    finished = functools.partial(
+        _finished,
+        optimizer=optimizer_cost,
+        zero=of_engine,
+        pipeline=pipeline,
+        passes=passes,
+        own_checkpoints=checkpoints_itself.is_set(),
+    )
+    steps = choose(step)
+    graphs = [whole(each) for each in steps]
+    finish_measuring(costs)
+    stock = None
+    if outside is None and sharding is None and pipeline is None:
+        stock = functools.partial(_stock, step, finished, costs)
+    return _Traced(list(zip(graphs, steps, strict=True)), call, target, stock)
+
+
+def _finished(
+    graph: Graph,
+    *,
+    optimizer: dict[str, Any] | None,
+    zero: dict[str, Any] | None,
+    pipeline: Pipeline | None,
+    passes: Passes,
+    own_checkpoints: bool,
+) -> Graph:
+    """The step of the module with what follows."""
+    graph = with_zero(graph, zero)
+    if optimizer is not None:
+        graph = with_optimizer(graph, optimizer)
+    graph = with_passes(with_pipeline(graph, pipeline), passes)
+    if own_checkpoints:
+        graph = replace(graph, meta=replace(graph.meta, own_checkpoints=True))
+    return graph
+
+
+@one_at_a_time
+def _stock(
+    step: CapturedStep, finished: Callable[[Graph], Graph], costs: CostModel
+) -> tuple[Graph, ...]:
+    """The variants that stock modules can run, with the bits of the plain step on the device."""
+    traced = [(finished(each.graph), each.captured) for each in step.variants(STOCK)]
+    finish_measuring(costs)
+    return offered(traced, STOCK).planned

@@ -1,0 +1,117 @@
+"""A module as FSDP2 runs it under a MixedPrecisionPolicy: in other dtypes than it is stored.
+
+FSDP2 casts a group's parameters when it gathers them, what its modules are called with before they
+run, and what they return after it. The copy of a module that is made here does the same, so that a
+trace of it has those casts, and all operators in the dtypes in which they run.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.utils import _apply_to_tensors
+from torch.fx.traceback import annotate
+
+from graphs.fsdp import MixedPrecision
+from graphs.graph import Graph, is_under
+from graphs.model_calls import TraceError, bytes_by_dtype, is_distributed, local_part
+
+
+def in_precision_of(policy: MixedPrecision, model: nn.Module, groups: Iterable[str]) -> nn.Module:
+    """A copy of the module, to be traced, that computes in the dtypes of the policy.
+
+    Its parameters have no values, and its buffers are those of the module. It belongs to classes
+    made from those of the module, with the same names, which cast in `forward`.
+
+    groups: paths of the modules that `fully_shard` is called on, before the model itself.
+
+    Raises TraceError for a module that cannot be copied or has a `forward` beside its class's.
+    """
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    dtype = _dtype(policy.param_dtype)
+    memo |= {id(parameter): _without_values(parameter, dtype) for parameter in model.parameters()}
+    made = _copied(model, memo)
+    paths, names = ("", *groups), [name for name, _ in model.named_parameters()]
+    # groups that have parameters which are in no group inside of them
+    own = {max((p for p in paths if is_under(name, p)), key=len) for name in names}
+    for path in {"", *own}:
+        module = made.get_submodule(path)
+        module.__class__ = _casting(type(module), policy, around=path.rpartition(".")[0])
+    return made
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    remedy = "and is traced in other dtypes as a copy of itself: plan without mp_policy, or"
+    for path, module in model.named_modules():
+        if "forward" in vars(module):  # it may belong to the original
+            raise TraceError(
+                f"{path or 'the model'} has a forward of its own beside that of its class, "
+                f"{remedy} leave out what has replaced it"
+            )
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise TraceError(f"the model cannot be copied ({error}), {remedy} change that") from error
+
+
+def with_stored(graph: Graph, model: nn.Module) -> Graph:
+    """What is known of the parameters, as they are stored. model: of which a copy was traced."""
+    stored = {name: local_part(p).element_size() for name, p in model.named_parameters()}
+    layout = {
+        name: entry
+        if entry["element_bytes"] == stored[name]
+        else {**entry, "stored_element_bytes": stored[name]}
+        for name, entry in graph.meta.parameter_layout.items()
+    }
+    meta = replace(graph.meta, parameter_layout=layout, parameter_bytes=bytes_by_dtype(model))
+    return replace(graph, meta=meta)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found: torch.dtype | None = None if name is None else getattr(torch, name)
+    return found
+
+
+def _without_values(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    is_cast = dtype is not None and parameter.is_floating_point()
+    part = torch.empty_like(local_part(parameter), dtype=dtype if is_cast else None, device="meta")
+    whole = part
+    if is_distributed(parameter):
+        distributed: Any = parameter
+        spec = distributed._spec
+        meta = spec.tensor_meta._replace(dtype=part.dtype)
+        whole = type(distributed)(part, replace(spec, tensor_meta=meta), requires_grad=False)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _casting(kind: type[nn.Module], policy: MixedPrecision, *, around: str) -> type[nn.Module]:
+    """A class of modules that run as a group of FSDP2 does. around: path of the module around it,
+    whose operators the casts are: FSDP2 does them outside of `forward`."""
+    inner = kind.forward
+    computed = _dtype(policy.param_dtype) if policy.cast_forward_inputs else None
+    returned = _dtype(policy.output_dtype)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _cast((args, kwargs), computed, around)
+        return _cast(inner(self, *args, **kwargs), returned, around)
+
+    body = {"forward": functools.wraps(inner)(forward), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), body)
+
+
+def _cast(values: Any, dtype: torch.dtype | None, around: str) -> Any:
+    """The values with floating-point tensors of this dtype, found as FSDP2 finds them."""
+    if dtype is None:
+        return values
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    with annotate({"module_path": around}):
+        return _apply_to_tensors(cast, values)

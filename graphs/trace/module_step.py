@@ -1,0 +1,85 @@
+"""From a module and a call to the graph of its own step: no optimizer, no loss of the caller.
+
+`graphs.capture.joint_graph` records the module on fake tensors, `graphs.capture.extraction` folds
+views away, `graphs.costs.models` gives the cost of each operator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.capture import Capture, Planned, capture, extract, one_at_a_time, rehearse
+from graphs.costs import CostModel, NodeCosts
+from graphs.model_calls import Call, find_loss, nested
+from graphs.rewrites import Variant, program_with, rewritten
+from graphs.trace.captured_graph import captured_graph
+from graphs.trace.step_variants import CapturedStep
+from graphs.trace.traced_device import refuse_other
+
+
+@one_at_a_time
+def trace_module(
+    model: nn.Module,
+    call: Call,
+    *,
+    device: torch.device | None,
+    choose: Callable[[Any], tuple[int, ...]],
+    gradients: str,
+    costs: CostModel | None,
+    rewrites: Iterable[str] = (),
+    opaque: Planned = (),
+    known: Capture | None = None,
+    arriving: Mapping[int, tuple[int, ...]] | None = None,
+) -> CapturedStep:
+    """Trace the module alone, without outside loss and optimizer. `costs=None`: all zero.
+
+    opaque: of the environment of a plan for this step.
+    known: the traced program, where there is one already (`KeptCapture`).
+    arriving: index of an output -> strides of its gradient, where they are not the output's own.
+    """
+    if device is not None:
+        refuse_other(device)
+    captured = known
+    if captured is None:
+        captured = capture(
+            model, call, device=device, choose=choose, planned=opaque, arriving=arriving
+        )
+    original, form = captured, call.without_values()  # the step outlives the batch
+    living = weakref.ref(model)  # and the model
+
+    def extracted(program: Capture, variant: Variant, costs: CostModel | None) -> CapturedStep:
+        cost = NodeCosts(costs)
+        layout = rewritten(extract(program, cost=cost), variant)
+        model = living()
+        if model is None:
+            raise ReferenceError("the model of this step does not exist any more")
+        graph = captured_graph(
+            model, form, program, layout, variant, device=device, gradients=gradients, cost=cost
+        )
+        return CapturedStep(program, layout, graph, original, costs, extracted)
+
+    variant = tuple(rewrites)
+    return extracted(program_with(original, variant), variant, costs)
+
+
+@one_at_a_time
+def rehearsed(
+    model: nn.Module, call: Call, step: CapturedStep, *, device: torch.device | None
+) -> CapturedStep:
+    """The step of this call with what a baseline has to know of eager mode: it is run once more, on
+    fake tensors (`graphs.capture.rehearse`). model, call, device: as it was traced with.
+    """
+    plain = step.with_rewrites(())
+    return step.as_rehearsed(rehearse(model, call, plain.captured, plain.layout, device=device))
+
+
+def loss_index(output: Any) -> tuple[int, ...]:
+    """The index of the loss among the flat outputs of a model that returns it."""
+    loss = find_loss(output)
+    flat = nested.leaves(output)
+    return (next(index for index, item in enumerate(flat) if item is loss),)

@@ -1,0 +1,63 @@
+"""A captured step and its variants: the same program with other rewrites, or other costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from graphs.capture import Capture, Layout, Rehearsed
+from graphs.costs import CostModel
+from graphs.graph import Graph
+from graphs.rewrites import Variant, program_with, rewrites_program
+from graphs.trace.captured_graph import as_rehearsed
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """The captured program and its graph: what `apply` needs to run a schedule.
+
+    _rehearsed: what eager mode does otherwise, in the graphs of all variants (None: not known).
+    """
+
+    captured: Capture
+    layout: Layout
+    graph: Graph
+    _original: Capture = field(repr=False)
+    _costs: CostModel | None = field(repr=False)
+    _extracted: Callable[[Capture, Variant, CostModel | None], CapturedStep] = field(repr=False)
+    _rehearsed: Rehearsed | None = field(default=None, repr=False)
+
+    @property
+    def original(self) -> Capture:
+        """The program as it was traced."""
+        return self._original
+
+    def with_rewrites(self, rewrites: Iterable[str]) -> CapturedStep:
+        """Another variant of the same step, without tracing again."""
+        wanted = tuple(rewrites)
+        if wanted == tuple(self.graph.meta.rewrites):
+            return self
+        return self._variant(program_with(self._original, wanted), wanted, self._costs)
+
+    def with_costs(self, costs: CostModel | None) -> CapturedStep:
+        """The same step with other seconds and workspace, without tracing again."""
+        return self._variant(self.captured, tuple(self.graph.meta.rewrites), costs)
+
+    def variants(self, wanted: Iterable[Variant]) -> list[CapturedStep]:
+        """The plain step, and those variants of it whose rewrites of the program find something."""
+        steps = [self.with_rewrites(())]
+        for variant in dict.fromkeys(wanted):
+            program = program_with(self._original, variant)
+            finds = program is not self._original or not rewrites_program(variant)
+            if variant and finds:
+                steps.append(self._variant(program, variant, self._costs))
+        return steps
+
+    def as_rehearsed(self, rehearsed: Rehearsed) -> CapturedStep:
+        """The same step, whose graphs say what eager mode does otherwise."""
+        graph = as_rehearsed(self.graph, rehearsed)
+        return replace(self, graph=graph, _rehearsed=rehearsed)
+
+    def _variant(self, program: Capture, variant: Variant, costs: CostModel | None) -> CapturedStep:
+        step = self._extracted(program, variant, costs)
+        return step if self._rehearsed is None else step.as_rehearsed(self._rehearsed)

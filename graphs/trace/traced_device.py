@@ -1,0 +1,72 @@
+"""The device of a step that is traced."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from graphs.capture import can_trace_absent
+from graphs.hardware import Hardware
+from graphs.model_calls import Call, TraceError, tensor_names
+
+
+def refuse_other(device: torch.device) -> None:
+    """Raise TraceError for a device other than cpu, cuda and meta."""
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise TraceError(
+            f"the step is on {device}; steps are planned for cpu and cuda only, where the peak "
+            "can be measured and random numbers replayed"
+        )
+
+
+def refuse_meta_batch(model: nn.Module, call: Call) -> None:
+    """Raise TraceError where the batch is on the meta device and no parameter is: the
+    step could be planned but not run."""
+    parameters = [*model.parameters()]
+    if not parameters or any(p.device.type == "meta" for p in parameters):
+        return
+    for tensor, name in zip(call.tensors, tensor_names(call, model), strict=True):
+        if tensor.device.type == "meta":
+            raise TraceError(
+                f"argument {name} is on the meta device, and the parameters of "
+                f"{type(model).__name__} are on {parameters[0].device}: move the batch there (or "
+                "plan with the model on the meta device too)"
+            )
+
+
+def traced_device(
+    model: nn.Module, call: Call, device: torch.device | str | None, card: Hardware | None
+) -> torch.device:
+    """The device of the step; meta tensors are planned as CPU tensors.
+
+    card: that the costs are of, which can be traced for where it is not.
+    """
+    if device is not None:
+        target = torch.device(device)
+    else:
+        state = [*model.parameters(), *model.buffers(), *call.tensors]
+        kinds = {t.device for t in state if t.dim() > 0 or t.device.type != "cpu"}
+        kinds = {d for d in kinds if d.type != "meta"} or {torch.device("cpu")}
+        if len(kinds) > 1:
+            names = ", ".join(sorted(map(str, kinds)))
+            raise TraceError(
+                f"model and batch are on several devices ({names}); move them to one: a plan is "
+                "for one device"
+            )
+        target = kinds.pop()
+    if target.type == "meta":
+        target = torch.device("cpu")
+    refuse_other(target)
+    if target.type == "cuda" and not torch.cuda.is_available():
+        if card is None or card.kind != "cuda":
+            raise TraceError(
+                "no CUDA device is available: to trace for one all the same, give the costs of a "
+                "named card (costs=Roofline(named('h100'))), or name it to solve (device='h100')"
+            )
+        if not can_trace_absent():
+            raise TraceError(
+                "a graph for CUDA cannot be traced by this build of PyTorch without a card; trace "
+                "on the CPU and plan with the named device's rates"
+            )
+        return torch.device("cuda", target.index or 0)
+    return target

@@ -1,0 +1,59 @@
+"""What DeepSpeed's engine holds for a rank, from the model and its optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs import hardware
+from graphs.costs import CostModel
+from graphs.training_step import GivenOptimizer, optimizer_costs, read_optimizer
+from graphs.zero import Zero, ZeroError, sharded_figures, zero_figures
+
+
+def of_rank(
+    zero: Zero,
+    optimizer: GivenOptimizer | None,
+    model: nn.Module,
+    *,
+    device: torch.device,
+    costs: CostModel,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `zero_figures` returns.
+
+    Raises ZeroError for a model and an optimizer that the engine takes in another way.
+    """
+    if optimizer is None:
+        raise ZeroError("the engine has the optimizer's state: give optimizer=")
+    made = read_optimizer(optimizer, model)
+    groups = [[p for p in group["params"] if p.requires_grad] for group in made.param_groups]
+    stepped = {id(p) for group in groups for p in group}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in stepped:
+            raise ZeroError(
+                f"{name} is trained, but not by the optimizer: give it to the optimizer, or "
+                "requires_grad_(False)"
+            )
+    dtypes = {str(p.dtype).removeprefix("torch.") for group in groups for p in group}
+    if not all(groups) or len(dtypes) != 1:
+        raise ZeroError(
+            f"the optimizer trains parameters in {', '.join(sorted(dtypes)) or 'no dtype'}, in "
+            f"{len(groups)} groups; one dtype, and trained parameters in each group"
+        )
+    zero.check_dtype(*dtypes)
+    sizes = [[p.numel() for p in group] for group in groups]
+    is_sharded = zero.stage == 3
+    parts = [sum(map(zero.shard, group)) if is_sharded else zero.part(group) for group in sizes]
+    figures = optimizer_costs(made, model, device=device, costs=costs, parts=parts)
+    where: dict[str, Any] = {
+        "element_bytes": groups[0][0].element_size(),
+        "on_cpu": device.type == "cpu" and not hardware.is_cuda(costs.description),
+    }
+    if not is_sharded:
+        return zero_figures(zero, sizes, figures, **where)
+    own = (sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
+    others = (p for p in model.parameters() if id(p) not in stepped)
+    frozen = [(p.numel(), p.element_size()) for p in others]
+    return sharded_figures(zero, sizes, figures, frozen=frozen, fetched=max(own), **where)

@@ -1,0 +1,319 @@
+"""A training step as one rank of DeepSpeed's ZeRO-1 or ZeRO-2 runs it: what the engine holds beside
+the model. ZeRO-3 is in `graphs.zero.sharded`. Imports no torch.
+
+    solve(model, batch, budget="16GB", optimizer=optimizer, zero=Zero(stage=2, n_ranks=8))
+
+As read in DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`), for each group of the optimizer whose
+trained parameters have P elements, padded to a multiple of 2 N for N ranks:
+
+- parameters are views of one flat tensor; of a part of P / N the rank has a copy in 32 bits (of
+  parameters in 32 bits too), for which the optimizer has its state and a gradient in 32 bits;
+- *buckets* of `reduce_bucket_size` elements, one or with `overlap_comm` two, are there from the
+  first gradient to the end of the backward pass, whatever the size of the model. They are counted
+  for the whole step, and in the optimizer's step what it takes beyond them;
+- *stage 2*, or `overlap_comm`: a gradient is copied into the bucket and freed. A bucket that is
+  full is copied again for the reduction, and from it the gradients of the parameters of which the
+  rank's part has an element (whole ones, also of a parameter that two ranks share);
+- *stage 1*: all this happens after the backward pass, which leaves whole gradients;
+- *the optimizer's step*: these gradients, one of them in 64 bits for the norm; then they and one
+  flat copy of the part, and its copy in 32 bits; then what the optimizer takes; then, on the CPU,
+  gloo's copy of the parameters, which all are gathered at once (`allgather_bucket_size` is not
+  asked where torch has `all_gather_into_tensor`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from graphs.files import read_json
+from graphs.graph import Graph, Tensor
+
+DEFAULT_BUCKET_ELEMENTS = 500_000_000
+"""Of `reduce_bucket_size`."""
+_DEFAULTS: Mapping[str, Any] = {
+    "contiguous_gradients": True,
+    "round_robin_gradients": False,
+    "parameter_alignment": False,
+    "legacy_stage1": False,
+    "offload_optimizer": None,
+    "offload_param": None,
+    "cpu_offload": None,
+    "cpu_offload_param": None,
+    "zenflow": None,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+    "mics_shard_size": -1,
+    "memory_efficient_linear": True,
+}
+"""Of `zero_optimization`: what is planned for, where another value takes other memory."""
+_GATHERS = {
+    "max_live_parameters": 1_000_000_000,
+    "max_reuse_distance": 1_000_000_000,
+    "prefetch_bucket_size": 50_000_000,
+    "param_persistence_threshold": 100_000,
+}
+_WIDEST_BYTES = 16
+"""Of an element: complex128."""
+_SECTIONS = ("fp16", "torch_autocast", "amp")
+TAKES = "gradient taken"
+"""The op of a node that copies a gradient into a bucket, after which it is freed."""
+_OWN, _BUCKETS = "zero: gradients of the rank's part", "zero: buckets"
+
+
+class ZeroError(ValueError):
+    """The step cannot be planned for such ranks; says why."""
+
+
+@dataclass(frozen=True)
+class Zero:
+    """How DeepSpeed's ZeRO is applied.
+
+    stage: 1, 2 or 3 (`graphs.zero.sharded`); None: that of the config.
+    n_ranks: data-parallel processes.
+    config: DeepSpeed's, as it is given to `deepspeed.initialize`, or the path of its file; None:
+        the defaults.
+
+    Raises ZeroError for what is not planned; FormatError for a file that is no JSON.
+    """
+
+    stage: int | None = None
+    n_ranks: int = field(kw_only=True)
+    config: Mapping[str, Any] | str | Path | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        config: Any = self.config
+        if isinstance(config, str | Path):
+            config = read_json(Path(config))
+        config = {} if config is None else config
+        options = config.get("zero_optimization", {}) if isinstance(config, Mapping) else None
+        if not isinstance(options, Mapping):
+            raise ZeroError(
+                f"config is {config!r:.80}; give DeepSpeed's, a dict with zero_optimization"
+            )
+        object.__setattr__(self, "config", dict(config))
+        stage = options.get("stage", self.stage)
+        if self.stage not in (None, stage):
+            raise ZeroError(f"stage is {self.stage}, but {stage} in the config; give only one")
+        object.__setattr__(self, "stage", stage)
+        if isinstance(self.n_ranks, bool) or not isinstance(self.n_ranks, int) or self.n_ranks < 2:
+            raise ZeroError(f"n_ranks is {self.n_ranks!r}; a whole number of at least 2")
+        if isinstance(stage, bool) or stage not in (1, 2, 3):
+            raise ZeroError(f"stage is {stage!r}; 1, 2 or 3")
+        self._check(config, options)
+
+    def _check(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        for name, planned in _DEFAULTS.items():
+            if options.get(name, planned) not in (planned, None):
+                raise ZeroError(f"zero_optimization.{name} is not supported; leave it out")
+        for name in _SECTIONS:
+            if self._is_on(name):
+                raise ZeroError(f"{name} is not supported; train in float32, or with bf16")
+        section = config.get("bf16", {})
+        if others := sorted(set(section) - {"enabled", "check_grad_overflow"}):
+            raise ZeroError(f"bf16.{others[0]} is not supported; leave it out")
+        if config.get("gradient_accumulation_steps", 1) != 1:
+            raise ZeroError(
+                "gradient_accumulation_steps is not supported; set it to 1, and add the bytes of "
+                "the accumulated gradients to the reserve"
+            )
+        sizes = {"reduce_bucket_size": self.bucket_elements, **self.gathers}
+        for name, n_elements in sizes.items():
+            least = 1 if name == "reduce_bucket_size" else 0
+            if isinstance(n_elements, bool) or not isinstance(n_elements, int):
+                raise ZeroError(f"{name} is {n_elements!r}; a number of elements")
+            if n_elements < least:
+                raise ZeroError(f"{name} is {n_elements}; at least {least} elements")
+
+    def _is_on(self, section: str) -> bool:
+        assert isinstance(self.config, Mapping)
+        found = self.config.get(section, {})
+        return isinstance(found, Mapping) and found.get("enabled") is True
+
+    def _option(self, *names: str, default: Any) -> Any:
+        """The first of these names in zero_optimization; 5e8 is a whole number in JSON."""
+        assert isinstance(self.config, Mapping)
+        options: Mapping[str, Any] = self.config.get("zero_optimization", {})
+        found = next((options[name] for name in names if name in options), default)
+        return int(found) if isinstance(found, float) else found
+
+    def check_dtype(self, name: str) -> None:
+        """Raise ZeroError where the engine would cast parameters of this dtype, or add up their
+        gradients in another."""
+        assert isinstance(self.config, Mapping)
+        asked = {
+            "bf16.enabled": "bfloat16" if self._is_on("bf16") else None,
+            "data_types.grad_accum_dtype": self.config.get("data_types", {}).get(
+                "grad_accum_dtype"
+            ),
+            "communication_data_type": self.config.get("communication_data_type"),
+        }
+        short = {"bfloat16": "bf16", "float32": "fp32"}
+        if name not in short:
+            raise ZeroError(
+                f"parameters in {name} are not supported; use float32, or bfloat16 with bf16"
+            )
+        for option, value in asked.items():
+            if value not in (None, name, short[name]):
+                raise ZeroError(
+                    f"{option} asks for {value}, but the parameters are in {name}; give the model "
+                    "in the dtype in which the engine trains it, and no other in the config"
+                )
+        if name == "bfloat16" and "bf16" not in self.config:
+            raise ZeroError('for parameters in bfloat16 the config needs "bf16": {"enabled": true}')
+
+    @property
+    def bucket_elements(self) -> int:
+        return self._option("reduce_bucket_size", default=DEFAULT_BUCKET_ELEMENTS)  # type: ignore[no-any-return]
+
+    @property
+    def gathers(self) -> Mapping[str, int]:
+        """The settings of stage 3 that bound which parameters are whole, in elements."""
+        return {
+            name: self._option(f"stage3_{name}", name, default=default)
+            for name, default in _GATHERS.items()
+        }
+
+    @property
+    def n_buckets(self) -> int:
+        return 2 if self._option("overlap_comm", default=False) else 1
+
+    @property
+    def frees_gradients(self) -> bool:
+        """While the backward pass runs."""
+        return self.stage in (2, 3) or self.n_buckets == 2
+
+    def shard(self, n_elements: int) -> int:
+        """Elements of a rank's part of one parameter, in stage 3."""
+        return -(-n_elements // self.n_ranks)
+
+    def part(self, sizes: Sequence[int]) -> int:
+        """Elements of a rank's part. sizes: elements of the trained parameters of a group."""
+        return 2 * -(-sum(sizes) // (2 * self.n_ranks))
+
+
+def with_zero(graph: Graph, figures: Mapping[str, Any] | None) -> Graph:
+    """The module's step with what the engine holds, before its optimizer is added.
+
+    graph: of a stage that frees gradients, traced with those that are taken.
+    figures: of `zero_figures` or `sharded_figures`; None: the graph is returned unchanged.
+    """
+    if figures is None:
+        return graph
+    reduced_bytes = int(figures["reduced_bytes"])
+    nodes = tuple(
+        dataclasses.replace(node, workspace_bytes=reduced_bytes) if node.op == TAKES else node
+        for node in graph.nodes
+    )
+    held = (
+        Tensor(_OWN, int(figures["own_bytes"]), "gradient"),
+        Tensor(_BUCKETS, int(figures["bucket_bytes"]), "buffer"),
+    )
+    if figures["stage"] == 3:
+        graph = _with_parts(graph, figures)
+    return dataclasses.replace(
+        graph,
+        nodes=nodes,
+        tensors=(*graph.tensors, *(tensor for tensor in held if tensor.size_bytes)),
+        meta=graph.meta.with_environment(zero=dict(figures)),
+    )
+
+
+def _with_parts(graph: Graph, figures: Mapping[str, Any]) -> Graph:
+    """Of stage 3: the rank's parts of parameters, beside those that are whole."""
+    n_ranks = int(figures["n_ranks"])
+    layout = graph.meta.parameter_layout.values()
+    element_bytes = {entry["tensor"]: int(entry["element_bytes"]) for entry in layout}
+
+    def part(tensor: Tensor) -> Tensor:
+        if tensor.kind != "parameter" or tensor.name in graph.producer:
+            return tensor
+        # one whose dtype is not known: as if it had the widest, which rounds up the most
+        each = element_bytes.get(tensor.name, _WIDEST_BYTES)
+        return dataclasses.replace(
+            tensor, size_bytes=each * -(-tensor.size_bytes // each // n_ranks)
+        )
+
+    beside = (
+        Tensor("zero: whole parameters", int(figures["whole_bytes"]), "parameter"),
+        Tensor("zero: gathered parameters", int(figures["gathered_bytes"]), "buffer"),
+    )
+    return dataclasses.replace(graph, tensors=(*map(part, graph.tensors), *beside))
+
+
+def zero_figures(
+    zero: Zero,
+    groups: Sequence[Sequence[int]],
+    optimizer: Mapping[str, Any],
+    *,
+    element_bytes: int,
+    on_cpu: bool,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `with_zero` takes, and the optimizer's figures with those of the engine's step.
+
+    groups: of the optimizer, the elements of each trained parameter, in its order.
+    optimizer: figures of its step on parts in 32 bits, one for each group.
+    element_bytes: of a parameter.
+    """
+    sizes = [n for group in groups for n in group]
+    n_elements, largest, bucket = sum(sizes), max(sizes), zero.bucket_elements
+    parts = [zero.part(group) for group in groups]
+    own_elements = [0] * zero.n_ranks  # of the parameters that the rank's part has an element of
+    for group, part in zip(groups, parts, strict=True):
+        for end, n in zip(accumulate(group), group, strict=True):
+            if not n:
+                continue  # of a group that has no elements the parts have none
+            for rank in range((end - n) // part, -(-end // part)):
+                own_elements[rank] += n
+    own_bytes = element_bytes * max(own_elements)
+    bucket_bytes = zero.n_buckets * bucket * element_bytes
+    is_one_bucket = n_elements <= bucket  # then it is reduced, and copied from, at the end
+    reduced_bytes = zero.n_buckets * element_bytes * min(n_elements, max(bucket, largest))
+    held_bytes = 0 if is_one_bucket or not zero.frees_gradients else own_bytes
+    counted_bytes = bucket_bytes + held_bytes
+    moments = [own_bytes + 8 * min(largest, max(parts))]
+    if not zero.frees_gradients:
+        counted_bytes += n_elements * element_bytes
+        # what is in the bucket is freed, and the rank's part is copied from it
+        copied_bytes = 0 if is_one_bucket else own_bytes
+        copied_bytes += largest * element_bytes if largest > bucket else 0
+        moments.append(counted_bytes + copied_bytes)
+    else:
+        moments.append(bucket_bytes + own_bytes)
+    flat_bytes = element_bytes + (4 if element_bytes < 4 else 0)
+    moments.append(own_bytes + max(parts) * flat_bytes)
+    stays_bytes = own_bytes if len(parts) > 1 else 0  # until the last group has stepped
+    moments.append(stays_bytes + 4 * max(parts) + int(optimizer["workspace_bytes"]))
+    moments.append(zero.n_ranks * max(parts) * element_bytes if on_cpu else 0)
+    padding = zero.n_ranks * sum(parts) - n_elements
+    state_bytes = int(optimizer["state_bytes"]) + 4 * sum(parts) + padding * element_bytes
+    figures = {
+        "stage": zero.stage,
+        "n_ranks": zero.n_ranks,
+        "own_bytes": held_bytes,
+        "bucket_bytes": bucket_bytes,
+        "reduced_bytes": reduced_bytes,
+    }
+    return figures, {
+        "name": optimizer["name"],
+        "state_bytes": state_bytes,
+        "workspace_bytes": max(0, *(each - counted_bytes for each in moments)),
+        "time_s": optimizer["time_s"],
+        "state_stays": "DeepSpeed has it",
+    }
+
+
+def zero_words(environment: Mapping[str, Any], *, sharded: bool = False) -> str:
+    """ "per rank of 8, ZeRO-2"; "" for a step that is not.
+
+    sharded: "" for stages 1 and 2, too, of which each rank has whole parameters.
+    """
+    found = environment.get("zero")
+    if not isinstance(found, Mapping) or (sharded and found.get("stage") != 3):
+        return ""
+    return f"per rank of {found.get('n_ranks')}, ZeRO-{found.get('stage')}"

@@ -1,0 +1,257 @@
+"""Calls of `F.cross_entropy` in row chunks, where the rest of the step is the model's own code.
+
+PyTorch's function takes up to three tensors of the logits' size at once: log-softmax, its gradient
+and that of the logits. The one that is put in its place runs the same operators; the gradients
+exist for a chunk of rows, and the last is written over log-softmax, or into new memory. It writes
+into nothing that other code can hold, so it may stand in the place of any call. What it allocates
+is what the traced variant says (`graphs.rewrites.called_losses`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.capture import CalledLoss, LossCalls
+from graphs.rewrites import ALIGNED_ROWS, chunk_starts, is_worthwhile, rows_per_chunk
+from scheduler_runtime.execute.torch_checkpoint import ExportedForward
+
+aten: Any = torch.ops.aten
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_IGNORED = -100
+"""Marks ignored rows of a column, whose only class is 0."""
+
+
+@dataclass(frozen=True)
+class ChunkedCall:
+    """What is put in the place of a call; `GraphMeta.called_losses` has the words."""
+
+    call: int
+    keeps: bool
+    n_classes: int
+    dtype: str
+    computed_in: str
+    module: str = ""
+
+    def takes(self, loss: CalledLoss) -> bool:
+        """Whether a loss is of the planned kind, in any number of rows, and only one backward pass
+        sees what is saved for it: no hooks of saved tensors (a checkpoint, `save_on_cpu`), no
+        transform of `torch.func`."""
+        logits = loss.logits
+        return (
+            type(logits) is torch.Tensor
+            and torch.is_grad_enabled()
+            and logits.requires_grad
+            and logits.is_contiguous()
+            and logits.dtype == getattr(torch, self.dtype)
+            and logits.shape[1] == self.n_classes
+            and is_worthwhile(*logits.shape)
+            and loss.target.shape == logits.shape[:1]
+            and loss.reduction in _REDUCTIONS
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            # float32 under autocast
+            and F.cross_entropy(logits.detach()[:1, :1], loss.target[:1] * 0).dtype
+            == getattr(torch, self.computed_in)
+        )
+
+
+class ForwardWithChunkedLoss(ExportedForward):
+    """The model's own forward, in which these calls of `F.cross_entropy` are in row chunks."""
+
+    def __init__(self, module: nn.Module, calls: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(module)
+        self.calls = {each.call: each for each in (ChunkedCall(**call) for call in calls)}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        # Inductor fuses what a loss computes by itself
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.own_forward(*args, **kwargs)
+        device = next(self._model.parameters()).device
+        for each in self.calls.values():  # before the step holds anything
+            check_bits(each, device, torch.get_num_threads())
+        with LossCalls(self._loss):
+            return self.own_forward(*args, **kwargs)
+
+    def described(self) -> list[dict[str, Any]]:
+        """The calls in row chunks."""
+        return [asdict(each) for each in self.calls.values()]
+
+    def _loss(
+        self, number: int, loss: CalledLoss, compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        call = self.calls.get(number)
+        if call is None or not call.takes(loss):
+            return compute()
+        check_bits(call, loss.logits.device, torch.get_num_threads())
+        return in_chunks(loss, call, chunk_rows=rows_per_chunk(*loss.logits.shape))
+
+
+def in_chunks(loss: CalledLoss, call: ChunkedCall, *, chunk_rows: int) -> torch.Tensor:
+    """The loss, differentiable once. Every bit is that of `F.cross_entropy`."""
+    form = _Form(
+        _REDUCTIONS[loss.reduction],
+        loss.ignore_index,
+        call.keeps,
+        loss.logits.dtype,
+        getattr(torch, call.computed_in),
+        chunk_rows,
+    )
+    value: torch.Tensor = _InChunks.apply(loss.logits, loss.target, form)
+    return value
+
+
+@dataclass(frozen=True)
+class _Form:
+    """reduction: PyTorch's number of it. The rest is as in `ChunkedCall`."""
+
+    reduction: int
+    ignored: int
+    keeps: bool
+    dtype: torch.dtype
+    computed_in: torch.dtype
+    chunk_rows: int
+
+    def chunks(self, n_rows: int) -> Iterator[slice]:
+        for start, end in pairwise([*chunk_starts(n_rows, self.chunk_rows), n_rows]):
+            yield slice(start, end)
+
+    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of all rows; what a cast makes exists by chunks."""
+        if self.dtype == self.computed_in:
+            return _log_softmax(logits)
+        whole = torch.empty_like(logits, dtype=self.computed_in)
+        for rows in self.chunks(len(logits)):
+            aten._log_softmax.out(logits[rows].to(self.computed_in), 1, False, out=whole[rows])
+        return whole
+
+    def log_softmax_of_chunk(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.dtype == self.computed_in:
+            return _log_softmax(logits)
+        made = logits.to(self.computed_in)
+        aten._log_softmax.out(made, 1, False, out=made)
+        return made
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = aten._log_softmax.default(logits, 1, False)
+    return made
+
+
+class _InChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, form: _Form) -> torch.Tensor:
+        ctx.form = form
+        if form.keeps:
+            kept = form.log_softmax(logits)
+            given = kept, target, None, form.reduction, form.ignored
+        else:
+            kept = logits
+            given = *_column(logits, target, form), None, form.reduction, _IGNORED
+        loss: torch.Tensor
+        loss, n_counted = aten.nll_loss_forward(*given)
+        ctx.save_for_backward(kept, target, n_counted)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # once_differentiable says nothing where the upstream is a number
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True was given, and an exported plan computes F.cross_entropy in row "
+                "chunks, whose gradient cannot be differentiated; remove() the export, solve again "
+                'with rewrites="none" and export that'
+            )
+        form: _Form = ctx.form
+        kept, target, n_counted = ctx.saved_tensors
+        kept = kept.detach()
+        is_over = form.keeps and kept.dtype == form.dtype  # log-softmax, which nobody else has
+        made = kept if is_over else torch.empty_like(kept, dtype=form.dtype)
+        for rows in form.chunks(len(kept)):
+            of_rows = gradient if form.reduction else gradient[rows]
+            _write_gradient(kept[rows], (of_rows, target[rows], n_counted), made[rows], form)
+        return made, None, None
+
+
+def _write_gradient(
+    kept: torch.Tensor,
+    loss: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    made: torch.Tensor,
+    form: _Form,
+) -> None:
+    """Of the logits of a chunk; what it takes besides is gone when it returns.
+
+    loss: its gradient, the targets, and how many count.
+    """
+    gradient, target, n_counted = loss
+    log_p = kept if form.keeps else form.log_softmax_of_chunk(kept)
+    by_row = aten.nll_loss_backward(
+        gradient, log_p, target, None, form.reduction, form.ignored, n_counted
+    )
+    is_cast = form.dtype != form.computed_in
+    out = by_row if is_cast else made
+    aten._log_softmax_backward_data.out(by_row, log_p, 1, form.computed_in, out=out)
+    if is_cast:
+        made.copy_(out)
+
+
+def _column(
+    logits: torch.Tensor, target: torch.Tensor, form: _Form
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probability of each row's target, as the only class of the row, and which rows
+    count."""
+    is_ignored = target == form.ignored
+    index = target.masked_fill(is_ignored, 0).unsqueeze(1)
+    picked = logits.new_empty(len(logits), 1, dtype=form.computed_in)
+    for rows in form.chunks(len(logits)):
+        aten.gather.out(form.log_softmax_of_chunk(logits[rows]), 1, index[rows], out=picked[rows])
+    return picked, torch.where(is_ignored, _IGNORED, 0)
+
+
+N_ROWS = 3 * ALIGNED_ROWS + 1
+
+
+@functools.cache
+def check_bits(call: ChunkedCall, device: torch.device, n_threads: int) -> None:
+    """Compare loss and gradient of a few rows with those of PyTorch's function, once a device.
+
+    n_threads: what the bits may depend on besides. Raises RuntimeError where one differs.
+    """
+    if device.type == "meta":
+        return
+    generator = torch.Generator(device).manual_seed(0)
+    dtype, computed_in = getattr(torch, call.dtype), getattr(torch, call.computed_in)
+    shape = (N_ROWS, call.n_classes)
+    numbers = torch.empty(shape, device=device).uniform_(-9, 9, generator=generator).to(dtype)
+    target = torch.randint(call.n_classes, (N_ROWS,), device=device, generator=generator)
+    target[::7] = _IGNORED
+
+    def by_torch(logits: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.to(computed_in), target, ignore_index=_IGNORED)
+
+    def by_chunks(logits: torch.Tensor) -> torch.Tensor:
+        loss = CalledLoss(logits, target, "mean", _IGNORED)
+        return in_chunks(loss, call, chunk_rows=ALIGNED_ROWS)
+
+    def results(compute: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        leaf = numbers.clone().requires_grad_()
+        loss = compute(leaf.view_as(leaf))
+        return loss.detach(), *torch.autograd.grad(loss, leaf)
+
+    with torch.autocast(device.type, enabled=False):
+        pairs = zip(results(by_torch), results(by_chunks), strict=True)
+        if all(torch.equal(whole, chunked) for whole, chunked in pairs):
+            return
+    raise RuntimeError(
+        f"the exported plan computes F.cross_entropy of {call.n_classes} classes in row chunks, "
+        f"which does not give the same bits on {device}; remove() the export, solve again with "
+        'rewrites="none" and export that'
+    )

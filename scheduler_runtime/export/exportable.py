@@ -1,0 +1,101 @@
+"""Whether a solution can be exported to a model, and which of its modules may be checkpointed."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import nn
+
+from graphs.capture import caching_configs, has_parallel_style
+from graphs.fsdp import called_children, is_container, listed_blocks
+from graphs.graph import Graph, is_under
+from scheduler_runtime.execute import ExportedForward
+from scheduler_runtime.planned import PlannedForward
+from solver.module_checkpointing import ModuleTree
+from solver.schedule import Solution
+
+
+class ExportError(ValueError):
+    """The plan cannot be exported to this model; says what was given and what would be right."""
+
+
+def check_exportable(model: nn.Module, solution: Solution, *, call: str) -> None:
+    """Raise ExportError for a solution without a schedule, and for a model that has a plan or is
+    not the planned one; TypeError for a file. call: the function that exports."""
+    if not isinstance(solution, Solution):
+        raise TypeError(
+            f"{call}() was given a {type(solution).__name__} as the plan; give the Solution of "
+            "solve(model, batch, ...): a file does not hold the graph that it needs"
+        )
+    if solution.schedule is None or solution.simulation is None:
+        raise ExportError(
+            f"the solution has no schedule to export: its status is {solution.status}"
+            f"{solution.obstacle_text}"
+        )
+    graph = solution.graph
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, PlannedForward):
+            raise ExportError("a plan is applied to this model already; remove(model) it first")
+        if isinstance(forward, ExportedForward):
+            raise ExportError(
+                f"a plan is exported to this model already (module {path!r}); remove() it first"
+            )
+    if caching_configs(model):
+        raise ExportError(
+            f"config.use_cache of {type(model).__name__} is on: blocks that are recomputed would "
+            "fill the cache a second time, and the plan is for a step without it; set "
+            "model.config.use_cache = False"
+        )
+    if not graph.meta.parameters:
+        raise ExportError(
+            "the solution was made for a graph file that no module was traced into; export needs "
+            "one from solve(model, batch, ...)"
+        )
+    missing = sorted(set(graph.meta.parameters) ^ dict(model.named_parameters()).keys())
+    missing += sorted({n.module for n in graph.forward_nodes if n.module not in modules})
+    if missing:
+        raise ExportError(
+            f"the solution was made for a {graph.meta.model or 'model'} that differs from "
+            f"this {type(model).__name__} in {missing[0]!r}; export to the module that was given "
+            "to solve, before it is wrapped by anything else"
+        )
+
+
+def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
+    """The modules that may be checkpointed, of those that the step calls.
+
+    The blocks are the members of the outermost lists and sequences of modules; where a model has
+    none, its children. A module with a parallel style of its own is left to those around it: what
+    the style gathers and reduces is outside of its forward. One that calls a loss in row chunks
+    runs once: what recomputes a module calls PyTorch's function.
+    """
+    calls_loss = [str(call["module"]) for call in graph.meta.called_losses]
+    refused = {
+        path
+        for path, module in model.named_modules()
+        if has_parallel_style(module) or any(is_under(inside, path) for inside in calls_loss)
+    }
+    first: dict[str, int] = {}  # path -> position of the first operator in it
+    for position, node in enumerate(graph.forward_nodes):
+        for path in itertools.accumulate(node.module.split("."), "{}.{}".format):
+            first.setdefault(path, position)
+
+    def parts_of(path: str) -> tuple[str, ...]:
+        return tuple(p for p in called_children(model, path) if p in first and p not in refused)
+
+    listed = [path for path in listed_blocks(model) if path in first and path not in refused]
+    blocks = listed or list(parts_of(""))
+    blocks.sort(key=first.__getitem__)
+    parts = {block: parts_of(block) for block in blocks}
+    parts |= {part: parts_of(part) for inside in parts.values() for part in inside}
+    around = [
+        path
+        for path, module in model.named_modules()
+        if path and path not in blocks and path not in refused and not is_container(module)
+        if any(is_under(block, path) for block in blocks)
+    ]
+    # the nearest to the blocks: recomputing those further out would be almost the whole step
+    nearest = [p for p in around if not any(o != p and is_under(o, p) for o in around)]
+    return ModuleTree(blocks=tuple(blocks), parts=parts, around=tuple(nearest))

@@ -1,0 +1,202 @@
+"""Export a plan's copies to the host as PyTorch's hooks of saved tensors; the step stays as it is.
+
+The storages that the plan has on the host while the backward pass begins are copied there by
+`torch.autograd.graph.saved_tensors_hooks`. Nothing is recomputed, and no copy runs beside the
+computation: peak and time of the step that is left are from the simulator.
+
+PyTorch 2.13 has two more places, to which nothing is exported. `CheckpointPolicy` names
+MUST_CPU_OFFLOAD, but eager mode recomputes what has that policy (torch/utils/checkpoint.py compares
+with the two SAVE policies alone). The compiler's activation offload
+(`torch._functorch.config.enable_activation_offloading`) works inside of PyTorch's own partitioners.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from graphs.graph import Graph, Node
+from scheduler_runtime.execute import CallsOnHost, ForwardWithHooks, operator_named
+from scheduler_runtime.export.exportable import ExportError, check_exportable
+from scheduler_runtime.export.selective_calls import can_be_kept, eager_calls
+from scheduler_runtime.export.stock_checkpoints import ExportedStep
+from scheduler_runtime.planned import check_order
+from solver.schedule import (
+    Compute,
+    Drop,
+    Fetch,
+    Free,
+    Op,
+    Schedule,
+    Solution,
+    Spill,
+    Store,
+    baseline,
+    needs,
+    simulate,
+)
+from solver.sizes_deadlines_progress import counted, format_share, format_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedCopies(ExportedStep):
+    """What was exported to the model as hooks, and what a step takes with it, where each tensor is
+    freed after its last use.
+
+    storages: on the host, by the names of the graph's tensors; host_bytes there at most.
+    """
+
+    storages: tuple[str, ...]
+    host_bytes: int
+
+    def __str__(self) -> str:
+        head = (
+            f"peak {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
+            f"{counted(len(self.storages), 'tensor')} ({format_size(self.host_bytes)}) on the "
+            f"host, overhead {format_share(self.overhead)} (the plan itself: "
+            f"{format_share(self.planned_overhead)})" + ("" if self.fits else ": ABOVE THE BUDGET")
+        )
+        return "\n".join([head, *self.lost])
+
+
+def to_saved_tensors_hooks(
+    model: nn.Module, solution: Solution, *, on_excess: Literal["error", "least"] = "error"
+) -> ExportedCopies:
+    """Copy to the host what the solution's schedule copies there; changes the model's forward.
+
+    solution: from solve(model, ..., host_budget=...).
+    on_excess: where the step with these copies, and nothing recomputed, does not keep to the
+        budget: "error", or "least": export it, and say so (`ExportedCopies.fits`).
+
+    Raises ExportError where the solution has no schedule or copies nothing, the model is not the
+    one that was planned or has a plan already, and for what does not fit.
+    """
+    if on_excess not in ("error", "least"):
+        raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
+    check_order(model, solution, call="to_saved_tensors_hooks")
+    check_exportable(model, solution, call="to_saved_tensors_hooks")
+    assert solution.schedule is not None
+    assert solution.simulation is not None
+    graph = solution.plain
+    if graph.meta.rewrites:
+        raise ExportError(
+            "the plan rewrites the step, and the plain step is not known; plan the model, not a "
+            "file"
+        )
+    copied = [op.storage for op in solution.schedule.ops if isinstance(op, Store)]
+    chosen = tuple(name for name in dict.fromkeys(copied) if _can_wait(graph, name))
+    if not chosen:
+        raise ExportError(
+            "the solution's schedule copies nothing to the host that autograd saves; give solve() "
+            "a host_budget, or export with to_torch_checkpoint()"
+        )
+    eager = solution.unplanned  # with what eager mode holds longer
+    schedule = _blocking(eager, frozenset(chosen))
+    simulation = simulate(eager, schedule, places=solution.request.places)
+    exported = ExportedCopies(
+        storages=chosen,
+        schedule=schedule,
+        peak_bytes=simulation.peak_bytes,
+        time_s=simulation.time_s,
+        host_bytes=simulation.host_peak_bytes,
+        planned_time_s=solution.simulation.time_s,
+        baseline_time_s=solution.baseline.time_s,
+        budget_bytes=solution.request.available_bytes,
+        lost=tuple(_lost(solution, len(set(copied)) - len(chosen), simulation.stall_s)),
+        _model=model,
+    )
+    if not exported.fits and on_excess == "error":
+        raise ExportError(
+            f"the budget is {exported.budget_bytes} bytes, and with the copies of this plan alone "
+            f"the step takes {exported.peak_bytes}: hooks of saved tensors recompute nothing. "
+            'apply(model, solution) keeps to the budget; or give on_excess="least"'
+        )
+    model.forward = ForwardWithHooks(model, _calls(graph, chosen))
+    return exported
+
+
+def _can_wait(graph: Graph, name: str) -> bool:
+    """Whether an operator of the model's forward pass makes it, that eager mode calls too."""
+    node = graph.producer.get(name)
+    if node is None or node.phase != "forward" or not can_be_kept(graph, node):
+        return False
+    # batch norm's has no new averages among its results
+    operator = operator_named(eager_calls(graph, node)[-1])
+    return operator is not None and _index(node, name) < len(operator._schema.returns)
+
+
+def _index(node: Node, name: str) -> int:
+    """Of a tensor among the results of the call that makes it."""
+    return 0 if name == node.name else int(name.rsplit(".", 1)[1])
+
+
+def _blocking(graph: Graph, storages: frozenset[str]) -> Schedule:
+    """The step as eager mode runs it with hooks: what waits leaves after the last forward operator
+    that reads it, and comes back for each operator of the backward pass alone."""
+    plain = baseline(graph)
+    reads: dict[str, list[int]] = defaultdict(list)
+    is_late: set[int] = set()
+    for at, op in enumerate(plain.ops):
+        if isinstance(op, Compute):
+            node = graph.node_by_name[op.node]
+            for root in {graph.root(name) for name in (*needs(graph, node), *node.outputs)}:
+                if root in storages:
+                    reads[root].append(at)
+            if node.phase not in ("forward", "outside"):
+                is_late.add(at)
+    before: dict[int, list[Op]] = defaultdict(list)
+    after: dict[int, list[Op]] = defaultdict(list)
+    for root, positions in reads.items():
+        on_it = [n for n in (root, *graph.views.get(root, ())) if n in graph.producer]
+        late = [at for at in positions if at in is_late]
+        early = [at for at in positions if at not in is_late]
+        if not late:
+            continue  # freed as without hooks
+        after[early[-1]] += [Store(root), *map(Free, on_it)]
+        for at in late:
+            before[at].append(Fetch(root))
+            after[at] += [*map(Free, on_it)]
+        after[late[-1]].append(Drop(root))
+    waiting = {root for root, positions in reads.items() if is_late.intersection(positions)}
+    ops: list[Op] = []
+    for at, op in enumerate(plain.ops):
+        is_ours = isinstance(op, Free) and graph.root(op.tensor) in waiting
+        ops += [*before[at], *([] if is_ours else [op]), *after[at]]
+    return Schedule(ops=tuple(ops), graph_id=graph.graph_id)
+
+
+def _calls(graph: Graph, storages: tuple[str, ...]) -> CallsOnHost:
+    """The calls of eager mode that make these storages."""
+    seen: Counter[str] = Counter()
+    results: defaultdict[str, dict[int, frozenset[int]]] = defaultdict(dict)
+    for node in graph.forward_nodes:
+        *before, last = eager_calls(graph, node) or (node.name,)
+        for name in before:
+            seen[name] += 1
+        made = [name for name in node.outputs if name in storages]
+        if made:
+            results[last][seen[last]] = frozenset(_index(node, name) for name in made)
+        seen[last] += 1
+    return CallsOnHost(dict(results), {name: seen[name] for name in results})
+
+
+def _lost(solution: Solution, n_others: int, stall_s: float) -> Iterator[str]:
+    assert solution.simulation is not None
+    if n := solution.simulation.n_recomputed:
+        yield f"{counted(n, 'recomputed operator')} of the plan: not recomputed, results stay saved"
+    more_s = stall_s - solution.simulation.stall_s
+    if more_s > 0:
+        share = format_share(more_s / (solution.baseline.time_s or 1.0))
+        yield f"copies hold the computation up: {share} time that the plan hides"
+    if n_others:
+        yield f"{counted(n_others, 'tensor')} that the plan copies: not saved by autograd"
+    if solution.graph.host_state_bytes:
+        yield "the optimizer's state stays on the device"
+    if any(isinstance(op, Spill) for op in (solution.schedule.ops if solution.schedule else ())):
+        yield "nothing goes on to the disk"
+    if solution.graph.meta.rewrites:
+        yield "the rewrites of the plan: PyTorch's own step runs"

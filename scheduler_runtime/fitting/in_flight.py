@@ -1,0 +1,92 @@
+"""How many forward passes of a fitted module wait for a backward pass together.
+
+A step ends with the last call before a backward pass begins: the next call begins another step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from graphs.graph import warn
+from scheduler_runtime.execute import Program
+from scheduler_runtime.fitting.options import Options
+from scheduler_runtime.planned import PassesInFlight
+from solver.schedule import Solution
+from solver.sizes_deadlines_progress import format_both, tell
+
+
+class InFlight:
+    """n: of the steps that are planned now."""
+
+    def __init__(self, options: Options) -> None:
+        self.n = options.passes or 1
+        self._copies = options.host_budget is not None  # such plans are for one pass each
+        self.passes = PassesInFlight()
+        self._told = False  # in the steps that are planned now
+
+    def is_next_step(self) -> bool:
+        """Whether a call begins a step; it is planned for as many passes as the last one had."""
+        passes = self.passes
+        begins = passes.a_backward_began or not passes.waiting
+        passes.a_backward_began = False
+        if begins and passes.n_most > self.n and not self._copies:
+            tell(
+                f"{passes.n_most} forward passes wait for one backward pass: planning again for "
+                "all of them"
+            )
+            self.n, self._told = passes.n_most, False
+        return begins
+
+    @property
+    def others_bytes(self) -> int:
+        """That each of the others holds at most, by the plans so far: they may be other calls."""
+        found = (p.saved_bytes for p in self.passes.plans if 1 < p.n == self.n)
+        return max(found, default=0)
+
+    def is_outgrown(self, solution: Solution) -> bool:
+        """Whether it has not enough room for what others hold by now: its next plan is no news."""
+        graph, simulation = solution.graph, solution.simulation
+        if graph.n_in_flight == 1 or simulation is None:
+            return False
+        return max(simulation.saved_bytes, graph.others_bytes) < self.others_bytes
+
+    def returned(self, output: object, model: nn.Module) -> Sequence[Program]:
+        """A call has returned this. The programs that are to be planned anew, since other passes
+        hold more than was counted."""
+        if not self.passes.add(output):
+            return ()
+        above_bytes, waiting = self.passes.above_bytes(), self.passes.waiting
+        if not above_bytes:
+            return ()
+        is_more = len(waiting) > self.n
+        if not (is_more and self._told):
+            why = _OF_ONE if self._copies else _OF_FEWER if is_more else _OF_OTHERS
+            warn(
+                f"fit: {len(waiting)} forward passes of {type(model).__name__} wait for a backward "
+                "pass together, and this step may take up to "
+                f"{format_both(above_bytes)} more than the budget: {why}"
+            )
+        if is_more:  # all of them, as other steps
+            self._told = True
+            return ()
+        all_bytes = sum(planned.saved_bytes for _, planned in waiting)
+        return [
+            program
+            for program, planned in waiting
+            if planned.above_bytes(all_bytes - planned.saved_bytes)
+        ]
+
+
+_OF_ONE = (
+    "plans that copy to the host are for one pass: leave out host_budget=, or concatenate the "
+    "batches and call the model once"
+)
+_OF_FEWER = (
+    "the plan is for fewer. The next step is planned for all of them; give passes= to avoid this"
+)
+_OF_OTHERS = (
+    "they were planned beside calls that hold less. The next step is planned again; call the "
+    "model with the largest batch first to avoid this"
+)

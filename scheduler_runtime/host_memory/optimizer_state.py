@@ -1,0 +1,376 @@
+"""An optimizer whose state is in host memory between its steps.
+
+    keep_on_host(optimizer, n_parameters, owner=plan)   # of each bucket, as planned
+    bring_back(optimizer, owner=plan)                   # once no other plan wants it there
+
+`optimizer.step` is replaced for this object. It steps one bucket of parameters after the other with
+the optimizer's own code: the state of a bucket is copied to the device, used there and copied back,
+on CUDA while others are stepped (`graphs.host_state` has the order). Hooks, schedulers, closures
+and gradient scalers see one step. `state_dict` has tensors on the host, which `load_state_dict`
+takes on either side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from graphs.training_step import aligned, of_buckets, trained, why_state_stays
+from scheduler_runtime.execute import CopyStreams, Done, storage_bytes, streams_for
+from scheduler_runtime.host_memory.parameters import HostParameters
+
+_KEPT: weakref.WeakKeyDictionary[torch.optim.Optimizer, HostState] = weakref.WeakKeyDictionary()
+
+
+def keep_on_host(
+    optimizer: torch.optim.Optimizer,
+    n_parameters: Sequence[int],
+    *,
+    parameters: HostParameters | None = None,
+    owner: object = None,
+) -> None:
+    """Move the state to the host, what there is of it; from now on it is on the device only while
+    the optimizer steps. Nothing changes where it is there already.
+
+    n_parameters: of each bucket, of those that the optimizer trains, in its order.
+    parameters: those that are on the host, too: copied with the state of their bucket.
+    owner: who wants it there; of several, the last that gives it up brings it back.
+
+    Raises ValueError for an optimizer that cannot, and for one of other parameters.
+    """
+    if (kept := _KEPT.get(optimizer)) is not None:
+        if parameters is not None and kept.host_parameters is not parameters:
+            raise ValueError(
+                "the plan has parameters on the host, and another plan has the state of this "
+                "optimizer there: remove that plan first, or train each model with an optimizer "
+                "of its own"
+            )
+        if owner is not None:
+            kept.owners.add(owner)
+        return
+    if reason := why_state_stays(optimizer):
+        raise ValueError(f"the plan has the optimizer's state on the host, and {reason}")
+    found = [parameter for _, parameter in trained(optimizer)]
+    if len(found) != sum(n_parameters):
+        raise ValueError(
+            f"the plan is for an optimizer that trains {sum(n_parameters)} tensors, and this "
+            f"{type(optimizer).__name__} trains {len(found)}; plan again with this optimizer"
+        )
+    if len({parameter.device for parameter in found}) > 1:
+        raise ValueError(
+            "the plan has the optimizer's state on the host, and its parameters are on several "
+            "devices"
+        )
+    state = HostState(found, n_parameters, parameters)
+    if owner is not None:
+        state.owners.add(owner)
+    state.attach(optimizer)
+    _KEPT[optimizer] = state
+
+
+def bring_back(optimizer: torch.optim.Optimizer, *, owner: object = None) -> None:
+    """The state is on the device again, and the step the optimizer's own.
+
+    owner: it stays where others want it there, or where this one never did (None: it does not).
+
+    Where the device has no room for all of it, the error says so, and all of it stays on the host:
+    the optimizer steps as before.
+    """
+    state = _KEPT.get(optimizer)
+    if state is None or (owner is not None and not state.given_up_by(owner)):
+        return
+    try:
+        state.detach(optimizer)
+    except Exception as error:
+        if owner is not None:
+            state.owners.add(owner)
+        error.add_note(
+            "the state of the optimizer is still in host memory, all of it, and its steps go on as "
+            "planned: free memory of the device, and remove the plan again"
+        )
+        raise
+    del _KEPT[optimizer]
+
+
+@contextlib.contextmanager
+def on_device(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The optimizer as it is by itself, in this context, and all parameters on the device."""
+    state = _KEPT.get(optimizer)
+    owners = [] if state is None else list(state.owners)
+    bring_back(optimizer)
+    there = None if state is None else state.host_parameters
+    try:
+        with contextlib.nullcontext() if there is None else there.on_device():
+            yield
+    finally:
+        if state is not None:
+            keep_on_host(optimizer, state.n_parameters, parameters=there)
+            _KEPT[optimizer].owners.update(owners)
+        if there is not None:
+            there.leave()
+
+
+def host_blocks(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The host memory of its state."""
+    state = _KEPT.get(optimizer)
+    return [] if state is None else [b.host for b in state.buckets if b.host is not None]
+
+
+_Tensors: TypeAlias = dict[tuple[torch.Tensor, str], torch.Tensor]
+"""Of optimizer state, by parameter and name."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor of state in the memory of its bucket."""
+
+    parameter: torch.Tensor
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    start: int
+
+    def on(self, block: torch.Tensor) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=block.device)
+        at = self.start // empty.element_size()
+        return empty.set_(block.untyped_storage(), at, self.shape, self.strides)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """host: the state of its parameters, while there is any.
+
+    away, there: the tensors that stand in the optimizer's state, while they are on the host, and
+        while they are on the device. left: copies from there that may still run.
+    """
+
+    parameters: list[torch.Tensor]
+    host: torch.Tensor | None = None
+    pieces: list[_Piece] = field(default_factory=list)
+    arrived: list[Done] = field(default_factory=list)
+    away: _Tensors = field(default_factory=dict)
+    there: _Tensors = field(default_factory=dict)
+    left: list[tuple[Done, torch.Tensor]] = field(default_factory=list)
+
+    def fetch(self, state: Any, streams: CopyStreams, device: torch.device) -> None:
+        """Put tensors in new memory of the device, which `arrive` waits for."""
+        if not self.is_away(state):  # someone has changed what the state is
+            for (parameter, name), tensor in self._all(state).items():
+                state[parameter][name] = tensor.to(device)
+            self.host, self.pieces = None, []
+        if self.host is None:
+            return
+        block = torch.empty(self.host.numel(), dtype=torch.uint8, device=device)
+        self.arrived.append(streams.back(block, self.host, []))
+        for piece in self.pieces:
+            tensor = state[piece.parameter][piece.name] = piece.on(block)
+            self.there[piece.parameter, piece.name] = tensor
+
+    def arrive(self) -> None:
+        for done in self.arrived:
+            done.hold_compute()
+        self.arrived.clear()
+
+    def store(self, state: Any, streams: CopyStreams) -> None:
+        """Copy what the step has left to the host, whatever it made anew."""
+        now = self._all(state)
+        if not now:
+            return
+        if self.host is not None and _same(now, self.there):
+            source = storage_bytes(next(iter(now.values())))
+            self.left.append((streams.out(self.host, source, []), source))
+        else:
+            self._store_anew(now, streams)
+        assert self.host is not None
+        self.there, self.away = {}, {}
+        for piece in self.pieces:
+            tensor = state[piece.parameter][piece.name] = piece.on(self.host)
+            self.away[piece.parameter, piece.name] = tensor
+
+    def is_away(self, state: Any) -> bool:
+        """Whether it is all where `store` has put it."""
+        return _same(self._all(state), self.away)
+
+    def _all(self, state: Any) -> _Tensors:
+        """What is to be moved of its state, wherever it is."""
+        return {
+            (parameter, name): tensor
+            for parameter in self.parameters
+            if parameter in state
+            for name, tensor in of_buckets(state[parameter])
+        }
+
+    def _store_anew(self, now: _Tensors, streams: CopyStreams) -> None:
+        """Tensor by tensor, into a new block of their size."""
+        self.pieces, at = [], 0
+        for (parameter, name), tensor in now.items():
+            strides = torch.empty_like(tensor, device="meta").stride()
+            piece = _Piece(parameter, name, tensor.dtype, tensor.shape, strides, at)
+            self.pieces.append(piece)
+            at += aligned(tensor.nbytes)
+        pinned = self.parameters[0].device.type == "cuda"
+        self.host = torch.empty(at, dtype=torch.uint8, pin_memory=pinned)
+        for piece, tensor in zip(self.pieces, now.values(), strict=True):
+            self.left.append((streams.out(piece.on(self.host), tensor, []), tensor))
+
+    def leave(self) -> None:
+        """Its memory on the device may be used again."""
+        for done, _ in self.left:
+            done.hold_compute()
+        self.left.clear()
+
+
+class HostState:
+    """The state of one optimizer, in buckets of its parameters."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        n_parameters: Sequence[int],
+        host_parameters: HostParameters | None = None,
+    ) -> None:
+        self.n_parameters = tuple(n_parameters)
+        self.host_parameters = host_parameters
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        rest = iter(parameters)
+        self.buckets = [_Bucket([next(rest) for _ in range(n)]) for n in n_parameters]
+        self._bucket_of = {
+            parameter: index
+            for index, bucket in enumerate(self.buckets)
+            for parameter in bucket.parameters
+        }
+        self._device = parameters[0].device
+        self._streams = streams_for(self._device)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        own: Any = type(optimizer).step
+        inside: Any = own.__wrapped__ if getattr(own, "hooked", False) else own
+
+        @functools.wraps(inside)
+        def step(optimizer: Any, closure: Any = None) -> Any:
+            optimizer._opt_called = True  # what a scheduler's wrapper would have set
+            return self.step(optimizer, inside, closure)
+
+        hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+        hooked._wrapped_by_lr_sched = True
+        self._hooked = hooked
+        self._before = optimizer.__dict__.get("step")
+        optimizer.step = types.MethodType(self._hooked, optimizer)  # type: ignore[method-assign]
+        self._hook = optimizer.register_load_state_dict_post_hook(self._move_out)
+        self._move_out(optimizer)
+
+    def given_up_by(self, owner: object) -> bool:
+        """Whether it was the last who wanted it on the host."""
+        if owner not in self.owners:
+            return False
+        self.owners.discard(owner)
+        return not self.owners
+
+    def detach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Where something else has wrapped the step since, that goes on calling it: without
+        buckets, it is the optimizer's own. After an error everything is as before."""
+        try:
+            for bucket in self.buckets:
+                self._fetch([bucket], optimizer.state)
+                bucket.arrive()
+        except BaseException:
+            self._move_out(optimizer)
+            raise
+        self._hook.remove()
+        if getattr(optimizer.__dict__.get("step"), "__func__", None) is self._hooked:
+            if self._before is None:
+                del optimizer.step
+            else:
+                optimizer.step = self._before  # type: ignore[method-assign]
+        self.buckets, self._bucket_of = [], {}
+
+    @torch.no_grad()
+    def _move_out(self, optimizer: torch.optim.Optimizer) -> None:
+        """All of the state that there is, wherever it is."""
+        self._streams.begin()
+        for bucket in self.buckets:
+            bucket.store(optimizer.state, self._streams)
+            bucket.leave()
+        self._streams.settle()
+
+    def step(self, optimizer: Any, own: Callable[..., Any], closure: Any) -> Any:
+        """One step of the optimizer; `own` steps the parameters that are in its groups."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups, state = optimizer.param_groups, optimizer.state
+        stepped = [(bucket, part) for bucket, part in self._parts(groups) if part]
+        buckets = [bucket for bucket, _ in stepped]
+        self._streams.begin()
+        try:
+            self._fetch_all(buckets[:1], state)
+            for n, (bucket, part) in enumerate(stepped):
+                for other in buckets[max(0, n - 2) : max(0, n - 1)]:
+                    other.leave()
+                self._fetch_all(buckets[n + 1 : n + 2], state)
+                bucket.arrive()
+                optimizer.param_groups = part
+                own(optimizer)
+                self._store([bucket], state)
+                self._store_parameters(bucket)
+        finally:
+            optimizer.param_groups = groups
+            # after an error, what it has left half-way
+            self._store([bucket for bucket in buckets if not bucket.is_away(state)], state)
+            for bucket in buckets:
+                self._store_parameters(bucket)
+                bucket.leave()
+            self._streams.settle()
+        return loss
+
+    @torch.no_grad()
+    def _fetch(self, buckets: Sequence[_Bucket], state: Any) -> None:
+        for bucket in buckets:
+            bucket.fetch(state, self._streams, self._device)
+
+    @torch.no_grad()
+    def _fetch_all(self, buckets: Sequence[_Bucket], state: Any) -> None:
+        """The parameters as well."""
+        self._fetch(buckets, state)
+        if self.host_parameters is not None:
+            for bucket in buckets:
+                bucket.arrived += self.host_parameters.fetch(bucket.parameters, self._streams)
+
+    @torch.no_grad()
+    def _store_parameters(self, bucket: _Bucket) -> None:
+        if self.host_parameters is not None:
+            bucket.arrive()
+            bucket.left += self.host_parameters.store(bucket.parameters, self._streams)
+
+    @torch.no_grad()
+    def _store(self, buckets: Sequence[_Bucket], state: Any) -> None:
+        for bucket in buckets:
+            bucket.arrive()
+            bucket.store(state, self._streams)
+
+    def _parts(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[_Bucket, Any]]:
+        """The groups with the parameters of each bucket that have gradients; at last, with those
+        that have come since, whose state stays on the device."""
+        last = len(self.buckets)
+        parts: list[dict[int, list[Any]]] = [{} for _ in range(last + 1)]
+        for index, group in enumerate(groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    part = parts[self._bucket_of.get(parameter, last)]
+                    part.setdefault(index, []).append(parameter)
+        for bucket, part in zip([*self.buckets, _Bucket([])], parts, strict=True):
+            yield bucket, [{**groups[i], "params": found} for i, found in part.items()]
+
+
+def _same(one: _Tensors, other: _Tensors) -> bool:
+    """Whether these are the same objects under the same names."""
+    return one.keys() == other.keys() and all(one[key] is other[key] for key in one)

@@ -1,0 +1,140 @@
+"""Forward passes of a planned module that wait for a backward pass together.
+
+A pass waits from the return of its forward pass until the first gradient of its outputs arrives, or
+until its outputs are gone. Until then it holds what its plan saves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from graphs.graph import Graph
+from graphs.model_calls import nested
+from graphs.passes import passes_of
+from scheduler_runtime.execute import Program, maker_of
+from solver.schedule import Solution
+
+
+@dataclass(frozen=True)
+class PlannedPass:
+    """What is planned for the passes of one program.
+
+    n: of them in flight. saved_bytes: that each holds. others_bytes: room for all others.
+    peak_bytes: with these. available_bytes: of the budget.
+    gradient_bytes: that several passes hold beside what is counted for one.
+    """
+
+    n: int
+    saved_bytes: int
+    others_bytes: int
+    peak_bytes: int
+    available_bytes: int
+    gradient_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        *,
+        n: int,
+        saved_bytes: int,
+        peak_bytes: int,
+        available_bytes: int,
+        least_bytes: int = 0,
+    ) -> PlannedPass:
+        """graph: of the step or of the module. least_bytes: that each of the others has at least
+        (`Graph.others_bytes`)."""
+        made = (graph.tensor_by_name[name] for name in graph.outputs if name in graph.producer)
+        gradient_bytes = sum(tensor.size_bytes for tensor in made if tensor.kind == "gradient")
+        return cls(
+            n=n,
+            saved_bytes=saved_bytes,
+            others_bytes=(n - 1) * max(saved_bytes, least_bytes),
+            peak_bytes=peak_bytes,
+            available_bytes=available_bytes,
+            gradient_bytes=gradient_bytes if n == 1 else 0,
+        )
+
+    @classmethod
+    def of_solution(cls, solution: Solution) -> PlannedPass:
+        """solution: with a schedule."""
+        assert solution.simulation is not None
+        return cls.of(
+            solution.graph,
+            n=passes_of(solution.environment).n,
+            saved_bytes=solution.simulation.saved_bytes,
+            peak_bytes=solution.simulation.peak_bytes,
+            available_bytes=solution.request.available_bytes,
+            least_bytes=solution.graph.others_bytes,
+        )
+
+    def above_bytes(self, others_bytes: int) -> int:
+        """Bytes above the budget, where the others in flight hold so much; 0: it holds."""
+        more_bytes = max(0, others_bytes - self.others_bytes)
+        if others_bytes:  # of several passes the sum of the gradients is there while one is made
+            more_bytes += max(0, self.gradient_bytes - self.saved_bytes)
+        return max(0, self.peak_bytes + more_bytes - self.available_bytes)
+
+
+class PassesInFlight:
+    """Of one planned module.
+
+    n_most: the most that have waited when a backward pass began; not those that one never reached.
+    a_backward_began: since the caller has set it to False.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[int, PlannedPass] = {}  # by the id of a program that is there
+        self._waiting: dict[weakref.ref[Any], Program] = {}
+        self.n_most = 1
+        self.a_backward_began = False
+
+    def plan(self, program: Program, planned: PlannedPass) -> None:
+        """The passes of this program are planned so."""
+        self._plans[id(program)] = planned
+        weakref.finalize(program, self._plans.pop, id(program), None).atexit = False
+
+    @property
+    def plans(self) -> list[PlannedPass]:
+        """Of all programs that are there."""
+        return list(self._plans.values())
+
+    @property
+    def waiting(self) -> list[tuple[Program, PlannedPass]]:
+        """Those that wait, oldest first."""
+        programs = list(self._waiting.values())
+        return [(each, self._plans[id(each)]) for each in programs if id(each) in self._plans]
+
+    def add(self, output: Any) -> bool:
+        """A pass has returned this. Whether it is one that waits."""
+        made = [t for t in nested.tensors(output) if maker_of(t) is not None]
+        if not made:
+            return False
+        function: Any = made[0].grad_fn
+        program = maker_of(made[0])
+        assert program is not None
+        waiting = self._waiting
+
+        def gone(which: weakref.ref[Any]) -> None:  # its graph was freed without a backward pass
+            waiting.pop(which, None)
+
+        waits = weakref.ref(function, gone)
+        flight = weakref.ref(self)
+
+        def begins(_gradients: tuple[Any, ...]) -> None:
+            if (here := flight()) is not None:
+                here.a_backward_began = True
+                here.n_most = max(here.n_most, len(waiting))
+            waiting.pop(waits, None)
+
+        waiting[waits] = program
+        function.register_prehook(begins)
+        return True
+
+    def above_bytes(self) -> int:
+        """Bytes by which the passes that wait may exceed the budget together; 0: they do not."""
+        found = [planned for _, planned in self.waiting]
+        all_bytes = sum(each.saved_bytes for each in found)
+        return max((each.above_bytes(all_bytes - each.saved_bytes) for each in found), default=0)

@@ -1,0 +1,66 @@
+"""A frozen copy of an encoder that forward averages through `.data`, as MoCo's does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphs.trace import TraceError, trace
+from scheduler_runtime import apply, fit
+from solver import solve
+from tests.support.same_bits import assert_same_bits
+
+
+def encoder() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 16))
+
+
+class Momentum(nn.Module):
+    def __init__(self, how: str = "average") -> None:
+        super().__init__()
+        self.query, self.key, self.how = encoder(), encoder().requires_grad_(False), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = F.normalize(self.query(x), dim=1)
+        if self.how == "read before":
+            query = self.key(query)
+        with torch.no_grad():
+            for one, other in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                other.data = one.data if self.how == "shared" else 0.9 * other.data + 0.1 * one.data
+            if self.how == "trained":
+                self.query[0].weight.data = 0.9 * self.query[0].weight.data
+            key = F.normalize(self.key(x), dim=1)
+        return -(query * key).sum(1).mean()
+
+
+def made(how: str = "average") -> tuple[Momentum, Tensor]:
+    torch.manual_seed(0)
+    return Momentum(how), torch.randn(32, 16)
+
+
+def test_the_least_budget_has_the_bits_of_plain_training() -> None:
+    plain, batch = made()
+    applied, fitted = copy.deepcopy(plain), copy.deepcopy(plain)
+    least_bytes = solve(plain, batch, budget=1).minimum_budget_bytes
+    assert least_bytes is not None
+    apply(applied, solve(applied, batch, budget=least_bytes))
+    fit(fitted, budget="1MB", optimizer=[])
+    assert_same_bits(copy.deepcopy(plain), applied, batch)
+    assert_same_bits(plain, fitted, batch)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("shared", r"assigns to the \.data of a tensor"),  # a later step would change both
+        ("trained", r"assigns to the \.data of a tensor"),
+        ("read before", "modified by an inplace operation"),  # the old values are gone
+    ],
+)
+def test_other_writes_to_data_are_refused(how: str, why: str) -> None:
+    with pytest.raises(TraceError, match=why):
+        trace(*made(how))
