@@ -1,13 +1,15 @@
 """Random small modules x budgets, each trained with and without a plan: what differs in any bit.
 
     python -m benchmarks.fuzz --n-models 1000 --out benchmarks/results/fuzz.json
+    python -m benchmarks.fuzz --wide --n-models 200 --out benchmarks/results/fuzz_wide.json
 
 The step has its rewrites that keep all bits, as in `solve` by default. Each module runs under the
 schedule that keeps nothing and one that keeps a random half, every fifth also under a plan for a
 random budget between the least feasible and the peak without checkpointing, and under the least
 feasible schedule itself (these take a search). Three steps are compared bitwise: loss, gradients,
 parameters, buffers and the random state. The count is written after every fifty modules, so that a
-run that was stopped has one.
+run that was stopped has one. With --wide the losses are over thousands of classes, which plans may
+compute in row chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks import harness
-from benchmarks.random_modules import N_ROWS, WIDTH, RandomModule, Recipe, described, random_recipe
+from benchmarks.random_modules import WIDTH, RandomModule, Recipe, described, random_recipe
 from benchmarks.same_bits import compare, solution_of, trained
 from benchmarks.step_styles import STYLES, Training
 from benchmarks.zoo import LOSS_INSIDE
@@ -42,6 +44,7 @@ class Tally:
     n_models: int = 0
     n_plans: int = 0
     n_rewritten: int = 0
+    n_chunked: int = 0
     n_recomputed: int = 0
     n_compared: int = 0
     mismatches: list[str] = field(default_factory=list)
@@ -55,7 +58,7 @@ def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: b
     """
     torch.manual_seed(choice.randrange(10**6))
     model = RandomModule(recipe)
-    batch = torch.randn(N_ROWS, WIDTH)
+    batch = torch.randn(recipe.n_rows, WIDTH)
     tally.n_models += 1
     try:
         steps = trace_variants(model, batch)
@@ -73,6 +76,7 @@ def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: b
         assert solution.simulation is not None
         tally.n_plans += 1
         tally.n_rewritten += bool(solution.graph.meta.rewrites)
+        tally.n_chunked += any("chunked" in name for name in solution.graph.meta.rewrites)
         tally.n_recomputed += solution.simulation.n_recomputed
         tally.n_compared += found.n_compared
         if found.differences:
@@ -99,11 +103,13 @@ def main() -> None:
     parser = harness.parser("fuzz", __doc__)
     parser.add_argument("--n-models", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--wide", action="store_true", help="losses over thousands of classes")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
     choice, tally = random.Random(arguments.seed), Tally()
     for index in range(arguments.n_models):
-        try_recipe(random_recipe(choice), choice, tally, search=index % SEARCHED_EVERY == 0)
+        recipe = random_recipe(choice, wide=arguments.wide)
+        try_recipe(recipe, choice, tally, search=index % SEARCHED_EVERY == 0)
         if index % 50 == 49 or index == arguments.n_models - 1:
             print(
                 f"{tally.n_models} models, {tally.n_plans} plans, {len(tally.mismatches)} "

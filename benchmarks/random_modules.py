@@ -2,11 +2,13 @@
 
 A module is a straight line of operations on values of one shape (rows x width), each of which may
 read any earlier value: so there are long skips, values read once or never, shared layers, views,
-in-place changes, dropout, buffers that change, and branches that end nowhere.
+in-place changes, dropout, buffers that change, and branches that end nowhere. The loss is of the
+last value, or row-wise over so many classes that it may be computed in row chunks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,12 +38,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a module does; two modules of one recipe and seed are the same."""
+    """What a module does; two modules of one recipe and seed are the same.
+
+    wide_loss: its name in WIDE_LOSSES, over n_classes; "" is the mean square.
+    """
 
     steps: tuple[Step, ...]
     returned: tuple[int, ...]
     frozen: tuple[int, ...]
     n_layers: int = 2
+    n_rows: int = N_ROWS
+    wide_loss: str = ""
+    n_classes: int = 0
 
 
 class RandomModule(nn.Module):
@@ -55,6 +63,11 @@ class RandomModule(nn.Module):
         self.norm = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in layers)
         self.scale = nn.ParameterList(torch.rand(WIDTH) + 0.5 for _ in layers)
         self.register_buffer("seen", torch.zeros(WIDTH))
+        if recipe.wide_loss:
+            self.head = nn.Linear(WIDTH, recipe.n_classes)
+            targets = torch.randint(recipe.n_classes, (recipe.n_rows,))
+            targets[::7] = IGNORED
+            self.register_buffer("targets", targets)
         for index in recipe.frozen:
             self.linear[index].requires_grad_(False)
 
@@ -63,7 +76,11 @@ class RandomModule(nn.Module):
         for step in self.recipe.steps:
             read = [values[index] for index in step.reads]
             values.append(OPERATIONS[step.operation](self, step.layer, read))
-        loss = values[-1].square().mean() + sum(value.mean() for value in values[::3]) * 0.1
+        if self.recipe.wide_loss:
+            last = WIDE_LOSSES[self.recipe.wide_loss](self.head(values[-1]), self.targets)
+        else:
+            last = values[-1].square().mean()
+        loss = last + sum(value.mean() for value in values[::3]) * 0.1
         if not self.recipe.returned:
             return loss
         others = {f"value {index}": values[index] for index in self.recipe.returned}
@@ -117,8 +134,33 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def random_recipe(choice: random.Random) -> Recipe:
-    """A recipe of 3 to 16 operations."""
+def _chosen_by_hand(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """As preference losses do: the log-probability of each row's class, masked and summed."""
+    chosen = torch.log_softmax(logits, -1).gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+    return -(chosen * (targets != IGNORED)).sum() / len(targets)
+
+
+def _taught(logits: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
+    teacher = torch.softmax(logits.detach().flip(0), -1)
+    return -(teacher * torch.log_softmax(logits, -1)).sum(-1).mean()
+
+
+IGNORED = -100
+WIDE_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": F.cross_entropy,
+    "smoothed": lambda logits, targets: F.cross_entropy(logits, targets, label_smoothing=0.1),
+    "colder sum": lambda logits, targets: F.cross_entropy(logits / 0.7, targets, reduction="sum"),
+    "rows": lambda logits, targets: F.cross_entropy(logits, targets, reduction="none").tanh().sum(),
+    "z-loss": lambda logits, targets: (
+        F.cross_entropy(logits, targets) + 1e-3 * torch.logsumexp(logits, -1).square().mean()
+    ),
+    "by hand": _chosen_by_hand,
+    "teacher": _taught,
+}
+
+
+def random_recipe(choice: random.Random, *, wide: bool = False) -> Recipe:
+    """A recipe of 3 to 16 operations, with a loss over many classes if wide."""
     steps = []
     for index in range(choice.randint(3, 16)):
         # Most values read the latest ones; some reach far back.
@@ -129,13 +171,24 @@ def random_recipe(choice: random.Random) -> Recipe:
     n_values = len(steps) + 1
     returned = choice.sample(range(n_values), choice.choice([0, 0, 1, 2]))
     frozen = (1,) if choice.random() < 0.2 else ()
-    return Recipe(tuple(steps), tuple(sorted(returned)), frozen)
+    recipe = Recipe(tuple(steps), tuple(sorted(returned)), frozen)
+    if not wide:
+        return recipe
+    return dataclasses.replace(
+        recipe,
+        n_rows=choice.choice([256, 300, 385, 512]),
+        wide_loss=choice.choice(list(WIDE_LOSSES)),
+        n_classes=choice.choice([16384, 17001]),
+    )
 
 
 def described(recipe: Recipe) -> str:
     """For a report of a mismatch: the steps, one after the other."""
-    return "; ".join(
+    steps = "; ".join(
         f"v{index} = {step.operation} {step.layer} of "
         + ", ".join(f"v{read}" for read in step.reads)
         for index, step in enumerate(recipe.steps, 1)
     )
+    if not recipe.wide_loss:
+        return steps
+    return f"{steps}; {recipe.wide_loss} of {recipe.n_rows} x {recipe.n_classes}"

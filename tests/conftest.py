@@ -24,19 +24,27 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take the mark from the first N cases of a test marked `slow(sample=N)`: they run by default.
+    """Share the cases of a test marked `slow(sample=N, keep=M)` among the lanes.
 
-    Comes before pytest selects by marks.
+    The first N run by default. Of the others, M that lie evenly apart stay slow and the rest
+    become `exhaustive`. Comes before pytest selects by marks.
     """
-    n_seen: dict[str, int] = {}
+    cases: dict[str, list[tuple[pytest.Item, pytest.Mark]]] = {}
     for item in items:
         slow = item.get_closest_marker("slow")
-        if slow is None or "sample" not in slow.kwargs:
-            continue
-        test = item.nodeid.partition("[")[0]
-        n_seen[test] = n_seen.get(test, 0) + 1
-        if n_seen[test] <= slow.kwargs["sample"]:
+        if slow is not None and slow.kwargs:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append((item, slow))
+    for of_test in cases.values():
+        n_default = of_test[0][1].kwargs.get("sample", 0)
+        for item, slow in of_test[:n_default]:
             item.own_markers.remove(slow)
+        others = of_test[n_default:]
+        n_slow = min(of_test[0][1].kwargs.get("keep", len(others)), len(others))
+        kept = {i * len(others) // n_slow for i in range(n_slow)}
+        for i, (item, slow) in enumerate(others):
+            if i not in kept:
+                item.own_markers.remove(slow)
+                item.add_marker("exhaustive")
 
 
 N_MODULES = 200

@@ -213,8 +213,9 @@ class Rewritten:
     names: of the rewrites. n_in_place: outputs that take the place of an input. peak_bytes: of the
     program without recomputation. overhead: of that program, as a share of the plain step.
     results: "bitwise"; "allclose" where last bits differ; "lossy" where gradients do.
-    saved_bytes: what each of them takes off the peak without recomputation; empty where the
-    programs with fewer of them are not known. plain_bytes: that peak without any of them.
+    saved_bytes: what each of them takes off the peak without recomputation, and overheads: the
+    time that each adds; empty where the programs with fewer of them are not known.
+    plain_bytes: that peak without any of them.
     """
 
     names: tuple[str, ...]
@@ -223,6 +224,7 @@ class Rewritten:
     overhead: float
     results: str
     saved_bytes: tuple[int, ...]
+    overheads: tuple[float, ...]
     plain_bytes: int
 
 
@@ -236,17 +238,24 @@ def rewritten(solution: Solution) -> Rewritten | None:
     here = map(with_state_on_device, variants)
     by_names = {tuple(variant.meta.rewrites): variant for variant in here}
     steps = [by_names.get(names[at:]) for at in range(len(names))]  # with fewer and fewer
-    peaks = [simulate(each, baseline(each)).peak_bytes for each in steps if each is not None]
-    plain_bytes = freed_early_bytes(solution)
-    peaks.append(plain_bytes)
+    known = [each for each in steps if each is not None]
+    plain_bytes, plain_s = freed_early_bytes(solution), solution.baseline.time_s
+    peaks = [*(simulate(each, baseline(each)).peak_bytes for each in known), plain_bytes]
+    times_s = [*(each.baseline_time_s for each in known), plain_s]
+    all_known = len(known) == len(names)
     return Rewritten(
         names=names,
         n_in_place=sum(node.overwrites is not None for node in graph.nodes),
         peak_bytes=simulate(graph, baseline(graph)).peak_bytes,
-        overhead=graph.baseline_time_s / (solution.baseline.time_s or 1.0) - 1.0,
+        overhead=graph.baseline_time_s / (plain_s or 1.0) - 1.0,
         results=results_of(names),
         saved_bytes=tuple(fewer - more for more, fewer in itertools.pairwise(peaks))
-        if None not in steps
+        if all_known
+        else (),
+        overheads=tuple(
+            (more - fewer) / (plain_s or 1.0) for more, fewer in itertools.pairwise(times_s)
+        )
+        if all_known
         else (),
         plain_bytes=plain_bytes,
     )

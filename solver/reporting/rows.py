@@ -247,9 +247,9 @@ def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
     if changed.n_in_place:
         parts.append(f"{counted(changed.n_in_place, 'output')} in place of inputs")
     if len(parts) == len(changed.saved_bytes) > 1:
+        each = zip(parts, changed.saved_bytes, changed.overheads, strict=True)
         parts = [
-            f"{part} ({'-' if saved >= 0 else '+'}{format_size(abs(saved))})" if saved else part
-            for part, saved in zip(parts, changed.saved_bytes, strict=True)
+            f"{part} ({_signed(saved)}{format_share(time)} time)" for part, saved, time in each
         ]
     results = RESULTS[changed.results]
     peak, plain = format_size(changed.peak_bytes), format_size(changed.plain_bytes)
@@ -260,6 +260,11 @@ def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
         f"{', '.join(parts)}: without recomputation {instead}, "
         f"{format_share(changed.overhead)} time; {results}"
     )
+
+
+def _signed(saved_bytes: int) -> str:
+    sign = "-" if saved_bytes > 0 else "+"
+    return f"{sign}{format_size(abs(saved_bytes))}, " if saved_bytes else ""
 
 
 def _early_frees(solution: Solution) -> Iterator[Row]:

@@ -22,7 +22,7 @@ ALONE = ("cross_entropy", "swiglu", "rms_norm", "layer_norm", "rope", "fused_lin
 """Scripts whose rows need no fitted constant; one row of each is cheap."""
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=3, keep=0)
 @pytest.mark.parametrize("script", ALONE)
 def test_a_published_peak_is_predicted(script):
     row = next(row for row in ROWS if row["op"] == script)
@@ -170,7 +170,7 @@ def test_each_script_has_a_row_or_settings():
     assert set(SCRIPTS) == {row["op"] for row in ROWS} | set(UNSEEN)
 
 
-@pytest.mark.slow(sample=6)
+@pytest.mark.slow(sample=6, keep=6)
 @pytest.mark.parametrize("op", UNSEEN)
 @pytest.mark.parametrize("metric", ["max_memory_allocated MiB", "median ms fwd+bwd"])
 def test_scripts_without_a_known_row_are_predicted(op, metric):
@@ -231,7 +231,7 @@ def varied(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [*rows, other]
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=2, keep=3)
 @pytest.mark.parametrize("op", [*ALONE, *sorted(SCRIPTS.keys() - UNSEEN.keys() - {*ALONE})])
 def test_other_sizes_dtypes_and_cards_are_predicted(op):
     row = next(row for row in ROWS if row["op"] == op)
@@ -256,7 +256,7 @@ def test_a_whole_model_that_is_not_described_says_why(model, reason):
     assert reason in result["reason"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("batch_size", "measured_gb"), [(1, 4.82), (4, 10.68)])
 def test_adapters_are_predicted(batch_size, measured_gb):
     """Within the rounding of the published figure and the bytes of the allocator's 512."""
@@ -363,7 +363,7 @@ def test_a_row_without_its_speed_or_in_another_unit_is_predicted_too():
     assert one["predicted"] * 2**30 == pytest.approx(other["predicted"] * 10**9)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sharded_model_holds_what_is_counted_by_hand():
     """Parameters, gradients and AdamW's two states in float32 are a share each; a rank of twice as
     many holds half of it, with the same activations."""

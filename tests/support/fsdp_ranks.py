@@ -207,7 +207,9 @@ def work(rank: int, *, n_ranks: int, solutions: dict[str, Sequence[Solution]]) -
                 "rank": rank,
                 "n_modules": len(exported.modules),
                 "n_losses": exported.losses_in_chunks,
-                "measured_bytes": rank_peak_bytes(planned, optimizer, batch),
+                "measured_bytes": rank_peak_bytes(
+                    planned, optimizer, batch, predicted_bytes=exported.peak_bytes
+                ),
                 "predicted_bytes": exported.peak_bytes,
                 "same": all(map(torch.equal, expected, results)),
             }

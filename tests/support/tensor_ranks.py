@@ -200,8 +200,10 @@ def work(rank: int, *, n_ranks: int, cases: Sequence[str]) -> None:
         plain = model_of(case, mesh)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
         expected, placed = trained(case, plain, optimizer), placements_of(plain)
-        plain_bytes = rank_peak_bytes(plain, optimizer, CASES[case].batch(0))
         plans = CASES[case].solutions(mesh)
+        plain_bytes = rank_peak_bytes(
+            plain, optimizer, CASES[case].batch(0), predicted_bytes=plans[0].baseline.peak_bytes
+        )
         for index, solution in enumerate(plans):
             assert solution.simulation is not None, solution
             model = model_of(case, mesh)
@@ -225,7 +227,12 @@ def work(rank: int, *, n_ranks: int, cases: Sequence[str]) -> None:
                 "rewrites": list(solution.graph.meta.rewrites),
                 "plain_measured_bytes": plain_bytes,
                 "plain_predicted_bytes": solution.baseline.peak_bytes,
-                "measured_bytes": rank_peak_bytes(model, optimizer, CASES[case].batch(0)),
+                "measured_bytes": rank_peak_bytes(
+                    model,
+                    optimizer,
+                    CASES[case].batch(0),
+                    predicted_bytes=solution.simulation.peak_bytes,
+                ),
                 "predicted_bytes": solution.simulation.peak_bytes,
             }
             os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes

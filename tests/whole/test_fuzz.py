@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fuzz import Tally, try_recipe
-from benchmarks.random_modules import OPERATIONS, Recipe, Step
+from benchmarks.random_modules import OPERATIONS, WIDE_LOSSES, Recipe, Step
 from scheduler_runtime.verifying import differences
 
 
@@ -42,6 +42,17 @@ def test_no_plan_of_a_random_module_changes_a_bit(recipe: Recipe) -> None:
     assert tally.refusals == []
     assert tally.n_plans >= 2
     assert tally.n_compared > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", WIDE_LOSSES)
+def test_a_loss_in_row_chunks_has_the_bits_of_the_whole(loss: str) -> None:
+    tally, step = Tally(), Step("gelu", 0, (0, 0, 0))
+    recipe = Recipe((step, step), (1,), (), n_rows=300, wide_loss=loss, n_classes=16384)
+    try_recipe(recipe, random.Random(0), tally, search=False)
+    assert tally.mismatches == []
+    assert tally.refusals == []
+    assert tally.n_chunked > 0
 
 
 def test_a_bit_that_differs_is_told() -> None:

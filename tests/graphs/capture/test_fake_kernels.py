@@ -88,7 +88,7 @@ def test_forward(name: str, shape: tuple[int, ...]) -> None:
         assert_laid_out_alike(FORWARD[name](x), fake)
 
 
-@pytest.mark.slow(sample=6)
+@pytest.mark.slow(sample=6, keep=8)
 @pytest.mark.parametrize("name", WITH_GRADIENT)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward(name: str, shape: tuple[int, ...]) -> None:

@@ -50,7 +50,7 @@ def lost(graph: Graph, time_s: float) -> float:
     return (time_s / graph.baseline_time_s - 1) if graph.baseline_time_s else 0.0
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=2, keep=5)
 @pytest.mark.parametrize("seed", range(60))
 def test_windows_are_below_the_truth(seed: int) -> None:
     rng = random.Random(seed)

@@ -97,7 +97,7 @@ def random_levels(rng: random.Random) -> Slots:
     return slots
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=2, keep=6)
 @pytest.mark.parametrize("seed", range(24))
 def test_no_schedule_of_a_short_chain_costs_less(seed: int) -> None:
     rng = random.Random(seed)

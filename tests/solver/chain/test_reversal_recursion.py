@@ -123,7 +123,7 @@ def compared(seed: int) -> tuple[int, int]:
     return n_positive, n_met
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow(sample=1, keep=12)
 @pytest.mark.parametrize("seed", range(10, 600, 10))
 def test_no_levels_prove_more_than_the_truth(seed: int) -> None:
     compared(seed)

@@ -167,7 +167,7 @@ def test_a_vocabulary_split_over_the_ranks(tmp_path: Path, capsys: Any) -> None:
     assert parameter_bytes(whole) / 2 < parameter_bytes(split) < 0.51 * parameter_bytes(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_longest_sequence_of_a_rank(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "small_llama.py"
     path.write_text(LLAMA)
@@ -176,7 +176,7 @@ def test_the_longest_sequence_of_a_rank(tmp_path: Path, capsys: Any) -> None:
     assert answer(capsys, *words, "--tensor", "2")["sizes"]["largest"] > whole > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_largest_micro_batch_of_a_rank_of_a_stage(file: str, capsys: Any) -> None:
     words = ["--pipeline", "2", "--microbatches", "2", "--max-batch", "--method", "sqrt"]
     words += ["--rewrites", "none", "--batch-size", "200", file]

@@ -50,7 +50,7 @@ def budget(graph: Graph, share: float) -> int:
     return low + int(share * (simulate(graph, baseline(graph)).peak_bytes - low))
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow(sample=1, keep=2)
 @pytest.mark.parametrize("seed", range(0, 320, 40))
 def test_bound_truth_schedule(seed: int) -> None:
     n_found = n_cells = 0
@@ -105,7 +105,7 @@ def test_gap_closes_at_generous_budgets(name: str, share: float) -> None:
     assert overhead(graph, time_s) - overhead(graph, proposal.lower_bound_s) <= 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", ["chain", "transformer", "u_shape"])
 def test_never_worse_than_the_others(name: str) -> None:
     graph = NETS[name]

@@ -112,7 +112,7 @@ def searched(graph: Graph, share: float) -> tuple[Search, int]:
     return search, binding.ranked[0][0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["residual", "u_shape", "pyramid"])
 def test_the_menu_gives_no_worse_than_what_made_it(name: str) -> None:
     search, base = searched(NETS[name], 0.2)
