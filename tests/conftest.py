@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Share the cases of a test marked `slow(sample=N, keep=M)` among the lanes.
 
     The first N run by default. Of the others, M that lie evenly apart stay slow and the rest
-    become `exhaustive`. Comes before pytest selects by marks.
+    become `exhaustive`, a lane of its own. Comes before pytest selects by marks.
     """
     cases: dict[str, list[tuple[pytest.Item, pytest.Mark]]] = {}
     for item in items:
@@ -41,12 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         others = of_test[n_default:]
         n_slow = min(of_test[0][1].kwargs.get("keep", len(others)), len(others))
         kept = {i * len(others) // n_slow for i in range(n_slow)}
-        for i, (item, slow) in enumerate(others):
+        for i, (item, _) in enumerate(others):
             if i not in kept:
-                item.own_markers.remove(slow)
                 item.add_marker("exhaustive")
+    for item in items:
+        if item.get_closest_marker("exhaustive") is not None:
+            item.own_markers = [mark for mark in item.own_markers if mark.name not in LANES]
 
 
+LANES = ("slow", "distributed")
+"""The marks that `exhaustive` takes the place of."""
 N_MODULES = 200
 """So many newly imported modules are worth a look at all objects."""
 N_TESTS = 25

@@ -42,11 +42,13 @@ class Rehearsed:
     saved: node -> tensors that stay until it has run, read or not. Of a backward node what autograd
         has saved for its function, or for one after it without nodes; of a forward node what
         variables of forward hold.
+    in_calls: forward node -> what they hold where autograd saves nothing; None: not known.
     """
 
     in_place: tuple[str, ...] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
     saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    in_calls: Mapping[str, tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,23 @@ _N_AHEAD = 16
 """Calls to look ahead for the next traced operator: eager mode may run others in between."""
 
 
-def held_by_variables(layout: Layout, eager: EagerCalls) -> dict[str, tuple[str, ...]]:
+def held_by_variables(
+    layout: Layout, eager: EagerCalls, *, forward_only: bool = False
+) -> dict[str, tuple[str, ...]] | None:
     """Forward node -> tensors that stay until it has run, although no later one reads them.
 
     eager: of the forward pass, which has returned; its outputs may still be there.
+    forward_only: what the backward pass reads does not count as read.
 
-    Nothing is known where an operator of eager mode is traced as several, by Python code with
+    None: nothing is known where an operator of eager mode is traced as several, by Python code with
     variables of its own (`graphs.capture.as_eager.rnn`).
     """
     if layout.within:
-        return {}
+        return None
     nodes = [node for node in layout.nodes if node.phase == "forward" and node.outputs]
     position = {node.name: at for at, node in enumerate(layout.nodes)}
-    read_last = {name: position[node.name] for node in layout.nodes for name in node.inputs}
+    readers = [n for n in layout.nodes if n.phase == "forward"] if forward_only else layout.nodes
+    read_last = {name: position[node.name] for node in readers for name in node.inputs}
     pairs = list(
         matched(
             nodes,

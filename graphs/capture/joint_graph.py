@@ -187,14 +187,7 @@ def rehearse(
     chosen = captured.gradient_outputs
     try:
         shell = Shell(model, call, choose=lambda _output: chosen, device=device)
-        with (
-            _tracing(model, ()),
-            put_meanwhile(model, captured.filled),
-            attributes_unchanged(model),
-            eager_kernels(device or torch.device("cpu")),
-            shell.mode,
-            torch.enable_grad(),
-        ):
+        with _in_eager_mode(model, captured, shell, device=device):
             with EagerCalls() as forward:
                 returned = shell(*shell.batch)
             outputs = [item for item in returned if item.requires_grad]
@@ -213,7 +206,48 @@ def rehearse(
     except TraceError:
         return Rehearsed()
     found = compared(layout, backward, saved)
-    return replace(found, saved={**found.saved, **held_by_variables(layout, forward)})
+    return replace(
+        found,
+        saved={**found.saved, **(held_by_variables(layout, forward) or {})},
+        in_calls=_held_in_calls(model, call, captured, layout, device=device),
+    )
+
+
+def _held_in_calls(
+    model: nn.Module,
+    call: Call,
+    captured: Capture,
+    layout: Layout,
+    *,
+    device: torch.device | None,
+) -> Mapping[str, tuple[str, ...]] | None:
+    """What variables of `forward` hold where autograd saves nothing, as in a checkpointed call."""
+    shell = Shell(model, call, choose=lambda _output: captured.gradient_outputs, device=device)
+    try:
+        with (
+            _in_eager_mode(model, captured, shell, device=device),
+            EagerCalls() as forward,
+            torch.autograd.graph.saved_tensors_hooks(lambda _saved: None, lambda none: none),
+        ):
+            shell(*shell.batch)
+    except TraceError:
+        return None  # such as a gradient that forward itself asks for
+    return held_by_variables(layout, forward, forward_only=True)
+
+
+@contextlib.contextmanager
+def _in_eager_mode(
+    model: nn.Module, captured: Capture, shell: Shell, *, device: torch.device | None
+) -> Iterator[None]:
+    with (
+        _tracing(model, ()),
+        put_meanwhile(model, captured.filled),
+        attributes_unchanged(model),
+        eager_kernels(device or torch.device("cpu")),
+        shell.mode,
+        torch.enable_grad(),
+    ):
+        yield
 
 
 def _with_filled(

@@ -36,6 +36,8 @@ class GraphMeta:
         holds it, where that is not the function's last.
     saved_unread: node -> tensors that eager mode holds until then, though no later one reads them:
         autograd up to a backward node, variables of forward up to a forward node.
+    held_in_calls: forward node -> tensors that variables of forward hold until then, where autograd
+        saves nothing, though no later forward node reads them. None: not known.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
     dtypes: dtype -> storages of it, but those that exist before the step.
     parameter_forms, buffer_forms, input_forms: dtype and shape in words, compared by `apply`.
@@ -65,6 +67,7 @@ class GraphMeta:
     backward_functions: Sequence[Sequence[str]] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
     saved_unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    held_in_calls: Mapping[str, Sequence[str]] | None = None
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     parameter_forms: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +131,9 @@ class GraphMeta:
     def to_json(self) -> dict[str, Any]:
         """The object that `from_json` was given, with what has changed since."""
         values = {key: getattr(self, _FIELD_OF.get(key, key)) for key in _TYPES}
-        changed = {key: value for key, value in values.items() if value}
+        changed = {
+            key: v for key, v in values.items() if v or (key in _NOT_KNOWN and v is not None)
+        }
         return {key: values.get(key) for key in self.key_order} | dict(self.extra) | changed
 
 
@@ -196,6 +201,8 @@ def _reads_values(environment: Mapping[str, Any]) -> str:
 
 _FIELD_OF = {"in_place": "eager_overwrites"}
 """Key of a file -> the field, where the names differ."""
+_NOT_KNOWN = ("held_in_calls",)
+"""Fields that are None where nothing is known, and may be empty otherwise."""
 _KEY_OF = {field: key for key, field in _FIELD_OF.items()}
 
 _TYPES = {

@@ -44,6 +44,9 @@ def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
         eager_overwrites=[*graph.meta.eager_overwrites, *rehearsed.in_place],
         dropped=dict(rehearsed.dropped),
         saved_unread=saved,
+        held_in_calls=None
+        if rehearsed.in_calls is None
+        else {name: list(names) for name, names in rehearsed.in_calls.items()},
     )
     return replace(graph, meta=meta)
 

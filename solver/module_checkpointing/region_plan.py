@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -247,6 +248,9 @@ class _Step:
             for region, position in last_in.values():
                 self.held[position] += layout.arguments(region)
             return
+        if graph.meta.held_in_calls is not None:
+            self._hold_as_rehearsed(run, graph.meta.held_in_calls)
+            return
         last_of: dict[str, int] = {}  # module, those around it among them -> its last node
         for position, node in run:
             path = node.module
@@ -257,6 +261,23 @@ class _Step:
         for _, node in run:
             if layout.around(node.name) and not self._is_passed_on(node):
                 self.held[last_of[self._scope(node)]] += node.outputs
+
+    def _hold_as_rehearsed(
+        self, run: Sequence[tuple[int, Node]], held: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Until the last node of `run` that comes before the one which a variable has waited for:
+        of a recomputation, which leaves nodes out, the end may come sooner."""
+        number_of = {node.name: number for number, node in enumerate(self._graph.forward_nodes)}
+        until = {
+            name: number_of[n] for n, names in held.items() if n in number_of for name in names
+        }
+        ran = sorted((number_of[node.name], position) for position, node in run)
+        numbers = [number for number, _ in ran]
+        for _, node in run:
+            for name in node.outputs if self._layout.around(node.name) else ():
+                if name in until:
+                    at = bisect.bisect_right(numbers, until[name]) - 1
+                    self.held[ran[at][1]].append(name)
 
     def _is_passed_on(self, node: Node) -> bool:
         """Whether it and its readers are one exchange of ranks, whose code keeps nothing: what is

@@ -17,9 +17,10 @@ A schedule recomputes single operators. Frameworks recompute what one checkpoint
    recomputed once more when its own backward comes.
 5. A function of the backward pass unpacks everything that it has saved at once, read or not, and
    holds it until it is done, however many operators it runs (`EagerStep`).
-6. While a region runs, Python's local variables hold results: each stays until the call of the
-   innermost module that both makes and reads it has returned. So the peak errs on the large side.
-   What variables hold outside of regions is known (`GraphMeta.saved_unread`).
+6. While a region runs, Python's local variables hold results: as long as they did in a rehearsal
+   (`GraphMeta.held_in_calls`). Where none was possible each stays until the call of the innermost
+   module that both makes and reads it has returned, so that the peak errs on the large side. What
+   variables hold outside of regions is known (`GraphMeta.saved_unread`).
 
 A region must not overwrite what it reads, nor may anything after it: it would be recomputed from
 other values.

@@ -141,7 +141,7 @@ def _check(net: str, name: str, *, holds: str) -> None:
     assert planned <= budget
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow(sample=1, keep=8)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_the_step_takes_is_within_the_prediction(name: str, net: str) -> None:

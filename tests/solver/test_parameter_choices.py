@@ -39,7 +39,7 @@ def planned(graph: Graph, budget_bytes: int, to: Places | None, **options: str) 
     return answer(graph, request)
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow(sample=1, keep=15)
 @pytest.mark.parametrize("first_seed", range(0, 600, 10))
 def test_bound_truth_and_plan_are_in_order(first_seed: int) -> None:
     """The truth is the best of all choices, each searched through with recomputation and copies."""

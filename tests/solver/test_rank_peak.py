@@ -76,7 +76,7 @@ def test_of_stages_that_differ_it_is_what_each_saves(n_layers: tuple[int, int]) 
     assert 0 < max(beside_bytes) <= there_bytes < sum(beside_bytes)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("share", [0.95, 0.85])
 def test_a_budget_is_divided_between_the_stages_of_a_rank(share: float) -> None:
     """The smaller stage saves less than the larger one, which may therefore save more."""

@@ -79,7 +79,7 @@ def solved(model: Sequence[nn.Module], place: Pipeline, *, budget: int) -> Solut
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("n_stages", [2, 3])
 def test_the_split_is_the_best_of_all_divisions(n_stages: int) -> None:
     model = layers()

@@ -183,7 +183,7 @@ def test_every_bit_is_that_of_the_plain_step(dtype, autocast, loss) -> None:
     assert chunked == [loss not in SOFTMAX_STAYS, True] or loss == "log-softmax is returned"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=20)
 @pytest.mark.parametrize("rewrite", BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n_classes", [1000, 1013, 4099])

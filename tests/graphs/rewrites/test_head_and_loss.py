@@ -152,7 +152,7 @@ def assert_as_exact(found: Any, plain: Any, exact: Any, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("form", MODELS)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=3, keep=20)
 def test_errors_are_at_most_twice_those_of_the_plain_step(loss, form, kind) -> None:
     torch.manual_seed(1)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32

@@ -22,7 +22,7 @@ def test_a_rewrite_that_does_not_exist_is_refused():
         trace(NormAndDropout(), NormAndDropout.batch(), rewrites=("in_palace",))
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow(sample=1, keep=2)
 @pytest.mark.parametrize("word", WORDS)
 def test_the_variants_of_a_word_are_traced_as_each_by_itself(word):
     model, batch = NormAndDropout(), NormAndDropout.batch()

@@ -96,7 +96,7 @@ def layout_of(model: nn.Module) -> CopyLayout:
     return layout
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=2, keep=8)
 @pytest.mark.parametrize("make", [Tower, *MODELS])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_copies_give_the_same_bits(make: Any, seed: int, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Noisy(nn.Module):
         return torch.randn(N_ROWS, N_COLUMNS)
 
 
-@pytest.mark.slow(sample=6)
+@pytest.mark.slow(sample=6, keep=10)
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("fill", FILLS)
 def test_a_fill_puts_eagers_numbers_in_eagers_places(fill: str, strides: str) -> None:

@@ -124,7 +124,7 @@ def test_where_nothing_fits_a_stage_of_the_equal_division_says_why(file, capsys)
     assert found["least_budget_bytes"] >= found["proven_budget_bytes"] > 9_000
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "words", [PIPELINE, ["--fsdp", "2", "--device", "cpu"], [*PIPELINE, "--fsdp", "2"]]
 )

@@ -60,7 +60,7 @@ def planner(budget_bytes: int, *, method: str = "every_block", asked: list[int] 
     return plan
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=2, keep=6)
 @pytest.mark.parametrize("shown", [3, 10, 13])
 @pytest.mark.parametrize("first", [1, 3, 16, 50])
 @pytest.mark.parametrize("method", ["none", "every_block"])
