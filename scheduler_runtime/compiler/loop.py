@@ -166,7 +166,8 @@ class CompileLoop:
         if fits_bytes and exceeds_bytes - fits_bytes <= CLOSE * available_bytes / 2:
             return None
         if fits_bytes < planned_bytes < exceeds_bytes:
-            return planned_bytes
+            # the same plan once more would measure the same
+            return None if planned_bytes == attempt.planned_bytes else planned_bytes
         return (fits_bytes + exceeds_bytes) // 2 if fits_bytes else int(0.9 * exceeds_bytes)
 
     def _nothing_fits(self) -> BudgetError:

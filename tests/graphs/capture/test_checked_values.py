@@ -62,7 +62,10 @@ def trained(model: nn.Module, batch: Tensor) -> list[Any]:
         optimizer.zero_grad()
         loss = model(batch)
         loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        found += [
+            loss.detach(),
+            *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+        ]
         optimizer.step()
     return found + [b.clone() for b in model.buffers()] + [torch.get_rng_state()]
 
@@ -80,6 +83,29 @@ def test_the_least_budget_has_the_bits_of_plain_training() -> None:
     expected = trained(plain, batch)
     assert_equal(expected, trained(applied, batch))
     assert_equal(expected, trained(fitted, batch))
+
+
+class Regression(nn.Module):
+    """Predicts a mean and a variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 2))
+        self.sign = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_variance = self.body(x).chunk(2, -1)
+        return F.gaussian_nll_loss(mean, x[:, :1], self.sign * log_variance.exp())
+
+
+def test_the_variances_of_a_gaussian_loss_are_checked_in_each_step() -> None:
+    torch.manual_seed(0)
+    plain, batch = Regression(), torch.randn(32, 16)
+    fitted = fit(copy.deepcopy(plain), budget="1MB", optimizer=[])
+    assert_equal(trained(plain, batch), trained(fitted, batch))
+    fitted.sign.fill_(-1.0)
+    with pytest.raises(ValueError, match="negative"):
+        fitted(batch)
 
 
 @pytest.mark.slow(sample=2)
