@@ -44,7 +44,7 @@ def test_no_plan_of_a_random_module_changes_a_bit(recipe: Recipe) -> None:
     assert tally.n_compared > 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("loss", WIDE_LOSSES)
 def test_a_loss_in_row_chunks_has_the_bits_of_the_whole(loss: str) -> None:
     tally, step = Tally(), Step("gelu", 0, (0, 0, 0))
