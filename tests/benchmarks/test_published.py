@@ -375,10 +375,11 @@ def test_a_sharded_model_holds_what_is_counted_by_hand():
     assert shares[0] - shares[1] == pytest.approx(16 * n_parameters / 16 / 2**30, rel=0.05)
 
 
-@pytest.mark.slow
-def test_the_peak_of_a_sharded_model_is_predicted():
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("file", ["models", "torchtitan"])
+def test_the_peak_of_a_sharded_model_is_predicted(file):
     """With the results of products that its checkpoints keep and nothing reads."""
-    rows = json.loads((DATA / "models.json").read_text())["rows"]
+    rows = json.loads((DATA / f"{file}.json").read_text())["rows"]
     (result,) = compared([row for row in rows if row.get("technique") == "FSDP2 eager"])
     assert abs(result["off"]) < 0.015
 
@@ -444,10 +445,10 @@ def test_the_readme_says_what_the_table_has():
     assert all(abs(row["predicted"] - row["measured"]) < 0.02 for row in alone)
     assert (len(tuned), len(sharded)) == (10, 2)
     assert max(abs(row["off"]) for row in tuned) < 0.006
-    assert max(abs(row["off"]) for row in sharded) < 0.021
+    assert max(abs(row["off"]) for row in sharded) < 0.014
     words = (
         f"{len(alone)} modules within 0.02 MiB, {len(peaks) - len(alone)} up to one constant per "
-        "series, ten fine-tunings of whole models within 0.6 %, FSDP2 within 2.1 %"
+        "series, ten fine-tunings of whole models within 0.6 %, FSDP2 within 1.4 %"
     )
     assert words in " ".join((ROOT / "README.md").read_text().replace("\n>", "\n").split())
 
