@@ -268,9 +268,8 @@ class _Step:
         """Until the last node of `run` that comes before the one which a variable has waited for:
         of a recomputation, which leaves nodes out, the end may come sooner."""
         number_of = {node.name: number for number, node in enumerate(self._graph.forward_nodes)}
-        until = {
-            name: number_of[n] for n, names in held.items() if n in number_of for name in names
-        }
+        last = len(number_of)  # where a rewrite has replaced the node that a variable waits for
+        until = {name: number_of.get(n, last) for n, names in held.items() for name in names}
         ran = sorted((number_of[node.name], position) for position, node in run)
         numbers = [number for number, _ in ran]
         for _, node in run:
