@@ -183,7 +183,7 @@ def test_gradients_that_accumulate(name: str) -> None:
     assert_equal(train(plain, batch, n_micro=2), train(model, batch, n_micro=2))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["experts", "several uses", "branch"])
 def test_under_autocast(name: str) -> None:
     def autocast() -> Any:

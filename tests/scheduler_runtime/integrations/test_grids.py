@@ -8,7 +8,9 @@ from tests.support.ranks import ranks_of
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["colwise", "sequence"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("colwise", marks=pytest.mark.exhaustive), "sequence"]
+)
 def test_each_rank_has_the_same_bits_and_holds_what_was_predicted(case: str) -> None:
     found = ranks_of("grid_ranks", case)
     assert len(found) == 4 * 2  # four ranks, two budgets
