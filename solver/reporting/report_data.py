@@ -240,23 +240,18 @@ def rewritten(solution: Solution) -> Rewritten | None:
     steps = [by_names.get(names[at:]) for at in range(len(names))]  # with fewer and fewer
     known = [each for each in steps if each is not None]
     plain_bytes, plain_s = freed_early_bytes(solution), solution.baseline.time_s
-    peaks = [*(simulate(each, baseline(each)).peak_bytes for each in known), plain_bytes]
-    times_s = [*(each.baseline_time_s for each in known), plain_s]
-    all_known = len(known) == len(names)
+    takes = [(simulate(each, baseline(each)).peak_bytes, each.baseline_time_s) for each in known]
+    pairs = [*itertools.pairwise([*takes, (plain_bytes, plain_s)])]
+    if len(known) < len(names):
+        pairs = []
     return Rewritten(
         names=names,
         n_in_place=sum(node.overwrites is not None for node in graph.nodes),
         peak_bytes=simulate(graph, baseline(graph)).peak_bytes,
         overhead=graph.baseline_time_s / (plain_s or 1.0) - 1.0,
         results=results_of(names),
-        saved_bytes=tuple(fewer - more for more, fewer in itertools.pairwise(peaks))
-        if all_known
-        else (),
-        overheads=tuple(
-            (more - fewer) / (plain_s or 1.0) for more, fewer in itertools.pairwise(times_s)
-        )
-        if all_known
-        else (),
+        saved_bytes=tuple(fewer[0] - more[0] for more, fewer in pairs),
+        overheads=tuple((more[1] - fewer[1]) / (plain_s or 1.0) for more, fewer in pairs),
         plain_bytes=plain_bytes,
     )
 

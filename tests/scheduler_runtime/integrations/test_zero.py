@@ -26,7 +26,8 @@ def test_a_plan_for_stage_3_is_exported_and_not_applied() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="deepspeed is not installed; `pip install deepspeed`"
+    find_spec("deepspeed") is None,
+    reason="deepspeed, no dependency of the tests, is not installed; `pip install deepspeed`",
 )
 def test_no_rank_takes_more_than_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
