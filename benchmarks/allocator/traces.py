@@ -54,12 +54,10 @@ def of_plans() -> Iterator[Trace]:
 
 
 def of_steps(graph: Graph, schedule: Schedule, *, n_steps: int) -> Trace:
-    """What is resident, and so many steps of a plan."""
+    """What is resident before the first step, and so many steps of a plan."""
     recorder = _Recorder()
-    for tensor in graph.resident:
-        if tensor.alias_of is None and tensor.size_bytes and tensor.name != ROUNDING:
-            recorder.allocate(tensor.size_bytes)
     steps = Steps(graph, schedule)
+    steps.start(recorder)
     for _ in range(n_steps):
         steps.play(recorder)
     return recorder.trace

@@ -3,7 +3,8 @@
 The storages of the schedule are played through `caching_allocator` in the order in which the
 program allocates and frees them: first what is resident, then the step several times, as the first
 one leaves another cache behind than it found. Gradients and outputs are given back when a step has
-ended, as `zero_grad(set_to_none=True)` does.
+ended, as `zero_grad(set_to_none=True)` does. The optimizer's state is taken when it steps for the
+first time, parameter by parameter, as PyTorch's optimizers do: between what that step left cached.
 """
 
 from __future__ import annotations
@@ -75,10 +76,8 @@ def reserved(
     allocator = kind(capacity_bytes=capacity_bytes)
     n_quiet = 0
     try:
-        for tensor in graph.resident:
-            if tensor.alias_of is None and tensor.size_bytes and tensor.name != ROUNDING:
-                allocator.allocate(tensor.size_bytes)
         steps = Steps(graph, schedule)
+        steps.start(allocator)
         for _ in range(n_steps):
             n_before = allocator.n_returns
             steps.play(allocator)
@@ -133,11 +132,28 @@ def expandable_segments() -> bool:
     return "expandable_segments:true" in words.lower().replace(" ", "")
 
 
+def state_blocks_bytes(graph: Graph, state_bytes: int) -> list[int]:
+    """The optimizer's state as the blocks that it is taken in: for each parameter in turn as many
+    as the state has times the bytes of the parameters, rounded (Adam's two), in shares of its size.
+    """
+    sizes_bytes = [t.size_bytes for t in graph.resident if t.kind == "parameter" and t.size_bytes]
+    total_bytes = sum(sizes_bytes)
+    n_blocks = max(1, round(state_bytes / max(total_bytes, 1)))
+    blocks_bytes = [
+        size_bytes * state_bytes // (total_bytes * n_blocks)
+        for size_bytes in sizes_bytes
+        for _ in range(n_blocks)
+    ]
+    left_bytes = state_bytes - sum(blocks_bytes)
+    return [n for n in [*blocks_bytes, left_bytes] if n]
+
+
 class Steps:
     """By position in the schedule: the storages given back before the op, and those it takes.
 
     A storage that is overwritten, and one whose bytes are none, is neither. A storage that is made
-    anew while it is live is taken before its old bytes are given back.
+    anew while it is live is taken before its old bytes are given back. The first step played takes
+    the optimizer's state too.
     """
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
@@ -160,6 +176,15 @@ class Steps:
             for position, op in enumerate(schedule.ops)
             if isinstance(op, Compute) and op.node in workspace
         }
+        steps_at = [
+            position
+            for position, op in enumerate(schedule.ops)
+            if isinstance(op, Compute) and graph.node_by_name[op.node].phase == "optimizer"
+        ]
+        resident = [t for t in graph.resident if t.alias_of is None and t.name != ROUNDING]
+        states = [t.size_bytes for t in resident if t.kind == "optimizer_state" and steps_at]
+        self.resident = [t.size_bytes for t in resident if t.kind != "optimizer_state" or not states]
+        self.first_taken = {steps_at[0]: state_blocks_bytes(graph, sum(states))} if states else {}
         order = {tensor.name: index for index, tensor in enumerate(graph.tensors)}
         starts: dict[int, set[str]] = defaultdict(set)
         stops: dict[int, set[str]] = defaultdict(set)
@@ -170,6 +195,11 @@ class Steps:
         self.taken = {p: sorted(starts[p] - stops[p], key=order.__getitem__) for p in [*starts]}
         self.given = {p: sorted(stops[p] - starts[p], key=order.__getitem__) for p in [*stops]}
 
+    def start(self, allocator: CachingAllocator) -> None:
+        """What is resident before the first step."""
+        for size_bytes in filter(None, self.resident):
+            allocator.allocate(size_bytes)
+
     def play(self, allocator: CachingAllocator) -> None:
         """One step."""
         held: dict[str, list[Block]] = defaultdict(list)  # the older first
@@ -179,6 +209,8 @@ class Steps:
             for name in self.taken.get(position, ()):
                 stream = self.stream.get(name, 0)
                 held[name].append(allocator.allocate(self.size_bytes[name], stream=stream))
+            for size_bytes in self.first_taken.pop(position, ()):  # kept for good
+                allocator.allocate(size_bytes)
             if position in self.workspace:
                 size_bytes, stream = self.workspace[position]
                 allocator.free(allocator.allocate(size_bytes, stream=stream))

@@ -8,9 +8,15 @@ from dataclasses import replace
 import pytest
 
 from graphs.graph import Graph
+from graphs.training_step import with_optimizer
 from solver.methods import METHODS
 from solver.schedule import Compute, Schedule, baseline, simulate
-from solver.schedule.reserved_memory import Reserved, expandable_segments, reserved
+from solver.schedule.reserved_memory import (
+    Reserved,
+    expandable_segments,
+    reserved,
+    state_blocks_bytes,
+)
 from solver.schedule.simulator import stays
 from tests.support.builders import make, op, plan
 from tests.support.copying import random_copies
@@ -94,6 +100,39 @@ def test_gpt2():
     assert expandable.reserved_bytes < default.reserved_bytes < 1.01 * peak_bytes
     for each, kind in ((default, False), (expandable, True)):  # what N_STEPS says
         assert reserved(graph, schedule, expandable=kind, n_steps=2) == each
+
+
+def trained(state_bytes: int) -> Graph:
+    """40 MiB that are free again when the optimizer steps; parameters of 20 and 10 MiB."""
+    nodes = [op("f", "p", "a"), op("g", "a q", "b"), op("h", "b", "d")]
+    graph = make(nodes, {"p": 20 * MIB, "q": 10 * MIB, "a": 40 * MIB, "b": 512, "d": 512})
+    parameters = [replace(t, kind="parameter") if t.name in "pq" else t for t in graph.tensors]
+    optimizer = {"name": "SGD", "state_bytes": state_bytes, "workspace_bytes": 0, "time_s": 1.0}
+    return with_optimizer(replace(graph, tensors=tuple(parameters)), optimizer)
+
+
+def test_the_optimizers_state_is_taken_at_the_end_of_the_first_step():
+    """It takes a's place, which the second step takes anew: known from the start it would not."""
+    graph = trained(30 * MIB)
+    first = reserved(graph, baseline(graph), expandable=False, n_steps=1)
+    found = reserved(graph, baseline(graph), expandable=False)
+    assert first.reserved_bytes == (20 + 10 + 40 + 2) * MIB
+    assert found.reserved_bytes == (20 + 10 + 40 + 2) * MIB + 40 * MIB
+    whole = make([op("f", "p", "a"), op("g", "a", "d")], {"p": 60 * MIB, "a": 40 * MIB, "d": 512})
+    from_start = reserved(whole, baseline(whole), expandable=False)
+    assert from_start.reserved_bytes == (60 + 40 + 2) * MIB
+    assert found.allocated_bytes == from_start.allocated_bytes
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2])
+def test_state_is_taken_parameter_by_parameter(n_blocks: int):
+    graph = trained(30 * MIB * n_blocks + 12)
+    sizes_bytes = state_blocks_bytes(graph, 30 * MIB * n_blocks + 12)
+    assert sum(sizes_bytes) == 30 * MIB * n_blocks + 12
+    large = [n for n in sizes_bytes if n > MIB]
+    assert large == pytest.approx([20 * MIB] * n_blocks + [10 * MIB] * n_blocks, abs=12)
+    unnamed = tuple(replace(t, kind="buffer") for t in graph.tensors)
+    assert state_blocks_bytes(replace(graph, tensors=unnamed), 30) == [30]
 
 
 def test_whether_it_fits_a_device():
