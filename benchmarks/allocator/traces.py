@@ -17,7 +17,7 @@ from solver.schedule.caching_allocator import (
     DeviceFullError,
     ExpandableAllocator,
 )
-from solver.schedule.reserved_memory import ROUNDING, Steps
+from solver.schedule.reserved_memory import Steps
 
 Trace = list[list[int]]
 """Allocations: an index, bytes and a stream. Frees: the index. Streams are multiples of 32."""

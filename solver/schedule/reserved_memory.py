@@ -183,7 +183,8 @@ class Steps:
         ]
         resident = [t for t in graph.resident if t.alias_of is None and t.name != ROUNDING]
         states = [t.size_bytes for t in resident if t.kind == "optimizer_state" and steps_at]
-        self.resident = [t.size_bytes for t in resident if t.kind != "optimizer_state" or not states]
+        others = [t for t in resident if t.kind != "optimizer_state"] if states else resident
+        self.resident = [tensor.size_bytes for tensor in others]
         self.first_taken = {steps_at[0]: state_blocks_bytes(graph, sum(states))} if states else {}
         order = {tensor.name: index for index, tensor in enumerate(graph.tensors)}
         starts: dict[int, set[str]] = defaultdict(set)
