@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scheduler_runtime
 from benchmarks.gpu.bench import measured, optimizer_of, step_of
 from benchmarks.gpu.bits import compare, tight_plan
+from benchmarks.random_modules import WIDE_LOSSES, WIDTH, RandomModule, Recipe
 from benchmarks.same_bits import solution_of, trained
 from benchmarks.step_styles import STYLES, Training
 from benchmarks.zoo import LOSS_INSIDE, TINY, tiny
 from graphs.costs import CostCache, Measured
+from graphs.graph import Graph
 from graphs.trace import trace
 from scheduler_runtime.measuring import emptied
 from scheduler_runtime.verifying import differences, verify
@@ -66,13 +69,9 @@ def test_a_planned_step_is_bitwise_identical(device, name, finding):
     finding(", ".join(f"{key} {row[key]}" for key in row if key.startswith(("n_", "all_"))))
 
 
-@pytest.mark.slow(sample=1)
-@pytest.mark.parametrize("name", TINY)
-def test_outputs_in_place_of_inputs_are_bitwise_identical(device, name, finding):
-    """The plan without recomputation, so that it differs from eager mode in this alone."""
-    model, batch = tiny(name, device).made(device)
-    graph = trace(model, batch, rewrites=("in_place",))
-    n_in_place = sum(node.overwrites is not None for node in graph.nodes)
+def steady_bits_are_kept(model: nn.Module, batch: Any, graph: Graph) -> None:
+    """Train with the plan without recomputation, so that it differs from eager mode in the graph's
+    rewrites alone. What differs between two runs of eager mode may differ here too."""
     plain = copy.deepcopy(model)
     scheduler_runtime.apply(model, solution_of(graph, baseline(graph)))
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -84,7 +83,31 @@ def test_outputs_in_place_of_inputs_are_bitwise_identical(device, name, finding)
     for expected, second, planned in zip(*runs, strict=True):
         unsteady = differences(expected, second)
         assert differences(expected, planned).keys() <= unsteady.keys()
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("name", TINY)
+def test_outputs_in_place_of_inputs_are_bitwise_identical(device, name, finding):
+    model, batch = tiny(name, device).made(device)
+    graph = trace(model, batch, rewrites=("in_place",))
+    steady_bits_are_kept(model, batch, graph)
+    n_in_place = sum(node.overwrites is not None for node in graph.nodes)
     finding(f"{n_in_place} outputs in place of inputs")
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("rewrite", ["chunked_loss", "chunked_loss_backward"])
+@pytest.mark.parametrize("loss", WIDE_LOSSES)
+def test_losses_in_row_chunks_are_bitwise_identical(device, loss, rewrite, finding):
+    """Or the device's kernels fail the probe of bits: then the rewrite is not offered."""
+    recipe = Recipe((), (), (), n_rows=300, wide_loss=loss, n_classes=16_384)
+    torch.manual_seed(0)
+    model, batch = RandomModule(recipe).to(device), (torch.randn(300, WIDTH, device=device),)
+    graph = trace(model, batch, rewrites=(rewrite, "in_place"))
+    n_chunked = sum(node.op.startswith("row_chunks") for node in graph.nodes)
+    steady_bits_are_kept(model, batch, graph)
+    finding(f"{n_chunked} operators in row chunks" if n_chunked else "not offered")
+    assert n_chunked or device.type == "cuda"
 
 
 @pytest.mark.slow
