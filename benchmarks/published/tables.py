@@ -31,16 +31,15 @@ NOTES = """## Notes
 - *fused_linear_orpo_loss.* The script was changed between the two series of rows, on the day that
   their dates tell.
 - *FSDP2 in torchtitan.* Its log has what the allocator reserved, predicted here with PyTorch's
-  default settings. On 8 cards 68.3 GiB are allocated and 82.2 reserved, as buffers that are
+  default settings. On 8 cards 68.3 GiB are allocated and 82.6 reserved, as buffers that are
   gathered and reduced lie in pools of other streams; 4.0 of them are results of each block's
   last product, which nothing reads: a checkpoint whose policy names kinds of operators keeps
   them. How much is reserved depends on when Python's variables let go of what a checkpointed
   block has made, which is rehearsed. The launch script of its repository asks for expandable
   segments; with them less would be reserved than was measured. Which setting these runs had is
   not stated. Not modelled: torchtitan keeps the last block's parameters whole from the forward to
-  the backward pass (0.4 GiB allocated), and optimizer states are allocated at the end of the first
-  step. The card is an H100 with slower memory and at most 500 W, whose rates are not
-  published, so its share is of a usual H100's rates and not used elsewhere.
+  the backward pass (0.4 GiB allocated). The card is an H100 with slower memory and at most 500 W,
+  whose rates are not published, so its share is of a usual H100's rates and not used elsewhere.
 - *Variables.* Where the forward pass has the peak (`fused_linear_jsd`, `distill_jsd_loss`), it
   includes tensors that only a variable of `forward` still holds. A planned step frees them."""
 
