@@ -58,15 +58,18 @@ LIGHT = [f"graphs.{name}" for name in LIGHT_GRAPHS] + [
 ]
 
 
+@pytest.mark.slow
 def test_the_core_and_the_solver_import_nothing_heavy():
     assert not imported_by("import graphs, solver, solver.cli")
     assert imported_by("import " + ", ".join(LIGHT)) <= {"pulp"}
 
 
+@pytest.mark.slow
 def test_pictures_need_matplotlib_alone():
     assert imported_by("import solver.reporting.plot") == {"matplotlib"}
 
 
+@pytest.mark.slow
 def test_planning_a_saved_graph_imports_nothing_heavy(tmp_path):
     program = "import sys; from solver.cli import main; assert main(sys.argv[1:]) == 0"
     options = ("--budget", "4GB", "-o", str(tmp_path / "schedule.json"), "--quiet")
@@ -82,6 +85,7 @@ def test_tests_of_the_solver_collect_without_torch():
     assert "torch" not in imported_by(program, "--collect-only", "-q", "-n0", *paths)
 
 
+@pytest.mark.slow
 def test_solving_a_saved_graph_from_python_imports_nothing_heavy():
     program = "import sys; from solver import solve; solve(sys.argv[1], budget='4GB')"
     assert imported_by(program, str(GRAPH)) == {"scipy"}
@@ -104,6 +108,7 @@ def test_the_version_loads_nothing_else():
     assert set(loaded.split()) - {"__main__"} == ours
 
 
+@pytest.mark.slow
 def test_a_usage_error_imports_nothing_slow():
     program = "from solver.cli import main; assert main(['--budgte', '4GB', 'model.py']) == 2"
     assert not imported_by(program)
@@ -122,6 +127,7 @@ WRONG_SIZES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_wrong_size_is_refused_before_torch_is_loaded():
     program = (
         "from solver.cli import main\n"

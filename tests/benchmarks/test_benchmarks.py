@@ -129,6 +129,7 @@ def test_what_pytorchs_partitioner_saves_is_simulated() -> None:
         assert peers.best_overhead(step.graph, simulations, budget_bytes=1) is None
 
 
+@pytest.mark.slow
 def test_offload_measures_and_names_its_misses() -> None:
     graph = residual(n_blocks=6)
     found = offload.measure_graph("net", graph, shares=[0.5], time_limit_s=600.0)
@@ -150,6 +151,7 @@ def test_offload_measures_and_names_its_misses() -> None:
     assert "Misses: " in offload.markdown(report)
 
 
+@pytest.mark.slow
 def test_steps_take_turns_and_a_plan_is_forecast_with_other_times() -> None:
     model, batch = Tower(), (torch.randn(128, 64),)
     found = solve(model, batch, budget="350KB", rewrites="none")

@@ -83,6 +83,7 @@ def test_the_largest_batch_lies_between_one_that_fits_and_one_that_does_not():
     assert larger["batch_size"] > row["batch_size"]
 
 
+@pytest.mark.slow
 def test_costs_are_put_beside_the_roofline():
     row = operators.measured_beside_roofline(SMALL["llama"], CPU)
     assert row["n_distinct"] > 10
@@ -129,6 +130,7 @@ def test_all_ways_are_in_one_picture(tmp_path):
     assert (tmp_path / "ways-gpt2.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_cuda_graph_of_recomputed_random_operators_is_refused():
     from benchmarks.zoo.written import AttentionWithDropout
 

@@ -22,7 +22,7 @@ ALONE = ("cross_entropy", "swiglu", "rms_norm", "layer_norm", "rope", "fused_lin
 """Scripts whose rows need no fitted constant; one row of each is cheap."""
 
 
-@pytest.mark.slow(sample=3, keep=0)
+@pytest.mark.slow(sample=2, keep=0)
 @pytest.mark.parametrize("script", ALONE)
 def test_a_published_peak_is_predicted(script):
     row = next(row for row in ROWS if row["op"] == script)
@@ -104,6 +104,7 @@ def test_a_missing_field_is_named_where_it_matters(name):
         assert result["reason"].startswith(name)
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("row", [None, 7, "row", [], {}])
 def test_what_is_no_row_stops_no_other(row):
     no_row, norm = compared([row, NORM])
@@ -170,7 +171,7 @@ def test_each_script_has_a_row_or_settings():
     assert set(SCRIPTS) == {row["op"] for row in ROWS} | set(UNSEEN)
 
 
-@pytest.mark.slow(sample=6, keep=6)
+@pytest.mark.slow(sample=1, keep=6)
 @pytest.mark.parametrize("op", UNSEEN)
 @pytest.mark.parametrize("metric", ["max_memory_allocated MiB", "median ms fwd+bwd"])
 def test_scripts_without_a_known_row_are_predicted(op, metric):
@@ -184,6 +185,7 @@ def test_scripts_without_a_known_row_are_predicted(op, metric):
         assert one["predicted"] < two["predicted"] < 2.05 * one["predicted"]
 
 
+@pytest.mark.slow
 def test_peaks_counted_by_hand():
     """Attention written out, in the softmax's backward function: its result, the gradient of that
     and the one of the scores; cuBLAS; x, its gradient and the output's; four matrices, their
@@ -231,7 +233,7 @@ def varied(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [*rows, other]
 
 
-@pytest.mark.slow(sample=2, keep=3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("op", [*ALONE, *sorted(SCRIPTS.keys() - UNSEEN.keys() - {*ALONE})])
 def test_other_sizes_dtypes_and_cards_are_predicted(op):
     row = next(row for row in ROWS if row["op"] == op)
@@ -271,6 +273,7 @@ def test_adapters_are_predicted(batch_size, measured_gb):
     assert abs(result["off"]) < 0.002
 
 
+@pytest.mark.slow
 def test_times_are_predicted_and_the_fitted_share_is_their_median():
     results = compared(row for row in ROWS if row["op"].startswith("tiled"))
     errors = [abs(result["off"]) for result in results]
@@ -427,6 +430,7 @@ def test_the_ratio_of_two_shares_gives_the_measured_time():
     assert ratio_range(6.0, 5.0, 10.0) is None
 
 
+@pytest.mark.slow
 def test_times_of_modules_leave_no_wider_range():
     results = compared(row for row in ROWS if row["op"].startswith("tiled"))
     ratios = [result["ratio"] for result in results if result["ratio"] is not None]

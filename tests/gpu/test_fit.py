@@ -12,6 +12,7 @@ from scheduler_runtime.by_submodule import plan_chain
 from scheduler_runtime.measuring import emptied
 
 
+@pytest.mark.slow
 def test_fit_to_what_is_free(device, finding):
     model, batch = tiny("gpt2 with dropout", device).made(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

@@ -85,7 +85,7 @@ def steady_bits_are_kept(model: nn.Module, batch: Any, graph: Graph) -> None:
         assert differences(expected, planned).keys() <= unsteady.keys()
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_outputs_in_place_of_inputs_are_bitwise_identical(device, name, finding):
     model, batch = tiny(name, device).made(device)

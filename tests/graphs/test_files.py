@@ -181,6 +181,7 @@ def test_extra_fields_of_later_versions_are_ignored(tmp_path):
     assert Graph.load(written(tmp_path, graph)) == Graph.from_json(a_graph())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["nodes", "tensors"])
 def test_ten_million_entries_are_refused_before_one_is_looked_at(field, tmp_path):
     path = tmp_path / "graph.json"
@@ -190,6 +191,7 @@ def test_ten_million_entries_are_refused_before_one_is_looked_at(field, tmp_path
         Graph.load(path)
 
 
+@pytest.mark.slow
 def test_ten_million_ops_are_refused_before_one_is_looked_at(tmp_path):
     path = tmp_path / "schedule.json"
     whole = json.dumps(a_schedule() | {"ops": []})

@@ -140,6 +140,7 @@ def resident_bytes(graph: Graph) -> dict[str, int]:
     return {name.removeprefix("pipeline."): size_bytes for name, size_bytes in found.items()}
 
 
+@pytest.mark.slow
 def test_what_stands_beside_the_step() -> None:
     one_bytes = 8 * WIDTH * 4
     first = trace(stage(), batch(requires_grad=False), pipeline=Pipeline(0, 4, 8))

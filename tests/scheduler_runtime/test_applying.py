@@ -35,7 +35,7 @@ from tests.support.same_bits import (
 )
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("gradients", ["fresh", "accumulate"])
 def test_keeping_nothing_gives_the_same_bits(make: Any, gradients: str) -> None:
@@ -46,7 +46,7 @@ def test_keeping_nothing_gives_the_same_bits(make: Any, gradients: str) -> None:
     assert_same_bits(model, planned, batch, getattr(make, "loss", None))
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_sets_of_kept_tensors_give_the_same_bits(make: Any, seed: int) -> None:
@@ -57,7 +57,7 @@ def test_random_sets_of_kept_tensors_give_the_same_bits(make: Any, seed: int) ->
     assert_same_bits(model, planned, batch, getattr(make, "loss", None))
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("make", MODELS)
 def test_recomputing_again_and_again_gives_the_same_bits(make: Any) -> None:
     """Nothing made again is held: every later op makes all that it reads anew."""
@@ -129,6 +129,7 @@ class WrittenOutAttention(nn.Module):
         return torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [TiedLanguageModel, WrittenOutAttention])
 def test_autocast_gives_the_same_bits(make: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -144,6 +145,7 @@ def test_autocast_gives_the_same_bits(make: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 def test_accumulation_over_micro_batches_gives_the_same_bits() -> None:
     model, batch, graph = traced(TiedLanguageModel, gradients="accumulate")
     planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
@@ -152,6 +154,7 @@ def test_accumulation_over_micro_batches_gives_the_same_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_and_inputs_that_need_gradients() -> None:
     torch.manual_seed(0)
     model = Classifier()
@@ -177,6 +180,7 @@ def planned_language_model() -> tuple[nn.Module, Any, Graph]:
     return model, batch, graph
 
 
+@pytest.mark.slow
 def test_the_module_stays_the_same_object() -> None:
     model, _, graph = traced(TiedLanguageModel)
     names = list(model.state_dict())
@@ -192,6 +196,7 @@ def test_the_module_stays_the_same_object() -> None:
         remove(model)
 
 
+@pytest.mark.slow
 def test_evaluation_runs_the_module_itself() -> None:
     model, batch, _ = planned_language_model()
     model.eval()
@@ -202,6 +207,7 @@ def test_evaluation_runs_the_module_itself() -> None:
         assert not model(batch).requires_grad
 
 
+@pytest.mark.slow
 def test_hooks_on_parameters_and_modules_fire_once() -> None:
     model, batch, _ = planned_language_model()
     fired: list[str] = []
@@ -211,6 +217,7 @@ def test_hooks_on_parameters_and_modules_fire_once() -> None:
     assert fired == ["forward", "parameter"]
 
 
+@pytest.mark.slow
 def test_gradients_leave_before_the_backward_pass_is_over() -> None:
     model, batch, _ = planned_language_model()
     seen: list[int] = []
@@ -226,6 +233,7 @@ def test_gradients_leave_before_the_backward_pass_is_over() -> None:
     assert seen[-1] == len(parameters)
 
 
+@pytest.mark.slow
 def test_copies_of_a_planned_module_run_by_themselves() -> None:
     model, batch, _ = planned_language_model()
     expected = one_step(model, batch, 0)
@@ -267,6 +275,7 @@ def test_frozen_parameters_that_forward_updates() -> None:
         assert_equal(model.parameters(), planned.parameters())
 
 
+@pytest.mark.slow
 def test_a_second_backward_is_refused() -> None:
     model, batch, _ = planned_language_model()
     loss = model(batch)
@@ -275,6 +284,7 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_a_parameter_changed_before_backward_is_refused() -> None:
     model, batch, _ = planned_language_model()
     loss = model(batch)
@@ -284,6 +294,7 @@ def test_a_parameter_changed_before_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_a_schedule_file_runs_in_a_model_made_anew(tmp_path: Path) -> None:
     model, batch, graph = traced(TiedLanguageModel)
     path = tmp_path / "schedule.json"
@@ -292,6 +303,7 @@ def test_a_schedule_file_runs_in_a_model_made_anew(tmp_path: Path) -> None:
     assert_same_bits(model, planned, batch)
 
 
+@pytest.mark.slow
 def test_an_illegal_schedule_file_is_refused_by_the_judge(tmp_path: Path) -> None:
     model, batch, graph = traced(TiedLanguageModel)
     path = tmp_path / "schedule.json"
@@ -311,7 +323,7 @@ def test_a_solution_without_schedule_cannot_be_applied() -> None:
         apply(TiedLanguageModel(), nothing)
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda m: nn.Sequential(m), lambda m: m])
 def test_a_planned_module_inside_another(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model, batch, _ = planned_language_model()

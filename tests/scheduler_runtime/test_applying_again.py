@@ -23,12 +23,14 @@ from tests.support.models import Classifier, TiedLanguageModel
 from tests.support.same_bits import assert_same_bits, one_step, solution_of, traced
 
 
+@pytest.mark.slow
 def test_another_shape_is_refused_by_name() -> None:
     model, batch, _ = planned_language_model()
     with pytest.raises(PlanMismatchError, match=r"has shape \[6, 10\], planned for \[3, 10\]"):
         model(batch.repeat(2, 1))
 
 
+@pytest.mark.slow
 def test_another_model_is_refused() -> None:
     _, batch, graph = traced(TiedLanguageModel)
     other = TiedLanguageModel(n_layers=3)
@@ -37,6 +39,7 @@ def test_another_model_is_refused() -> None:
         other(batch)
 
 
+@pytest.mark.slow
 def test_autocast_that_was_not_planned_is_refused() -> None:
     model, batch, _ = planned_language_model()
     with (
@@ -46,6 +49,7 @@ def test_autocast_that_was_not_planned_is_refused() -> None:
         model(batch)
 
 
+@pytest.mark.slow
 def test_replan_makes_a_plan_for_the_new_shape() -> None:
     torch.manual_seed(0)
     model = TiedLanguageModel()
@@ -79,6 +83,7 @@ def planned_classifier(**options: Any) -> tuple[nn.Module, nn.Module, Solution]:
     return model, apply(copy.deepcopy(model), solution, **options), solution
 
 
+@pytest.mark.slow
 def test_replan_with_a_loss_outside_for_a_smaller_batch() -> None:
     """The loss counts as it was planned, so the step stays within the budget."""
     model, planned, solution = planned_classifier(on_mismatch="replan")
@@ -89,6 +94,7 @@ def test_replan_with_a_loss_outside_for_a_smaller_batch() -> None:
     assert measured.peak_bytes <= solution.request.available_bytes
 
 
+@pytest.mark.slow
 def test_replan_with_a_loss_outside_for_a_larger_batch_is_refused() -> None:
     _, planned, _ = planned_classifier(on_mismatch="replan")
     x, label = Classifier.batch()
@@ -96,6 +102,7 @@ def test_replan_with_a_loss_outside_for_a_larger_batch_is_refused() -> None:
         planned(torch.cat([x, x]), torch.cat([label, label]))
 
 
+@pytest.mark.slow
 def test_replan_from_a_file_knows_the_loss(tmp_path: Path) -> None:
     model, _, solution = planned_classifier()
     path = tmp_path / "schedule.json"
@@ -113,6 +120,7 @@ def test_replan_from_a_file_knows_the_loss(tmp_path: Path) -> None:
         model(x[:3], label[:3])
 
 
+@pytest.mark.slow
 def test_several_plans_for_batches_of_several_shapes() -> None:
     model, _, first = planned_classifier()
     x, label = model.batch()
@@ -125,6 +133,7 @@ def test_several_plans_for_batches_of_several_shapes() -> None:
         planned(*(torch.cat([each, each]) for each in larger))
 
 
+@pytest.mark.slow
 def test_plans_of_different_steps_are_refused() -> None:
     model, _, first = planned_classifier()
     summed = solve(model, model.batch(), budget=10**6, loss=model.loss, gradients="accumulate")
@@ -134,6 +143,7 @@ def test_plans_of_different_steps_are_refused() -> None:
         apply(model, [])
 
 
+@pytest.mark.slow
 def test_calls_that_differ_in_where_nothing_stands() -> None:
     plain, planned, x = planned_linear()
     for args in ((x, None, 2.0), (x, 2.0, None), (x,)):

@@ -85,7 +85,7 @@ def assert_same_bits(plain: Frozen, model: Frozen, batch: tuple[Tensor, ...]) ->
 
 
 @pytest.mark.usefixtures("with_fast_path")
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 def test_the_fast_path_runs_in_a_plan(name: str) -> None:
     plain, batch = case(name)
@@ -107,6 +107,7 @@ def test_the_fast_path_runs_where_gradients_are_off() -> None:
     assert_same_bits(plain, model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_fast_path")
 def test_without_the_fast_path_attention_is_traced() -> None:
     torch.backends.mha.set_fastpath_enabled(False)
@@ -118,6 +119,7 @@ def test_without_the_fast_path_attention_is_traced() -> None:
     assert_same_bits(plain, model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_fast_path")
 def test_in_training_attention_is_traced() -> None:
     model, batch = case("layers")

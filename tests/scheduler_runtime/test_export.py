@@ -112,7 +112,7 @@ def exported(name: str, share: float) -> tuple[nn.Module, nn.Module, Any, Export
     return plain, model, batch_of(), to_torch_checkpoint(model, solution_within(name, share))
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "share"), [("gpt2", 0.35), ("conv", 0.7), ("gpt2", 0.8), ("resnet", 0.5)]
 )
@@ -144,6 +144,7 @@ def test_half_of_the_activations_costs_little_more_than_the_plan_itself(dropout:
     assert measure(model, batch, n_steps=1).peak_bytes <= plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_dropout_draws_again_without_what_it_is_applied_to() -> None:
     """So the last product of a block neither runs again nor stays, and nor does its noise."""
     plain, batch = small_gpt2(), tokens()
@@ -170,6 +171,7 @@ def test_fused_attention_of_the_cpu_draws_nothing_so_it_is_saved_before_dropout(
     assert may_save(graph)(asked) == attention != set()
 
 
+@pytest.mark.slow
 def test_statistics_of_a_batch_norm_are_kept_though_its_result_is_overwritten() -> None:
     """So the convolution before it is not recomputed, and nor is the norm."""
     graph, model = graph_of("resnet"), small_resnet()
@@ -413,6 +415,7 @@ def test_what_cannot_be_exported_is_refused_by_name() -> None:
         to_torch_checkpoint(apply(model, solution), solution)
 
 
+@pytest.mark.slow
 def test_an_exported_model_is_not_traced_and_removing_twice_does_nothing() -> None:
     model, solution = small_gpt2(), solution_within("gpt2", 0.35)
     found = to_torch_checkpoint(model, solution)

@@ -42,6 +42,7 @@ class _Net(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_a_module_called_once_is_checkpointed_though_its_parts_are_called_twice() -> None:
     torch.manual_seed(0)
     plain, batch = _Net(n_calls=1), (torch.randn(256, 16),)

@@ -85,7 +85,7 @@ def step(model: nn.Module) -> list[torch.Tensor]:
     return [loss.detach(), *gradients, *(b.clone() for b in model.buffers())]
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, False])
 def test_the_same_bits_in_less_memory(recompute: bool, host_apart: None) -> None:
     plain, model = Net(), Net()

@@ -91,7 +91,7 @@ def exported(model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, share: float
     return to_torch_checkpoint(model, solution)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_loss_is_in_chunks_with_the_same_bits_in_the_bytes_that_were_predicted(
     loss: Any,
@@ -110,7 +110,7 @@ def test_the_loss_is_in_chunks_with_the_same_bits_in_the_bytes_that_were_predict
     assert "forward" not in vars(model)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "variant"), list(itertools.product(LOSSES, STOCK)))
 def test_each_variant_takes_what_was_predicted(loss: Any, variant: Any) -> None:
     model, (x, y) = Classifier(loss), batch()
@@ -174,6 +174,7 @@ def of_few(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:300], y[:300])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [smoothed, weighted, by_hand, of_few])
 def test_others_are_left_alone(loss: Any) -> None:
     model, (x, y) = Classifier(loss), batch()
@@ -181,6 +182,7 @@ def test_others_are_left_alone(loss: Any) -> None:
         assert not trace(model, (x, y), rewrites=variant).meta.called_losses
 
 
+@pytest.mark.slow
 def test_a_second_backward_pass_is_refused_and_another_shape_is_computed() -> None:
     plain, (x, y) = Classifier(mean), batch()
     model = copy.deepcopy(plain)
@@ -238,6 +240,7 @@ def _step_with_flag(model: Flagged, x: torch.Tensor, y: torch.Tensor) -> list[to
     return [*results, *(p.grad for p in model.parameters()), model.seen, *seen]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", STOCK)
 @pytest.mark.parametrize("mode", FLAGGED)
 def test_calls_that_read_the_logits_otherwise_than_the_planned_one(mode: str, variant: Any) -> None:
@@ -256,6 +259,7 @@ def _loss_and_gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tens
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", STOCK)
 def test_where_calls_come_from(monkeypatch, variant: Any) -> None:
     """In chunks are those of the model's own forward; never a caller's, or what is called again."""
@@ -333,6 +337,7 @@ def written(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.slow
 def test_logits_that_forward_writes_after_the_loss_are_not_what_is_kept() -> None:
     plain, (x, y) = Classifier(written), batch()
     calls = [trace(plain, (x, y), rewrites=variant).meta.called_losses for variant in STOCK]
@@ -373,6 +378,7 @@ def test_chunks_have_the_bits_of_the_whole(seed: int) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_a_device_that_rounds_otherwise_in_chunks_is_told(monkeypatch) -> None:
     model, (x, y) = Classifier(mean), batch()
     exported(model, x, y, share=0.75)

@@ -111,6 +111,7 @@ def graph_of(name: str) -> Graph:
     return trace(built(name), rows(), costs=Measured(torch.device("cpu")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_where_nothing_is_checkpointed_the_peak_is_that_of_the_step_without_a_plan(
     name: str,
@@ -124,6 +125,7 @@ def test_where_nothing_is_checkpointed_the_peak_is_that_of_the_step_without_a_pl
     assert without - SCALARS_BYTES <= exported.peak_bytes <= 1.001 * without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("share", [0.95, 0.7])
 def test_a_choice_of_modules_keeps_to_the_budget_or_says_that_none_does(
@@ -140,6 +142,7 @@ def test_a_choice_of_modules_keeps_to_the_budget_or_says_that_none_does(
     assert_same_bits(plain, model, rows())
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", ["variables", "temporaries"])
 def test_what_variables_hold_while_a_module_runs_is_known(name: str) -> None:
     graph, model = graph_of(name), built(name)
@@ -166,7 +169,7 @@ def test_what_fits_only_with_early_frees_is_refused() -> None:
         to_torch_checkpoint(model, solution)
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", LAYERS)
 def test_any_choice_of_regions_takes_at_most_the_simulated_peak(name: str, seed: int) -> None:

@@ -46,7 +46,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_eager_mode_runs_the_operators_of_the_simulated_schedule(seed: int) -> None:
     """So what is simulated is what runs: the early stop, what is saved, what nests."""
@@ -98,7 +98,7 @@ def regions_by_chance(
     return [region for block in tree.blocks for region in regions(block, 2)]
 
 
-@pytest.mark.slow(sample=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(5))
 def test_any_choice_of_regions_is_bitwise_identical_within_the_simulated_peak(

@@ -120,7 +120,7 @@ def test_a_loss_outside_trains_with_the_same_bits_for_each_shape() -> None:
     assert [plan.environment["shapes"] for plan in (first, second)] == [[[512, 32]], [[384, 32]]]
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [NormAndDropout, TiedLanguageModel])
 def test_a_loss_inside_is_planned_as_solve_plans_it(make: Any) -> None:
     torch.manual_seed(0)
@@ -155,6 +155,7 @@ def test_the_measured_peak_is_within_the_budget() -> None:
     assert plain_peak_bytes > budget
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_planned_for_when_they_are_there() -> None:
     plain = tower()
     fitted = copy.deepcopy(plain)
@@ -173,6 +174,7 @@ def test_accumulated_gradients_are_planned_for_when_they_are_there() -> None:
     assert resident[1] == resident[0] + gradients_bytes
 
 
+@pytest.mark.slow
 def test_several_optimizers_are_counted_together() -> None:
     model = tower()
     optimizers = [adamw(model.blocks.parameters()), torch.optim.SGD(model.head.parameters(), 0.1)]
@@ -184,6 +186,7 @@ def test_several_optimizers_are_counted_together() -> None:
     assert state.size_bytes == 2 * sum(sizes) + 4 * len(sizes)  # two moments and a step count
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_left_out_is_said() -> None:
     model = fit(tower(), budget="1GB")
     with pytest.warns(UserWarning, match="optimizer's state is not counted: pass optimizer="):
@@ -191,6 +194,7 @@ def test_an_optimizer_that_is_left_out_is_said() -> None:
     assert any("pass optimizer=" in note for note in plans_of(model)[0].notes)
 
 
+@pytest.mark.slow
 def test_the_reserve_of_a_loss_outside_is_kept_and_can_be_named() -> None:
     reserved = []
     for loss_reserve in (0, None, 10**6):
@@ -241,6 +245,7 @@ def test_evaluation_and_no_grad_run_the_modules_own_forward() -> None:
     assert "forward" not in vars(remove(model))
 
 
+@pytest.mark.slow
 def test_a_share_of_the_memory_is_rounded_down_to_bytes() -> None:
     batch = numbers(8)
     model = fit(tower(), budget=0.85 * (10**9 + 1), reserve=0.1 * 25, loss_reserve=1.5)
@@ -251,6 +256,7 @@ def test_a_share_of_the_memory_is_rounded_down_to_bytes() -> None:
         fit(tower(), budget=0.85)
 
 
+@pytest.mark.slow
 def test_a_model_without_gradients_runs_as_it_is_and_is_planned_when_it_has_some() -> None:
     """As adapters that are switched off for a while leave it."""
     model = fit(tower().requires_grad_(False), budget="1GB")
@@ -288,7 +294,7 @@ def test_what_a_step_has_on_the_device_counts_each_storage_once() -> None:
     assert resident_bytes() == 4 * parameters_bytes + tokens.nbytes + counts_bytes
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_module_that_is_compiled_afterwards_runs_its_plan_uncompiled(in_place: bool) -> None:
     plain = tower()
@@ -306,6 +312,7 @@ def test_a_module_that_is_compiled_afterwards_runs_its_plan_uncompiled(in_place:
     ] == [True]
 
 
+@pytest.mark.slow
 def test_a_copy_plans_for_itself() -> None:
     model = tower()
     optimizer = adamw(model.parameters())
@@ -348,6 +355,7 @@ def test_shorter_calls_are_planned_without_a_search(monkeypatch: pytest.MonkeyPa
         assert measured.peak_bytes <= budget
 
 
+@pytest.mark.slow
 def test_a_trace_does_not_search_the_programs_of_other_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

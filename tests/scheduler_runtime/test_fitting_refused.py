@@ -45,6 +45,7 @@ class _WithHidden(nn.Module):
         return {"loss": x.square().mean(), "hidden": hidden}
 
 
+@pytest.mark.slow
 def test_a_step_that_holds_two_forward_passes_names_its_remedy() -> None:
     def step(budget: int, **options: Any) -> None:
         model = fit(_WithHidden(), budget=budget, rewrites="none", **options)
@@ -64,6 +65,7 @@ def test_a_step_that_holds_two_forward_passes_names_its_remedy() -> None:
     step(enough, loss_reserve=0, loss_outputs=lambda output: (output["loss"], output["hidden"]))
 
 
+@pytest.mark.slow
 def test_too_little_time_names_the_option() -> None:
     late = dataclasses.replace(
         solve(_WithHidden(), torch.randn(512, 32), budget=1000), status="time_limit"
@@ -148,6 +150,7 @@ def test_a_module_that_must_be_compiled_whole_afterwards_is_refused() -> None:
         torch.compile(model, backend="eager", fullgraph=True)(numbers(8)[0])
 
 
+@pytest.mark.slow
 def test_options_that_are_none_are_refused() -> None:
     model = tower()
     with pytest.raises(ValueError, match="method is 'best'"):

@@ -155,6 +155,7 @@ def test_a_killed_process_and_two_in_one_directory(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -159,7 +159,7 @@ def test_autocast() -> None:
     assert_copied(fitted)
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.4, 0.7])
 def test_the_measured_peak_is_within_the_prediction(share: float) -> None:
     model, batch = tower(), numbers(256)

@@ -45,7 +45,7 @@ def name_in(graph: Any) -> str:
     return str(graph.meta.environment["optimizer"]["name"])
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_solve_verify_and_measure(form: str) -> None:
     model = Net()
@@ -76,6 +76,7 @@ def test_compile(form: str) -> None:
     assert compile_reports(model)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("given", "error", "why"),
     [

@@ -65,7 +65,7 @@ def at_shares(model: TrickyNet) -> list[Solution]:
     return [answer(free.variants, request) for request in requests]
 
 
-@pytest.mark.slow(sample=2, keep=30)
+@pytest.mark.slow(keep=30)
 @pytest.mark.parametrize("inside", [False, True], ids=["model", "submodule"])
 @pytest.mark.parametrize("name", SAME)
 def test_same_as_eager_mode(name: str, inside: bool) -> None:
@@ -86,7 +86,7 @@ def test_same_as_eager_mode(name: str, inside: bool) -> None:
     assert n_run >= 1
 
 
-@pytest.mark.slow(sample=9)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("inside", [False, True], ids=["model", "submodule"])
 def test_refused_with_the_line(name: str, inside: bool) -> None:

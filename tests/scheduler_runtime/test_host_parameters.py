@@ -89,7 +89,7 @@ def away_bytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes)
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [adamw, sgd])
 def test_a_plan_keeps_its_bytes_and_the_bits(make: Any) -> None:
     solution = planned(make, budget=TIGHT if make is adamw else WEIGHT_BYTES * 9 // 4)
@@ -123,7 +123,7 @@ def test_a_plan_keeps_its_bytes_and_the_bits(make: Any) -> None:
     assert alike(plain.state_dict(), model.state_dict())
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_tied_frozen_random_and_accumulated(accumulate: bool) -> None:
     gradients = "accumulate" if accumulate else "fresh"
@@ -234,6 +234,7 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
         model(batch(32))
 
 
+@pytest.mark.slow
 def test_checkpoints_evaluation_and_changes() -> None:
     """Whatever reads all parameters: their values come back for it."""
     plain, model = Net(), Net()

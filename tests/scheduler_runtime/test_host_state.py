@@ -123,7 +123,7 @@ def test_the_same_bits(
         assert all(on_host(optimizer))
 
 
-@pytest.mark.slow(sample=4)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_a_step_takes_what_is_planned(
     make: type[optim.Optimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -176,7 +176,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 """Of the module, or of what only a new trace sees."""
 
 
-@pytest.mark.slow(sample=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_has_changed_meanwhile_is_traced(change: str, traces) -> None:
     model, plain = Net(), Net()
@@ -211,7 +211,7 @@ def strided() -> tuple[torch.Tensor, torch.Tensor]:
     return x.t().contiguous().t(), mask
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [other_mask, input_gradient, shorter, strided])
 def test_another_kind_of_call_is_traced(other, traces) -> None:
     model, plain = Net(), Net()
@@ -228,6 +228,7 @@ def test_under_autocast_it_is_traced(traces) -> None:
     assert len(traces) == 2
 
 
+@pytest.mark.slow
 def test_another_model_is_traced(traces) -> None:
     solution = planned(Net())
     model, plain = Net(), Net()
@@ -259,6 +260,7 @@ def test_a_solution_keeps_neither_the_model_nor_the_batch_alive() -> None:
     assert [each() for each in alive] == [None] * len(alive)
 
 
+@pytest.mark.slow
 def test_attributes_that_a_first_call_fills_are_filled_by_a_trace(traces) -> None:
     class Filled(Net):
         position: torch.Tensor | None = None
@@ -376,7 +378,7 @@ def test_a_number_of_the_backward_pass_alone_that_changes_before_training(name: 
     assert not same(wanted, of_number(plain, 1.0, given))  # the number counts
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", BACKWARD)
 def test_a_number_of_the_backward_pass_alone_that_changes_during_training(name: str) -> None:
     model, plain, given = ByNumber(name), ByNumber(name), batch()[:1]

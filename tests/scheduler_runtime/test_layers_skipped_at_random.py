@@ -75,7 +75,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     )
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["scalar", "vector", "item"])
 def test_each_choice_has_a_plan_and_the_bits_of_plain_training(how: str) -> None:
     plain, batch = made(how)
@@ -88,7 +88,7 @@ def test_each_choice_has_a_plan_and_the_bits_of_plain_training(how: str) -> None
     assert len(plans_of(fitted)) == n_plans
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["scalar", "large"])
 def test_a_step_draws_once_more_however_many_plans_there_are(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +133,7 @@ class Reading(nn.Module):
         return self.linear(x).sum() if self.decide(x.detach()) else x.sum()
 
 
+@pytest.mark.slow(sample=5)
 @pytest.mark.parametrize(
     "decide",
     [

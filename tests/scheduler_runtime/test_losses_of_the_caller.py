@@ -141,14 +141,14 @@ def _check(net: str, name: str, *, holds: str) -> None:
     assert planned <= budget
 
 
-@pytest.mark.slow(sample=1, keep=8)
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_the_step_takes_is_within_the_prediction(name: str, net: str) -> None:
     _check(net, name, holds="")
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "holds"),
     [
@@ -188,6 +188,7 @@ def _fitted_loop(loss: Loss, budget: int | str, holds: str = "") -> Loop:
     return loop
 
 
+@pytest.mark.slow
 def test_a_loss_above_what_is_reserved_is_said_and_planned_for() -> None:
     loop = _fitted_loop(_many, LARGE_BUDGET_BYTES)
     with pytest.warns(UserWarning, match=r"the loss takes .* were reserved: this step takes"):
@@ -199,6 +200,7 @@ def test_a_loss_above_what_is_reserved_is_said_and_planned_for() -> None:
     assert plan.solution.simulation.n_recomputed > 0
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_loss_that_takes_less_becomes_faster(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     loop = _fitted_loop(F.cross_entropy, SMALL_BUDGET_BYTES)
@@ -212,6 +214,7 @@ def test_a_plan_for_a_loss_that_takes_less_becomes_faster(caplog: pytest.LogCapt
     assert caplog.text.count("planned again, since the loss takes") == 1
 
 
+@pytest.mark.slow
 def test_losses_and_weights_are_those_of_eager_mode_while_the_loss_is_watched() -> None:
     assert all(map(torch.equal, _steps(F.mse_loss, SMALL_BUDGET_BYTES), _steps(F.mse_loss, None)))
 
@@ -269,6 +272,7 @@ def test_an_output_that_is_dropped_below_another_mode_is_watched_until_the_next(
     assert not _get_current_dispatch_mode_stack()
 
 
+@pytest.mark.slow
 def test_the_stack_of_another_thread_is_left_alone() -> None:
     """The output dies in a thread with a watch of its own."""
     here, there = (_fitted_loop(F.mse_loss, "10MB") for _ in range(2))
@@ -292,6 +296,7 @@ def test_the_stack_of_another_thread_is_left_alone() -> None:
     assert not _get_current_dispatch_mode_stack()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_called_again_leaves_the_next_one_to_be_watched() -> None:
     outputs: list[torch.Tensor] = []
     for _ in range(2):
@@ -328,6 +333,7 @@ def test_another_shape_is_planned_where_a_loss_that_was_seen_does_not_fit() -> N
         loop.step()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fit. (the loss takes|no schedule)")  # of the other model
 def test_two_models_in_one_step_are_both_watched() -> None:
     loops = [_fitted_loop(F.cross_entropy, SMALL_BUDGET_BYTES) for _ in range(2)]
@@ -378,6 +384,7 @@ def _steps(loss: Loss, budget: int | None) -> list[torch.Tensor]:
     return [*model.parameters(), loop.held["loss"]]
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("loss", [_of_sparse_rows, _through_mkldnn])
 def test_a_loss_that_cannot_be_counted_runs_as_in_eager_mode(loss: Loss) -> None:

@@ -42,6 +42,7 @@ def made(how: str = "average") -> tuple[Momentum, Tensor]:
     return Momentum(how), torch.randn(32, 16)
 
 
+@pytest.mark.slow
 def test_the_least_budget_has_the_bits_of_plain_training() -> None:
     plain, batch = made()
     applied, fitted = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -53,6 +54,7 @@ def test_the_least_budget_has_the_bits_of_plain_training() -> None:
     assert_same_bits(plain, fitted, batch)
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("how", "why"),
     [

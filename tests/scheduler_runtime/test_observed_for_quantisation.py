@@ -32,6 +32,7 @@ def _observed() -> nn.Module:
         return quantization.prepare_qat(model)  # type: ignore[no-untyped-call,no-any-return]
 
 
+@pytest.mark.slow
 def test_losses_weights_and_observers_are_those_of_eager_mode() -> None:
     planned, batches = _observed(), torch.randn(3, 512, 8).unbind()
     planned(batches[0])

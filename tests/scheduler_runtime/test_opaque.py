@@ -165,6 +165,7 @@ def test_a_call_that_keeps_more_than_planned_is_planned_anew(
     assert "'parts.0', which is planned as one piece, keeps other memory here" in caplog.text
 
 
+@pytest.mark.slow
 def test_host_memory_is_refused() -> None:
     model, batch = network("NumPy", n_blocks=1)
     with pytest.raises(ValueError, match="one piece, which cannot be copied to the host"):
@@ -295,6 +296,7 @@ class Around(nn.Module):
         return made.mean() if isinstance(made, Tensor) else self.embed(tokens).mean() * made
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("how", "why"),
     [
@@ -317,6 +319,7 @@ def test_what_cannot_be_one_piece_is_refused_as_before(how: str, why: str) -> No
     assert model.part.n_calls == model.part.counter.config.n_calls == 0
 
 
+@pytest.mark.slow
 def test_the_enclosing_module_is_tried() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
@@ -359,6 +362,7 @@ def test_tracing_leaves_no_trace() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_part_that_reads_its_input_several_times_adds_gradients_as_eager_does() -> None:
     """Its input is read outside as well: the sums have more than two terms."""
     torch.manual_seed(0)
@@ -369,6 +373,7 @@ def test_a_part_that_reads_its_input_several_times_adds_gradients_as_eager_does(
     assert_equal(train(plain, batch, n_steps=1), train(model, batch, n_steps=1))
 
 
+@pytest.mark.slow
 def test_an_output_in_another_layout_than_planned() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Probabilities(), nn.Linear(8, 1), Mean())
@@ -384,6 +389,7 @@ def test_an_output_in_another_layout_than_planned() -> None:
             torch.testing.assert_close(one.grad, other.grad)
 
 
+@pytest.mark.slow
 def test_a_part_that_is_called_without_gradients() -> None:
     torch.manual_seed(0)
     plain = Distilled()
@@ -396,6 +402,7 @@ def test_a_part_that_is_called_without_gradients() -> None:
     assert_equal(train(plain, batch, n_steps=2), train(model, batch, n_steps=2))
 
 
+@pytest.mark.slow
 def test_a_warning_where_a_later_batch_keeps_more(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), WithTable(), Mean())

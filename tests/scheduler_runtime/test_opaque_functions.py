@@ -94,12 +94,14 @@ def test_half_of_the_activations(tmp_path: Path) -> None:
     assert_equal(train(plain, batch), train(model, batch))
 
 
+@pytest.mark.slow
 def test_fit_has_the_bits_of_plain_training() -> None:
     plain, batch = made()
     fitted = fit(copy.deepcopy(plain), budget="20MB", optimizer=[])
     assert_equal(train(plain, batch, n_steps=2), train(fitted, batch, n_steps=2))
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("loss", "options", "why"),
     [
@@ -115,6 +117,7 @@ def test_functions_that_cannot_be_one_piece(loss: str, options: Options, why: st
     assert any(why in note for note in refused.value.__notes__)
 
 
+@pytest.mark.slow
 def test_planning_needs_no_function_that_is_gone() -> None:
     """A plan that names a function of another program is followed by a plan of one's own."""
     plain, batch = made()

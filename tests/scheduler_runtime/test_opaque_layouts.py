@@ -66,7 +66,7 @@ def two_steps(model: nn.Module, batch: Tensor, *, fitted: bool = False) -> list[
     return found
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("part", [Lstm, Transposing])
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("fitted", [True, False])

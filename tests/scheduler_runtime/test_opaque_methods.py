@@ -99,7 +99,7 @@ def test_half_of_the_activations() -> None:
     assert_equal(train(plain, batch), train(model, batch))
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mask", "scaled"])
 def test_fit_has_the_bits_of_plain_training(kind: str) -> None:
     inner, batch = made(kind)
@@ -129,6 +129,7 @@ class Repeated(nn.Module):
         return torch.where(mask[:, None], self.embedding, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("probability", "used"), [(0.0, {False}), (0.3, {False, True})])
 def test_a_parameter_that_no_call_of_a_step_reads_has_no_gradient(
     probability: float, used: set[bool]
@@ -144,6 +145,7 @@ def test_a_parameter_that_no_call_of_a_step_reads_has_no_gradient(
     assert_equal(plain.parameters(), fitted.parameters())
 
 
+@pytest.mark.slow
 def test_layers_are_skipped_as_in_eager_mode() -> None:
     """The piece draws no numbers of torch, so what is drawn after it is known before the step."""
     plain, batch = made(drop=0.4)
@@ -151,6 +153,7 @@ def test_layers_are_skipped_as_in_eager_mode() -> None:
     assert_equal(train(plain, batch), train(fitted, batch))
 
 
+@pytest.mark.slow
 def test_a_piece_that_draws_in_a_later_step_is_noticed() -> None:
     model, batch = made("at_times")
     fitted = fit(model, budget="20MB", optimizer=[])
@@ -160,6 +163,7 @@ def test_a_piece_that_draws_in_a_later_step_is_noticed() -> None:
         fitted(100 * batch)
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("kind", "why"),
     [

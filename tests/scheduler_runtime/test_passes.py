@@ -35,7 +35,7 @@ def planned(model: WithLoss, x: torch.Tensor, *, share: float, n: int) -> Soluti
     return of(found.minimum_budget_bytes)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "n_rows", "share"),
     [
@@ -82,6 +82,7 @@ def test_gradients_that_exist_stay_beside_the_sum_of_those_of_the_passes() -> No
     assert measured == pytest.approx(solution.simulation.peak_bytes, rel=WITHIN)
 
 
+@pytest.mark.slow
 def test_smaller_batches_in_the_same_step_have_room_beside_the_planned_ones() -> None:
     torch.manual_seed(0)
     model = WithLoss(blocks())
@@ -96,6 +97,7 @@ def test_smaller_batches_in_the_same_step_have_room_beside_the_planned_ones() ->
         assert max(peaks) <= solution.request.available_bytes
 
 
+@pytest.mark.slow
 def test_more_passes_than_planned_are_told_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = WithLoss(blocks())
@@ -118,6 +120,7 @@ def test_more_passes_than_planned_are_told_once(tmp_path: Path) -> None:
     assert len(kept) == 3
 
 
+@pytest.mark.slow
 def test_plans_of_other_numbers_of_passes_do_not_go_together() -> None:
     model, x = WithLoss(blocks()), torch.randn(8, 32)
     plans = [solve(model, x, budget="1GB", passes=n) for n in (2, 3)]

@@ -88,7 +88,7 @@ def host_bytes(optimizer: optim.Optimizer) -> int:
     return sum(block.nbytes for block in host_blocks(optimizer))
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [adamw, sgd, functools.partial(adamw, fused=True), functools.partial(sgd, foreach=True)]
 )
@@ -113,6 +113,7 @@ def test_a_plan_keeps_its_bytes_and_the_bits(make: Any) -> None:
     assert host_bytes(optimizer) == 0
 
 
+@pytest.mark.slow
 def test_nothing_fits_without() -> None:
     assert planned(optimizer_state="device", host_budget="1GB").simulation is None
     assert solve(Net(), batch(), budget=tight_bytes(adamw), optimizer=adamw).simulation is None
@@ -154,6 +155,7 @@ def test_a_plan_wants_the_optimizer() -> None:
     assert "step" not in optimizer.__dict__
 
 
+@pytest.mark.slow
 def test_a_saved_plan_runs(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     planned().save(path)
@@ -168,6 +170,7 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
     assert host_bytes(optimizer) == 2 * WEIGHT_BYTES
 
 
+@pytest.mark.slow
 def test_fit_moves_the_state() -> None:
     plain, model = Net(), Net()
     without, optimizer = adamw(plain.parameters()), adamw(model.parameters())
@@ -192,6 +195,7 @@ def test_fit_moves_the_state() -> None:
     assert alike(without.state_dict()["state"], optimizer.state_dict()["state"])
 
 
+@pytest.mark.slow
 def test_fit_accumulates() -> None:
     """Of both kinds of call, the one with gradients from before needs the state away."""
     plain, model = Net(), Net()
@@ -223,6 +227,7 @@ def test_fit_leaves_it_where_it_has_no_optimizer_of_its_own() -> None:
         fit(Net(), budget="1GB", optimizer=adamw(Net().parameters()), optimizer_state="host")
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_model_leaves_the_optimizer_alone() -> None:
     model = Net()
     optimizer = adamw(model.parameters())
@@ -243,6 +248,7 @@ def test_ranks_that_accumulate_have_the_same_bits(tmp_path: Path) -> None:
         assert planned["host_bytes"] == 2 * host_state_ranks.WEIGHT_BYTES
 
 
+@pytest.mark.slow
 def test_two_models_share_an_optimizer() -> None:
     """Whoever goes first leaves the other's state where its plan has it."""
     both = [Net(), Net()]
@@ -275,6 +281,7 @@ def test_a_part_that_the_training_calls_gives_the_state_back() -> None:
     assert host_bytes(optimizer) == 0
 
 
+@pytest.mark.slow
 def test_a_copy_says_that_it_has_no_optimizer() -> None:
     fitted, applied = Net(), Net()
     optimizers = [adamw(model.parameters()) for model in (fitted, applied)]
@@ -292,6 +299,7 @@ def test_a_copy_says_that_it_has_no_optimizer() -> None:
         train(model, optimizer, 64)
 
 
+@pytest.mark.slow
 def test_no_room_to_bring_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says where the state is; nothing is lost, and the training goes on."""
     plain, model = Net(), Net()

@@ -84,6 +84,7 @@ def test_a_rewrite_of_another_version_is_named(tmp_path: Path) -> None:
         apply(LanguageHead(), path)
 
 
+@pytest.mark.slow
 def test_a_schedule_is_not_taken_for_a_graph_without_its_rewrites(tmp_path: Path) -> None:
     reloaded(chunked_plan(LanguageHead()), tmp_path)
     trace(LanguageHead(), BATCH).save(path := tmp_path / "plain.json")
@@ -91,6 +92,7 @@ def test_a_schedule_is_not_taken_for_a_graph_without_its_rewrites(tmp_path: Path
         Solution.load(tmp_path / "schedule.json", graph=path)
 
 
+@pytest.mark.slow
 def test_a_chunked_plan_is_not_exported_as_another_program(tmp_path: Path) -> None:
     model = LanguageHead()
     loaded = reloaded(chunked_plan(model), tmp_path)

@@ -67,6 +67,7 @@ def verified(solution: Solution, model: Any = Language) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_errors_are_compared_where_last_bits_may_change() -> None:
     solution = planned()
     found = verified(solution)
@@ -83,6 +84,7 @@ def test_errors_are_compared_where_last_bits_may_change() -> None:
     assert "last bits of the results differ" in text
 
 
+@pytest.mark.slow
 def test_an_error_that_is_too_large_is_found(monkeypatch) -> None:
     """A sum of products that are a hundredth too small."""
     solution = planned()

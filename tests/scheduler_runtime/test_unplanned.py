@@ -154,6 +154,7 @@ def test_nothing_is_left_behind_by_remove_and_by_a_plan() -> None:
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_copies_before_the_first_step_plan_for_themselves() -> None:
     for copied in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
         for run in ("", "inner"):

@@ -130,7 +130,7 @@ def _check(
         assert measured - 100 <= predicted <= (1 + within) * measured
 
 
-@pytest.mark.slow(sample=2, keep=8)
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("name", STEPS)
 def test_peaks_are_the_predicted_ones(name: str) -> None:
     torch.manual_seed(0)
@@ -138,13 +138,14 @@ def test_peaks_are_the_predicted_ones(name: str) -> None:
     _check(build(), (numbers(), target()))
 
 
+@pytest.mark.slow
 def test_peaks_are_the_predicted_ones_where_gradients_are_added_up() -> None:
     torch.manual_seed(0)
     build, target = STEPS["square by hand"]
     _check(build(), (numbers(), target()), gradients="accumulate")
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mse_loss", "bce with logits", "huber_loss"])
 def test_peaks_are_the_predicted_ones_with_a_loss_outside(name: str) -> None:
     torch.manual_seed(0)
@@ -159,7 +160,7 @@ def test_peaks_are_the_predicted_ones_with_a_loss_outside(name: str) -> None:
     )
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     [
@@ -219,7 +220,7 @@ def test_the_peak_without_a_plan_counts_noise_once_that_is_drawn_in_place(loss: 
     assert abs(plain.baseline.peak_bytes - without) <= 0.005 * without
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(-1, WIDTH, WIDTH), (2, -1, WIDTH, WIDTH)], ids=str)
 def test_the_peak_without_a_plan_counts_what_matrix_exp_takes_while_it_runs(
     shape: tuple[int, ...],
@@ -280,7 +281,7 @@ class Layers(nn.Module):
         return output.mean()
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [Cells, Layers, lambda: Layers(num_layers=2), lambda: Layers(bidirectional=True)],
@@ -294,6 +295,7 @@ def test_the_peak_without_a_plan_is_the_predicted_one_with_gates_in_place(
     _check(build(), torch.randn(4, N_ROWS // 4, WIDTH))
 
 
+@pytest.mark.slow
 def test_a_plan_that_recomputes_nothing_says_that_the_step_needs_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -392,7 +394,7 @@ UNPLANNED: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]]
 }
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", UNPLANNED)
 def test_the_peak_without_a_plan_is_what_eager_mode_takes(name: str) -> None:
     torch.manual_seed(0)
@@ -403,6 +405,7 @@ def test_the_peak_without_a_plan_is_what_eager_mode_takes(name: str) -> None:
     assert plain.baseline.peak_bytes == pytest.approx(measured, rel=0.002)
 
 
+@pytest.mark.slow
 def test_a_plan_that_recomputes_nothing_takes_no_more_than_the_step_without_a_plan() -> None:
     """Eager mode adds gradients up in place: so does a plan with outputs in place of inputs, which
     is as fast as the plain one."""
@@ -419,6 +422,7 @@ def test_a_plan_that_recomputes_nothing_takes_no_more_than_the_step_without_a_pl
     assert _measured(model, solution, batch) <= _measured(model, None, batch)
 
 
+@pytest.mark.slow
 def test_verify_tells_a_baseline_that_is_not_the_predicted_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -116,12 +116,14 @@ def test_what_the_host_has_no_room_for_goes_to_the_disk(tmp_path: Path) -> None:
     assert read.request.places.disk_directory == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_left_alone() -> None:
     beside = solve(NET, budget=BUDGET, **FAST)
     behind = solve(NET, budget=BUDGET, **FAST, disk_budget="500GB", disk_rate="1MB/s")
     assert behind.schedule == beside.schedule
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_on_the_disk(tmp_path: Path, capsys) -> None:
     path = str(tmp_path / "graph.json")
     NET.save(path)

@@ -79,6 +79,7 @@ def test_no_more_than_the_memory_of_a_superchip() -> None:
         host_beside("500GB", hardware=named("gh200"))
 
 
+@pytest.mark.slow
 def test_costs_that_know_the_link_say_it(monkeypatch) -> None:
     """Measured costs measure it; not where the link is given."""
     copies = HostCopies(4e9, 3e9, 2e-6, "measured")
@@ -176,6 +177,7 @@ def test_the_command_reports_host_and_copies(tmp_path, capsys) -> None:
     assert '"host_peak_bytes":' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_report_shows_the_streams(tmp_path, capsys) -> None:
     path, page = str(tmp_path / "graph.json"), tmp_path / "page.html"
     NET.save(path)

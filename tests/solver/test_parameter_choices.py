@@ -108,6 +108,7 @@ def places(bytes_per_s: float, capacity_bytes: int = 10**12) -> Places:
     return Places(host=Place(capacity_bytes, Link(bytes_per_s, bytes_per_s)))
 
 
+@pytest.mark.slow
 def test_they_are_chosen_where_it_pays() -> None:
     graph = big_step()
     weights_bytes = 12 * 50 * MB

@@ -58,6 +58,7 @@ def replayed_bytes(solutions: list[Solution]) -> int:
     return most_bytes
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("n_layers", [(2, 6), (6, 2)])
 def test_of_stages_that_differ_it_is_what_each_saves(n_layers: tuple[int, int]) -> None:
     first, second = (planned(2 * i, n_layers=n) for i, n in enumerate(n_layers))
@@ -97,6 +98,7 @@ def seconds(solutions: Sequence[Solution]) -> float:
     return sum(each.simulation.time_s for each in solutions if each.simulation)
 
 
+@pytest.mark.slow
 def test_plans_that_fit_together_are_not_made_slower() -> None:
     plans = [planned(0), planned(2)]
     shared = share_rank_budget(plans, n_budgets=2)
@@ -109,6 +111,7 @@ def test_plans_that_fit_together_are_not_made_slower() -> None:
         share_rank_budget([plans[0]])
 
 
+@pytest.mark.slow
 def test_what_are_not_the_stages_of_one_rank_is_refused() -> None:
     first, second, third = planned(0), planned(1), planned(2)
     assert rank_peak_bytes([first, third]) > 0

@@ -52,6 +52,7 @@ def supervised() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], dict]:
     return Classifier(), batch, options
 
 
+@pytest.mark.slow
 def test_targets_beside_the_models_inputs() -> None:
     model, batch, options = supervised()
     peak_bytes = solve(model, batch, budget="1GB", **options).baseline.peak_bytes
@@ -77,6 +78,7 @@ def test_a_batch_that_forward_does_not_take_is_told_how() -> None:
         trace(model, batch, loss=options["loss"])
 
 
+@pytest.mark.slow
 def test_a_loss_that_picks_what_the_model_computed_is_inside() -> None:
     class Both(Classifier):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -120,6 +122,7 @@ def test_what_is_printed_is_short() -> None:
     assert len(repr(solution)) < 300
 
 
+@pytest.mark.slow
 def test_planning_anew_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

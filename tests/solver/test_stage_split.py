@@ -130,6 +130,7 @@ def test_each_stage_has_its_plan_and_runs(capsys) -> None:
     assert torch.equal(values, expected)
 
 
+@pytest.mark.slow
 def test_equal_stages_are_planned_once() -> None:
     model = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)]
     found = split(model, 3, schedule="gpipe", budget="1MB")
@@ -142,6 +143,7 @@ def test_equal_stages_are_planned_once() -> None:
     assert four.solutions[1].schedule == four.solutions[2].schedule
 
 
+@pytest.mark.slow
 def test_layers_are_traced_once_for_all_places(monkeypatch) -> None:
     traced: list[Pipeline] = []
 
@@ -170,6 +172,7 @@ def place_of(solution: Solution) -> Pipeline:
     return place
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_equal_division_says_why() -> None:
     found = split(layers(), 2, budget="20kB")
     assert not found.fits
@@ -179,7 +182,8 @@ def test_where_nothing_fits_the_equal_division_says_why() -> None:
     assert found.sizes == (3, 2)
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_stages", [1, 2, 4])
 def test_of_several_numbers_of_stages_the_fewest_that_fit(n_stages: int) -> None:
     """Four layers of mostly parameters: 67 kB each with gradients and what AdamW keeps."""
     model = [nn.Linear(64, 64) for _ in range(4)]
@@ -199,6 +203,7 @@ def test_of_several_numbers_of_stages_the_fewest_that_fit(n_stages: int) -> None
     assert found.sizes == divided(n_stages).sizes
 
 
+@pytest.mark.slow
 def test_where_no_number_of_stages_fits_the_last_says_why() -> None:
     none = split(layers(), [3, 2], budget="20kB")
     assert not none.fits
@@ -208,6 +213,7 @@ def test_where_no_number_of_stages_fits_the_last_says_why() -> None:
         split(layers(), [7, 6], budget="1MB")
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_parameter_stay_together() -> None:
     model = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     model[1].weight = model[2].weight
@@ -218,6 +224,7 @@ def test_layers_that_share_a_parameter_stay_together() -> None:
         split(model, 2, budget="1MB")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_divided_is_refused() -> None:
     model = layers()
     with pytest.raises(PipelineError, match="5 layers cannot be divided into 6 stages; give"):
@@ -264,6 +271,7 @@ class _InTurn(nn.ModuleList):
         return value
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     "model",
     [

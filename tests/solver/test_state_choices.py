@@ -144,6 +144,7 @@ def test_it_is_not_chosen_where_the_link_is_slow() -> None:
     assert slow.lower_bound_s <= slow.simulation.time_s
 
 
+@pytest.mark.slow
 def test_it_is_not_chosen_where_there_is_no_room_for_it() -> None:
     graph = big_step()
     budget_bytes = graph.resident_bytes - 100 * MB

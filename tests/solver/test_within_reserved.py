@@ -26,7 +26,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [5_200_000_000, 4_000_000_000, 3_200_000_000])
 @pytest.mark.parametrize("setting", ["", "expandable_segments:True"])
 def test_what_is_reserved_for_the_plan_fits(
@@ -97,6 +97,7 @@ def test_the_least_capacity_settles_and_a_little_less_does_not():
     assert free.allocated_bytes <= least_bytes <= free.reserved_bytes
 
 
+@pytest.mark.slow
 def test_the_rounding_that_a_graph_counts_is_no_part_of_the_bound():
     """Tiny tensors fit, rounded as they come and go; rounding counted as of thousands would not."""
     n = 500
@@ -118,6 +119,7 @@ def test_other_words_are_refused():
         Request(10, budget_of="cached")
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]):
     arguments = [str(GPT2), "--budget", "4GB", "--budget-of", "reserved"]
     assert main([*arguments, "--json"]) == 0

@@ -51,6 +51,7 @@ def page(site: Path, name: str) -> str:
     return (site / name).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_navigation(site):
     start = page(site, "index.html")
     pages = sorted(path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md"))
@@ -83,6 +84,7 @@ def test_the_reference_lists_what_every_folder_exports(site, package):
         assert f"<code>{package}.{path.parent.name}</code>" in text
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_architecture_page_lists_each_folder_above_what_it_imports(package):
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
@@ -248,6 +250,7 @@ class Mean(torch.nn.Module):
         return self.layer(x).relu().mean()
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=lambda p: p.name)
 def test_the_first_lines_of_code_run(page, capsys):
     """The blocks of Python in a page, with a small model; each on a model of its own."""
@@ -288,6 +291,7 @@ def test_a_block_of_python_imports_what_it_uses(path):
         assert {name.id for name in names} <= defined | YOURS | set(dir(builtins)), block
 
 
+@pytest.mark.slow
 def test_a_screenshot_follows_the_color_scheme(tmp_path):
     browser = path_or_skip()
     page = tmp_path / "page.html"

@@ -65,7 +65,7 @@ def solution(name: str, share: float) -> Solution:
     return found
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_the_plain_step_takes_what_the_baseline_says(name: str) -> None:
     model, batch = small(name)
@@ -94,7 +94,7 @@ def test_gradients_are_the_same_bits_within_the_budget(name: str, share: float) 
     assert difference <= max(MIB, 0.02 * taken.peak_bytes)
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "resnet50", "lstm"])
 def test_exactly_the_planned_operators_run_again(name: str) -> None:
     """FLOPs of the planned step = FLOPs of the plain one + those of what the plan runs again."""

@@ -26,6 +26,7 @@ def test_there_is_a_guide_for_every_kind_of_extension():
     ]
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_the_template_runs(guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = guide.read_text(encoding="utf-8")

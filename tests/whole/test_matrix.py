@@ -68,7 +68,7 @@ def test_every_model_trains_the_same_bits(name: str) -> None:
     assert row["differences"] == []
 
 
-@pytest.mark.slow(sample=1, keep=5)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize(("name", "style"), STYLED)
 def test_steps_as_people_write_them_train_the_same_bits(name: str, style: str) -> None:
     row = row_keeping_nothing(name, style)
@@ -76,7 +76,7 @@ def test_steps_as_people_write_them_train_the_same_bits(name: str, style: str) -
     assert row["differences"] == []
 
 
-@pytest.mark.slow(sample=1, keep=3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("share", [0.7, 0.0])
 @pytest.mark.parametrize("name", ["VGG", "U-Net", "several losses"])
 def test_plans_for_a_budget_train_the_same_bits_within_it(name: str, share: float) -> None:
@@ -87,7 +87,7 @@ def test_plans_for_a_budget_train_the_same_bits_within_it(name: str, share: floa
     assert faults(row) == []
 
 
-@pytest.mark.slow(sample=1, keep=2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", ["several losses", "VGG", "U-Net", "GPT-2", "Llama"])
 def test_outputs_in_place_of_inputs_take_the_memory_that_is_predicted(name: str) -> None:
     subject = prepare(ZOO[name], STYLES["plain"], costs=Measured(torch.device("cpu")))
@@ -100,7 +100,7 @@ def test_outputs_in_place_of_inputs_take_the_memory_that_is_predicted(name: str)
     assert abs(row["measured_peak_bytes"] - row["predicted_peak_bytes"]) < 100_000
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["optimizer in backward", "hooks, clipping"])
 def test_what_the_loop_takes_itself_is_all_that_the_plan_does_not_know(style: str) -> None:
     subject = prepare(ZOO[QUICK], STYLES[style], costs=Measured(torch.device("cpu")))

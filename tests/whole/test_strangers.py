@@ -44,7 +44,7 @@ def read_graph(path: Path) -> Graph | None:
     return graph
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, 50_000, CHUNK))
 def test_graphs(
     seed: int,

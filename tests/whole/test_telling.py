@@ -95,12 +95,14 @@ def test_the_phrase_for_a_plan(solution):
     )
 
 
+@pytest.mark.slow
 def test_the_phrase_says_what_is_on_the_host_and_the_disk(solution):
     beside = replace(solution.simulation, host_peak_bytes=2_000_000, disk_peak_bytes=3_000_000)
     line = plan_line(replace(solution, simulation=beside))
     assert " and 2.00 MB on the host and 3.00 MB on the disk, time " in line
 
 
+@pytest.mark.slow
 def test_sweep(solution, capsys):
     curve = sweep(solution, budgets=["1MB", "2MB"])
     start, end = ends(capsys.readouterr().err)
@@ -109,6 +111,7 @@ def test_sweep(solution, capsys):
     assert len(curve.points) == 3
 
 
+@pytest.mark.slow
 def test_verify(solution, capsys):
     """With the optimizer that the plan counts: here none."""
     found = verify(solution, model=Net, batch=batch)
@@ -119,6 +122,7 @@ def test_verify(solution, capsys):
     assert re.match(r"Net: verification .*bitwise identical; peak .* \(predicted .*\)$", end)
 
 
+@pytest.mark.slow
 def test_the_first_step_with_a_plan(solution, tmp_path, capsys):
     solution.save(tmp_path / "schedule.json")
     model = apply(Net(), tmp_path / "schedule.json")
@@ -142,6 +146,7 @@ def test_the_first_step_of_fit(capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_compile(capsys):
     compile(Net(), batch(), budget="1GB", backend="aot_eager")
     start, end = ends(capsys.readouterr().err)
@@ -157,6 +162,7 @@ def test_planning_by_submodules(capsys):
     assert re.match(r"Sequential: peak .*, planned by submodules in .*s", end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["--json", "--quiet"])
 def test_the_command_tells_nothing_twice(output, tmp_path, capsys):
     code = main(["--budget", "1MB", "--device", "cpu", "--verify", output, write_model(tmp_path)])

@@ -116,6 +116,7 @@ def test_settings_of_the_process_decide_about_attention(monkeypatch):
     assert attention_of(call((9, 0))) == FLASH
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("card", "dtype", "kind"),
     [("h100", BF16, "cudnn"), ("a100", BF16, "flash"), ("t4", SINGLE, "efficient")],
@@ -129,6 +130,7 @@ def test_a_step_has_the_attention_of_its_card(card, dtype, kind):
     assert backward.workspace_bytes > 0
 
 
+@pytest.mark.slow
 def test_masks_are_prepared_as_the_kernel_takes_them():
     mask = torch.ones(2, 1, 9, 9, dtype=torch.bool)
     graph = for_card(Attention().to(BF16), (torch.randn(2, 9, 64, dtype=BF16), mask), "a100")
@@ -150,6 +152,7 @@ def normalized_bytes(graph: Graph) -> int:
     return graph.tensor_by_name[norm.outputs[0]].size_bytes
 
 
+@pytest.mark.slow
 def test_autocast_is_that_of_cuda():
     """On CUDA layer norm runs in float32, on the CPU in bfloat16."""
 
@@ -175,6 +178,7 @@ def test_autocast_is_that_of_cuda():
     assert not torch.is_autocast_enabled("cuda")
 
 
+@pytest.mark.slow
 def test_batch_norm_runs_in_cudnn_where_pytorch_would():
     class Net(nn.Sequential):
         def forward(self, x):
@@ -213,6 +217,7 @@ def test_operators_that_cuda_runs_whole_are_not_taken_apart():
     assert found["silu_backward"] == found["mish_backward"] == 1
 
 
+@pytest.mark.slow
 def test_the_list_of_those_operators_is_pytorchs():
     """All of native_functions.yaml with kernels of CUDA and a composition."""
     yaml = pytest.importorskip("yaml")
@@ -228,6 +233,7 @@ def test_the_list_of_those_operators_is_pytorchs():
     assert {n for n, f in functions.items() if both <= kernels(f)} == set(_WHOLE_ON_CUDA)
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}])
 def test_optimizers_step_as_on_the_card(options):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1), nn.Flatten(0)).append(Mean())
@@ -296,6 +302,7 @@ def test_a_loss_outside_of_the_model_is_traced_for_the_card_too():
     assert any(node.phase == "outside" for node in graph.nodes)
 
 
+@pytest.mark.slow
 def test_recurrent_layers_of_cudnn_are_traced_on_the_cpu():
     class Net(nn.GRU):
         def forward(self, x):
@@ -307,6 +314,7 @@ def test_recurrent_layers_of_cudnn_are_traced_on_the_cpu():
     assert solution.graph.meta.environment["device"] == "cpu"
 
 
+@pytest.mark.slow
 def test_nothing_stays_behind():
     model = Attention()
     x = torch.randn(2, 9, 64)

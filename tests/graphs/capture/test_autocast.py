@@ -97,6 +97,7 @@ def test_weights_tied_with_an_embedding() -> None:
     assert_same_gradients(Tied(), torch.randint(29, (4, 6)))
 
 
+@pytest.mark.slow
 def test_without_autocasts_memory_each_use_is_cast() -> None:
     torch.manual_seed(0)
     assert_same_gradients(Repeats(nn.Linear(16, 16)), torch.randn(8, 16), cache_enabled=False)

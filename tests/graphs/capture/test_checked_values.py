@@ -70,6 +70,7 @@ def trained(model: nn.Module, batch: Tensor) -> list[Any]:
     return found + [b.clone() for b in model.buffers()] + [torch.get_rng_state()]
 
 
+@pytest.mark.slow
 def test_the_least_budget_has_the_bits_of_plain_training() -> None:
     plain, batch = made()
     applied, fitted = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -108,7 +109,7 @@ def test_the_variances_of_a_gaussian_loss_are_checked_in_each_step() -> None:
         fitted(batch)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_the_error_of_eager_mode_comes_in_the_step_that_has_the_value(
@@ -137,6 +138,7 @@ def test_the_error_of_eager_mode_comes_in_the_step_that_has_the_value(
     assert_equal(*([t.nan_to_num() for t in trained(m, batch)] for m in (plain, fitted)))
 
 
+@pytest.mark.slow
 def test_such_a_step_cannot_be_recorded_as_a_cuda_graph() -> None:
     model, batch = made()
     planned: Any = apply(model, solve(model, batch, budget="1MB"))

@@ -163,6 +163,7 @@ def test_a_tensor_that_is_read_several_times_keeps_its_bits_in_a_plan() -> None:
         assert torch.equal(found.grad, known.grad)
 
 
+@pytest.mark.slow
 def test_verify_counts_tensors_of_the_surrounding_code() -> None:
     """They are there without the plan, too."""
     torch.manual_seed(0)

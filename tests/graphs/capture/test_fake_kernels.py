@@ -88,7 +88,7 @@ def test_forward(name: str, shape: tuple[int, ...]) -> None:
         assert_laid_out_alike(FORWARD[name](x), fake)
 
 
-@pytest.mark.slow(sample=6, keep=8)
+@pytest.mark.slow(sample=3, keep=8)
 @pytest.mark.parametrize("name", WITH_GRADIENT)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward(name: str, shape: tuple[int, ...]) -> None:
@@ -117,6 +117,7 @@ class NormOverTokens(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_a_step_with_such_operators_runs_and_has_eagers_bits() -> None:
     torch.manual_seed(0)
     plain, x = NormOverTokens(), torch.randn(4, 8, 16)
@@ -149,7 +150,7 @@ class Scaled(nn.Module):
         return self.function(x * self.scale)
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("name", TAKEN_APART)
 def test_what_pytorch_would_take_apart_while_tracing_has_eagers_bits(name: str) -> None:
     torch.manual_seed(0)
@@ -159,6 +160,7 @@ def test_what_pytorch_would_take_apart_while_tracing_has_eagers_bits(name: str) 
     assert_equal(one_step(plain, (x,), 3), one_step(model, (x,), 3))
 
 
+@pytest.mark.slow
 def test_half_precision_batch_norm_in_channels_last_is_planned() -> None:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 3), nn.Flatten()]

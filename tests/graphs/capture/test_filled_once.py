@@ -46,6 +46,7 @@ def train(model: nn.Module, lengths: list[int]) -> list[torch.Tensor]:
     return [*seen, torch.get_rng_state()]
 
 
+@pytest.mark.slow
 def test_fit_fills_the_mask_as_the_first_call_does() -> None:
     plain = transformer()
     fitted = fit(copy.deepcopy(plain), budget="5MB")
@@ -152,6 +153,7 @@ def without_gradient(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return other * module.weight * module.kept
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("first", "later"),
     [
@@ -254,6 +256,7 @@ READS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [lambda *_: None, overwritten])
 def test_a_number_that_is_set_unread_needs_no_plan_of_its_own(how: Any) -> None:
     batches = [torch.randn(n, 4) for n in (2, 3, 5)]
@@ -269,7 +272,7 @@ def test_a_number_that_is_set_unread_needs_no_plan_of_its_own(how: Any) -> None:
     assert len(plans_of(fitted)) == 3
 
 
-@pytest.mark.slow(sample=4)
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("how", READS)
 def test_what_forward_reads_before_it_sets_it_is_compared(how: Any) -> None:
     model = Storing(how)
@@ -282,6 +285,7 @@ def test_what_forward_reads_before_it_sets_it_is_compared(how: Any) -> None:
     assert not all(each.is_unread for each in captured.filled)
 
 
+@pytest.mark.slow
 def test_the_remedy_names_an_attribute_that_is_read_before_it_is_set() -> None:
     fitted = fit(Storing(READS[0]), budget="5MB", optimizer=[])
     for n in (2, 3):

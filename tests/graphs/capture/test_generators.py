@@ -117,6 +117,7 @@ def test_of_a_module_without_draws_only_the_global_ones_are_found() -> None:
     assert any(isinstance(each, random.Random) for each in found)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("kind", [ByFunction, ByObject])
 def test_planned_steps_draw_what_plain_training_draws(kind: type[Scaling]) -> None:
     torch.manual_seed(0)

@@ -71,7 +71,7 @@ def batch_of(n_set: int, n_rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n_rows, WIDTH, generator=generator), torch.arange(n_rows) < n_set
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     "middle", [all_or_some, those_that_count, as_long_as_needed, scaled, counted]
 )
@@ -111,6 +111,7 @@ def test_nan_seen_again_is_the_same() -> None:
     assert len(model.forward._programs.programs) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_file", [False, True])
 def test_another_branch_is_planned_when_it_comes(
     from_file: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -139,6 +140,7 @@ class LookingAtLogits(Looking):
         return self.second(hidden)
 
 
+@pytest.mark.slow
 def test_another_branch_before_a_loss_outside_is_planned_from_a_file(tmp_path: Path) -> None:
     model, batch = LookingAtLogits(all_or_some), batch_of(8)
 
@@ -158,6 +160,7 @@ def test_another_branch_before_a_loss_outside_is_planned_from_a_file(tmp_path: P
         assert measure(planned, tensors, loss=loss).peak_bytes <= 2 * peak_bytes
 
 
+@pytest.mark.slow
 def test_what_nobody_knew_when_planning_is_planned_when_it_comes() -> None:
     """transformers takes another branch for a padding mask without values."""
     model, batch = padded_llama(0)
@@ -188,6 +191,7 @@ def test_without_values_there_is_nothing_to_look_at() -> None:
         trace(Looking(all_or_some).to("meta"), [t.to("meta") for t in batch_of(8)])
 
 
+@pytest.mark.slow
 def test_the_programs_of_a_module_are_bounded() -> None:
     programs = ProgramCache(n_kept=2)
     model = Looking(all_or_some)
@@ -215,7 +219,7 @@ def padded_llama(n_padded: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n_padded", [0, 5])
 def test_a_padding_mask_that_masks_nothing_leaves_the_fused_attention(n_padded: int) -> None:
     model, batch = padded_llama(n_padded)
@@ -246,6 +250,7 @@ def test_a_number_that_the_step_computes_is_refused_in_the_users_words() -> None
         trace(model, batch_of(8))
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

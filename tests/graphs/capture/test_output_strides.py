@@ -38,7 +38,7 @@ class Returning(nn.Module):
         return self.output(self.linear(x).tanh())
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 @pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS.keys())
 def test_the_gradients_are_those_of_the_plain_model(
@@ -56,6 +56,7 @@ def test_the_gradients_are_those_of_the_plain_model(
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_an_expanded_gradient_is_copied_and_the_copy_is_counted() -> None:
     """One in rows is planned for as it arrives."""
     copied = {

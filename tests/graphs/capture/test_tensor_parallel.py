@@ -73,6 +73,7 @@ def batch(*, device: str = "cpu") -> torch.Tensor:
     return torch.zeros(ROWS, LENGTH, WIDTH, device=device)
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_parts_and_collectives_are_nodes(mesh: DeviceMesh) -> None:
     graph = trace(parallel(mesh), batch(), loss=square, optimizer=torch.optim.AdamW)
     sizes = {path: graph.tensor_by_name[t].size_bytes for path, t in graph.meta.parameters.items()}

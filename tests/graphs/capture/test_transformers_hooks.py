@@ -56,7 +56,7 @@ def n_hooks(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) for module in model.modules())
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("called_before", [False, True])
 def test_hidden_states_and_gradients_are_the_same_bits(called_before: bool) -> None:
     torch.manual_seed(0)

@@ -34,6 +34,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+@pytest.mark.slow
 def test_a_loss_function_that_picks_the_loss_makes_the_same_plan() -> None:
     model = language_model()
     plain = trace(model, batch())
@@ -60,6 +61,7 @@ def test_a_plan_runs_with_the_same_bits() -> None:
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.slow
 def test_the_cache_for_generation_is_off_in_planned_steps_only() -> None:
     model = language_model()
     assert model.config.use_cache

@@ -61,7 +61,7 @@ def test_the_time_is_that_of_the_products_on_a_device_without_other_limits(
     )
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     "loop",
     [
@@ -112,6 +112,7 @@ class Head(nn.Module):
         return loss if self.share == 1 else self.share * loss
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("share", [1, 0.5])
 def test_in_a_step_it_has_its_cost_and_may_run_again_unless_it_makes_what_is_returned(
     share,

@@ -242,6 +242,7 @@ class Shared(nn.Module):
         return self.last(self.read(x) @ self.read.weight).sum()
 
 
+@pytest.mark.slow
 def test_groups_that_fsdp2_could_not_run():
     model, batch = Shared(), torch.randn(2, 4)
     for groups, reason in (
@@ -260,6 +261,7 @@ def test_groups_that_fsdp2_could_not_run():
     assert sum(resident) == half_bytes
 
 
+@pytest.mark.slow
 def test_gradients_that_accumulate_are_shards():
     model, batch = small_gpt2(0.0), tokens()
     graph = trace(model, batch, gradients="accumulate", fsdp=N, optimizer=torch.optim.AdamW)

@@ -94,6 +94,7 @@ class Tower(nn.Module):
         return x.sum()
 
 
+@pytest.mark.slow
 def test_a_step_is_traced_in_the_dtypes_of_the_policy():
     model, batch = Tower(), torch.randn(4, 8)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -121,7 +122,7 @@ def test_a_step_is_traced_in_the_dtypes_of_the_policy():
     assert same.graph_id == plain.graph_id
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("policy", "element_bytes"),
     [

@@ -118,7 +118,7 @@ def assert_same_bits(
         assert torch.equal(one.grad, other.grad)
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RETURNS)
 def test_what_a_model_returns_keeps_its_form_and_the_gradients_their_bits(kind: str) -> None:
     put_together, parts = RETURNS[kind]
@@ -134,6 +134,7 @@ def test_what_a_model_returns_keeps_its_form_and_the_gradients_their_bits(kind: 
     assert_same_bits(plain, fitted, x, parts)
 
 
+@pytest.mark.slow
 def test_a_batch_may_be_a_dataclass_and_each_shape_is_planned() -> None:
     plain = Returning(lambda _h, loss: loss)
     model = fit(copy.deepcopy(plain), budget="1GB")
@@ -220,6 +221,7 @@ def test_an_argument_that_hides_tensors_is_refused() -> None:
         model(torch.randn(8, 16), Hiding(torch.randn(16)))
 
 
+@pytest.mark.slow
 def test_what_an_argument_says_is_seen_at_every_call() -> None:
     plain = WithArguments()
     model = fit(copy.deepcopy(plain), budget="1GB")
@@ -231,6 +233,7 @@ def test_what_an_argument_says_is_seen_at_every_call() -> None:
             assert torch.equal(plain(*arguments), model(*arguments))
 
 
+@pytest.mark.slow
 def test_a_plan_for_evaluation_is_not_taken_for_training() -> None:
     """Or the plain step would run, whatever the budget."""
     model, x = Returning(lambda _h, loss: loss).eval(), torch.randn(8, 16)

@@ -156,7 +156,7 @@ SOFTMAX_STAYS = {"entropy", "log-softmax is returned"}
 """Something reads it whole."""
 
 
-@pytest.mark.slow(sample=9)
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     ("dtype", "autocast"),
@@ -212,6 +212,7 @@ def ignoring(first: int, second: int) -> Callable[..., torch.Tensor]:
     return loss
 
 
+@pytest.mark.slow
 def test_losses_that_differ_in_a_number_only_are_not_taken_for_one_another() -> None:
     x, y = batch()
     for loss in (ignoring(5, 5), ignoring(5, 7), ignoring(7, 5)):
@@ -239,6 +240,7 @@ def test_no_chunk_is_of_a_few_rows(n_rows, n_rows_each) -> None:
     assert all(start % chunk_sizes.LEAST_LAST_ROWS == 0 for start in starts)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_left_over_is_added_up_as_among_others() -> None:
     """PyTorch shares the sum of a single wide row among threads, which changes its last bits."""
 
@@ -265,7 +267,7 @@ def test_a_row_that_is_left_over_is_added_up_as_among_others() -> None:
         torch.set_num_threads(n_threads)
 
 
-@pytest.mark.slow(sample=6)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -315,6 +317,7 @@ def test_other_losses_are_left_alone(loss, rewrite) -> None:
     assert rewritten.graph_id == plain.graph_id
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("loss", "n_classes"),
     [
@@ -345,6 +348,7 @@ def test_the_plain_step_and_what_is_captured_do_not_change() -> None:
     assert chunked.graph.graph_id == captured(model, x, y, ("chunked_loss",))[0].graph.graph_id
 
 
+@pytest.mark.slow
 def test_one_wide_tensor_is_left_beside_the_logits() -> None:
     """Plain: logits, log-softmax and two gradients, three at a time."""
     model, (x, y) = Head(LOSSES["mean"], 4096), batch(4096)
@@ -379,7 +383,7 @@ def test_logits_whose_gradient_is_that_of_a_parameter_are_not_overwritten(rewrit
     assert logits not in {node.overwrites for node in graph.nodes}
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("loss", "n_chunks"),  # of workspace
     [

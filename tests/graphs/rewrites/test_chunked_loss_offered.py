@@ -23,6 +23,7 @@ from tests.support.wide_logits import N_ROWS, Head, batch, captured, results
 __all__ = ["small_chunks"]
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("rewrite", BOTH)
 def test_it_is_offered_only_where_chunks_change_no_bit(monkeypatch, rewrite) -> None:
     model, (x, y) = Head(LOSSES["smoothed"]), batch()
@@ -34,6 +35,7 @@ def test_it_is_offered_only_where_chunks_change_no_bit(monkeypatch, rewrite) -> 
     assert not keeps_bits(step.captured.graph, {})
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("loss", ["preferences", "a mask of classes", "several classes of a row"])
 def test_losses_by_hand_are_tried_and_offered(loss) -> None:
     """Among what they read by row are classes, and masks of all classes."""
@@ -50,6 +52,7 @@ def depends_on_the_chunk(chunks: RowChunks) -> RowChunks:
     return dataclasses.replace(chunks, title="sum", body=body)
 
 
+@pytest.mark.slow
 def test_a_refused_rewrite_is_noted_and_not_planned(monkeypatch) -> None:
     model, (x, y) = Head(LOSSES["mean"]), batch()
     assert len(trace_variants(model, (x, y)).planned) == 4
@@ -59,6 +62,7 @@ def test_a_refused_rewrite_is_noted_and_not_planned(monkeypatch) -> None:
     assert any("row chunks" in note for note in step.plain.meta.notes)
 
 
+@pytest.mark.slow
 def test_the_loss_is_tried_as_it_runs_and_only_where_a_column_is_picked(monkeypatch) -> None:
     tried = []
     monkeypatch.setattr(probe, "_same_loss", lambda *form: tried.append(form[:3]))
@@ -74,6 +78,7 @@ def test_the_loss_is_tried_as_it_runs_and_only_where_a_column_is_picked(monkeypa
         tried.clear()
 
 
+@pytest.mark.slow
 def test_the_best_variant_is_taken_and_runs_with_the_same_bits() -> None:
     """Within a budget that the plain step cannot meet."""
     model, (x, y) = Head(LOSSES["mean"], 4096), batch(4096)
@@ -100,6 +105,7 @@ def test_the_best_variant_is_taken_and_runs_with_the_same_bits() -> None:
     )
 
 
+@pytest.mark.slow
 def test_exponentials_are_offered_only_where_their_place_changes_no_bit(monkeypatch) -> None:
     model, (x, y) = Head(LOSSES["the log of the sum, by hand"]), batch()
     assert len(trace_variants(model, (x, y)).planned) == 3

@@ -199,6 +199,7 @@ def test_no_code_for_what_would_not_be_smaller() -> None:
     assert not has("bits", torch.uint8, 16)
 
 
+@pytest.mark.slow
 def test_packed_masks_keep_every_bit(model: nn.Module) -> None:
     plain, graph = (trace(model, batch(), rewrites=names) for names in ((), ("packed_masks",)))
     packs = [node for node in graph.nodes if node.op == "pack(bits)"]
@@ -213,7 +214,7 @@ def test_packed_masks_keep_every_bit(model: nn.Module) -> None:
         assert_equal(with_plan(model, graph, schedule), expected)
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["bf16", "fp8", "int8"])
 def test_gradients_are_those_of_hooks_that_round_what_is_saved(code: str, model: nn.Module) -> None:
     """An independent program: eager mode with hooks of saved tensors."""
@@ -226,12 +227,14 @@ def test_gradients_are_those_of_hooks_that_round_what_is_saved(code: str, model:
         assert torch.equal(found[0], plain[0])  # the loss is not rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["bf16", "int8"])
 def test_results_that_operators_save_are_rounded_as_by_hooks(code: str) -> None:
     torch.manual_seed(0)
     test_gradients_are_those_of_hooks_that_round_what_is_saved(code, Saturated())
 
 
+@pytest.mark.slow
 def test_masks_may_be_read_by_views_of_the_backward_pass() -> None:
     torch.manual_seed(0)
     model = WithTransposedMask()
@@ -241,6 +244,7 @@ def test_masks_may_be_read_by_views_of_the_backward_pass() -> None:
         assert all(map(torch.equal, with_plan(model, graph, schedule), results(model)))
 
 
+@pytest.mark.slow
 def test_on_the_way_out_fewer_bytes_are_copied(model: nn.Module) -> None:
     host_bytes = []
     for names in ((), EVERYTHING):
@@ -253,6 +257,7 @@ def test_on_the_way_out_fewer_bytes_are_copied(model: nn.Module) -> None:
     assert host_bytes[1] < host_bytes[0] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_simulator_and_referee_agree(seed: int, model: nn.Module) -> None:
     rng = random.Random(seed)
@@ -264,6 +269,7 @@ def test_simulator_and_referee_agree(seed: int, model: nn.Module) -> None:
     agree(graph, away(graph, schedule, chosen), PLACES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["bits", "int8"])
 def test_the_predicted_peak_is_measured(code: str, model: nn.Module) -> None:
     names = tuple(name for name, each in FEWER_BITS.items() if each == code)
@@ -303,6 +309,7 @@ def test_what_a_word_plans() -> None:
     assert results_of(("packed_masks", "waiting_in_bf16")) == "lossy"
 
 
+@pytest.mark.slow
 def test_errors_are_measured_and_the_class_is_named(model: nn.Module) -> None:
     variants = trace_variants(model, batch(), rewrites="int8")
     graph = variants.planned[-1]
@@ -339,6 +346,7 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_it_is_chosen_where_it_pays() -> None:
     wide = torch.randn(2048, 512)
     plain, rounded = (
@@ -351,6 +359,7 @@ def test_it_is_chosen_where_it_pays() -> None:
     assert rounded.lower_bound_overhead < plain.lower_bound_overhead
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("part", "n_products", "n_others"),
     [("_16th", 0, 0), ("_4th", 3, 0), ("_half", 6, 0), ("", 6, 6)],
@@ -365,6 +374,7 @@ def test_a_part_of_the_bytes_waits_packed(part: str, n_products: int, n_others: 
     assert len(makers) == n_products + n_others
 
 
+@pytest.mark.slow
 def test_a_part_is_chosen_where_all_would_cost_more() -> None:
     wide = torch.randn(2048, 512)
     found = solve(Wide(), wide, budget="42MB", rewrites="bf16")
@@ -379,6 +389,7 @@ def test_a_part_is_chosen_where_all_would_cost_more() -> None:
             assert found.simulation.time_s < bound_s
 
 
+@pytest.mark.slow
 def test_fit_takes_the_word() -> None:
     torch.manual_seed(0)
     model, wide = Wide(), torch.randn(2048, 512)

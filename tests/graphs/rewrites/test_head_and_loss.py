@@ -152,7 +152,7 @@ def assert_as_exact(found: Any, plain: Any, exact: Any, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("form", MODELS)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.slow(sample=3, keep=20)
+@pytest.mark.slow(sample=1, keep=20)
 def test_errors_are_at_most_twice_those_of_the_plain_step(loss, form, kind) -> None:
     torch.manual_seed(1)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
@@ -161,6 +161,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_step(loss, form, kind) -> N
     assert_as_exact(*ways, dtype)
 
 
+@pytest.mark.slow
 def test_many_chunks_in_bfloat16_do_not_add_up_roundings() -> None:
     """All rows have one class, so that the sums over chunks grow steadily."""
     torch.manual_seed(1)
@@ -178,6 +179,7 @@ def test_many_chunks_in_bfloat16_do_not_add_up_roundings() -> None:
     assert_as_exact(*ways, torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0**16, 1e-3])
 def test_the_gradient_of_the_loss_is_multiplied_in_the_backward_pass(scale) -> None:
     """As GradScaler and accumulation do; a scale that is infinite shows in the gradients."""
@@ -191,7 +193,7 @@ def test_the_gradient_of_the_loss_is_multiplied_in_the_backward_pass(scale) -> N
     assert not any(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["trunk", "head", "weight"])
 def test_gradients_that_nobody_wants_are_not_made(frozen) -> None:
     torch.manual_seed(1)
@@ -219,7 +221,7 @@ def test_a_batch_without_a_row_that_counts_is_as_in_the_plain_step() -> None:
     assert all(torch.equal(found[n], plain[n]) for n in plain if n != "loss")
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -247,6 +249,7 @@ def test_float16_is_left_alone() -> None:
     assert not any("head_loop" in node.op for node in graph.nodes)
 
 
+@pytest.mark.slow
 def test_two_heads_of_one_step() -> None:
     torch.manual_seed(1)
 
@@ -262,6 +265,7 @@ def test_two_heads_of_one_step() -> None:
     assert sum("head_loop" in node.op for node in graph.nodes) == 2
 
 
+@pytest.mark.slow
 def test_memory_and_time_are_those_of_chunks() -> None:
     """No logits: a chunk of them and its gradient; predicted as measured."""
     x, y = batch(4099)
@@ -284,6 +288,7 @@ def test_memory_and_time_are_those_of_chunks() -> None:
     assert 1.0 < step.graph.baseline_time_s / plain.baseline_time_s < 1.1
 
 
+@pytest.mark.slow
 def test_the_word_plans_them_beside_the_others_and_the_best_runs(tmp_path) -> None:
     """Within a budget that no bitwise variant meets; the schedule file says how many chunks."""
     torch.manual_seed(1)
@@ -316,6 +321,7 @@ def test_the_word_plans_them_beside_the_others_and_the_best_runs(tmp_path) -> No
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
+@pytest.mark.slow
 def test_what_runs_pytorchs_own_step_is_planned_without_them() -> None:
     """For FSDP2 and for export: within the budget, or refused."""
     torch.manual_seed(1)

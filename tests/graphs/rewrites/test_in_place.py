@@ -107,6 +107,7 @@ def overwrites(graph: Graph) -> dict[str, str]:
     return {node.name: node.overwrites for node in graph.nodes if node.overwrites}
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("model", [NormAndDropout, SharedGradients, TiedLanguageModel])
 def test_gradients_outputs_and_what_the_forward_pass_saves_stay(model: Any) -> None:
     net = model()
@@ -194,6 +195,7 @@ class _Piece(nn.Module):
         return _GivesATable.apply(x, self.table)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_what_a_part_that_is_not_traced_may_hold_is_not_overwritten() -> None:
     """Its gradient may be an attribute of a module, or what a hook has been given to keep."""
     torch.manual_seed(0)
@@ -237,6 +239,7 @@ def bytes_while_running(graph: Graph) -> dict[str, int]:
     return {op.node: size for op, size in ops if isinstance(op, Compute)}
 
 
+@pytest.mark.slow
 def test_the_plain_step_of_a_graph_read_from_a_file() -> None:
     model, batch = TiedLanguageModel(), TiedLanguageModel.batch()
     graph = trace(model, batch, rewrites=IN_PLACE)

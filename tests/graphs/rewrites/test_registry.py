@@ -22,7 +22,7 @@ def test_a_rewrite_that_does_not_exist_is_refused():
         trace(NormAndDropout(), NormAndDropout.batch(), rewrites=("in_palace",))
 
 
-@pytest.mark.slow(sample=1, keep=2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("word", WORDS)
 def test_the_variants_of_a_word_are_traced_as_each_by_itself(word):
     model, batch = NormAndDropout(), NormAndDropout.batch()
@@ -33,6 +33,7 @@ def test_the_variants_of_a_word_are_traced_as_each_by_itself(word):
     assert all(graph in alone for graph in step.planned)
 
 
+@pytest.mark.slow
 def test_solve_takes_the_word_for_a_module_alone(tmp_path):
     model, batch = NormAndDropout(), NormAndDropout.batch()
     with pytest.raises(ValueError, match="rewrites is 'bits'"):

@@ -47,6 +47,7 @@ def test_parameters_gradients_and_optimizer_state_take_what_they_take() -> None:
     assert kind_bytes(graph, "input") == model.batch().numel() * 8
 
 
+@pytest.mark.slow
 def test_parameter_bytes_are_recorded_by_dtype() -> None:
     model = TiedLanguageModel()
     n_bytes = parameter_bytes(model)
@@ -130,6 +131,7 @@ def test_tracing_leaves_no_trace() -> None:
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("make", [NormAndDropout, TiedLanguageModel, ConvNet])
 def test_meta_and_real_models_give_the_same_graph(make: type) -> None:
     real = make()
@@ -152,6 +154,7 @@ def test_another_shape_mode_or_autocast_is_another_graph() -> None:
     assert len(ids) == 4
 
 
+@pytest.mark.slow
 def test_a_loss_outside_is_counted_and_never_recomputed() -> None:
     model = Classifier()
     graph = trace(model, model.batch(), loss=model.loss)
@@ -177,6 +180,7 @@ def test_a_loss_whose_gradient_is_expanded_is_made_contiguous() -> None:
     simulate(graph, baseline(graph))
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_resident_from_the_start() -> None:
     model = TiedLanguageModel()
     fresh = trace(model, model.batch())
@@ -196,6 +200,7 @@ def test_each_parameter_has_a_gradient_of_its_own() -> None:
     assert set(held) <= set(graph.outputs)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_have_no_gradient() -> None:
     model = TiedLanguageModel()
     for parameter in model.blocks[0].parameters():
@@ -241,6 +246,7 @@ def test_looking_for_the_loss_among_the_outputs_leaves_no_trace() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_two_threads_that_trace_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is patched while a step is traced is the process's: the second trace waits."""
     inside: list[int] = []

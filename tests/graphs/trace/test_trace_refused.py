@@ -81,6 +81,7 @@ class _CountsInside(_Logs):
         return self.layer(x).sum()
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -166,6 +167,7 @@ def test_a_loss_function_that_gives_no_loss_is_refused(loss: Any, reason: str) -
         trace(_Several(), torch.ones(3, 4), loss=loss)
 
 
+@pytest.mark.slow
 def test_what_would_be_traced_in_the_modules_place_is_refused() -> None:
     from scheduler_runtime import apply, remove
 
@@ -220,6 +222,7 @@ class _WithSpectrum(_Wrong):
         return self.layer(x).sum() + self.spectrum(self.layer.weight).sum()
 
 
+@pytest.mark.slow
 def test_a_submodule_that_asks_for_eigenvalues_is_one_piece() -> None:
     graph = trace(_WithSpectrum(), torch.randn(2, 4))
     assert [each["module"] for each in graph.meta.environment["opaque"]] == ["spectrum"]

@@ -30,6 +30,7 @@ def traced(model: nn.Sequential, given: Zero, **options: Any) -> Any:
     return trace(model, torch.zeros(4, 8, dtype=model[0].weight.dtype), zero=given, **asked)
 
 
+@pytest.mark.slow
 def test_stage_2_frees_each_gradient_and_stage_1_has_them_to_the_end() -> None:
     kept = {}
     for stage in (1, 2, 3):

@@ -84,6 +84,7 @@ def test_what_cannot_be_traced_is_told_the_way_out() -> None:
         solve(model, batch, budget="1GB")
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("share", [1.1, 0.8, 0.5])
 def test_the_planned_step_keeps_to_the_predicted_peak_and_the_bits(share: float) -> None:
     plain, batch = model_and_batch()
@@ -107,6 +108,7 @@ def test_the_planned_step_keeps_to_the_predicted_peak_and_the_bits(share: float)
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.slow
 def test_planning_changes_nothing() -> None:
     model, batch = model_and_batch()
     for parameter in model.parameters():
@@ -182,6 +184,7 @@ class TwoRows(nn.Module):
         return loss if loss.item() < 100 else loss / 2
 
 
+@pytest.mark.slow
 def test_several_rows_are_planned_at_once() -> None:
     torch.manual_seed(0)
     model, x = TwoRows(), torch.randn(512, 16)

@@ -156,6 +156,7 @@ def test_a_budget_is_rounded_down_to_bytes():
     assert compile_reports(model)[0].budget_bytes == 850_000_000
 
 
+@pytest.mark.slow
 def test_each_attempt_is_told_before_it_begins(caplog):
     model, batch = Perceptrons(), Perceptrons.batch()
     with caplog.at_level(logging.INFO, "checkpoint_solver"):
@@ -164,6 +165,7 @@ def test_each_attempt_is_told_before_it_begins(caplog):
     assert "Perceptrons, attempt 1 of at most 5, PyTorch's partition" in told
 
 
+@pytest.mark.slow
 def test_without_a_batch_the_first_training_step_is_the_rehearsal():
     torch.manual_seed(0)
     model, batch = Perceptrons(), Perceptrons.batch()
@@ -226,6 +228,7 @@ def test_a_graph_break_is_an_error_that_says_where():
         compile(Breaks(4, 4), torch.randn(2, 4), budget="1GB", backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_says_what_was_reached():
     model, batch = Perceptrons(n_blocks=1), Perceptrons.batch()
     with pytest.raises(BudgetError, match="the smallest measured peak is"):

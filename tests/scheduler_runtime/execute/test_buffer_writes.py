@@ -166,7 +166,7 @@ def scatters(graph: Graph) -> list[str]:
     return [node.op for node in graph.nodes if "_scatter" in node.op or node.op in views]
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("write", IN_PLACE, ids=lambda write: write.__name__)
 def test_a_part_of_a_buffer_is_written_in_place(write: Write) -> None:
     model = Queue(write)
@@ -175,7 +175,7 @@ def test_a_part_of_a_buffer_is_written_in_place(write: Write) -> None:
     same_training(model, graph)
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [*COPIED, from_another_that_changes], ids=lambda w: w.__name__)
 def test_what_is_read_later_is_written_into_a_copy(write: Write) -> None:
     model = Queue(write)
@@ -184,6 +184,7 @@ def test_what_is_read_later_is_written_into_a_copy(write: Write) -> None:
     same_training(model, graph)
 
 
+@pytest.mark.slow
 def test_what_reads_the_buffer_before_the_write_is_not_recomputed() -> None:
     model = Queue(columns, read=lambda model: model.queue[:, 0].exp())
     graph = traced(model)
@@ -198,6 +199,7 @@ def autocast() -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_under_autocast() -> None:
     model = Queue(columns, read=lambda model: model.queue[:, 0].exp())
     with autocast():
@@ -229,6 +231,7 @@ class ReadAgain(nn.Module):
         return hidden.square().mean() + self.queue[0, 9]
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_only_without_a_plan_is_told_so(capsys) -> None:
     model = ReadAgain()
     plain_bytes = solve(model, batch(), budget="1GB").baseline.peak_bytes

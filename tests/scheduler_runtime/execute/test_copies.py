@@ -96,7 +96,7 @@ def layout_of(model: nn.Module) -> CopyLayout:
     return layout
 
 
-@pytest.mark.slow(sample=2, keep=8)
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("make", [Tower, *MODELS])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_copies_give_the_same_bits(make: Any, seed: int, tmp_path: Path) -> None:
@@ -145,6 +145,7 @@ def test_examples_keep_their_bits_and_the_planned_bytes(name: str) -> None:
     assert host_bytes <= layout_of(planned).host_bytes <= 1.03 * host_bytes
 
 
+@pytest.mark.slow
 def test_a_solved_plan_with_copies_runs() -> None:
     torch.manual_seed(0)
     model, batch = Tower(3), Tower.batch()
@@ -166,6 +167,7 @@ def test_a_solved_plan_with_copies_runs() -> None:
     assert measure(planned, batch).peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 def test_what_is_away_takes_no_device_memory(made_pools: list[copies_module.Pool]) -> None:
     torch.manual_seed(0)
     model, batch = Tower(), Tower.batch()
@@ -182,6 +184,7 @@ def test_what_is_away_takes_no_device_memory(made_pools: list[copies_module.Pool
     assert len(made_pools) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_low_precision_gives_the_same_bits(dtype: torch.dtype | None) -> None:
     """dtype: of the autocast region (None: the model's own parameters are bfloat16)."""
@@ -216,6 +219,7 @@ class Norms(nn.Module):
         return x.float().square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_copies_under_autocast_are_as_large_as_planned(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +246,7 @@ def test_copies_under_autocast_are_as_large_as_planned(
     assert [made for _, _, made in stored] == [expected for _, expected, _ in stored]
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_and_several_passes(made_pools: list[copies_module.Pool]) -> None:
     """Each pass before a backward pass has a pool of its own; they are used again."""
     torch.manual_seed(0)
@@ -258,6 +263,7 @@ def test_accumulated_gradients_and_several_passes(made_pools: list[copies_module
     assert len(made_pools) == 3
 
 
+@pytest.mark.slow
 def test_a_pass_without_backward_gives_back_its_memory(
     made_pools: list[copies_module.Pool],
 ) -> None:
@@ -275,6 +281,7 @@ def test_a_pass_without_backward_gives_back_its_memory(
     assert_same_bits(model, planned, batch)
 
 
+@pytest.mark.slow
 def test_a_saved_plan_runs(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batch = Tower(), Tower.batch()
@@ -295,6 +302,7 @@ def test_a_scalar_on_the_cpu_does_not_move_a_step_on_a_card() -> None:
     assert step_device([]).type == "cpu"
 
 
+@pytest.mark.slow
 def test_what_leaves_the_step_is_not_copied() -> None:
     torch.manual_seed(0)
     model, batch = Tower(), Tower.batch()
@@ -307,6 +315,7 @@ def test_what_leaves_the_step_is_not_copied() -> None:
         planned(batch)
 
 
+@pytest.mark.slow
 def test_a_recorded_step_cannot_copy() -> None:
     torch.manual_seed(0)
     model, batch = Tower(), Tower.batch()

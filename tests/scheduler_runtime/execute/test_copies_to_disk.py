@@ -45,6 +45,7 @@ def planned_for_disk(directory: Path) -> tuple[nn.Module, torch.Tensor, Solution
     return model, batch, solution
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_disk_runs_with_the_directory_that_it_was_made_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_plan_for_a_disk_runs_with_the_directory_that_it_was_made_for(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_directory_of_a_plan_may_be_gone_or_another(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     model, batch, solution = planned_for_disk(tmp_path / "first")
@@ -92,6 +94,7 @@ def test_a_disk_needs_a_directory(tmp_path: Path) -> None:
     assert "forward" not in vars(planned)
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     _, planned, batch, solution = spilling(tmp_path)
     apply(planned, solution, disk_directory=tmp_path / "gone")
@@ -99,6 +102,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
         planned(batch)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +123,7 @@ def test_a_full_disk_is_an_error_before_the_step(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["pwrite", "preadv"])
 @pytest.mark.parametrize("how", ["error", "short"])
 def test_a_disk_that_fails_in_the_step(

@@ -72,7 +72,7 @@ class Late:
         self._open.clear()
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_every_wait_is_there(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With copies as late as can be, whoever does not wait reads something else."""
@@ -89,6 +89,7 @@ def test_every_wait_is_there(seed: int, tmp_path: Path, monkeypatch: pytest.Monk
     assert late[0].n_begun == late[0].n_settled == 3  # steps
 
 
+@pytest.mark.slow
 def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
     monkeypatch.setattr(copies_module, "streams_for", lambda _: Late())

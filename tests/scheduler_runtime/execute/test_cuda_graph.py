@@ -179,6 +179,7 @@ def test_a_step_is_one_forward_pass_and_one_backward_pass(recorder):
         second.backward()
 
 
+@pytest.mark.slow
 def test_shapes_share_memory_and_a_stream_which_pytorch_gets_back(recorder):
     model, batch = normed()
     plans = [
@@ -220,6 +221,7 @@ def test_a_batch_elsewhere_is_refused():
         cuda_graph.check_call(Call.of(batch, {}), CPU)
 
 
+@pytest.mark.slow
 def test_a_cuda_graph_is_refused_on_the_cpu():
     model, batch = SMALL["gpt2"].made(CPU)
     solution = solve(model, batch, budget="1GB")

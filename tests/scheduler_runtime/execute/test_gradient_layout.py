@@ -41,6 +41,7 @@ def trained(model: nn.Module, losses: list[Callable[[torch.Tensor], torch.Tensor
     return [*found, *model.buffers()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_fit_plans_for_the_layout_that_arrives(name: str) -> None:
     plain, planned = models()
@@ -52,6 +53,7 @@ def test_fit_plans_for_the_layout_that_arrives(name: str) -> None:
     assert len(plans_of(planned)) == n_plans
 
 
+@pytest.mark.slow
 def test_fit_follows_from_one_layout_to_another_and_back() -> None:
     plain, planned = models()
     fit(planned, budget="100MB", optimizer=torch.optim.SGD(planned.parameters(), lr=0.1))
@@ -60,6 +62,7 @@ def test_fit_follows_from_one_layout_to_another_and_back() -> None:
     assert_equal(trained(plain, steps), trained(planned, steps))
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_plan_with_this_loss_is_for_its_layout(name: str) -> None:
     plain, planned = models()

@@ -37,6 +37,7 @@ def planned(gradients: str) -> tuple[nn.Module, nn.Module, torch.Tensor, Program
     return model, twin, batch, compiled.program
 
 
+@pytest.mark.slow
 def test_detached_tensors_are_not_made_anew():
     *_, program = planned("fresh")
     codes = [piece.module.code for piece in (program.forward, *program.backward)]
@@ -44,6 +45,7 @@ def test_detached_tensors_are_not_made_anew():
     assert not any("detach" in code for code in codes)
 
 
+@pytest.mark.slow
 def test_operators_are_called_by_names_of_their_own():
     *_, program = planned("fresh")
     codes = [piece.module.code for piece in (program.forward, *program.backward)]
@@ -51,6 +53,7 @@ def test_operators_are_called_by_names_of_their_own():
     assert any("aten_mm_default(" in code for code in codes)
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("gradients", ["fresh", "accumulate"])
 def test_gradients_leave_together_where_they_are_held_to_the_end_anyhow(gradients):
     model, twin, batch, program = planned(gradients)

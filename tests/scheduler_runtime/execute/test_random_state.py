@@ -67,7 +67,7 @@ class Noisy(nn.Module):
         return torch.randn(N_ROWS, N_COLUMNS)
 
 
-@pytest.mark.slow(sample=6, keep=10)
+@pytest.mark.slow(sample=2, keep=10)
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("fill", FILLS)
 def test_a_fill_puts_eagers_numbers_in_eagers_places(fill: str, strides: str) -> None:
@@ -125,6 +125,7 @@ def test_setting_the_random_state_in_forward_is_refused(draw: Callable[[], torch
     assert functions == (torch.manual_seed, torch.set_rng_state, torch.random.set_rng_state)
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("with_loss", [False, True])
 @pytest.mark.parametrize(
     ("draw", "name"),
@@ -167,6 +168,7 @@ class SharedGenerator(OwnGenerator):
         return self.linear(x).sum() * SHARED.random()
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize(
     ("model", "generator", "name"),
     [

@@ -46,7 +46,7 @@ def train(model: Any, n_steps: int = 4) -> list[torch.Tensor]:
     return [*seen, *(p.detach() for p in model.parameters()), torch.get_rng_state()]
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRU", "RNN", "LSTM"])
 def test_a_hidden_state_that_is_detached_gets_no_gradient(kind: str) -> None:
     plain = language_model(kind)
@@ -81,7 +81,7 @@ def step(model: nn.Module, x: torch.Tensor, names: list[str], autocast: bool) ->
     return [*losses, x.grad, *state, torch.get_rng_state()]
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [True, False])
 def test_every_set_of_outputs_gives_the_bits_of_eager_mode(autocast: bool) -> None:
     torch.manual_seed(0)
@@ -96,6 +96,7 @@ def test_every_set_of_outputs_gives_the_bits_of_eager_mode(autocast: bool) -> No
         assert_equal(*got)
 
 
+@pytest.mark.slow
 def test_the_step_that_runs_again_takes_what_its_plan_says() -> None:
     """The plan counts the outputs twice: the caller still holds those of the first pass."""
     torch.manual_seed(0)
@@ -140,6 +141,7 @@ def test_the_plan_counts_the_buffers_that_are_kept_to_run_again(n_outputs: int) 
     assert planned_bytes > (1 + n_outputs) * model.queue.nbytes
 
 
+@pytest.mark.slow
 def test_two_forward_passes_before_the_backward_passes_of_both() -> None:
     torch.manual_seed(0)
     plain = Heads()

@@ -52,6 +52,7 @@ def step(encoder: nn.Module, model: nn.Module, fired: Fired, *, same: bool) -> l
     return [output.detach(), leaf.grad, x.grad, *gradients]
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("same", [False, True])
 def test_hooks_fire_once_in_a_step_that_runs_again(same: bool) -> None:
     torch.manual_seed(0)

@@ -106,7 +106,7 @@ def assert_same(some: list[Any], others: list[Any]) -> None:
 FORMS = [clip, clip_dict, views_of_one, halves, read_inside, views_of_views]
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [loss_of, loss_of_last])
 @pytest.mark.parametrize("returned", [each for each in FORMS if each is not clip_dict])
 def test_apply_has_the_gradients_of_eager_mode(returned: Any, loss: Any) -> None:
@@ -117,7 +117,7 @@ def test_apply_has_the_gradients_of_eager_mode(returned: Any, loss: Any) -> None
         assert_same(gradients_after(plain, loss), gradients_after(planned, loss))
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("returned", FORMS)
 def test_fit_has_the_gradients_of_eager_mode(returned: Any) -> None:
     plain, planned = made(returned), made(returned)
@@ -125,6 +125,7 @@ def test_fit_has_the_gradients_of_eager_mode(returned: Any) -> None:
     assert_same(gradients_after(plain, loss_of), gradients_after(planned, loss_of))
 
 
+@pytest.mark.slow
 def test_a_temperature_beside_logits_is_not_the_loss() -> None:
     """So the first plan is for the gradients that arrive."""
     planned = made(clip_dict)
@@ -136,6 +137,7 @@ def test_a_temperature_beside_logits_is_not_the_loss() -> None:
         solve(made(clip_dict), batch(), budget="1MB")
 
 
+@pytest.mark.slow
 def test_the_least_budget_has_the_gradients_of_eager_mode() -> None:
     plain, planned = made(clip), made(clip)
     least_bytes = solve(planned, batch(), budget="1KB", loss=loss_of).minimum_budget_bytes
@@ -147,6 +149,7 @@ def test_the_least_budget_has_the_gradients_of_eager_mode() -> None:
     assert_same(gradients_after(plain, loss_of), gradients_after(planned, loss_of))
 
 
+@pytest.mark.slow
 def test_it_is_verified() -> None:
     """In memory, too: the gradients of the views and their sum are counted."""
 
@@ -164,6 +167,7 @@ def test_it_is_verified() -> None:
         assert measured == pytest.approx(predicted, rel=0.02)
 
 
+@pytest.mark.slow
 def test_they_cannot_be_recorded_as_a_cuda_graph() -> None:
     model = made(clip)
     planned: Any = apply(model, solve(model, batch(), budget="1MB", loss=loss_of))
@@ -173,7 +177,7 @@ def test_they_cannot_be_recorded_as_a_cuda_graph() -> None:
         check_program(bound)
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("returned", [clip, views_of_one, halves])
 def test_the_outputs_share_memory_as_in_eager_mode(returned: Any) -> None:
     model = made(returned)
@@ -193,12 +197,14 @@ def planned_clip() -> Towers:
     return model
 
 
+@pytest.mark.slow
 def test_a_write_to_the_view_is_refused() -> None:
     _image, text = planned_clip()(*batch())
     with pytest.raises(RuntimeError, match="modified inplace"):
         text.mul_(2.0)
 
 
+@pytest.mark.slow
 def test_a_view_of_what_was_written_is_refused() -> None:
     image, text = planned_clip()(*batch())
     image.mul_(2.0)
@@ -206,6 +212,7 @@ def test_a_view_of_what_was_written_is_refused() -> None:
         loss_of((image, text), None).backward()
 
 
+@pytest.mark.slow
 def test_a_write_that_autograd_does_not_see_is_noticed() -> None:
     image, text = planned_clip()(*batch())
     loss = image.exp().sum() + text.pow(2).sum()
@@ -255,7 +262,7 @@ def loss_of_leaves(output: Any, _batch: Any) -> torch.Tensor:
 TWICE = [twice, twice_in_a_dict]
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("returned", TWICE)
 def test_one_tensor_returned_twice_has_the_gradients_of_eager_mode(returned: Any) -> None:
     """It gets one gradient, which autograd sums up in the order of the loss."""
@@ -270,6 +277,7 @@ def test_one_tensor_returned_twice_has_the_gradients_of_eager_mode(returned: Any
         assert len(set(map(id, flat))) == len(flat) - 1
 
 
+@pytest.mark.slow
 def test_one_tensor_returned_twice_may_get_its_gradient_in_either_place() -> None:
     plain, planned = made(twice), made(twice)
     apply(planned, solve(planned, batch(), budget="1MB", loss=loss_of_last))
@@ -278,6 +286,7 @@ def test_one_tensor_returned_twice_may_get_its_gradient_in_either_place() -> Non
     assert_same(gradients_after(plain, other), gradients_after(planned, other))
 
 
+@pytest.mark.slow
 def test_outputs_without_a_gradient_are_one_tensor_too() -> None:
     def shown(logits: torch.Tensor, _scale: torch.Tensor) -> Any:
         seen = logits.detach().exp()

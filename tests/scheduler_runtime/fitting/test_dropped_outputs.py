@@ -98,6 +98,7 @@ def aliases(output: dict[str, Any]) -> Any:
     return [each.detach() for each in output.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [LanguageModel, ReadsItsOutput])
 def test_what_the_planned_step_itself_holds_is_no_output_that_the_training_holds(
     build: type[nn.Module],
@@ -124,6 +125,7 @@ def test_a_view_that_a_step_holds_holds_its_base_as_well() -> None:
     assert uses == by_python + len(run.tensors_on(storage))
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("share", [0.9, 0.85])
 def test_the_plan_has_room_for_a_metric_of_dropped_outputs(share: float) -> None:
     torch.manual_seed(0)

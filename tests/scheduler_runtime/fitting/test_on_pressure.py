@@ -128,7 +128,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_error_in_any_operator_of_the_step_leaves_the_bits(name: str) -> None:
     """In the forward pass, the loss, its backward pass and the model's."""
@@ -149,7 +149,7 @@ def test_an_error_in_any_operator_of_the_step_leaves_the_bits(name: str) -> None
     assert len(plans_of(model)) > 1
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Net, WithLoss])
 def test_without_attempt_the_passes_of_the_model_run_again(kind: type[nn.Module]) -> None:
     case = Case(kind=kind)
@@ -195,6 +195,7 @@ def test_several_errors_in_one_step_and_the_least_plan(caplog: pytest.LogCapture
     assert same(expected, step(model, case))
 
 
+@pytest.mark.slow
 def test_other_errors_are_raised_and_the_default_raises_all() -> None:
     model = fitted(model_of())
     with pytest.raises(ZeroDivisionError):
@@ -228,6 +229,7 @@ def test_on_a_device_that_is_too_small_the_steps_end_within_it() -> None:
     assert small.n_errors == n_errors
 
 
+@pytest.mark.slow
 def test_when_room_returns_the_faster_plan_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,6 +282,7 @@ def test_less_room_on_the_device_is_seen_before_the_step(
     run_until(model, lambda: model.forward._pressure.limit_bytes is None)
 
 
+@pytest.mark.slow
 def test_an_error_elsewhere_that_the_device_has_counted_makes_the_next_step_tighter(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,6 +296,7 @@ def test_an_error_elsewhere_that_the_device_has_counted_makes_the_next_step_tigh
     assert "out of memory outside of the model's passes" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_attempt_cannot_run_again() -> None:
     model = fitted(model_of())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -338,6 +342,7 @@ def test_an_optimizer_inside_of_the_backward_pass_ends_the_step() -> None:
     assert "parameters or the batch have changed" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_two_forward_passes_before_both_backward_passes() -> None:
     plain = model_of(WithLoss)
     model = fitted(model_of(WithLoss))

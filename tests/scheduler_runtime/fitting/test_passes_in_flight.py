@@ -80,7 +80,7 @@ def fitted(
     return model, peaks, budget_bytes, [str(e.message) for e in caught if TOLD in str(e.message)]
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "share", "n_told"), [(views, 0.6, 1), (one_by_one, 1.2, 0)])
 def test_a_step_that_may_exceed_the_budget_is_told_and_the_next_one_is_planned(
     step: Callable[..., None], share: float, n_told: int
@@ -97,7 +97,7 @@ def test_a_step_that_may_exceed_the_budget_is_told_and_the_next_one_is_planned(
     assert n_planned == 1 + n_told
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "sizes", "share"),
     [
@@ -144,6 +144,7 @@ class Encoder(nn.Module):
         return self.head(self.layers(x).mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_simclr_with_one_encoder_called_twice() -> None:
     torch.manual_seed(0)
     images = list(torch.randn(2, 16, 3, 12, 12))
@@ -153,6 +154,7 @@ def test_simclr_with_one_encoder_called_twice() -> None:
     assert plans_of(model)[-1].solution.graph.n_in_flight == 2
 
 
+@pytest.mark.slow
 def test_a_discriminator_on_real_and_generated_samples() -> None:
     torch.manual_seed(0)
     generator, plain = blocks(n=1), nn.Sequential(blocks(n=4), nn.Linear(32, 1))

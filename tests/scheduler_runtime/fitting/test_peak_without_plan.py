@@ -83,6 +83,7 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", STEPS)
 def test_fit_quotes_what_solve_quotes_and_what_is_measured(where: str) -> None:
     torch.manual_seed(0)
@@ -98,6 +99,7 @@ def test_fit_quotes_what_solve_quotes_and_what_is_measured(where: str) -> None:
     assert found == pytest.approx(measured, rel=WITHIN)
 
 
+@pytest.mark.slow
 def test_a_plan_made_anew_by_apply_quotes_what_solve_quotes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -41,6 +41,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
+@pytest.mark.slow
 def test_shapes_are_planned_ahead_from_the_largest(
     traced: list[bool], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -97,6 +97,7 @@ class _Deep(nn.Module):
         return x.mean(1)[:4]
 
 
+@pytest.mark.slow
 def test_what_is_small_beside_the_budget_is_not_worth_another_plan(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -125,6 +126,7 @@ class _MaskedModel(nn.Module):
         return F.cross_entropy(self.head(self.layer(x)[chosen]), y[chosen])
 
 
+@pytest.mark.slow
 def test_a_number_of_chosen_rows_is_called_so_with_a_remedy(warned: Any) -> None:
     model = fitted(_MaskedModel())
     for n in (3, 5, 6):

@@ -97,6 +97,7 @@ def _step_of_another(_training: Training) -> None:
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("happens", [_evaluate, _step_of_another])
 def test_what_happens_before_the_loss_does_not_end_the_watch(
     happens: Callable[[Training], None],
@@ -112,6 +113,7 @@ def test_what_happens_before_the_loss_does_not_end_the_watch(
     assert same(plain.model, training.model)
 
 
+@pytest.mark.slow
 def test_an_error_before_the_loss_leaves_the_plan_to_be_watched(reserve_seen: str) -> None:
     def fails(_output: torch.Tensor) -> None:
         raise ZeroDivisionError
@@ -124,6 +126,7 @@ def test_an_error_before_the_loss_leaves_the_plan_to_be_watched(reserve_seen: st
     assert training.reserves == [reserve_seen]
 
 
+@pytest.mark.slow
 def test_a_forward_pass_that_is_dropped_leaves_the_plan_to_be_watched(reserve_seen: str) -> None:
     training = Training()
     training.model(batch()[0])
@@ -140,6 +143,7 @@ def test_a_plan_that_is_removed_is_not_watched() -> None:
     output.sum().backward()
 
 
+@pytest.mark.slow
 def test_plans_of_several_shapes_are_each_made_anew(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     training = Training()
@@ -160,6 +164,7 @@ def test_an_empty_batch_says_nothing_of_the_loss() -> None:
     training.optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_planned_before", [False, True])
 def test_planning_another_model_is_no_part_of_the_loss(
     is_planned_before: bool, monkeypatch: pytest.MonkeyPatch
@@ -187,6 +192,7 @@ def test_planning_another_model_is_no_part_of_the_loss(
     assert seen[1].read_bytes <= parameters_bytes + target.nbytes + 1000
 
 
+@pytest.mark.slow
 def test_a_loss_computed_twice_or_retained_has_the_bits() -> None:
     plain, twice = Training(plain=True), Training()
     kept: list[torch.Tensor] = []
@@ -202,6 +208,7 @@ def test_a_loss_computed_twice_or_retained_has_the_bits() -> None:
     assert same(plain.model, twice.model)
 
 
+@pytest.mark.slow
 def test_the_watch_and_copies_to_the_host_and_accumulation() -> None:
     plain = Training(plain=True)
     training = Training(host_budget="1MB", host_link="100GB/s")
@@ -236,7 +243,7 @@ LOOKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.slow(sample=6)
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("is_direct", [True, False], ids=["backward(gradient)", "loss"])
 @pytest.mark.parametrize("name", LOOKING)
 def test_functions_that_look_for_modes_have_the_bits_of_eager_mode(
@@ -278,6 +285,7 @@ def test_operators_are_as_before_after_the_watch() -> None:
     assert not looking_kernels_are_there()
 
 
+@pytest.mark.slow
 def test_threads_that_watch_in_turn_leave_pytorchs_flags_as_they_were() -> None:
     """The stack of modes is of a thread, its flags are of the process."""
     trainings = Training(), Training()
@@ -325,6 +333,7 @@ def test_a_thread_that_ends_before_its_loss_leaves_no_kernels() -> None:
     assert not looking_kernels_are_there()
 
 
+@pytest.mark.slow
 def test_an_optimizer_within_the_backward_pass_leaves_no_kernels() -> None:
     """It ends the watch there, which the engine puts back after the backward pass."""
     training = Training()

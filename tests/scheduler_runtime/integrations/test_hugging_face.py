@@ -124,6 +124,7 @@ class ByItsParts(Trainer):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_trainer_that_never_calls_the_model(tied: bool, tmp_path: Path) -> None:
     """The transformer holds the head's weight or does not."""
@@ -139,6 +140,7 @@ def test_a_trainer_that_never_calls_the_model(tied: bool, tmp_path: Path) -> Non
             each.train()
 
 
+@pytest.mark.slow
 def test_one_call_before_train_does_the_same(tmp_path: Path) -> None:
     results = []
     for fitted in (False, True):
@@ -184,7 +186,7 @@ def test_the_optimizer_is_the_trainers() -> None:
         FitCallback(budget="1GB", optimizer=None)
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "mixed_precision"),
     [("before prepare", "no"), ("before prepare", "bf16"), ("after prepare", "bf16")],

@@ -125,6 +125,7 @@ def test_the_trainer_has_the_same_losses_and_weights(
         plans_of(fitted)  # it is as it was
 
 
+@pytest.mark.slow
 def test_the_part_that_training_step_calls_is_found() -> None:
     callback = FitCallback(budget="1.2MB")
     module = InPart()
@@ -164,6 +165,7 @@ class ShortOfMemory(Whole):
         return loss
 
 
+@pytest.mark.slow
 def test_a_step_that_is_short_of_memory_runs_again() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         train(ShortOfMemory(), [FitCallback(budget="10MB")])

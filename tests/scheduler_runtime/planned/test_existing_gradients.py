@@ -42,6 +42,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.endswith("existing_gradients")]
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("from_file", [False, True])
 def test_the_first_call_with_gradients_warns_once_by_how_much(
     from_file: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -68,6 +69,7 @@ def test_the_first_call_with_gradients_warns_once_by_how_much(
     assert "fit" in text
 
 
+@pytest.mark.slow
 def test_a_budget_with_room_and_a_plan_for_accumulation_are_silent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -129,7 +129,7 @@ CHANGES: dict[str, Callable[[Settable], object]] = {
 }
 
 
-@pytest.mark.slow(sample=4)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_change_is_seen_and_planned(change: Callable[[Settable], object]) -> None:
     torch.manual_seed(0)
@@ -202,6 +202,7 @@ def test_a_model_whose_adapters_are_off_runs_its_own_forward() -> None:
     assert not model(batch).requires_grad
 
 
+@pytest.mark.slow
 def test_a_setting_that_changes_with_every_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = Settable(), torch.randn(4, 8)
     apply(model, solve(model, batch, budget=10**9), on_mismatch="replan")

@@ -68,6 +68,7 @@ def test_another_model_is_told_by_its_parameters(
         model(*batch)
 
 
+@pytest.mark.slow
 def test_another_dtype_of_a_parameter_is_told() -> None:
     model, batch = planned()
     model.double()
@@ -81,6 +82,7 @@ def test_another_dtype_of_a_parameter_is_told() -> None:
         language(tokens)
 
 
+@pytest.mark.slow
 def test_a_planned_module_is_saved_loaded_moved_and_pickled(tmp_path: Path) -> None:
     plain, batch, graph = traced(TiedLanguageModel)
     model = apply(copy.deepcopy(plain), solution_of(graph, keep(graph, set())))
@@ -110,6 +112,7 @@ def test_inference_mode_runs_the_module_itself() -> None:
         assert torch.equal(got, type(model).forward(model, *batch))
 
 
+@pytest.mark.slow
 def test_a_backward_pass_under_autocast_is_refused() -> None:
     """Eager mode would compute other gradients there than after the block."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -121,6 +124,7 @@ def test_a_backward_pass_under_autocast_is_refused() -> None:
             loss.backward()
 
 
+@pytest.mark.slow
 def test_a_second_backward_pass_is_refused_and_says_what_to_do() -> None:
     model, batch = planned(TiedLanguageModel)
     loss = model(batch)
@@ -129,6 +133,7 @@ def test_a_second_backward_pass_is_refused_and_says_what_to_do() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_a_file_whose_plan_is_above_its_budget_is_refused(tmp_path: Path) -> None:
     model, batch = TiedLanguageModel(), TiedLanguageModel.batch()
     solution = solve(model, batch, budget="1GB")
@@ -181,6 +186,7 @@ def as_doubles(model: Scaled) -> None:
     model.scale = model.scale.double()
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("call", "words"),
     [

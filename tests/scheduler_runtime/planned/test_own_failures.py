@@ -53,7 +53,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.slow(sample=4)
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("planned", [_fitted, _applied])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_error_of_the_module_keeps_its_type(planned, name: str) -> None:
@@ -132,7 +132,7 @@ def _trained(
     return found
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("bad_at", [0, 1])
 @pytest.mark.parametrize("name", LATE)
 def test_training_goes_on_with_the_same_bits_after_a_skipped_batch(name: str, bad_at: int) -> None:
@@ -144,6 +144,7 @@ def test_training_goes_on_with_the_same_bits_after_a_skipped_batch(name: str, ba
     assert _trained(fitted, bad, error, bad_at=bad_at) == expected
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", LATE)
 def test_no_error_of_a_trace_waits_for_the_garbage_collector(name: str) -> None:
     kind, bad, error = LATE[name]

@@ -72,6 +72,7 @@ def test_each_length_is_told_with_its_price_and_a_remedy(lines: Any) -> None:
     assert all(plan.took_s > plan.solution.solve_time_s for plan in plans_of(model))
 
 
+@pytest.mark.slow
 def test_a_plan_that_carries_nothing_over_is_from_no_earlier_one(lines: Any) -> None:
     model, tokens = fitted(TiedLanguageModel()), TiedLanguageModel.batch()
     train(model, tokens, tokens[:, :8])
@@ -79,6 +80,7 @@ def test_a_plan_that_carries_nothing_over_is_from_no_earlier_one(lines: Any) -> 
     assert all("earlier plan" not in line for _, line in lines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_short_last_batch_has_another_remedy(lines: Any, accumulates: bool) -> None:
     model, tokens = fitted(TiedLanguageModel()), TiedLanguageModel.batch()
@@ -95,6 +97,7 @@ def test_a_short_last_batch_has_another_remedy(lines: Any, accumulates: bool) ->
     )
 
 
+@pytest.mark.slow
 def test_accumulation_is_no_reason_to_warn(lines: Any) -> None:
     model, tokens = fitted(TiedLanguageModel()), TiedLanguageModel.batch()
     for _ in range(3):
@@ -131,6 +134,7 @@ def test_other_values_and_attributes_are_reasons_by_name(lines: Any) -> None:
     assert of_state.endswith(": attribute 'scale' of Masked is 2.0, planned for 1.0")
 
 
+@pytest.mark.slow
 def test_apply_tells_its_plans_for_other_calls(
     lines: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,6 +40,7 @@ def small_plan(model: nn.Module, word: str) -> Solution:
     return solution
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_file", [False, True])
 def test_variants_that_the_first_plan_does_without_are_planned(
     tmp_path: Path, from_file: bool
@@ -65,6 +66,7 @@ def test_none_stays_none(tmp_path: Path) -> None:
         model(*batch(512))
 
 
+@pytest.mark.slow
 def test_a_graph_is_replanned_with_the_rewrites_it_was_made_with() -> None:
     model = LanguageHead()
     budget = small_plan(model, "none").request.budget_bytes
@@ -81,6 +83,7 @@ def test_an_unknown_word_is_refused() -> None:
         dataclasses.replace(request, rewrites="bits")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_a_plan_in_row_chunks_is_tried_where_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str

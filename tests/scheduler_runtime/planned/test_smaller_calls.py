@@ -43,7 +43,7 @@ def epoch(model: Any, sizes: tuple[int, ...]) -> list[torch.Tensor]:
     return [*losses, *model.parameters()]
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("from_file", [False, True])
 def test_a_short_last_batch_is_planned_within_the_budget(
     from_file: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -61,6 +61,7 @@ def test_a_short_last_batch_is_planned_within_the_budget(
         assert measured.peak_bytes <= solution.request.budget_bytes
 
 
+@pytest.mark.slow
 def test_it_is_refused_where_that_is_asked_for() -> None:
     model = Classifier()
     apply(model, tight_plan(model), on_mismatch="error")
@@ -68,6 +69,7 @@ def test_it_is_refused_where_that_is_asked_for() -> None:
         epoch(model, (256, 241))
 
 
+@pytest.mark.slow
 def test_what_is_larger_or_differs_otherwise_is_refused() -> None:
     model, tokens = TiedLanguageModel(), TiedLanguageModel.batch()
     apply(model, solve(model, tokens, budget="1GB"))
@@ -78,6 +80,7 @@ def test_what_is_larger_or_differs_otherwise_is_refused() -> None:
             model(other)
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_of_another_model_is_refused() -> None:
     tokens = TiedLanguageModel.batch()
     other = apply(TiedLanguageModel(n_layers=3), solve(TiedLanguageModel(), tokens, budget="1GB"))
@@ -85,6 +88,7 @@ def test_a_smaller_batch_of_another_model_is_refused() -> None:
         other(tokens[:1])
 
 
+@pytest.mark.slow
 def test_of_several_plans_the_one_that_it_is_smaller_than_counts() -> None:
     model, tokens = TiedLanguageModel(), TiedLanguageModel.batch()
     plans = [solve(model, tokens[:n], budget="1GB") for n in (1, 3)]

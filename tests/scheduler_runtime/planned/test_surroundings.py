@@ -77,6 +77,7 @@ def _doubled(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(v * 2 if isinstance(v, torch.Tensor) else v for v in values)
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("register", "hook"),
     [
@@ -119,7 +120,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 def test_a_setting_of_torch_is_another_program(
     setting: Callable[[], AbstractContextManager[Any]],

@@ -200,7 +200,7 @@ def as_large_as(places: Places, used: Simulation) -> Places:
     return Places(host, disk)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("first_seed", range(0, 20_000, 200))
 def test_every_position_bounds_random_schedules(first_seed: int) -> None:
     for graph, schedule, places in schedules(30, first_seed=first_seed):

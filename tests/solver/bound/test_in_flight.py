@@ -90,7 +90,7 @@ def test_a_graph_keeps_the_number_in_its_file(tmp_path) -> None:
         dataclasses.replace(graph, n_in_flight=0)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, N_RANDOM, 5))
 def test_every_cover_by_spans_is_below_the_truth(seed: int) -> None:
     for graph in map(small, range(seed, seed + 5)):
@@ -118,7 +118,7 @@ def test_every_cover_by_spans_is_below_the_truth(seed: int) -> None:
                 spans += [half for span in wide for half in halves(span)]
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ilp", "auto"])
 @pytest.mark.parametrize("seed", range(0, N_RANDOM, 5))
 def test_plans_and_their_bounds_are_true(seed: int, method: str) -> None:
@@ -137,6 +137,7 @@ def test_plans_and_their_bounds_are_true(seed: int, method: str) -> None:
                 assert found.time_s == pytest.approx(truth.time_s, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_there_count_for_what_is_recomputed_before_the_first_later_node() -> (
     None
 ):
@@ -148,6 +149,7 @@ def test_gradients_that_are_there_count_for_what_is_recomputed_before_the_first_
     assert simulate(graph, found.schedule).time_s == pytest.approx(truth.time_s)
 
 
+@pytest.mark.slow
 def test_a_search_that_is_ended_early_proves_no_more_than_is_true() -> None:
     left = 0
 
@@ -192,6 +194,7 @@ def test_a_span_graph_is_the_step_of_one_micro_batch() -> None:
         assert simulate(graph, of_step(graph, schedule)).peak_bytes <= peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended_by", ["now_s", "interrupted"])
 @pytest.mark.parametrize("seed", [506, 537])  # where a span that got lost would show
 def test_wherever_the_clock_or_ctrl_c_ends_the_search_its_bound_holds(
@@ -220,6 +223,7 @@ def test_wherever_the_clock_or_ctrl_c_ends_the_search_its_bound_holds(
                 assert simulate(graph, found.schedule).peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("method", ["auto", "ilp", "sqrt"])
 def test_the_command_plans_several_micro_batches(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

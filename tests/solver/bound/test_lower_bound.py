@@ -40,7 +40,7 @@ def budgets(graph: Graph, least_bytes: int) -> list[int]:
     return sorted({least_bytes, least_bytes + 1, (least_bytes + peak_bytes) // 2})
 
 
-@pytest.mark.slow(sample=5)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("seed", range(0, N_RANDOM, 20))
 def test_bound_is_below_the_truth_on_random_graphs(seed: int) -> None:
     for graph in map(tiny, range(seed, seed + 20)):
@@ -56,6 +56,7 @@ def test_bound_is_below_the_truth_on_random_graphs(seed: int) -> None:
             assert lower_bound_s(graph, budget_bytes=budget_bytes) <= truth.time_s + 1e-9
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("seed", range(1000, 1060, 20))
 def test_every_set_of_moments_bounds(seed: int) -> None:
     for graph in map(tiny, range(seed, seed + 20)):
@@ -96,7 +97,7 @@ def repeated_blocks(seed: int) -> Graph:
     return tape.graph(tape.op("loss", [x], 1, 1.0))
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, 40, 10))
 def test_counting_what_is_alike_bounds_as_before(seed: int) -> None:
     for graph in map(repeated_blocks, range(seed, seed + 10)):
@@ -117,6 +118,7 @@ def test_counting_what_is_alike_bounds_as_before(seed: int) -> None:
                 assert lost[0] <= truth.time_s / graph.baseline_time_s - 1 + 1e-9
 
 
+@pytest.mark.slow
 def test_equal_blocks_are_proven_in_few_nodes() -> None:
     # Which of twelve blocks it is does not matter; without counts it takes 2,000 nodes to see that.
     graph = gpt2()
@@ -146,6 +148,7 @@ def gpt2_budget_bytes(share: float) -> int:
     return int(graph.resident_bytes + share * (peak_bytes - graph.resident_bytes))
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("share", "percent"), [(0.9, 2.23), (0.8, 4.73), (0.7, 8.43), (0.6, 12.13), (1.0, 0.0)]
 )
@@ -172,6 +175,7 @@ def test_a_chain_has_the_bound_that_counting_gives() -> None:
         assert bound_s == pytest.approx(100.0 + n_lost, abs=2e-2)
 
 
+@pytest.mark.slow
 def test_lower_budgets_have_higher_bounds() -> None:
     for graph in (residual(n_blocks=8), u_shape(depth=3), gpt2()):
         folded = StorageGraph.of(graph)

@@ -36,7 +36,7 @@ def test_every_set_of_units_within_the_room_keeps_to_the_row() -> None:
     assert at_the_limit > 1000  # the row is no weaker than it has to be
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_they_are_below_the_truth_and_leave_the_integer_program_as_it_is(seed: int) -> None:
     rng = random.Random(seed)
@@ -64,6 +64,7 @@ def test_they_are_below_the_truth_and_leave_the_integer_program_as_it_is(seed: i
             assert rounded[True] <= truth + 1e-9
 
 
+@pytest.mark.slow
 def test_the_linear_program_of_equal_units_is_whole() -> None:
     folded = StorageGraph.of(chain(n_blocks=12))
     closed = 0

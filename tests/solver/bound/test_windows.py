@@ -50,7 +50,7 @@ def lost(graph: Graph, time_s: float) -> float:
     return (time_s / graph.baseline_time_s - 1) if graph.baseline_time_s else 0.0
 
 
-@pytest.mark.slow(sample=2, keep=5)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("seed", range(60))
 def test_windows_are_below_the_truth(seed: int) -> None:
     rng = random.Random(seed)
@@ -77,6 +77,7 @@ def test_windows_are_below_the_truth(seed: int) -> None:
                 assert program.read(answer).lost_share <= truth + 1e-9
 
 
+@pytest.mark.slow
 def test_windows_bound_at_least_as_much_as_the_cut_at_each_mark() -> None:
     for graph in (g for seed in range(2) for g in random_steps(seed)):
         folded, budget_bytes = StorageGraph.of(graph), least_peak_bytes(graph)
@@ -93,6 +94,7 @@ def test_windows_bound_at_least_as_much_as_the_cut_at_each_mark() -> None:
                 assert together >= alone - 1e-5
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("graph", [u_shape(depth=4), chain(n_blocks=24)], ids=["u", "chain"])
 def test_windows_see_stretches_that_are_recomputed_again_and_again(graph: Graph) -> None:
     folded = StorageGraph.of(graph)

@@ -74,6 +74,7 @@ def test_a_period_costs_little_more_than_the_best_on_long_chains() -> None:
             assert least - 1e-9 <= cost <= 1.1 * least
 
 
+@pytest.mark.slow
 def test_multistage_of_stumm_and_walther_2009() -> None:
     """The fewest steps, and no more writes and reads of the disk than the published reversal."""
     for n_steps, n_memory, n_disk, n_published in PUBLISHED["multistage"]:
@@ -97,7 +98,7 @@ def random_levels(rng: random.Random) -> Slots:
     return slots
 
 
-@pytest.mark.slow(sample=2, keep=6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("seed", range(24))
 def test_no_schedule_of_a_short_chain_costs_less(seed: int) -> None:
     rng = random.Random(seed)

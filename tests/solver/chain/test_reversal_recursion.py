@@ -123,12 +123,13 @@ def compared(seed: int) -> tuple[int, int]:
     return n_positive, n_met
 
 
-@pytest.mark.slow(sample=1, keep=12)
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("seed", range(10, 600, 10))
 def test_no_levels_prove_more_than_the_truth(seed: int) -> None:
     compared(seed)
 
 
+@pytest.mark.slow
 def test_some_levels_prove_the_truth_and_others_less() -> None:
     found = [compared(seed) for seed in (600, 610)]
     n_positive, n_met = map(sum, zip(*found, strict=True))
@@ -270,6 +271,7 @@ def as_stated(levels: Levels) -> float:
     return least("T", 0, n, 0)
 
 
+@pytest.mark.slow
 def test_the_tables_are_the_recursion_as_it_is_stated() -> None:
     found = [(least_recompute_s(levels), as_stated(levels)) for levels in random_levels(400)]
     assert [table for table, _ in found] == pytest.approx([stated for _, stated in found])

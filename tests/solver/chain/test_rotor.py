@@ -155,7 +155,7 @@ def test_equals_revolve_where_only_inputs_can_be_kept(n_blocks: int, n_snapshots
     assert solution.cost_s == once_s + fewest_advances(n_blocks, n_snapshots)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(("seed", "n_blocks"), [(0, 70), (1, 100), (2, 130), (3, 170)])
 def test_long_chains_equal_the_plain_recurrence(seed: int, n_blocks: int) -> None:
     """What is ruled out without a look must not have been better."""
@@ -241,6 +241,7 @@ def chains(draw: st.DrawFn) -> Chain:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(chains(), st.floats(0, 1.1), st.integers(1, 120))
 def test_rounding_never_overruns(chain: Chain, share: float, n_slots: int) -> None:
@@ -251,6 +252,7 @@ def test_rounding_never_overruns(chain: Chain, share: float, n_slots: int) -> No
         assert simulate_chain(chain, solution.ops) == (solution.cost_s, solution.peak_bytes)
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("seed", range(8))
 def test_many_small_sizes_never_overrun(seed: int) -> None:
     """Each is less than a slot: rounded down, they would take nothing."""

@@ -53,6 +53,7 @@ def test_the_report_of_a_graph_file(capsys):
     assert "\x1b" not in printed.out  # no terminal, no colour
 
 
+@pytest.mark.slow
 def test_every_file_is_written_and_named(tmp_path, capsys):
     names = ("schedule.json", "graph.json", "memory.png", "curve.svg")
     out_place = tmp_path / "out"
@@ -148,6 +149,7 @@ def test_a_share_of_a_named_devices_memory(capsys):
 # What cannot be done, and its exit code.
 
 
+@pytest.mark.slow
 def test_infeasible_names_the_least_budget_and_the_op(capsys):
     assert main(["--budget", "2GB", "--method", "sqrt", GPT2]) == 3
     printed = capsys.readouterr()

@@ -130,6 +130,7 @@ BUDGET, NOTHING_YET, FOUND = "1638404", "5", "70"
 FOREVER = ("--budget", BUDGET, "--time-limit", "1e6")
 
 
+@pytest.mark.slow
 def test_python_raises_keyboard_interrupt(graph: str) -> None:
     code, out, _ = interrupted(HARD + IN_PYTHON, graph, FOUND)
     assert (code, out) == (0, "KeyboardInterrupt\n")
@@ -164,6 +165,7 @@ def test_a_call_that_ends_soon_ends_before_the_interpreter(seconds: float, ended
     assert (code, out, err) == (0, f"KeyboardInterrupt\n{ended}", "")
 
 
+@pytest.mark.slow
 def test_a_search_that_has_found_nothing_ends(graph: str) -> None:
     code, out, err = interrupted(HARD + COMMAND, *FOREVER, "--json", graph, NOTHING_YET)
     assert (code, err) == (130, "solve: interrupted\n")
@@ -325,6 +327,7 @@ def test_the_plan_is_there_where_the_verification_is_stuck(tmp_path: Path) -> No
     assert schedule.exists()
 
 
+@pytest.mark.slow
 def test_while_another_size_is_traced_the_largest_so_far_is_the_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

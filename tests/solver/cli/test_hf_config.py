@@ -64,7 +64,7 @@ def written(directory: Path, configuration: Any, **changes: Any) -> str:
     return f"hf:{path}"
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("configuration", "sizes", "batch_bytes", "dtype", "verify"),
     [

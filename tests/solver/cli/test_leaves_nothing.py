@@ -70,12 +70,14 @@ def graph(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_graph(graph: str, tmp_path: Path) -> None:
     written = str(tmp_path / "s.json")
     found = called(CALL, "--budget", "1638404", "-o", written, graph)
     assert found == {"codes": [0, 0], "changed": {}}
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("argv", "code"),
     [(("--version",), 0), (("--budget", "1"), 2), (("--budget", "1B", "missing.json"), 4)],
@@ -93,6 +95,7 @@ def test_a_plan_of_a_model(tmp_path: Path) -> None:
     assert found == {"codes": [0, 0], "changed": {}}
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_stays_the_callers(graph: str) -> None:
     program = """
         reading, writing = os.pipe()
@@ -126,7 +129,7 @@ PRESSED = """
 """
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_before", "code"), [(0, 130), (5, 130), (70, 0)])
 def test_ctrl_c_gives_the_best_plan_so_far_or_130(
     graph: str, tmp_path: Path, n_before: int, code: int

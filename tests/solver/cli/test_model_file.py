@@ -133,6 +133,7 @@ def test_targets_without_get_inputs_are_told_what_to_write(model_file, capsys):
     assert "get_inputs(batch)" in line
 
 
+@pytest.mark.slow
 def test_a_loss_that_only_picks_the_models_own_is_inside(model_file, capsys):
     changes = ("return x.square().mean()", "return {'loss': x.square().mean(), 'n': 3}")
     add = """
@@ -160,6 +161,7 @@ def package(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("source", ["net", "net:get_model", "other:make_other"])
 def test_a_module_to_import(package, source):
     options = ["--budget", "1MB", "--device", "cpu", "--quiet"]
@@ -318,7 +320,7 @@ READS_ITS_MASK = (
 )
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["torch.ones(64)", "(torch.rand(64) > 0.5).float()"])
 def test_a_model_that_reads_its_batch_is_planned_for_the_values_that_it_has(
     mask, model_file, capsys
@@ -339,6 +341,7 @@ def test_a_batch_too_large_to_build_is_planned_without_its_values(model_file, ca
     assert "was not allocated" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_verify_runs_the_step_both_ways(model_file, capsys):
     options = ["--budget", "1MB", "--device", "cpu", "--method", "every_block", "--verify"]
     assert main([*options, model_file()]) == 0
@@ -368,6 +371,7 @@ def found(**changes) -> Verification:
     return Verification(**{**fields, **changes})
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("changes", "printed", "line"),
     [

@@ -33,6 +33,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_report_names_them_and_the_files_have_them(file, tmp_path, capsys) -> None:
     assert main(["--budget", "190kB", *PASSES, file]) == 0
     printed = " ".join(capsys.readouterr().out.split())

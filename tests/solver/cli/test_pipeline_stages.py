@@ -40,6 +40,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_slowest_stage_is_reported_and_another_is_written(file, tmp_path, capsys) -> None:
     assert main(["--budget", "1MB", *PIPELINE, file]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -55,7 +56,7 @@ def test_the_slowest_stage_is_reported_and_another_is_written(file, tmp_path, ca
     assert saved.environment["pipeline"]["stage"] == 1
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "n_stages"), [("20kB", 1), ("12kB", 2)])
 def test_as_few_stages_as_fit(budget: str, n_stages: int, file: str, capsys) -> None:
     assert main(["--budget", budget, *AUTO, "--batch-size", "1", "--json", file]) == 0
@@ -65,6 +66,7 @@ def test_as_few_stages_as_fit(budget: str, n_stages: int, file: str, capsys) -> 
     assert (said in report["notes"]) == (n_stages > 1)
 
 
+@pytest.mark.slow
 def test_stages_of_which_a_rank_has_a_shard(file, capsys) -> None:
     """Of the first stage, of two layers: all parameters, and once more their shards; the state of
     the optimizer for shards alone."""
@@ -76,6 +78,7 @@ def test_stages_of_which_a_rank_has_a_shard(file, capsys) -> None:
     assert memory["optimizer"] == 2 * layer_bytes + 4 * n_parameters
 
 
+@pytest.mark.slow
 def test_each_stage_has_its_file(file, tmp_path, capsys) -> None:
     written = ["-o", str(tmp_path / "plan.json"), "--graph-out", str(tmp_path / "graph.json")]
     assert main(["--budget", "1MB", *PIPELINE, "--json", *written, file]) == 0

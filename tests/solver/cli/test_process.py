@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from graphs.synthetic.nets import residual
 from tests.solver.cli.test_command import GPT2
 from tests.support.command import without_progress
@@ -32,6 +34,7 @@ def test_a_real_process(tmp_path):
     assert (tmp_path / "s.json").exists()
 
 
+@pytest.mark.slow
 def test_what_c_code_prints_stays_out_of_the_json_object():
     noisy = """
 import os, sys
@@ -53,6 +56,7 @@ sys.exit(command.process())
     assert "noise" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_wide_terminal():
     wide = run("--budget", "4GB", "--method", "none", GPT2, COLUMNS="120", NO_COLOR="1")
     assert max(map(len, wide.stdout.splitlines())) > 80
@@ -66,6 +70,7 @@ def test_a_name_that_the_terminal_cannot_show(tmp_path):
     assert r"gr\xfcn.json" in done.stdout.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m solver.cli --budget 4GB --method sqrt {GPT2} | head -1"
     done = subprocess.run(

@@ -162,6 +162,7 @@ def test_a_real_ctrl_c_in_the_sweep_keeps_the_plan(tmp_path):
     assert "Answer" in out
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_sweep_draws_the_points_that_are_there(tmp_path, capsys, monkeypatch):
     graph = residual(n_blocks=5)
     graph.save(tmp_path / "g.json")

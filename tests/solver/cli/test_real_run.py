@@ -41,6 +41,7 @@ IN_A_PART = (
 ON_CPU = ("--device", "cpu", "--time-limit", "600")
 
 
+@pytest.mark.slow
 def test_real_steps_are_announced_with_what_they_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +67,7 @@ def test_steps_that_cannot_fit_are_not_run(
     assert line.endswith("40.00 KB of this machine's memory are free")
 
 
+@pytest.mark.slow
 def test_a_part_that_runs_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_model(tmp_path, *IN_A_PART, add=RUNS + PART)
     assert main(["--budget", "20MB", *ON_CPU, path]) == 0

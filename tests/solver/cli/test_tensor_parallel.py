@@ -66,6 +66,7 @@ def parameter_bytes(report: dict[str, Any]) -> int:
     return int(report["baseline"]["memory_bytes"]["parameters"])
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_part(file: str, capsys: Any) -> None:
     report = answer(capsys, "--tensor", "2", file)
     assert parameter_bytes(report) == SPLIT_BYTES

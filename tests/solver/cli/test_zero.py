@@ -51,6 +51,7 @@ def answer(capsys: Any, *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_rank_holds_what_the_engine_does(file, config, tmp_path, capsys) -> None:
     graph = str(tmp_path / "graph.json")
     asked = ["--budget", "1MB", "--graph-out", graph, file]

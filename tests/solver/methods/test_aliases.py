@@ -51,14 +51,14 @@ def check_method(graph: Graph, truth: Truth, *, method: str, budget_bytes: int) 
         assert lost_s <= OPTIMAL_GAP * graph.baseline_time_s
 
 
-@pytest.mark.slow(sample=1, keep=5)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("seed", range(0, 1200, CHUNK))
 def test_random_graphs(seed: int) -> None:
     for i in range(seed, seed + CHUNK):
         check_graph(aliasing_dag(i), i)
 
 
-@pytest.mark.slow(sample=1, keep=6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("seed", range(0, 2080, CHUNK))
 def test_random_graphs_with_overwrites(seed: int) -> None:
     graphs = [overwriting_dag(i) for i in range(seed, seed + CHUNK)]
@@ -86,7 +86,7 @@ def check_graph(graph: Graph, i: int) -> None:
         check_method(graph, truth, method=method, budget_bytes=given_bytes)
 
 
-@pytest.mark.slow(sample=7)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("case", GIVEN, ids=lambda case: case["name"])
 @pytest.mark.parametrize("method", ["auto", "ilp"])
 def test_graphs_that_once_failed(case: dict, method: str) -> None:
@@ -102,6 +102,7 @@ def test_a_step_that_takes_no_time_and_fits_nowhere() -> None:
     check_graph(graph, 2058)
 
 
+@pytest.mark.slow
 def test_every_method_proposes_what_is_legal() -> None:
     for graph in map(aliasing_dag, range(5000, 5030)):
         peak_bytes = simulate(graph, baseline(graph)).peak_bytes

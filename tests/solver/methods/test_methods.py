@@ -50,7 +50,7 @@ def test_the_methods_and_their_order() -> None:
     assert {"none", "every_block", "sqrt"} <= set(METHODS)
 
 
-@pytest.mark.slow(sample=5)
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("name", ["none", *ON_BLOCKS])
 @pytest.mark.parametrize("block", range(4))
 def test_whatever_the_graph_what_is_proposed_is_legal_and_fits(name: str, block: int) -> None:

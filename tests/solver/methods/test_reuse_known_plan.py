@@ -47,7 +47,7 @@ def known(gpt2: Graph, budget_bytes: int) -> KnownPlan:
     return KnownPlan.of(solve(gpt2, budget=budget_bytes))
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.99, 0.9, 0.8])
 def test_a_shorter_step_is_as_good_as_searched(
     gpt2: Graph, known: KnownPlan, budget_bytes: int, share: float

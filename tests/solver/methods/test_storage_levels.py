@@ -142,6 +142,7 @@ def test_a_disk_that_is_smaller_than_any_snapshot(name: str) -> None:
     run(name, overwriting_dag(50105), 11, places(6, 0.25, 1, 0.25))
 
 
+@pytest.mark.slow
 def test_the_front_doors(tmp_path, capsys) -> None:
     graph = nets.chain(n_blocks=24)
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes

@@ -73,6 +73,7 @@ def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: in
     assert n_fit > 30
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("first_seed", range(0, 900, 300))
 def test_what_goes_on_to_the_disk_is_legal_and_as_fast_and_as_large_as_said(
     first_seed: int,
@@ -249,6 +250,7 @@ def test_without_a_host_auto_is_as_before() -> None:
     assert auto(graph, places=Places(), **options) == auto(graph, **options)
 
 
+@pytest.mark.slow
 def test_a_fast_host_costs_no_time_where_many_positions_overflow() -> None:
     graph = nets.residual(n_blocks=12)
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes

@@ -103,7 +103,7 @@ def test_every_persistent_schedule_is_a_tree_of_checkpoints() -> None:
     assert n_nested > 10
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("inplace", "share"), [(False, 0.6), (False, 0.45), (True, 0.45)])
 def test_layers_are_recomputed_together_within_the_reported_peak(
     inplace: bool, share: float
@@ -145,6 +145,7 @@ def test_children_run_as_often_as_they_are_nested() -> None:
         assert torch.equal(model.eval()(batch[0]), copy.deepcopy(model)(batch[0]))
 
 
+@pytest.mark.slow
 def test_the_report_names_what_is_recomputed_together() -> None:
     model, batch = convolutions(inplace=True)
     solution, _ = planned(model, batch, 0.45)
@@ -172,6 +173,7 @@ def test_children_with_hooks_are_not_put_together() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_another_model_is_refused() -> None:
     model, batch = convolutions(inplace=False)
     solution, _ = planned(model, batch, 0.5)
@@ -197,6 +199,7 @@ LOOKS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "code"), [("20MB", 0), ("4MB", 0), ("100KB", 3)])
 def test_the_command_plans_what_cannot_be_traced(tmp_path, capsys, budget, code) -> None:
     path = write_model(tmp_path, BRANCHING, LOOKS)

@@ -96,7 +96,7 @@ def test_the_timeline_in_letters(monkeypatch) -> None:
     assert dict(copy_rows.timeline_rows(by_hand()))["compute"] == "+--"
 
 
-@pytest.mark.slow(sample=25)
+@pytest.mark.slow(sample=5)
 @pytest.mark.parametrize("seed", range(60))
 def test_everything_adds_up_to_what_the_simulator_says(seed) -> None:
     rng = random.Random(seed)

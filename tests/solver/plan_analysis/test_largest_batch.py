@@ -60,7 +60,7 @@ def planner(budget_bytes: int, *, method: str = "every_block", asked: list[int] 
     return plan
 
 
-@pytest.mark.slow(sample=2, keep=6)
+@pytest.mark.slow(sample=1, keep=6)
 @pytest.mark.parametrize("shown", [3, 10, 13])
 @pytest.mark.parametrize("first", [1, 3, 16, 50])
 @pytest.mark.parametrize("method", ["none", "every_block"])
@@ -138,6 +138,7 @@ def test_it_stops_growing(monkeypatch):
     assert found.beyond is None
 
 
+@pytest.mark.slow
 def test_a_length_is_found_to_a_64th():
     """Beyond 128 the last steps of the bisection are left out."""
     plan = planner(peak_bytes(1000), method="none")
@@ -358,6 +359,7 @@ def test_nothing_fits_is_infeasible(tmp_path, capsys):
     assert "infeasible" in printed.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_reports_the_largest_so_far(tmp_path, capsys, monkeypatch):
     def interrupted(graph, request, **options):
         shapes = graph.plain.meta.environment["shapes"]
@@ -372,6 +374,7 @@ def test_ctrl_c_reports_the_largest_so_far(tmp_path, capsys, monkeypatch):
     assert "Interrupted: the largest size found to fit so far." in text
 
 
+@pytest.mark.slow
 def test_a_size_that_the_model_refuses_is_told(tmp_path, capsys):
     model = write_model(
         tmp_path,
@@ -382,6 +385,7 @@ def test_a_size_that_the_model_refuses_is_told(tmp_path, capsys):
     assert any("Size 6 could not be traced" in note for note in found["notes"])
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("argv", "changes", "reason"),
     [

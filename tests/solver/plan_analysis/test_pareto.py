@@ -33,6 +33,7 @@ def curve() -> Curve:
     return sweep(GRAPH, methods=("sqrt", "every_block", "none"), like=LONG)
 
 
+@pytest.mark.slow
 def test_overhead_never_rises_with_the_budget(curve):
     for method in curve.methods:
         points = curve.of(method)
@@ -166,6 +167,7 @@ def test_the_reserve_is_on_top_of_the_default_budgets():
     assert plain[-1] == PEAK_BYTES
 
 
+@pytest.mark.slow
 def test_a_quick_curve_goes_down_to_the_least_feasible_budget():
     graph = residual(n_blocks=4)
     obstacle = find_obstacle(graph)

@@ -53,6 +53,7 @@ def test_the_range_is_that_of_all_ratios(seed):
     assert low <= solution.overhead <= high
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     "costs", [{"model": "measured", "device": "cuda"}, {"model": "roofline", "device": "cpu"}, {}]
 )
@@ -60,5 +61,6 @@ def test_other_costs_have_no_range(costs):
     assert overhead_range(solve(graph(costs), budget="5GB", method="sqrt")) is None
 
 
+@pytest.mark.slow
 def test_no_plan_has_no_range():
     assert overhead_range(solve(graph(ON_A_CARD), budget="1GB", method="sqrt")) is None

@@ -105,6 +105,7 @@ def words(text: str) -> str:
     return " ".join(Page(text).text.split())
 
 
+@pytest.mark.slow
 def test_it_is_one_well_formed_file_that_asks_for_nothing(whole):
     read = Page(whole)
     assert read.tags["svg"] == 2 * N_WIDTHS
@@ -159,6 +160,7 @@ def test_the_tables_rows_are_the_blocks_and_the_methods(whole, planned):
     assert "".join(f'<td class="number">{cell}</td>' for cell in cells) in plain
 
 
+@pytest.mark.slow
 def test_each_block_of_a_model_has_a_name(planned):
     """Operators of the model's own code are in no submodule."""
     graph = planned.graph
@@ -190,6 +192,7 @@ def test_the_bound_in_words(planned):
     assert "no other plan can save" not in bound_text(unsolved)[0]
 
 
+@pytest.mark.slow
 def test_a_page_without_a_plan_says_why():
     graph = Graph.load(GPT2)
     solution = solve(graph, budget="2GB", method="sqrt")
@@ -205,6 +208,7 @@ def test_a_page_without_a_plan_says_why():
 HOSTILE = "<script>alert(1)</script>\"'&$\\frac{ ]]> \ud800\x00 $"
 
 
+@pytest.mark.slow
 def test_everything_from_outside_is_escaped():
     plain = residual(n_blocks=4)
     node_of = {node.name: node.name + HOSTILE for node in plain.nodes}
@@ -255,6 +259,7 @@ def test_the_command_writes_it_with_a_quick_curve(tmp_path, capsys):
     assert points[0] < points[1]  # the curve that was asked for has more budgets
 
 
+@pytest.mark.slow
 def test_a_page_is_written_where_nothing_fits(tmp_path, capsys):
     out = tmp_path / "out.html"
     assert main(["--budget", "2GB", "--method", "none", "--report", str(out), str(GPT2)]) == 3
@@ -312,6 +317,7 @@ def wide(tmp_path_factory) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_the_headline_and_the_titles_name_step_and_device(planned, curve):
     costs = {"model": "roofline", "title": "NVIDIA H100"}
     meta = dataclasses.replace(planned.graph.meta, model="GPT2", costs=costs)
@@ -328,7 +334,7 @@ def test_the_headline_and_the_titles_name_step_and_device(planned, curve):
     assert told.count("GPT2 on NVIDIA H100: overhead against budget") >= 1
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 390])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_phone_shows_all_of_it(whole, wide, chromium, dark, width, tmp_path):
@@ -350,6 +356,7 @@ def test_a_phone_shows_all_of_it(whole, wide, chromium, dark, width, tmp_path):
         assert seen["n_items"] > 200
 
 
+@pytest.mark.slow
 def test_paper_shows_all_of_it(whole, wide, chromium, tmp_path):
     """The rules for print, at the width of a page of A4 within its margins."""
     for text in (whole, wide):
@@ -362,6 +369,7 @@ def test_paper_shows_all_of_it(whole, wide, chromium, tmp_path):
         assert all(inner <= shown for shown, inner in seen["heights"])  # all rows, no scrolling
 
 
+@pytest.mark.slow
 def test_a_desk_shows_all_of_it(whole, chromium, tmp_path):
     seen = browser.look(chromium, whole, tmp_path, width=1400, dark=False)
     assert seen["width"] <= 1400

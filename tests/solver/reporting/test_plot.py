@@ -80,7 +80,7 @@ def covered(axes) -> list[str]:
     return found
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("width_in", [plot_style.WIDE_IN, plot_style.NARROW_IN])
 @pytest.mark.parametrize("share", [0.75, 0.999, 1.3])
 def test_no_name_covers_a_line(share, width_in):
@@ -264,6 +264,7 @@ def test_the_schedule_shows_what_is_held():
     assert "no plan fits" in plot.schedule(nothing).get_title(loc="left")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "start"), [("m.png", b"\x89PNG"), ("m.SVG", b"<?xml")])
 def test_files_appear_whole_and_are_repeatable(name, start, planned, tmp_path):
     plot.save(plot.memory(planned), tmp_path / name)

@@ -62,6 +62,7 @@ def test_the_report_is_the_commands(solution):
     assert "evaluation mode" not in text
 
 
+@pytest.mark.slow
 def test_a_model_in_evaluation_mode_is_noted(tmp_path, capsys):
     planned = solve(make_model().eval(), make_batch(), loss=mean, budget="1GB")
     out = io.StringIO()
@@ -75,6 +76,7 @@ def test_a_model_in_evaluation_mode_is_noted(tmp_path, capsys):
     assert "in evaluation mode" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_pictures_of_an_answer_and_of_a_curve(solution, tmp_path):
     draw(solution, tmp_path / "memory.svg")
     curve = sweep(solution, budgets=["1MB", solution.baseline.peak_bytes], time_limit_s=600)
@@ -93,6 +95,7 @@ def test_points_keep_the_word_for_whoever_applies_one(solution):
     assert {point.request.rewrites for point in curve.points} == {"bitwise"}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_drawn_is_refused(graph, solution, tmp_path):
     with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
         draw(solution, tmp_path / "memory.gif")

@@ -78,6 +78,7 @@ def verified() -> Verification:
 # The breakdown.
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     "graph",
     [chain(n_blocks=5), residual(n_blocks=4), Graph.load(GPT2)],

@@ -144,6 +144,7 @@ def test_a_full_device_gets_the_free_pages_of_expandable_segments():
     assert allocator.allocated_bytes == 100 * MIB
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacity_bytes", [float("inf"), 400 * MIB])
 def test_random_traces(kind: type[CachingAllocator], capacity_bytes: float):

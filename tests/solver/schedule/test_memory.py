@@ -23,6 +23,7 @@ def computed_bytes(graph, schedule: Schedule) -> tuple[int, ...]:
     )
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     "graph", [chain(n_blocks=6), residual(n_blocks=5), *map(odd_graph, range(20))]
 )

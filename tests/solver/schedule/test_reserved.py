@@ -63,6 +63,7 @@ def random_schedule(seed: int) -> tuple[Graph, Schedule]:
     return graph, schedule
 
 
+@pytest.mark.slow
 def test_with_expandable_segments_what_is_allocated_is_the_simulated_peak_with_rounded_sizes():
     for seed in range(60):
         graph, schedule = random_schedule(seed)

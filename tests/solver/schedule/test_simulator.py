@@ -248,6 +248,7 @@ def legal_schedules(graph: Graph, rng: random.Random) -> list[Schedule]:
     return schedules
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("block", range(10))
 def test_simulator_and_referee_agree_on_mutated_schedules(block: int) -> None:
     n_illegal = n_legal = 0

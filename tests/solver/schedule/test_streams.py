@@ -346,7 +346,7 @@ def test_simulator_and_referee_agree_on_random_copies(block: int) -> None:
     assert n_stalled > 100
 
 
-@pytest.mark.slow(sample=1, keep=12)
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("block", range(50))
 def test_simulator_and_referee_agree_on_mutated_copies(block: int) -> None:
     """100,000 in all."""

@@ -82,7 +82,7 @@ def budget_at(share: float) -> int:
     return least_bytes + int(share * (peak_bytes - least_bytes))
 
 
-@pytest.mark.slow(sample=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "dp", "sqrt", "revolve", "every_block"])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_every_loop_ends_at_the_deadline(method: str, share: float, counter: Counter) -> None:
@@ -108,7 +108,7 @@ def test_the_clock_that_does_not_run_out_changes_nothing(counter: Counter) -> No
     assert (one.schedule, one.lower_bound_s) == (other.schedule, other.lower_bound_s)
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("graph", "share"),
     [(nets.u_shape(depth=3), 0.3), (nets.pyramid(n_blocks=(1, 2, 1)), 0.4), (GPT2, 0.5)],

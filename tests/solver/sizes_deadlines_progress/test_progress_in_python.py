@@ -26,6 +26,7 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
+@pytest.mark.slow(sample=8)
 @pytest.mark.parametrize(
     ("configured", "printed"),
     [

@@ -33,7 +33,7 @@ def budget_at(graph: Graph, share: float) -> int:
     return least_bytes + int(share * (peak_bytes - least_bytes))
 
 
-@pytest.mark.slow(sample=1, keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("share", "gap"), [(0.5, 1e-3), (0.4, 1e-3), (0.3, 0.02), (0.1, 0.02)])
 def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> None:
     graph = nets.recurrent(n_steps=200)

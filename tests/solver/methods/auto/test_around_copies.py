@@ -72,7 +72,7 @@ def some_graph(seed: int) -> Graph:
     return overwriting_dag(seed) if seed % 3 == 1 else aliasing_dag(seed)
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(0, 300, 100))
 def test_orders_around_copies_are_orders_of_the_step(first_seed: int) -> None:
     n_with_gaps = n_recomputing = 0

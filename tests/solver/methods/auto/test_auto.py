@@ -50,7 +50,7 @@ def budget(graph: Graph, share: float) -> int:
     return low + int(share * (simulate(graph, baseline(graph)).peak_bytes - low))
 
 
-@pytest.mark.slow(sample=1, keep=2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("seed", range(0, 320, 40))
 def test_bound_truth_schedule(seed: int) -> None:
     n_found = n_cells = 0
@@ -94,7 +94,7 @@ def test_gpt2_in_half_is_proven_infeasible() -> None:
     assert proposal.lower_bound_s == math.inf
 
 
-@pytest.mark.slow(sample=7)
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("share", [0.7, 0.9])
 def test_gap_closes_at_generous_budgets(name: str, share: float) -> None:
@@ -123,6 +123,7 @@ def test_never_worse_than_the_others(name: str) -> None:
             assert ours.lower_bound_s <= theirs_s
 
 
+@pytest.mark.slow
 def test_order_in_the_budget() -> None:
     for name in ("transformer", "u_shape"):
         graph = NETS[name]
@@ -141,6 +142,7 @@ def test_order_in_the_budget() -> None:
         )
 
 
+@pytest.mark.slow
 def test_same_schedule_twice() -> None:
     graph = NETS["u_shape"]
     options = {"budget_bytes": budget(graph, 0.25), "time_limit_s": 600.0, "seed": 3}

@@ -29,6 +29,7 @@ def test_a_replayed_reversal_beats_the_one_that_fits() -> None:
     assert simulation.time_s < simulate(graph, fitting).time_s
 
 
+@pytest.mark.slow
 def test_auto_proves_and_finds_more_near_the_least_budget_of_a_deep_chain() -> None:
     graph = nets.recurrent(n_steps=60)
     budget_bytes = simulate(

@@ -172,6 +172,7 @@ def menus_tried(
     return tried
 
 
+@pytest.mark.slow
 def test_all_that_was_seen_comes_first_where_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short menus alone lead astray; a long one would take half a minute."""
     search, _ = searched(NETS["pyramid"], 0.15)
@@ -215,6 +216,7 @@ def test_a_long_menu_is_left_alone() -> None:
     assert search.best is best
 
 
+@pytest.mark.slow
 def test_the_menu_is_of_the_search_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules of other budgets, with other recomputation, would make it too long to solve."""
     menus = []

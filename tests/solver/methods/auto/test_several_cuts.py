@@ -29,6 +29,7 @@ def found(seed: int, *, proven_besides: float) -> tuple[Guide, float]:
         return offer_several_cuts(search, search.binding.cuts), search.best_share
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("seed", [0, 3, 14, 19])
 def test_a_bound_of_another_stage_does_not_end_the_rounds(seed: int) -> None:
     guide, best_share = found(seed, proven_besides=0.0)

@@ -73,6 +73,7 @@ HANDED_ON_BYTES = 1024 * 64 * 4
 """What a layer hands on: the reentrant way makes it again and holds it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_layers", "reentrant", "more_bytes"),
     [(3, False, 0), (6, False, 0), (6, True, HANDED_ON_BYTES)],
