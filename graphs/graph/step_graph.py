@@ -154,6 +154,22 @@ class Graph:
         """Seconds of the step when each node runs once."""
         return math.fsum(node.time_s for node in self.nodes)
 
+    @cached_property
+    def needs(self) -> dict[str, tuple[str, ...]]:
+        """By node, what must be live for it to run: its inputs, and what it makes a view of.
+
+        A view node normally reads a tensor on the storage; where the graph does not say so, the
+        root of the storage is needed all the same.
+        """
+        return {node.name: self._needs(node) for node in self.nodes}
+
+    def _needs(self, node: Node) -> tuple[str, ...]:
+        if not self.views:
+            return node.inputs
+        known = {self.root(name) for name in node.inputs} | set(node.outputs)
+        roots = dict.fromkeys(self.root(name) for name in node.outputs)
+        return (*node.inputs, *(r for r in roots if r not in known and r in self.producer))
+
     def root(self, name: str) -> str:
         """The tensor that owns the storage of the named one."""
         return self.tensor_by_name[name].alias_of or name

@@ -14,7 +14,7 @@ from torch import fx
 
 from graphs.graph import Graph, Node
 from scheduler_runtime.execute.piece import Value
-from solver.schedule import Copy, CopyLayout, Delete, Drop, Fetch, Load, Spill, Store, needs
+from solver.schedule import Copy, CopyLayout, Delete, Drop, Fetch, Load, Spill, Store
 
 Values = Mapping[fx.Node, Value]
 """Traced node -> its live value."""
@@ -59,7 +59,7 @@ class CopyCalls:
 
     def before(self, node: Node) -> dict[str, tuple[Value, ...]]:
         """Right before the node is called. Returns the copied storages that it replaces."""
-        for storage in dict.fromkeys(map(self._graph.root, needs(self._graph, node))):
+        for storage in dict.fromkeys(map(self._graph.root, self._graph.needs[node.name])):
             if storage in self._arriving:
                 self._call("arrive", storage)
                 self._arriving.discard(storage)

@@ -36,7 +36,6 @@ from solver.schedule import (
     Spill,
     Store,
     baseline,
-    needs,
     simulate,
 )
 from solver.sizes_deadlines_progress import counted, format_share, format_size
@@ -143,7 +142,7 @@ def _blocking(graph: Graph, storages: frozenset[str]) -> Schedule:
     for at, op in enumerate(plain.ops):
         if isinstance(op, Compute):
             node = graph.node_by_name[op.node]
-            for root in {graph.root(name) for name in (*needs(graph, node), *node.outputs)}:
+            for root in {graph.root(name) for name in (*graph.needs[node.name], *node.outputs)}:
                 if root in storages:
                     reads[root].append(at)
             if node.phase not in ("forward", "outside"):

@@ -31,7 +31,6 @@ import numpy.typing as npt
 
 from graphs.graph import Graph
 from solver.bound.no_recompute_spans import find_no_recompute_spans, may_run_again
-from solver.schedule import needs
 
 Bytes = npt.NDArray[np.int64]
 
@@ -84,7 +83,7 @@ class StorageGraph:
             found = (unit.get(graph.root(name)) for name in names)
             return tuple(dict.fromkeys(u for u in found if u is not None))
 
-        reads = [units(needs(graph, node)) for node in graph.nodes]
+        reads = [units(graph.needs[node.name]) for node in graph.nodes]
         makes = tuple(
             units(name for name in node.outputs if graph.root(name) == name) for node in graph.nodes
         )
@@ -202,7 +201,7 @@ class StorageGraph:
 
     def needed_names(self, p: int) -> list[str]:
         """Tensors that must be on the device when node p runs for the first time."""
-        names = needs(self.graph, self.graph.nodes[p])
+        names = self.graph.needs[self.graph.nodes[p].name]
         known = {self.unit_of[name] for name in names if name in self.unit_of}
         return [*names, *(self.unit_names[u] for u in self.reads[p] if u not in known)]
 

@@ -30,6 +30,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from graphs.graph import Graph
@@ -72,6 +73,13 @@ class Blocks:
     @property
     def n_blocks(self) -> int:
         return len(self.forward)
+
+    @cached_property
+    def handed_on(self) -> tuple[tuple[str, ...], ...]:
+        """What crosses each cut beside the companions."""
+        return tuple(
+            tuple(name for name in names if name not in self.companions) for names in self.crossing
+        )
 
 
 @dataclass(frozen=True)

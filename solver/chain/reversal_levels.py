@@ -224,7 +224,8 @@ def _usual_width(folded: StorageGraph, bounds: Sequence[int]) -> int:
             and not folded.pinned[u]
         }
         sizes = [folded.unit_bytes[u] for u in crossing]
-        widths.append(sum(size for size in sizes if size >= TINY * max(sizes)))
+        least = TINY * max(sizes, default=0)
+        widths.append(sum(size for size in sizes if size >= least))
     return median_high(widths) if widths else 0
 
 

@@ -26,7 +26,6 @@ from solver.schedule import (
     is_recomputable,
     lost_views,
     missing_computes,
-    needs,
     without_dead_computes,
 )
 from solver.sizes_deadlines_progress import NEVER, Deadline
@@ -100,10 +99,7 @@ class _Step:
         self._blocks = blocks
         self._ran: set[int] = set()
         # companions are pinned below: they are computed once and never dropped
-        self._crossing = [
-            tuple(name for name in names if name not in blocks.companions)
-            for names in blocks.crossing
-        ]
+        self._crossing = blocks.handed_on
         self._held_cuts: set[int] = set()
         self._n_holding: Counter[str] = Counter()  # storage -> how many held cuts it crosses
         self._hold(0)
@@ -150,7 +146,9 @@ class _Step:
         """Run these later nodes, and before each of them what it misses."""
         for name in nodes:
             node = self._graph.node_by_name[name]
-            self.order += missing_computes(self._graph, needs(self._graph, node), self.available)
+            self.order += missing_computes(
+                self._graph, self._graph.needs[node.name], self.available
+            )
             self.order.append(name)
             self.available.update(node.outputs)
 

@@ -18,6 +18,8 @@ from solver.schedule import (
 )
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 
+ANY = (0.0, math.inf)
+
 
 class BestSoFar:
     """Simulates schedules for one budget, within one time limit, and keeps the best.
@@ -26,6 +28,8 @@ class BestSoFar:
     ends the search quietly at the deadline.
 
     lost_share: proven to be lost, as a share of the baseline's time.
+    worth_s: seconds of the step between which a schedule is worth a simulation: the caller has
+        proven that no faster one fits, and knows a schedule as fast as the last.
     """
 
     def __init__(
@@ -35,8 +39,10 @@ class BestSoFar:
         budget_bytes: int,
         time_limit_s: float,
         places: Places | None = None,
+        worth_s: tuple[float, float] = ANY,
     ) -> None:
         self.graph = graph
+        self.worth_s = worth_s
         self.places = places
         self.budget_bytes = budget_bytes
         self.deadline = Deadline.after(time_limit_s)
@@ -57,6 +63,13 @@ class BestSoFar:
             return self.keep(schedule, simulate(self.graph, schedule, places=self.places))
         except IllegalScheduleError:
             return False
+
+    def may_grow(self, order: Sequence[str], schedule: Callable[[], Schedule]) -> bool:
+        """Whether a larger schedule, which is faster, is to be tried after the one of this order:
+        as `fits`, which is not asked where worth_s tells."""
+        least_s, most_s = self.worth_s
+        time_s = self.time_s(order)
+        return time_s >= least_s and (time_s > most_s or self.fits(schedule()))
 
     def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
         """Whether it fits, its copies side by side; remembered if it is the best so far."""
@@ -87,12 +100,14 @@ class BestSoFar:
         """What is left between the best schedule and the bound, as a share of the baseline's."""
         return self.best_share - self.lost_share
 
+    def time_s(self, order: Sequence[str]) -> float:
+        """Of running these nodes."""
+        nodes = self.graph.node_by_name
+        return math.fsum(nodes[name].time_s for name in order)
+
     def is_faster(self, order: Sequence[str]) -> bool:
         """Whether running these nodes would be faster than the best so far."""
-        nodes = self.graph.node_by_name
-        return self.best is None or (
-            math.fsum(nodes[name].time_s for name in order) < self.best[1].time_s
-        )
+        return self.best is None or self.time_s(order) < self.best[1].time_s
 
     def time_is_up(self) -> bool:
         """Whether the search has to stop; the proposal will say that it was stopped."""

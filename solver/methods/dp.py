@@ -30,7 +30,7 @@ from solver.chain import (
     split_into_blocks,
     to_chain,
 )
-from solver.methods.best_so_far import BestSoFar
+from solver.methods.best_so_far import ANY, BestSoFar
 from solver.methods.proposal import Proposal
 from solver.methods.sqrt import sqrt
 from solver.schedule import baseline
@@ -41,14 +41,28 @@ N_SLOTS = 500
 """About as many as a chain problem has."""
 
 
-def dp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
-    """The optimal persistent schedule of the chain, for the best chain budget. No randomness."""
-    with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+def dp(
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float,
+    seed: int,
+    worth_s: tuple[float, float] = ANY,
+) -> Proposal:
+    """The optimal persistent schedule of the chain, for the best chain budget. No randomness.
+
+    worth_s: as of `BestSoFar`.
+    """
+    with BestSoFar(
+        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_s=worth_s
+    ) as search:
         if search.fits(baseline(graph)):
             return search.proposal()
         search.deadline.check()
         left_s = search.deadline.left_s
-        plain = sqrt(graph, budget_bytes=budget_bytes, time_limit_s=left_s, seed=seed)
+        plain = sqrt(
+            graph, budget_bytes=budget_bytes, time_limit_s=left_s, seed=seed, worth_s=worth_s
+        )
         if plain.schedule:
             search.fits(plain.schedule)
         blocks = split_into_blocks(graph, max_blocks=DP_MAX_BLOCKS)
@@ -74,6 +88,9 @@ def _raise_budget(
         # so many slots that the usual input is a whole number of them: rounding costs less
         n_slots = size_bytes * (N_SLOTS * usual // size_bytes) // usual or N_SLOTS
         solution = solve_chain(chain, budget_bytes=size_bytes, n_slots=n_slots)
-        return solution is None or search.fits(to_schedule(solution.ops))
+        if solution is None:
+            return True
+        schedule = to_schedule(solution.ops)
+        return search.may_grow(schedule.order, lambda: schedule)
 
     return search.bisect(fits, low, high, tolerance=max(1, high // 2**N_BISECTIONS))[1]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from solver.bound import StorageGraph
 from solver.methods.early_recompute import Ahead, ahead_of
-from solver.schedule import Schedule, free_after_last_use, needs, without_dead_computes
+from solver.schedule import Schedule, free_after_last_use, without_dead_computes
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
 REFRESH = 500
@@ -159,7 +159,9 @@ class _Run:
                 if not self.folded.recomputable[n] or self.folded.cannot_recompute(n, self.now):
                     return False
                 graph = self.folded.graph
-                if lacking := [x for x in needs(graph, graph.nodes[n]) if x not in self.available]:
+                if lacking := [
+                    x for x in graph.needs[graph.nodes[n].name] if x not in self.available
+                ]:
                     stack.extend(reversed(lacking))
                     continue
                 if not self._compute(n, wanted, stack):

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from solver.bound import StorageGraph
-from solver.schedule import needs
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
 MAX_VARIABLES = 20_000
@@ -71,7 +70,7 @@ class Stages:
         self._index = index = {item.name: i for i, item in enumerate(self.items)}
         nodes = folded.graph.nodes
         self.reads = [
-            tuple(dict.fromkeys(index[x] for x in needs(folded.graph, node) if x in index))
+            tuple(dict.fromkeys(index[x] for x in folded.graph.needs[node.name] if x in index))
             for node in nodes
         ]
         self.made = [tuple(index[x] for x in node.outputs if x in index) for node in nodes]
@@ -152,7 +151,7 @@ def _items(folded: StorageGraph) -> tuple[Item, ...]:
     position = folded.position
     uses: list[list[int]] = [[] for _ in names]
     for p, node in enumerate(graph.nodes):
-        for name in dict.fromkeys(needs(graph, node)):
+        for name in dict.fromkeys(graph.needs[node.name]):
             if name in index:
                 uses[index[name]].append(p)
     return tuple(

@@ -11,6 +11,7 @@ Cost: log L reversals, each turned into a schedule of the graph and simulated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from graphs.graph import Graph
@@ -22,7 +23,7 @@ from solver.chain import (
     reversal_ops,
     split_into_blocks,
 )
-from solver.methods.best_so_far import BestSoFar
+from solver.methods.best_so_far import ANY, BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, baseline
 from solver.sizes_deadlines_progress import NEVER, Deadline
@@ -32,9 +33,21 @@ MAX_RUNS = 20
 """Of a block in a reversal: with few snapshots a long chain would run the first ones endlessly."""
 
 
-def revolve(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
-    """The reversal with the most snapshots that fit. No randomness."""
-    with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+def revolve(
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float,
+    seed: int,
+    worth_s: tuple[float, float] = ANY,
+) -> Proposal:
+    """The reversal with the most snapshots that fit. No randomness.
+
+    worth_s: as of `BestSoFar`.
+    """
+    with BestSoFar(
+        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_s=worth_s
+    ) as search:
         if search.fits(baseline(graph)):
             return search.proposal()
         coarse = split_into_blocks(graph, max_blocks=REVOLVE_MAX_BLOCKS)
@@ -42,12 +55,23 @@ def revolve(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) 
         for blocks in (coarse, fine) if fine.n_blocks > coarse.n_blocks else (coarse,):
 
             def fits(n_snapshots: int, blocks: Blocks = blocks) -> bool:
-                return is_long(blocks, n_snapshots) or search.fits(
-                    reversal_to_schedule(graph, blocks, n_snapshots, search.deadline)
-                )
+                if is_long(blocks, n_snapshots):
+                    return True
+                schedule = reversal_to_schedule(graph, blocks, n_snapshots, search.deadline)
+                return search.may_grow(schedule.order, lambda: schedule)
 
-            search.bisect(fits, 0, blocks.n_blocks + 1)
+            if not _is_slow(graph, blocks, search):
+                search.bisect(fits, 0, blocks.n_blocks + 1)
     return search.proposal()
+
+
+def _is_slow(graph: Graph, blocks: Blocks, search: BestSoFar) -> bool:
+    """Whether no reversal is worth a simulation: with a snapshot of each block every one but the
+    last runs twice, with fewer more often."""
+    if not blocks.n_blocks or math.isinf(search.worth_s[1]):
+        return False
+    fastest = reversal_to_schedule(graph, blocks, blocks.n_blocks, search.deadline)
+    return search.time_s(fastest.order) > search.worth_s[1]
 
 
 def reversals(graph: Graph, *, deadline: Deadline = NEVER) -> Iterator[Schedule]:

@@ -19,9 +19,11 @@ Cost: some 15 counts times log L schedules, each linear in the graph.
 
 from __future__ import annotations
 
+from functools import partial
+
 from graphs.graph import Graph
 from solver.chain import Blocks, checkpoints, split_into_blocks
-from solver.methods.best_so_far import BestSoFar
+from solver.methods.best_so_far import ANY, BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import free_after_last_use, keep_order
 
@@ -29,9 +31,21 @@ N_SEGMENTS_ALL_UP_TO = 6
 N_SEGMENTS_GROWTH = 1.5
 
 
-def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
-    """The fastest of the segment counts whose schedule fits. No randomness."""
-    with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
+def sqrt(
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float,
+    seed: int,
+    worth_s: tuple[float, float] = ANY,
+) -> Proposal:
+    """The fastest of the segment counts whose schedule fits. No randomness.
+
+    worth_s: as of `BestSoFar`.
+    """
+    with BestSoFar(
+        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_s=worth_s
+    ) as search:
         counts = segment_counts(split_into_blocks(graph).n_blocks)
         for n_segments in reversed(counts):  # the best come early
             if search.time_is_up():
@@ -42,7 +56,9 @@ def sqrt(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> 
                 # More whole segments are faster: a number that would not beat the best is raised
                 # without a simulation.
                 order = keep_order(graph, checkpoints(graph, segments, n_whole=n_whole))
-                return not search.is_faster(order) or search.fits(free_after_last_use(graph, order))
+                return not search.is_faster(order) or search.may_grow(
+                    order, partial(free_after_last_use, graph, order)
+                )
 
             one = min(1, segments.n_blocks)  # often the best that fits, so it is tried first
             if fits(one):

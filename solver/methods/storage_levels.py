@@ -134,7 +134,7 @@ METHODS_ON_LEVELS = {
 
 def _slow_levels(graph: Graph, blocks: Blocks, places: Places) -> list[Storage]:
     """Host and disk as levels for the largest snapshot, in forward steps of average time."""
-    snapshots = ([name for name in c if name not in blocks.companions] for c in blocks.crossing)
+    snapshots = blocks.handed_on
     sizes = (sum(graph.tensor_by_name[name].size_bytes for name in names) for names in snapshots)
     size_bytes = max(sizes, default=0)
     forward_s = sum(node.time_s for node in graph.forward_nodes)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from graphs.graph import Graph, Node
 from solver.module_checkpointing.regions import CheckpointRegion
-from solver.schedule import Schedule, free_after_last_use, keep_order, needs
+from solver.schedule import Schedule, free_after_last_use, keep_order
 
 
 def forecast(graph: Graph, regions: Sequence[CheckpointRegion]) -> Schedule:
@@ -27,7 +27,7 @@ def forecast(graph: Graph, regions: Sequence[CheckpointRegion]) -> Schedule:
     read_later = {
         graph.producer[name].name
         for node in graph.later_nodes
-        for name in needs(graph, node)
+        for name in graph.needs[node.name]
         if graph.root(name) not in kept and name in graph.producer
     }
 
@@ -49,7 +49,7 @@ def _kept(graph: Graph, region_of: dict[str, CheckpointRegion]) -> frozenset[str
         region = region_of.get(node.name)
         if region is None or node.name in region.saved:
             kept.update(map(graph.root, node.outputs))
-        for name in needs(graph, node):
+        for name in graph.needs[node.name]:
             maker = graph.producer.get(graph.root(name))
             made_in = None if maker is None else region_of.get(maker.name)
             if made_in is not None and made_in is not region and not made_in.drops_output:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from graphs.graph import Graph
 from solver.module_checkpointing.eager_effects import EagerStep
 from solver.module_checkpointing.regions import CheckpointRegion, RegionLayout, is_recomputed
-from solver.schedule import needs
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,9 @@ class Recomputation:
             left.remove(name)
             runs.add(name)
             node = graph.node_by_name[name]
-            unchecked += [graph.producer[n].name for n in needs(graph, node) if n in graph.producer]
+            unchecked += [
+                graph.producer[n].name for n in graph.needs[node.name] if n in graph.producer
+            ]
             unchecked += [
                 reader.name
                 for out in node.outputs

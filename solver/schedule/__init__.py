@@ -32,7 +32,6 @@ from solver.schedule.ops import (
     bytes_of_others,
     free_after_last_use,
     name_in,
-    needs,
     ops_from_json,
     word_for,
 )

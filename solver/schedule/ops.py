@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from graphs.files import MAX_ENTRIES, FormatError
-from graphs.graph import Graph, Node
+from graphs.graph import Graph
 from solver.sizes_deadlines_progress import counted
 
 
@@ -172,7 +172,7 @@ def free_after_last_use(
     for position in range(len(order) - 1, -1, -1):
         node = graph.node_by_name[order[position]]
         others = () if held is None else held.get(position, ())
-        for name in dict.fromkeys((*needs(graph, node), *node.outputs, *others)):
+        for name in dict.fromkeys((*graph.needs[node.name], *node.outputs, *others)):
             if name in graph.producer and name not in read_later and name not in awaited:
                 frees_after[position].append(name)
             read_later.add(name)
@@ -221,19 +221,3 @@ def bytes_of_others(graph: Graph, schedule: Schedule, saved_bytes: int) -> list[
         found.append(n_others * each_bytes + max(0, awaited_bytes - each_bytes))
     before = n_before_optimizer(graph, schedule)
     return [*found[:before], *[0] * (len(found) - before)]
-
-
-def needs(graph: Graph, node: Node) -> tuple[str, ...]:
-    """What must be live for the node to run: its inputs, and what it makes a view of.
-
-    A view node normally reads a tensor on the storage; where the graph does not say so, the root of
-    the storage is needed all the same.
-    """
-    if not graph.views:
-        return node.inputs
-    known = {graph.root(name) for name in node.inputs} | set(node.outputs)
-    roots = (graph.root(name) for name in node.outputs)
-    return (
-        *node.inputs,
-        *dict.fromkeys(root for root in roots if root not in known and root in graph.producer),
-    )

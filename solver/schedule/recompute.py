@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from graphs.graph import Graph, Node
-from solver.schedule.ops import Schedule, free_after_last_use, needs
+from solver.schedule.ops import Schedule, free_after_last_use
 
 
 def baseline(graph: Graph) -> Schedule:
@@ -44,7 +44,7 @@ def keep_order(
         is_kept = not is_recomputable(graph, node)
         available.update(name for name in node.outputs if is_kept or graph.root(name) in kept)
     for node in graph.later_nodes:
-        while missing := [name for name in needs(graph, node) if name not in available]:
+        while missing := [name for name in graph.needs[node.name] if name not in available]:
             first = graph.producer[missing[0]]
             order += missing_computes(graph, (*together(first), *missing), available)
         order.append(node.name)
@@ -102,7 +102,7 @@ def missing_computes(graph: Graph, needed: Iterable[str], available: set[str]) -
             stack.pop()
         else:
             node = graph.producer[name]
-            wanted = [other for other in needs(graph, node) if other not in available]
+            wanted = [other for other in graph.needs[node.name] if other not in available]
             if wanted:
                 stack.extend(reversed(wanted))
                 continue
@@ -131,7 +131,7 @@ def without_dead_computes(graph: Graph, order: Sequence[str]) -> list[str]:
         if first[node.name] < position and not wanted.intersection(node.outputs):
             continue
         wanted.difference_update(node.outputs)
-        wanted.update(needs(graph, node))
+        wanted.update(graph.needs[node.name])
         alive.append(node.name)
     alive.reverse()
     return alive

@@ -45,7 +45,6 @@ from solver.schedule.ops import (
     Free,
     Op,
     Store,
-    needs,
     word_for,
 )
 from solver.schedule.simulation import IllegalScheduleError, Layer, Stay
@@ -167,7 +166,7 @@ class Device:
             if self.graph.host_state_bytes and node.phase == "optimizer":
                 streams.wait_for_all()
             # It waits for what is being fetched; what it replaces is given up when it has run.
-            reads = map(root_of, needs(self.graph, node))
+            reads = map(root_of, self.graph.needs[node.name])
             streams.compute(len(self.live_bytes), node.time_s, reads)
             for name in node.outputs:
                 if name in self._live and root_of(name) == name:

@@ -449,10 +449,10 @@ def test_the_readme_says_what_the_table_has():
     assert all(abs(row["predicted"] - row["measured"]) < 0.02 for row in alone)
     assert (len(tuned), len(sharded)) == (10, 2)
     assert max(abs(row["off"]) for row in tuned) < 0.006
-    assert max(abs(row["off"]) for row in sharded) < 0.014
+    assert max(abs(row["off"]) for row in sharded) < 0.0085
     words = (
         f"{len(alone)} modules within 0.02 MiB, {len(peaks) - len(alone)} up to one constant per "
-        "series, ten fine-tunings of whole models within 0.6 %, FSDP2 within 1.4 %"
+        "series, ten fine-tunings of whole models within 0.6 %, FSDP2 within 0.8 %"
     )
     assert words in " ".join((ROOT / "README.md").read_text().replace("\n>", "\n").split())
 

@@ -20,7 +20,6 @@ from solver.schedule.ops import (
     Schedule,
     Spill,
     Store,
-    needs,
 )
 
 
@@ -51,7 +50,7 @@ def gaps(graph: Graph, schedule: Schedule) -> Iterator[Gap]:
         node = graph.node_by_name[op.node] if isinstance(op, Compute) else None
         names = (op.tensor,) if isinstance(op, Free) else ()
         if node is not None:
-            names = (*needs(graph, node), *node.outputs)
+            names = (*graph.needs[node.name], *node.outputs)
         overwrites = node.overwrites if node is not None else None
         for root in dict.fromkeys(map(graph.root, names)):
             on_it = [n for n in (root, *graph.views.get(root, ())) if n in graph.producer]

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from solver.bound import StorageGraph
 from solver.methods.auto.copy_placement import Gap
-from solver.schedule import missing_computes, needs, without_dead_computes
+from solver.schedule import missing_computes, without_dead_computes
 
 LEAST_GAIN = 1e-9
 """Of the step's time."""
@@ -74,7 +74,7 @@ def _neighbours(folded: StorageGraph, best: Attempt) -> Iterator[Sequence[str]]:
         members = {storage, *graph.views.get(storage, ())}
         before, after = order[: gap.last], order[gap.last :]
         made = {name for node in before for name in graph.node_by_name[node].outputs}
-        read = {name for node in after for name in needs(graph, graph.node_by_name[node])}
+        read = {name for node in after for name in graph.needs[node]}
         # its inputs are what is there at that place, or are recomputed, too
         there = {tensor.name for tensor in graph.resident} | (made & read) - members
         back = missing_computes(graph, sorted(members & read & made), there)

@@ -136,12 +136,14 @@ def anchored_cut(search: Search) -> None:
 
 
 def other_methods(search: Search) -> None:
+    """Only what may fit and beat the best is simulated, which saves most of their time."""
     for method in OTHERS:
         proposal = method(
             search.graph,
             budget_bytes=search.budget_bytes,
             time_limit_s=search.deadline.left_s,
             seed=0,  # they have no randomness
+            worth_s=search.still_worth_s,
         )
         if proposal.schedule is not None:
             search.offer(proposal.schedule, on_menu=False)

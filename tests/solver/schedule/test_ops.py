@@ -10,7 +10,7 @@ import pytest
 
 from graphs.files import FormatError
 from graphs.graph import Graph
-from solver.schedule.ops import Compute, Free, Schedule, free_after_last_use, needs, ops_from_json
+from solver.schedule.ops import Compute, Free, Schedule, free_after_last_use, ops_from_json
 from solver.schedule.recompute import keep_order, without_dead_computes
 from solver.schedule.simulator import IllegalScheduleError, simulate
 from tests.support.builders import make, odd_graph, op, plan, uniform_chain, words
@@ -62,7 +62,7 @@ def test_a_view_node_that_does_not_say_what_it_views_needs_the_root() -> None:
         aliases={"view": "a", "second": "a"},
         outputs="second",
     )
-    assert [needs(graph, node) for node in graph.nodes] == [("x",), ("x", "a"), ("view",)]
+    assert [graph.needs[node.name] for node in graph.nodes] == [("x",), ("x", "a"), ("view",)]
     assert text(free_after_last_use(graph, words("f v w"))) == "f v -a w -view"
 
 
@@ -181,7 +181,7 @@ def run(graph: Graph, here: frozenset[str], name: str) -> frozenset[str] | None:
     """The state after the compute, or None where its inputs or outputs forbid it."""
     node = graph.node_by_name[name]
     outputs = set(node.outputs)
-    missing = [n for n in needs(graph, node) if n in graph.producer and n not in here]
+    missing = [n for n in graph.needs[node.name] if n in graph.producer and n not in here]
     if missing or (outputs and outputs <= here):
         return None
     for root in outputs:
