@@ -1,14 +1,14 @@
 """Keep, recompute or copy to host or disk: one choice, from the cut with copies.
 
-1. `solver.bound.binding_copies` finds the position at which the most time is lost, and the bound.
-2. **The cut's choice.** Its program, with recomputation counted where it is needed
+1. **The plain step** with what overflows on the host is cheap, and tried before all else.
+2. `solver.bound.binding_copies` finds the position at which the most time is lost, and the bound.
+3. **The cut's choice.** Its program, with recomputation counted where it is needed
    (`just_in_time`), says what is on the device there, what is on the host and what is recomputed.
    Recomputation is written out as an order (`from_cuts`), the copies are placed on it (`placing`).
    Where the simulator sees an overflow, the cut gets fewer bytes; where the compute stream waits
    for a copy, that storage may not be away, and the program is solved again.
-   What overflows at other positions is copied too.
-3. **What overflows is copied.** The plain step, and the schedule that recomputation alone has for
-   more bytes than there are, with what overflows on the host.
+   What overflows at other positions is copied too; so is what overflows of the schedule that
+   recomputation alone has for more bytes than there are.
 4. **Recomputation around the copies** (`around_copies`): the whole search for the device alone, on
    a step in which what the cut fetches comes back by nodes that cost next to nothing.
 5. **Step by step** (`copies_local_optimum`): from the best of these, and of the plans for more
@@ -114,6 +114,9 @@ def with_copies(
                 quick=quick,
             )
             search.adopt(half)
+        if not search.done:
+            # Before the bound, so that it is there whenever the clock ends the search.
+            search.offer(_overflow_copied(search, baseline(graph).order))
         search.binding = binding_copies(
             search.free, budget_bytes=budget_bytes, places=places, deadline=search.deadline
         )
@@ -207,10 +210,6 @@ def _without_copies(search: CopySearch) -> None:
     search.unclimbed += [proposal.schedule] if proposal.schedule is not None else []
 
 
-def _copy_overflow_of_plain_step(search: CopySearch) -> None:
-    search.offer(_overflow_copied(search, baseline(search.graph).order))
-
-
 def _copy_what_overflows(search: CopySearch) -> None:
     """Of plans for more bytes, where the gap is worth it."""
     if search.gap <= STEPS_GAP:
@@ -274,7 +273,6 @@ def _overflow_copied(
 
 
 COPYING: tuple[Stage, ...] = (
-    _copy_overflow_of_plain_step,
     _choose,
     _prove,
     recompute_around,

@@ -328,3 +328,26 @@ def test_copies_take_the_place_of_recomputation_where_that_alone_was_best() -> N
         times_s.append(simulate(graph, proposal.schedule, places=beside).time_s)
     assert times_s[1] <= 1.1905 * graph.baseline_time_s < times_s[0]
     assert proposal.schedule.has_copies
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_copies_alone_are_found_wherever_the_clock_ends_the_search(monkeypatch, disk: bool) -> None:
+    """On deep steps the bound takes longer than a short time limit."""
+
+    def no_time(*_: object, **__: object) -> None:
+        raise OutOfTimeError
+
+    graph = nets.residual(n_blocks=12)
+    monkeypatch.setattr(with_copies, "binding_copies", no_time)
+    plain = simulate(graph, baseline(graph))
+    fast = host(4 * plain.peak_bytes / plain.time_s)
+    places = Places(host=fast.host, disk=fast.host) if disk else fast
+    budget_bytes = plain.peak_bytes * 6 // 10
+    alone = auto(graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
+    found = auto(graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0, places=places)
+    assert found.schedule is not None
+    assert alone.schedule is not None
+    step = simulate(graph, found.schedule, places=places)
+    assert step.peak_bytes <= budget_bytes
+    assert step.time_s < simulate(graph, alone.schedule).time_s
+    assert found.schedule.has_copies
