@@ -26,7 +26,6 @@ from graphs.costs import finish_measuring, from_description
 from graphs.graph import warn
 from graphs.host_state import with_loads
 from graphs.model_calls import Call, TraceError, device_of
-from graphs.passes import passes_of
 from graphs.pipeline import pipeline_of
 from graphs.trace import CapturedStep
 from graphs.training_step import GivenOptimizer, read_optimizer
@@ -54,6 +53,7 @@ from scheduler_runtime.planned import (
     difference,
     difference_of_bits,
     module_schedule,
+    n_planned,
     refuse_second,
     replan,
     told,
@@ -243,12 +243,13 @@ class AppliedForward(PlannedForward):
         if not above_bytes:
             return
         self._told_of_passes = True
-        planned = passes_of(self.plan.environment)
+        remedy = f"for {n} passes of the largest batch: solve(..., passes={n}) or --passes {n}"
+        if (place := pipeline_of(self.plan.environment)) is not None:
+            remedy = f"for the schedule that runs; this plan is of {place.words}"
         warn(
             f"apply: {n} forward passes of {type(self._model).__name__} wait for a backward pass "
-            f"together, but the plan is for {planned.n}: this step may take up to "
-            f"{format_both(above_bytes)} more than the budget. Plan for {n} passes of the largest "
-            f"batch: solve(..., passes={n}) or --passes {n}"
+            f"together, but the plan is for {n_planned(self.plan.environment)}: this step may take "
+            f"up to {format_both(above_bytes)} more than the budget. Plan {remedy}"
         )
 
     @property
@@ -304,7 +305,7 @@ class AppliedForward(PlannedForward):
                 )
             planned = PlannedPass.of(
                 part,
-                n=passes_of(plan.environment).n,
+                n=n_planned(plan.environment),
                 saved_bytes=alone.saved_bytes,
                 peak_bytes=plan.peak_bytes,
                 available_bytes=plan.request.available_bytes,

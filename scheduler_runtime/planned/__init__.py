@@ -9,7 +9,7 @@ from scheduler_runtime.planned.mismatch import (
     difference_of_bits,
     values_difference,
 )
-from scheduler_runtime.planned.passes_in_flight import PassesInFlight, PlannedPass
+from scheduler_runtime.planned.passes_in_flight import PassesInFlight, PlannedPass, n_planned
 from scheduler_runtime.planned.plan import AnyPlan, Plan, check_module, check_order
 from scheduler_runtime.planned.planning import NewPlan, new_plan
 from scheduler_runtime.planned.program_cache import ProgramCache

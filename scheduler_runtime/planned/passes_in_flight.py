@@ -7,14 +7,22 @@ until its outputs are gone. Until then it holds what its plan saves.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from graphs.graph import Graph
 from graphs.model_calls import nested
 from graphs.passes import passes_of
+from graphs.pipeline import pipeline_of
 from scheduler_runtime.execute import Program, maker_of
 from solver.schedule import Solution
+
+
+def n_planned(environment: Mapping[str, Any]) -> int:
+    """The passes in flight that a plan of this environment has room for."""
+    place = pipeline_of(environment)
+    return passes_of(environment).n if place is None else place.n_in_flight
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class PlannedPass:
         assert solution.simulation is not None
         return cls.of(
             solution.graph,
-            n=passes_of(solution.environment).n,
+            n=n_planned(solution.environment),
             saved_bytes=solution.simulation.saved_bytes,
             peak_bytes=solution.simulation.peak_bytes,
             available_bytes=solution.request.available_bytes,

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -159,7 +160,9 @@ def work(rank: int, *, schedule: str, n_ranks: int) -> None:
     simulations = [found.simulation for found in solutions if found.simulation is not None]
     plain, plain_bytes = trained(copy.deepcopy(stages), pipelines)
     planned = [apply(*each) for each in zip(stages, solutions, strict=True)]
-    got, planned_bytes = trained(planned, pipelines)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        got, planned_bytes = trained(planned, pipelines)
     found = {
         "stage": rank,
         "same": len(plain) == len(got) and all(map(torch.equal, plain, got)),
@@ -170,6 +173,7 @@ def work(rank: int, *, schedule: str, n_ranks: int) -> None:
         "plain_predicted_bytes": max(found.baseline.peak_bytes for found in solutions),
         "measured_bytes": planned_bytes,
         "predicted_bytes": rank_peak_bytes(solutions),
+        "warnings": [str(each.message) for each in told if "apply" in str(each.message)],
     }
     os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
 

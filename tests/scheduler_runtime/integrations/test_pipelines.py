@@ -21,6 +21,7 @@ def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(schedule: str
     for each in (first, last):
         assert each["same"], each
         assert each["n_recomputed"] > 0, each
+        assert each["warnings"] == [], each
         assert each["measured_bytes"] <= each["predicted_bytes"], each
         assert each["measured_bytes"] < each["plain_measured_bytes"], each
         assert each["plain_measured_bytes"] <= each["plain_predicted_bytes"], each
