@@ -269,7 +269,7 @@ class Arguments:
     )
     pipeline: int | str | None = _option(
         "--pipeline",
-        "divide the layers of a torch.nn.Sequential into N pipeline stages (1F1B) so that the "
+        "divide the layers of a torch.nn.Sequential into N pipeline stages so that the "
         "slowest stage is as fast as possible; the budget is per rank, the batch is one "
         "micro-batch. auto: as few stages as fit",
         STEP,
@@ -278,6 +278,13 @@ class Arguments:
     )
     microbatches: int | None = _number(
         "--microbatches", "micro-batches per step of the pipeline", STEP, least=1
+    )
+    schedule: str = _option(
+        "--schedule",
+        "order of the pipeline's passes: 1f1b (default) or gpipe",
+        STEP,
+        default="1f1b",
+        choices=("1f1b", "gpipe"),
     )
     stage: int | None = _number(
         "--stage", "pipeline stage to report, counted from 0 (default: the slowest)", STEP, least=0

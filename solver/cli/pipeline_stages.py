@@ -64,6 +64,7 @@ def split_stages(
                 loss=file.loss,
                 n_stages=asked if isinstance(asked, int) else range(1, len(model) + 1),
                 n_microbatches=arguments.microbatches,
+                schedule=arguments.schedule,
                 budget=request.budget_bytes,
                 reserve=request.reserve_bytes,
                 method=arguments.methods[0],

@@ -75,7 +75,7 @@ def _check_pipeline(arguments: Arguments) -> None:
     """Raises UsageError for a part of a pipeline's options, and for those that it rules out."""
     n_stages, stage = arguments.pipeline, arguments.stage
     if n_stages is None:
-        if given := arguments.given("microbatches", "stage"):
+        if given := arguments.given("microbatches", "schedule", "stage"):
             raise UsageError(f"{given}: of a pipeline; give its number of stages, --pipeline 4")
         return
     if arguments.microbatches is None:

@@ -184,8 +184,11 @@ def split_pipeline(
     _check_sharding(trace_options.get("fsdp"))
     layers = list(layers)
     asked = [n_stages] if isinstance(n_stages, int) else list(n_stages)
-    places = [Pipeline(0, n, n_microbatches, schedule) for n in asked]
-    numbers = _possible([place.n_stages for place in places], len(layers))
+    # Raises for what no number of stages can run in.
+    place = Pipeline(0, min(asked, default=1), n_microbatches, schedule)
+    if schedule == "1f1b":
+        asked = [n for n in asked if n <= n_microbatches]
+    numbers = _possible(asked, len(layers))
     if rewrites is not None:
         trace_options["rewrites"] = check_word(rewrites)
     request = {
@@ -199,7 +202,7 @@ def split_pipeline(
     }
     with telling(f"tracing {counted(len(layers), 'layer')}...") as say:
         stages = PlannedStages(
-            layers, micro_batch, places[0], stage_of, target, loss, trace_options, request
+            layers, micro_batch, place, stage_of, target, loss, trace_options, request
         )
         return _fewest(stages, numbers, on_stage or say)
 

@@ -103,6 +103,7 @@ def test_interleaved_micro_batches_in_flight_are_those_of_the_schedule_of_torch(
         ({"stage": 4}, "stage is 4 of 4 stages; give 0 to 3"),
         ({"stage": -1}, "stage is -1"),
         ({"schedule": "zb"}, "schedule is 'zb'; one of 1f1b, gpipe, interleaved"),
+        ({"n_microbatches": 3}, "at least as many micro-batches as stages: give 4 or more, or sch"),
         ({"stages_per_rank": 2}, "only schedule='interleaved'"),
         (
             {"schedule": "interleaved", "stages_per_rank": 3},

@@ -156,9 +156,9 @@ def test_layers_are_traced_once_for_all_places(monkeypatch) -> None:
     blocks = [nn.Sequential(nn.Linear(wide, wide), nn.GELU()) for _ in range(3)]
     model = [nn.Linear(WIDTH, wide), *blocks, nn.Linear(wide, WIDTH)]
     told: list[str] = []
-    found = split(model, 5, budget="1MB", on_stage=told.append)
+    found = split(model, 5, budget="1MB", n_microbatches=5, on_stage=told.append)
     assert found.n_plans == len(told) == 5  # each with another number of micro-batches in flight
-    assert [place.n_in_flight for place in map(place_of, found.solutions)] == [4, 4, 3, 2, 1]
+    assert [place.n_in_flight for place in map(place_of, found.solutions)] == [5, 4, 3, 2, 1]
     assert len(traced) == 3  # the first, the last, and one between
     assert "planning stage 3 of 5 with 1 layer..." in told
     for layer, solution in zip(model, found.solutions, strict=True):
@@ -204,13 +204,21 @@ def test_of_several_numbers_of_stages_the_fewest_that_fit(n_stages: int) -> None
 
 
 @pytest.mark.slow
+def test_1f1b_is_divided_into_no_more_stages_than_micro_batches() -> None:
+    none = split(layers(), [4, 3, 2], budget="20kB", n_microbatches=2)
+    assert (none.fits, len(none.sizes)) == (False, 2)
+    with pytest.raises(PipelineError, match="n_microbatches is 2; Schedule1F1B runs at least"):
+        split(layers(), [4, 3], budget="20kB", n_microbatches=2)
+
+
+@pytest.mark.slow
 def test_where_no_number_of_stages_fits_the_last_says_why() -> None:
     none = split(layers(), [3, 2], budget="20kB")
     assert not none.fits
     assert len(none.sizes) == 2
     assert [len(each.sizes) for each in none.before] == [3]
     with pytest.raises(PipelineError, match="5 layers cannot be divided into 6 stages; give"):
-        split(layers(), [7, 6], budget="1MB")
+        split(layers(), [7, 6], budget="1MB", n_microbatches=8)
 
 
 @pytest.mark.slow
@@ -228,9 +236,9 @@ def test_layers_that_share_a_parameter_stay_together() -> None:
 def test_what_cannot_be_divided_is_refused() -> None:
     model = layers()
     with pytest.raises(PipelineError, match="5 layers cannot be divided into 6 stages; give"):
-        split(model, 6, budget="1MB")
+        split(model, 6, budget="1MB", n_microbatches=8)
     with pytest.raises(PipelineError, match="which 4 of the layers have"):
-        split(model, 5, budget="1MB")
+        split(model, 5, budget="1MB", n_microbatches=8)
     with pytest.raises(PipelineError, match="interleaved"):
         split(model, 2, budget="1MB", schedule="interleaved")
     with pytest.raises(TypeError, match="inputs"):

@@ -56,6 +56,14 @@ def test_the_slowest_stage_is_reported_and_another_is_written(file, tmp_path, ca
     assert saved.environment["pipeline"]["stage"] == 1
 
 
+def test_another_schedule(file, capsys) -> None:
+    """One that runs fewer micro-batches than there are stages."""
+    words = ["--schedule", "gpipe", "--microbatches", "1", "--stage", "1", "--method", "none"]
+    assert main(["--budget", "1MB", *PIPELINE, *words, file]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "stage 1 of 2, gpipe, 1 micro-batch; 1 micro-batch in flight" in printed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("budget", "n_stages"), [("20kB", 1), ("12kB", 2)])
 def test_as_few_stages_as_fit(budget: str, n_stages: int, file: str, capsys) -> None:
@@ -146,6 +154,8 @@ def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
         (["--stage", "1"], "--stage: of a pipeline; give its number of stages, --pipeline 4"),
         (["--pipeline", "4"], "give the number of micro-batches of a step, --microbatches 8"),
         ([*PIPELINE, "--stage", "2"], "--stage 2: of 2 stages; from 0 to 1"),
+        (["--schedule", "gpipe"], "--schedule: of a pipeline; give its number of stages"),
+        ([*PIPELINE, "--microbatches", "1"], "as many micro-batches as stages: give 2 or more"),
         (["--pipeline", "1"], "invalid value '1': at least 2 expected"),
         ([*AUTO, "--stage", "1"], "--stage 1: of a number of stages; give it, --pipeline 4"),
         ([*AUTO, "--max-batch"], "--max-batch cannot be combined with --pipeline auto"),
