@@ -11,6 +11,7 @@ from scheduler_runtime.compiler import (
 from scheduler_runtime.fitting import FitError, Fitted, attempt, fit, plan_ahead, plans_of
 from scheduler_runtime.host_memory import parameters_on_device
 from scheduler_runtime.measuring import Measurement, measure
+from scheduler_runtime.pipeline_steps import steps_together
 from scheduler_runtime.planned import ReplanError
 from scheduler_runtime.ranks import RanksDisagreeError, on_all_ranks
 from scheduler_runtime.surroundings import CheckpointedAlreadyError
@@ -37,5 +38,6 @@ __all__ = [
     "plan_ahead",
     "plans_of",
     "remove",
+    "steps_together",
     "uncompile",
 ]

@@ -344,7 +344,9 @@ class AppliedForward(PlannedForward):
             return False
         if reason.of_values or self.on_mismatch == "replan":
             return True
-        return self.on_mismatch == "smaller" and reason.is_smaller
+        # The stages of a pipeline exchange tensors of one shape.
+        in_pipeline = pipeline_of(self.plan.environment) is not None
+        return self.on_mismatch == "smaller" and reason.is_smaller and not in_pipeline
 
     def _mismatch(self, reason: Difference) -> PlanMismatchError:
         remedy = 'plan again, or apply(..., on_mismatch="replan")'

@@ -37,6 +37,31 @@ def test_each_rank_says_why_the_ranks_cannot_go_on() -> None:
             assert found[rank][name].startswith(expected), (name, rank, found[rank][name])
 
 
+STEPS = {
+    "agree": {},
+    "first shape": {0: "a micro-batch differs from the planned one: argument input has sh"},
+    "later shape": {0: "inputs of this step: float32 [64, 16]; of the first step: float32 ["},
+    "later targets": {1: "targets of this step: "},
+    "schedule": {1: "ScheduleGPipe runs stage 1 of 2, gpipe, 4 micro-batches, and the plan is of "},
+    "micro-batches": {0: "Schedule1F1B runs stage 0 of 2, 1f1b, 2 micro-batches, and the plan is "},
+    "agree at last": {},
+}
+
+
+@pytest.mark.distributed
+def test_a_step_that_one_rank_cannot_run_begins_on_none() -> None:
+    """Afterwards they train on: nothing had been sent."""
+    found = dict(ranks_of("steps_of_ranks"))
+    for name, unlike in STEPS.items():
+        for rank, answers in found.items():
+            expected = "trained"
+            if rank in unlike:
+                expected = f"PlanMismatchError: {unlike[rank]}"
+            elif unlike:
+                expected = f"RanksDisagreeError: rank {1 - rank} cannot run the step: PlanMismatch"
+            assert answers[name].startswith(expected), (name, rank, answers[name])
+
+
 @pytest.mark.distributed
 def test_all_ranks_of_sharded_stages_say_why_they_cannot_go_on() -> None:
     """Ranks 0 and 1 have the first stage, 2 and 3 the last: 1 and 3 are one pipeline."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from graphs.graph import Graph
-from graphs.training_step import with_optimizer
 from solver.methods import METHODS
 from solver.schedule import Compute, Schedule, baseline, simulate
 from solver.schedule.reserved_memory import (
@@ -24,6 +23,7 @@ from tests.support.nets import random_dag
 from tests.support.paths import GPT2
 
 MIB = 2**20
+STATE = "optimizer_state"
 
 
 def rounded_peak_bytes(graph: Graph, schedule: Schedule) -> int:
@@ -105,11 +105,14 @@ def test_gpt2():
 
 def trained(state_bytes: int) -> Graph:
     """40 MiB that are free again when the optimizer steps; parameters of 20 and 10 MiB."""
-    nodes = [op("f", "p", "a"), op("g", "a q", "b"), op("h", "b", "d")]
-    graph = make(nodes, {"p": 20 * MIB, "q": 10 * MIB, "a": 40 * MIB, "b": 512, "d": 512})
-    parameters = [replace(t, kind="parameter") if t.name in "pq" else t for t in graph.tensors]
-    optimizer = {"name": "SGD", "state_bytes": state_bytes, "workspace_bytes": 0, "time_s": 1.0}
-    return with_optimizer(replace(graph, tensors=tuple(parameters)), optimizer)
+    nodes = [
+        *(op("f", "p", "a"), op("g", "a q", "b"), op("h", "b", "d")),
+        op("step", "p q state", "", phase="optimizer", recomputable=False),
+    ]
+    sizes = {"p": 20 * MIB, "q": 10 * MIB, "a": 40 * MIB, "b": 512, "d": 512, "state": state_bytes}
+    graph, kinds = make(nodes, sizes), {"p": "parameter", "q": "parameter", "state": STATE}
+    tensors = (replace(t, kind=kinds.get(t.name, t.kind)) for t in graph.tensors)
+    return replace(graph, tensors=tuple(tensors))
 
 
 def test_the_optimizers_state_is_taken_at_the_end_of_the_first_step():

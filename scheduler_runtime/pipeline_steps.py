@@ -1,0 +1,132 @@
+"""Steps of a pipeline that all ranks begin, or none.
+
+    schedule = steps_together(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss))
+    schedule.step(batch)
+
+In `torch.distributed.pipelining` a rank that fails leaves the others waiting for what it would have
+sent, for as long as the group's timeout. What can be known before a step is therefore compared
+before it, and told to all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from graphs.model_calls import input_forms
+from graphs.pipeline import Pipeline, pipeline_of
+from scheduler_runtime.applying import AppliedForward, PlanMismatchError
+from scheduler_runtime.planned import Ranks, difference
+
+ScheduleT = TypeVar("ScheduleT")
+
+
+def steps_together(schedule: ScheduleT, *, group: dist.ProcessGroup | None = None) -> ScheduleT:
+    """Make each `schedule.step` begin only where all ranks can run it; returns the schedule.
+
+    Before a step each rank compares what it is about to run with the plans of its stages: the
+    schedule, the stages, the number of micro-batches, and in the first stage their shapes; and what
+    is split into micro-batches, here inputs or targets, with what the first step split. It costs
+    one exchange through the group's store.
+
+    schedule: of `torch.distributed.pipelining`, of stages that have their plans (`apply`).
+    group: the ranks of the pipeline (None: the group of the stages).
+
+    `step` then raises PlanMismatchError on the rank that differs, and RanksDisagreeError on all
+    others. An error in the middle of a step still leaves them waiting.
+    """
+    stepping: Any = schedule
+    stages = list(getattr(stepping, "_stages", None) or [stepping._stage])
+    of_stages = group or stages[0].group or dist.group.WORLD
+    assert of_stages is not None  # there are stages only in a group
+    ranks = Ranks(of_stages)
+    own_step = stepping.step
+    first_split: dict[str, list[str]] = {}
+
+    @functools.wraps(own_step)
+    def step(*args: Any, target: Any = None, **options: Any) -> Any:
+        named = {n: v for n, v in options.items() if n not in _OF_STEP}
+        with ranks.told_of_errors():
+            if not first_split:
+                _check_places(stepping, stages)
+                _check_micro_batches(stepping, stages, args, named)
+            split = {"inputs": _forms((args, named)), "targets": _forms(target)}
+            _check_same(first_split or split, split)
+        ranks.agree({"the schedule": type(stepping).__name__, "micro-batches": _n(stepping)})
+        first_split.update(split)
+        return own_step(*args, target=target, **options)
+
+    stepping.step = step
+    return schedule
+
+
+_OF_STEP = ("losses", "return_outputs", "loss_kwargs")
+"""What `step` does not hand on to the first stage."""
+
+
+def _n(schedule: Any) -> int:
+    return int(schedule._n_microbatches)
+
+
+def _forms(values: Any) -> list[str]:
+    return input_forms([leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)])
+
+
+def _planned(stage: Any) -> AppliedForward | None:
+    forward = stage.submod.forward
+    return forward if isinstance(forward, AppliedForward) else None
+
+
+def _check_places(schedule: Any, stages: Sequence[Any]) -> None:
+    """Raise PlanMismatchError where a plan is of another place than the schedule runs."""
+    from torch.distributed import pipelining  # here: it is slow to import
+
+    kinds: dict[type, str] = {
+        pipelining.Schedule1F1B: "1f1b",
+        pipelining.ScheduleGPipe: "gpipe",
+        pipelining.ScheduleInterleaved1F1B: "interleaved",
+    }
+    for stage in stages:
+        forward = _planned(stage)
+        place = None if forward is None else pipeline_of(forward.plan.environment)
+        if place is None:
+            continue
+        name, kind = type(schedule).__name__, kinds.get(type(schedule))
+        if kind is None:
+            known = ", ".join(each.__name__ for each in kinds)
+            raise PlanMismatchError(f"plans of stages are for {known}; the schedule is {name}")
+        here = Pipeline(stage.stage_index, stage.num_stages, _n(schedule), kind, len(stages))
+        if here != place:
+            raise PlanMismatchError(
+                f"{name} runs {here.words}, and the plan is of {place.words}: plan for what runs"
+            )
+
+
+def _check_micro_batches(schedule: Any, stages: Sequence[Any], args: Any, kwargs: Any) -> None:
+    """Raise PlanMismatchError where the first stage has no plan for them."""
+    forward = _planned(stages[0])
+    if forward is None or not stages[0].is_first:
+        return
+    for each in zip(*schedule._split_inputs(args, kwargs), strict=True):
+        call, model = forward.call_of(*each), stages[0].submod
+        found = [difference(plan, call, model) for plan in forward.plans]
+        if None not in found:
+            raise PlanMismatchError(
+                f"a micro-batch differs from the planned one: {found[0]}; give each step a batch "
+                f"of {_n(schedule)} micro-batches of the planned shape, or plan again"
+            )
+
+
+def _check_same(first: dict[str, list[str]], now: dict[str, list[str]]) -> None:
+    for what, forms in now.items():
+        if forms != first[what]:
+            raise PlanMismatchError(
+                f"{what} of this step: {', '.join(forms)}; of the first step: "
+                f"{', '.join(first[what])}. The stages exchange tensors of one shape: pad the "
+                "batch, or drop the last one (drop_last=True)"
+            )
