@@ -29,7 +29,8 @@ from solver import PipelineSplit, Solution, solve, split_pipeline
 from solver.plan_analysis import micro_batch_s
 
 WIDTH, N_HEADS, N_KV, MLP_WIDTH, N_TOKENS, LENGTH = 4096, 32, 8, 14336, 128256, 4096
-N_STAGES, N_MICROBATCHES, N_LAYERS, BUDGET = 4, 8, 16, "20GB"
+N_STAGES, N_MICROBATCHES, N_LAYERS = 4, 8, 16
+BUDGETS = ("20GB", "26GB")
 
 
 class Layer(nn.Module):
@@ -67,7 +68,7 @@ class LlamaStage(nn.Module):
         return x
 
 
-def split(time_limit_s: float) -> PipelineSplit:
+def split(budget: str, time_limit_s: float) -> PipelineSplit:
     tokens = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
     return split_pipeline(
         [Layer(is_first=i == 0, is_last=i == N_LAYERS - 1) for i in range(N_LAYERS)],
@@ -77,7 +78,7 @@ def split(time_limit_s: float) -> PipelineSplit:
         stage_of=LlamaStage,
         n_stages=N_STAGES,
         n_microbatches=N_MICROBATCHES,
-        budget=BUDGET,
+        budget=budget,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
         device="h100",
         rewrites="none",
@@ -106,9 +107,9 @@ def figures(solution: Solution) -> Row:
     }
 
 
-def measured(time_limit_s: float) -> Iterator[tuple[str, Row]]:
+def measured(budget: str, time_limit_s: float) -> Iterator[tuple[str, Row]]:
     """The rows: "per stage 0", "uniform 0", "every block 0", "split 0" and "split"."""
-    found = split(time_limit_s)
+    found = split(budget, time_limit_s)
     yield (
         "split",
         {
@@ -123,7 +124,7 @@ def measured(time_limit_s: float) -> Iterator[tuple[str, Row]]:
         yield f"split {stage}", figures(solution)
     for stage, solution in enumerate(found.equal):
         yield f"per stage {stage}", figures(solution)
-        options: dict[str, Any] = {"budget": BUDGET, "reserve": "750MB"}
+        options: dict[str, Any] = {"budget": budget, "reserve": "750MB"}
         options["time_limit_s"] = time_limit_s
         yield (
             f"every block {stage}",
@@ -137,10 +138,12 @@ def main() -> None:
     arguments = harness.parser("pipeline", __doc__, time_limit_s=60.0).parse_args()
     report = harness.read(arguments.out, "rows")
     report["circumstances"] = harness.circumstances(arguments.time_limit)
-    for name, row in measured(arguments.time_limit):
-        report["rows"][name] = row
-        print(name, row, flush=True)
-        harness.write(arguments.out, report)
+    for budget in BUDGETS:
+        rows = report["rows"][budget] = {}
+        for name, row in measured(budget, arguments.time_limit):
+            rows[name] = row
+            print(budget, name, row, flush=True)
+            harness.write(arguments.out, report)
     harness.write(arguments.out, report, markdown)
     print(markdown(report))
 
@@ -148,23 +151,28 @@ def main() -> None:
 def markdown(report: Row) -> str:
     text = (
         f"{harness.ran(report)}\n\n16 layers of Llama 3 8B's shape in four stages under 1F1B, "
-        f"{N_MICROBATCHES} micro-batches, AdamW, {BUDGET} on each rank (750 MB reserve), H100 "
-        "roofline, without rewrites. Milliseconds of forward and backward pass of one micro-batch; "
+        f"{N_MICROBATCHES} micro-batches, AdamW, 750 MB reserve on each rank, H100 roofline, "
+        "without rewrites. Milliseconds of forward and backward pass of one micro-batch; "
         "the slowest stage sets the pace. What the rows are is said in `benchmarks/pipeline.py`.\n"
     )
     return "\n".join(
         [
             "# Pipelines\n",
             text,
-            _ways(report["rows"]),
-            _proven(report["rows"]["split"]),
-            "\nThe even split, stage by stage:\n",
-            _stages(report["rows"], "per stage"),
-            "\nThe best one:\n",
-            _stages(report["rows"], "split"),
+            *(line for budget, rows in report["rows"].items() for line in _lines(budget, rows)),
             "",
         ]
     )
+
+
+def _lines(budget: str, rows: Mapping[str, Row]) -> Iterator[str]:
+    yield f"## {budget} on each rank\n"
+    yield _ways(rows)
+    yield _proven(rows["split"])
+    for title, way in (("The even split, stage by stage", "per stage"), ("The best one", "split")):
+        yield f"\n{title}:\n"
+        yield _stages(rows, way)
+    yield ""
 
 
 def _proven(row: Row) -> str:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from checkpoint_solver import PipelineSplit, apply, split_pipeline
+from checkpoint_solver import PipelineSplit, apply, split_pipeline, steps_together
 
 N_STAGES, N_MICROBATCHES, ROWS, WIDTH, N_CLASSES = 2, 4, 256, 64, 512
 BUDGET = "4.6MB"
@@ -69,7 +69,9 @@ def main(rank: int) -> None:
     runner = PipelineStage(
         stage, rank, N_STAGES, torch.device("cpu"), input_args=example, output_args=output
     )
-    schedule = Schedule1F1B(runner, n_microbatches=N_MICROBATCHES, loss_fn=F.cross_entropy)
+    schedule = steps_together(
+        Schedule1F1B(runner, n_microbatches=N_MICROBATCHES, loss_fn=F.cross_entropy)
+    )
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
     torch.manual_seed(0)
     batch = torch.randn(N_MICROBATCHES * ROWS, WIDTH)

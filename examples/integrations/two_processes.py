@@ -109,18 +109,22 @@ def _all_ranks(holds: bool) -> bool:
 
 
 def run(work: Callable[[int], None], *, n_processes: int = N_PROCESSES) -> None:
-    """Call `work(rank)`, a function of a module, in each process of a gloo group."""
+    """Call `work(rank)`, a function of a module, in each process of a gloo group: those of
+    torchrun, or else new ones."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may wait for a name server
+    if dist.is_torchelastic_launched():
+        _in_group(int(os.environ["RANK"]), "env://", work, int(os.environ["WORLD_SIZE"]))
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_in_group, args=(port, work, n_processes), nprocs=n_processes)
+    address = f"tcp://127.0.0.1:{port}"
+    torch.multiprocessing.spawn(_in_group, args=(address, work, n_processes), nprocs=n_processes)
 
 
-def _in_group(rank: int, port: int, work: Callable[[int], None], n_processes: int) -> None:
+def _in_group(rank: int, address: str, work: Callable[[int], None], n_processes: int) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # torch's modules: each of many collections would look through them again
-    address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=n_processes)
     try:
         work(rank)

@@ -119,12 +119,20 @@ def test_peft_after_an_export_works_for_whole_checkpoints_and_else_says_so() -> 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("example", ["export_ddp", "export_fsdp2"])
-def test_two_processes_train_with_the_same_bits(example: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("example", "launch"),
+    [
+        ("export_ddp", ()),
+        ("export_fsdp2", ("-m", "torch.distributed.run", "--nproc-per-node", "2")),
+    ],
+)
+def test_two_processes_train_with_the_same_bits(
+    example: str, launch: tuple[str, ...], tmp_path: Path
+) -> None:
     for package in INSTALLED:  # as installed: no `examples`
         (tmp_path / package).symlink_to(ROOT / package)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", f"examples/integrations/{example}.py"],
+        [sys.executable, "-W", "ignore", *launch, f"examples/integrations/{example}.py"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
