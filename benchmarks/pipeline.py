@@ -136,7 +136,7 @@ def measured(budget: str, time_limit_s: float) -> Iterator[tuple[str, Row]]:
 
 def main() -> None:
     arguments = harness.parser("pipeline", __doc__, time_limit_s=60.0).parse_args()
-    report = harness.read(arguments.out, "rows")
+    report: Row = {"rows": {}}
     report["circumstances"] = harness.circumstances(arguments.time_limit)
     for budget in BUDGETS:
         rows = report["rows"][budget] = {}

@@ -78,11 +78,6 @@ class Pipeline:
                 f"stages_per_rank is {self.stages_per_rank}; only schedule='interleaved' has more "
                 "than one stage on a rank"
             )
-        if self.schedule == "1f1b" and self.n_microbatches < self.n_stages:
-            raise PipelineError(
-                f"n_microbatches is {self.n_microbatches}; Schedule1F1B runs at least as many "
-                f"micro-batches as stages: give {self.n_stages} or more, or schedule='gpipe'"
-            )
         if self.n_stages % self.stages_per_rank:
             raise PipelineError(
                 f"{self.n_stages} stages cannot be divided into {self.stages_per_rank} per rank"
@@ -91,6 +86,14 @@ class Pipeline:
             raise PipelineError(
                 f"n_microbatches is {self.n_microbatches}; interleaved schedules run them in "
                 f"{self._n_rounds} rounds of equal size: give a multiple of {self._n_rounds}"
+            )
+
+    def check_runs(self) -> None:
+        """Raises PipelineError for what PyTorch's schedule refuses to run."""
+        if self.schedule == "1f1b" and self.n_microbatches < self.n_stages:
+            raise PipelineError(
+                f"n_microbatches is {self.n_microbatches}; Schedule1F1B runs at least as many "
+                f"micro-batches as stages: give {self.n_stages} or more, or schedule='gpipe'"
             )
 
     @property

@@ -87,10 +87,10 @@ def apply(
         several shapes. One of `fallback.plan_chain` puts stock checkpointing into its submodules.
     on_mismatch: what to do at a forward pass that no plan fits. "smaller": where it differs in
         nothing but sizes of its tensors and none of them is larger (a short last batch), plan for
-        it within the budget of the given plan, keep that plan beside the others and warn; else
-        raise PlanMismatchError. "replan": plan for every such call. "error": always raise. A call
-        that differs only in values that forward reads (is the padding mask all ones?) is planned
-        anew with any of them.
+        it within the budget of the given plan, keep that plan beside the others and warn; else,
+        and in a stage of a pipeline, raise PlanMismatchError. "replan": plan for every such call.
+        "error": always raise. A call that differs only in values that forward reads (is the padding
+        mask all ones?) is planned anew with any of them.
     cuda_graph: record the planned step as CUDA graphs at its first call and replay them. Shapes and
         addresses are then fixed; see `scheduler_runtime.execute.cuda_graph` for what is refused.
     disk_directory: on the disk that the plan copies tensors to, if it does (default: the one that
@@ -316,7 +316,7 @@ class AppliedForward(PlannedForward):
             differences = [each for each in found if each is not None]
             reason = max(differences, key=lambda each: (each.of_values, each.is_smaller))
             plan = self.plans[differences.index(reason)]
-            if not self._replans(reason):
+            if not self.replans(reason):
                 raise self._mismatch(reason)
             costs = from_description(plan.environment.get("costs", {}), device=device_of(model))
             step = self.rehearsed(step.with_costs(costs), call)
@@ -338,7 +338,7 @@ class AppliedForward(PlannedForward):
             return program
         return cuda_graphs.Recorded(program, model, call, self._recordings)
 
-    def _replans(self, reason: Difference) -> bool:
+    def replans(self, reason: Difference) -> bool:
         """Whether this call is planned for, and not refused."""
         if self._host_parameters is not None:
             return False

@@ -29,16 +29,19 @@ ScheduleT = TypeVar("ScheduleT")
 def steps_together(schedule: ScheduleT, *, group: dist.ProcessGroup | None = None) -> ScheduleT:
     """Make each `schedule.step` begin only where all ranks can run it; returns the schedule.
 
-    Before a step each rank compares what it is about to run with the plans of its stages: the
-    schedule, the stages, the number of micro-batches, and in the first stage their shapes; and what
-    is split into micro-batches, here inputs or targets, with what the first step split. It costs
-    one exchange through the group's store.
+    Before the first step each rank compares what it is about to run with the plans of its stages:
+    the schedule, the stages, the number of micro-batches, and in the first stage their shapes.
+    Before later ones it compares the inputs or targets that it gives with those of the first step.
+    Steps without a backward pass (`schedule.eval`) run without a plan, and are not compared. Each
+    step costs one exchange through the group's store, in which ranks wait for one another for up
+    to ten minutes.
 
     schedule: of `torch.distributed.pipelining`, of stages that have their plans (`apply`).
     group: the ranks of the pipeline (None: the group of the stages).
 
-    `step` then raises PlanMismatchError on the rank that differs, and RanksDisagreeError on all
-    others. An error in the middle of a step still leaves them waiting.
+    `step` then raises PlanMismatchError on the rank that differs from its plan or its first step,
+    and RanksDisagreeError on all others, or on all where they differ from one another. An error in
+    the middle of a step still leaves the others waiting.
     """
     stepping: Any = schedule
     stages = list(getattr(stepping, "_stages", None) or [stepping._stage])
@@ -51,14 +54,18 @@ def steps_together(schedule: ScheduleT, *, group: dist.ProcessGroup | None = Non
     @functools.wraps(own_step)
     def step(*args: Any, target: Any = None, **options: Any) -> Any:
         named = {n: v for n, v in options.items() if n not in _OF_STEP}
+        trains = bool(stepping._has_backward and torch.is_grad_enabled())
+        split = {"inputs": _forms((args, named)), "targets": _forms(target)}
         with ranks.told_of_errors():
-            if not first_split:
+            if trains and not first_split:
                 _check_places(stepping, stages)
                 _check_micro_batches(stepping, stages, args, named)
-            split = {"inputs": _forms((args, named)), "targets": _forms(target)}
-            _check_same(first_split or split, split)
-        ranks.agree({"the schedule": type(stepping).__name__, "micro-batches": _n(stepping)})
-        first_split.update(split)
+            elif trains:
+                _check_same(first_split, split)
+        name, n = type(stepping).__name__, _n(stepping)
+        ranks.agree({"the schedule": name, "micro-batches": n, "training": trains})
+        if trains:
+            first_split.update(split)
         return own_step(*args, target=target, **options)
 
     stepping.step = step
@@ -115,9 +122,10 @@ def _check_micro_batches(schedule: Any, stages: Sequence[Any], args: Any, kwargs
     for each in zip(*schedule._split_inputs(args, kwargs), strict=True):
         call, model = forward.call_of(*each), stages[0].submod
         found = [difference(plan, call, model) for plan in forward.plans]
-        if None not in found:
+        reasons = [reason for reason in found if reason is not None]
+        if len(reasons) == len(found) and not forward.replans(reasons[0]):
             raise PlanMismatchError(
-                f"a micro-batch differs from the planned one: {found[0]}; give each step a batch "
+                f"a micro-batch differs from the planned one: {reasons[0]}; give each step a batch "
                 f"of {_n(schedule)} micro-batches of the planned shape, or plan again"
             )
 
@@ -126,7 +134,7 @@ def _check_same(first: dict[str, list[str]], now: dict[str, list[str]]) -> None:
     for what, forms in now.items():
         if forms != first[what]:
             raise PlanMismatchError(
-                f"{what} of this step: {', '.join(forms)}; of the first step: "
-                f"{', '.join(first[what])}. The stages exchange tensors of one shape: pad the "
-                "batch, or drop the last one (drop_last=True)"
+                f"{what} of this step: {', '.join(forms) or 'none'}; of the first step: "
+                f"{', '.join(first[what]) or 'none'}. The stages exchange tensors of one shape: "
+                "pad the batch, or drop the last one (drop_last=True)"
             )

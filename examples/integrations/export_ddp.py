@@ -1,6 +1,6 @@
 """A plan exported as stock checkpointing, under DistributedDataParallel: two processes on the CPU.
 
-    torchrun --nproc-per-node 2 examples/integrations/export_ddp.py  # or by python
+    torchrun --nproc-per-node 2 examples/integrations/export_ddp.py  # or with python
 
 Each process plans the step of its own share of the batch. Planning and exporting come before DDP,
 which then wraps an ordinary module. DDP's buckets hold one more copy of the gradients, which no

@@ -1,6 +1,6 @@
 """A plan exported as stock checkpointing, under FSDP2 (fully_shard): two processes on the CPU.
 
-    torchrun --nproc-per-node 2 examples/integrations/export_fsdp2.py  # or by python
+    torchrun --nproc-per-node 2 examples/integrations/export_fsdp2.py  # or with python
 
 `fsdp=2` plans for what one of two ranks holds: its shards of parameters, gradients and optimizer
 state, and what FSDP2 gathers and for how long. Export first, shard after: FSDP2 gathers a block's

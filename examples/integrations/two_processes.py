@@ -113,7 +113,9 @@ def run(work: Callable[[int], None], *, n_processes: int = N_PROCESSES) -> None:
     torchrun, or else new ones."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may wait for a name server
     if dist.is_torchelastic_launched():
-        _in_group(int(os.environ["RANK"]), "env://", work, int(os.environ["WORLD_SIZE"]))
+        if int(os.environ["WORLD_SIZE"]) != n_processes:
+            raise ValueError(f"this script is for {n_processes} processes: --nproc-per-node")
+        _in_group(int(os.environ["RANK"]), "env://", work, n_processes)
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

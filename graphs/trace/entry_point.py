@@ -157,6 +157,8 @@ def trace_variants(
 
 
 def _sharding(fsdp: int | Sharding | None, pipeline: Pipeline | None) -> Sharding | None:
+    if pipeline is not None:
+        pipeline.check_runs()
     if pipeline is None:
         return Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
     if isinstance(fsdp, int):

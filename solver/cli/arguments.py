@@ -269,9 +269,8 @@ class Arguments:
     )
     pipeline: int | str | None = _option(
         "--pipeline",
-        "divide the layers of a torch.nn.Sequential into N pipeline stages so that the "
-        "slowest stage is as fast as possible; the budget is per rank, the batch is one "
-        "micro-batch. auto: as few stages as fit",
+        "divide the layers of a torch.nn.Sequential into N pipeline stages so that the slowest is "
+        "fastest; the budget is per rank, the batch a micro-batch. auto: as few stages as fit",
         STEP,
         type=_number_of_stages,
         metavar="N",
@@ -280,11 +279,7 @@ class Arguments:
         "--microbatches", "micro-batches per step of the pipeline", STEP, least=1
     )
     schedule: str = _option(
-        "--schedule",
-        "order of the pipeline's passes: 1f1b (default) or gpipe",
-        STEP,
-        default="1f1b",
-        choices=("1f1b", "gpipe"),
+        "--schedule", "of the pipeline", STEP, default="1f1b", choices=("1f1b", "gpipe")
     )
     stage: int | None = _number(
         "--stage", "pipeline stage to report, counted from 0 (default: the slowest)", STEP, least=0

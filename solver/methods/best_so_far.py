@@ -19,6 +19,7 @@ from solver.schedule import (
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 
 ANY = (0.0, math.inf)
+"""Seconds: all are worth a simulation."""
 
 
 class BestSoFar:
@@ -28,8 +29,8 @@ class BestSoFar:
     ends the search quietly at the deadline.
 
     lost_share: proven to be lost, as a share of the baseline's time.
-    worth_s: seconds of the step between which a schedule is worth a simulation: the caller has
-        proven that no faster one fits, and knows a schedule as fast as the last.
+    worth_between_s: seconds of the step between which a schedule is worth a simulation: the caller
+        has proven that no faster one fits, and knows a schedule that is as fast as the latter.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class BestSoFar:
         budget_bytes: int,
         time_limit_s: float,
         places: Places | None = None,
-        worth_s: tuple[float, float] = ANY,
+        worth_between_s: tuple[float, float] = ANY,
     ) -> None:
         self.graph = graph
-        self.worth_s = worth_s
+        self.worth_between_s = worth_between_s
         self.places = places
         self.budget_bytes = budget_bytes
         self.deadline = Deadline.after(time_limit_s)
@@ -64,12 +65,15 @@ class BestSoFar:
         except IllegalScheduleError:
             return False
 
-    def may_grow(self, order: Sequence[str], schedule: Callable[[], Schedule]) -> bool:
-        """Whether a larger schedule, which is faster, is to be tried after the one of this order:
-        as `fits`, which is not asked where worth_s tells."""
-        least_s, most_s = self.worth_s
-        time_s = self.time_s(order)
-        return time_s >= least_s and (time_s > most_s or self.fits(schedule()))
+    def may_fit(self, order: Sequence[str]) -> bool:
+        """Whether it is not proven that a schedule as fast as this order's does not fit."""
+        return self.time_s(order) >= self.worth_between_s[0]
+
+    def try_larger(self, order: Sequence[str], schedule: Callable[[], Schedule]) -> bool:
+        """Whether to go on to larger schedules, which are faster, after the one of this order: it
+        fits, or is too slow to be worth a simulation."""
+        is_slow = self.time_s(order) > self.worth_between_s[1]
+        return self.may_fit(order) and (is_slow or self.fits(schedule()))
 
     def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
         """Whether it fits, its copies side by side; remembered if it is the best so far."""

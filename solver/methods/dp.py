@@ -47,21 +47,25 @@ def dp(
     budget_bytes: int,
     time_limit_s: float,
     seed: int,
-    worth_s: tuple[float, float] = ANY,
+    worth_between_s: tuple[float, float] = ANY,
 ) -> Proposal:
     """The optimal persistent schedule of the chain, for the best chain budget. No randomness.
 
-    worth_s: as of `BestSoFar`.
+    worth_between_s: as of `BestSoFar`.
     """
     with BestSoFar(
-        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_s=worth_s
+        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_between_s=worth_between_s
     ) as search:
         if search.fits(baseline(graph)):
             return search.proposal()
         search.deadline.check()
         left_s = search.deadline.left_s
         plain = sqrt(
-            graph, budget_bytes=budget_bytes, time_limit_s=left_s, seed=seed, worth_s=worth_s
+            graph,
+            budget_bytes=budget_bytes,
+            time_limit_s=left_s,
+            seed=seed,
+            worth_between_s=worth_between_s,
         )
         if plain.schedule:
             search.fits(plain.schedule)
@@ -91,6 +95,9 @@ def _raise_budget(
         if solution is None:
             return True
         schedule = to_schedule(solution.ops)
-        return search.may_grow(schedule.order, lambda: schedule)
+        if keep_inputs:
+            return search.try_larger(schedule.order, lambda: schedule)
+        # What fits here is where the other pass begins, however slow it is.
+        return search.may_fit(schedule.order) and search.fits(schedule)
 
     return search.bisect(fits, low, high, tolerance=max(1, high // 2**N_BISECTIONS))[1]

@@ -39,14 +39,14 @@ def revolve(
     budget_bytes: int,
     time_limit_s: float,
     seed: int,
-    worth_s: tuple[float, float] = ANY,
+    worth_between_s: tuple[float, float] = ANY,
 ) -> Proposal:
     """The reversal with the most snapshots that fit. No randomness.
 
-    worth_s: as of `BestSoFar`.
+    worth_between_s: as of `BestSoFar`.
     """
     with BestSoFar(
-        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_s=worth_s
+        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_between_s=worth_between_s
     ) as search:
         if search.fits(baseline(graph)):
             return search.proposal()
@@ -58,7 +58,7 @@ def revolve(
                 if is_long(blocks, n_snapshots):
                     return True
                 schedule = reversal_to_schedule(graph, blocks, n_snapshots, search.deadline)
-                return search.may_grow(schedule.order, lambda: schedule)
+                return search.try_larger(schedule.order, lambda: schedule)
 
             if not _is_slow(graph, blocks, search):
                 search.bisect(fits, 0, blocks.n_blocks + 1)
@@ -66,12 +66,12 @@ def revolve(
 
 
 def _is_slow(graph: Graph, blocks: Blocks, search: BestSoFar) -> bool:
-    """Whether no reversal is worth a simulation: with a snapshot of each block every one but the
-    last runs twice, with fewer more often."""
-    if not blocks.n_blocks or math.isinf(search.worth_s[1]):
+    """Whether no reversal is worth a simulation. The one with a snapshot of each block is taken to
+    be the fastest: every block but the last runs twice, with fewer snapshots more often."""
+    if not blocks.n_blocks or math.isinf(search.worth_between_s[1]):
         return False
     fastest = reversal_to_schedule(graph, blocks, blocks.n_blocks, search.deadline)
-    return search.time_s(fastest.order) > search.worth_s[1]
+    return search.time_s(fastest.order) > search.worth_between_s[1]
 
 
 def reversals(graph: Graph, *, deadline: Deadline = NEVER) -> Iterator[Schedule]:

@@ -37,14 +37,14 @@ def sqrt(
     budget_bytes: int,
     time_limit_s: float,
     seed: int,
-    worth_s: tuple[float, float] = ANY,
+    worth_between_s: tuple[float, float] = ANY,
 ) -> Proposal:
     """The fastest of the segment counts whose schedule fits. No randomness.
 
-    worth_s: as of `BestSoFar`.
+    worth_between_s: as of `BestSoFar`.
     """
     with BestSoFar(
-        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_s=worth_s
+        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_between_s=worth_between_s
     ) as search:
         counts = segment_counts(split_into_blocks(graph).n_blocks)
         for n_segments in reversed(counts):  # the best come early
@@ -56,7 +56,7 @@ def sqrt(
                 # More whole segments are faster: a number that would not beat the best is raised
                 # without a simulation.
                 order = keep_order(graph, checkpoints(graph, segments, n_whole=n_whole))
-                return not search.is_faster(order) or search.may_grow(
+                return not search.is_faster(order) or search.try_larger(
                     order, partial(free_after_last_use, graph, order)
                 )
 

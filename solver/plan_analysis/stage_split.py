@@ -149,7 +149,8 @@ def split_pipeline(
         them with at least one parameter. Layers that share a parameter are put into one stage.
     micro_batch: what the first layer is called with, as for `solve`; meta tensors will do.
     n_stages, n_microbatches, schedule: as for `Pipeline`; "1f1b" or "gpipe". Several numbers of
-        stages, range(2, 9), are tried in turn, up to the first that fits.
+        stages, range(2, 9), are tried in turn, up to the first that fits; under "1f1b" those that
+        are at most n_microbatches.
     budget: bytes of each rank.
     target, loss: the loss is loss(output of the last layer, target), as the schedules of
         `torch.distributed.pipelining` call it. loss None: the last layer returns the loss.
@@ -184,11 +185,8 @@ def split_pipeline(
     _check_sharding(trace_options.get("fsdp"))
     layers = list(layers)
     asked = [n_stages] if isinstance(n_stages, int) else list(n_stages)
-    # Raises for what no number of stages can run in.
-    place = Pipeline(0, min(asked, default=1), n_microbatches, schedule)
-    if schedule == "1f1b":
-        asked = [n for n in asked if n <= n_microbatches]
-    numbers = _possible(asked, len(layers))
+    places = [Pipeline(0, n, n_microbatches, schedule) for n in asked]
+    numbers = _possible([place.n_stages for place in _that_run(places)], len(layers))
     if rewrites is not None:
         trace_options["rewrites"] = check_word(rewrites)
     request = {
@@ -202,7 +200,7 @@ def split_pipeline(
     }
     with telling(f"tracing {counted(len(layers), 'layer')}...") as say:
         stages = PlannedStages(
-            layers, micro_batch, place, stage_of, target, loss, trace_options, request
+            layers, micro_batch, places[0], stage_of, target, loss, trace_options, request
         )
         return _fewest(stages, numbers, on_stage or say)
 
@@ -217,6 +215,20 @@ def _check_sharding(fsdp: int | Sharding | None) -> None:
                 f"{name} of a Sharding: not planned where layers are divided into stages; leave it "
                 "out, or solve(stage, ..., fsdp=..., pipeline=...) for each stage"
             )
+
+
+def _that_run(places: Sequence[Pipeline]) -> list[Pipeline]:
+    """Those that the schedule runs. Raises PipelineError where there are none."""
+    runs, refused = [], []
+    for place in places:
+        try:
+            place.check_runs()
+            runs.append(place)
+        except PipelineError as error:
+            refused.append(error)
+    if refused and not runs:
+        raise refused[0]
+    return runs
 
 
 def _possible(numbers: Sequence[int], n_layers: int) -> list[int]:

@@ -133,10 +133,13 @@ def expandable_segments() -> bool:
 
 
 def state_blocks_bytes(graph: Graph, state_bytes: int) -> list[int]:
-    """The optimizer's state as the blocks that it is taken in: for each parameter in turn as many
-    as the state has times the bytes of the parameters, rounded (Adam's two), in shares of its size.
+    """The optimizer's state as the blocks that it is taken in: for each trained parameter in turn
+    as many as the state has times their bytes, rounded (Adam's two), in shares of its size. What is
+    trained has a gradient, of its size.
     """
-    sizes_bytes = [t.size_bytes for t in graph.resident if t.kind == "parameter" and t.size_bytes]
+    made = (graph.tensor_by_name[name] for name in graph.outputs)
+    gradients = [t for t in (*graph.resident, *made) if t.kind == "gradient" and t.size_bytes]
+    sizes_bytes = [t.size_bytes for t in gradients]
     total_bytes = sum(sizes_bytes)
     n_blocks = max(1, round(state_bytes / max(total_bytes, 1)))
     blocks_bytes = [

@@ -103,7 +103,6 @@ def test_interleaved_micro_batches_in_flight_are_those_of_the_schedule_of_torch(
         ({"stage": 4}, "stage is 4 of 4 stages; give 0 to 3"),
         ({"stage": -1}, "stage is -1"),
         ({"schedule": "zb"}, "schedule is 'zb'; one of 1f1b, gpipe, interleaved"),
-        ({"n_microbatches": 3}, "at least as many micro-batches as stages: give 4 or more, or sch"),
         ({"stages_per_rank": 2}, "only schedule='interleaved'"),
         (
             {"schedule": "interleaved", "stages_per_rank": 3},
@@ -114,6 +113,14 @@ def test_interleaved_micro_batches_in_flight_are_those_of_the_schedule_of_torch(
 def test_what_is_no_place_in_a_pipeline_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(PipelineError, match=words):
         Pipeline(**({"stage": 0, "n_stages": 4, "n_microbatches": 8} | fields))
+
+
+def test_what_torchs_schedule_does_not_run_is_not_planned() -> None:
+    """Files of such plans are still read."""
+    words = "at least as many micro-batches as stages: give 4 or more, or schedule='gpipe'"
+    with pytest.raises(PipelineError, match=words):
+        trace(stage(), batch(requires_grad=False), pipeline=Pipeline(0, 4, 3))
+    Pipeline(0, 4, 3, "gpipe").check_runs()
 
 
 def test_what_is_no_stage_is_refused() -> None:

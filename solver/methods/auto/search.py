@@ -15,7 +15,8 @@ from solver.schedule import OPTIMAL_GAP, IllegalScheduleError, Schedule
 DONE_GAP = 3e-4
 """Of the baseline's time: a little more than what the cuts are solved to (`solver.bound.cut`)."""
 
-ROUNDING = 1e-9
+TIME_ROUNDING = 1e-9
+"""Of sums of the same times in another order."""
 
 
 class Search(BestSoFar):
@@ -66,11 +67,11 @@ class Search(BestSoFar):
         self.offer(improved)
 
     @property
-    def still_worth_s(self) -> tuple[float, float]:
-        """`worth_s` for a method that is asked now; a little wider, as sums are rounded."""
+    def still_worth_between_s(self) -> tuple[float, float]:
+        """`worth_between_s` for a method that is asked now."""
         least_s = least_time_s(self.graph, lost_share=self.lost_share)
         most_s = math.inf if self.best is None else self.best[1].time_s
-        return (1 - ROUNDING) * least_s, (1 + ROUNDING) * most_s
+        return (1 - TIME_ROUNDING) * least_s, (1 + TIME_ROUNDING) * most_s
 
     def prove(self, lost_share: float) -> None:
         self.lost_share = max(self.lost_share, lost_share)

@@ -143,7 +143,7 @@ def other_methods(search: Search) -> None:
             budget_bytes=search.budget_bytes,
             time_limit_s=search.deadline.left_s,
             seed=0,  # they have no randomness
-            worth_s=search.still_worth_s,
+            worth_between_s=search.still_worth_between_s,
         )
         if proposal.schedule is not None:
             search.offer(proposal.schedule, on_menu=False)

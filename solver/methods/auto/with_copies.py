@@ -7,8 +7,8 @@
    Recomputation is written out as an order (`from_cuts`), the copies are placed on it (`placing`).
    Where the simulator sees an overflow, the cut gets fewer bytes; where the compute stream waits
    for a copy, that storage may not be away, and the program is solved again.
-   What overflows at other positions is copied too; so is what overflows of the schedule that
-   recomputation alone has for more bytes than there are.
+   What overflows at other positions is copied too. The same is done to plans that recompute only,
+   made for more bytes than there are.
 4. **Recomputation around the copies** (`around_copies`): the whole search for the device alone, on
    a step in which what the cut fetches comes back by nodes that cost next to nothing.
 5. **Step by step** (`copies_local_optimum`): from the best of these, and of the plans for more

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from graphs.graph import Graph
+from graphs.synthetic.nets import recurrent, residual
 from solver.chain.blocks import split_into_blocks
+from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.proposal import Proposal
 from solver.methods.registry import METHODS
+from solver.methods.revolve import revolve
 from solver.methods.sqrt import segment_counts, sqrt
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline
@@ -21,7 +26,7 @@ from solver.sizes_deadlines_progress.deadline import ctrl_c_ends_searches
 from tests.support import nets
 from tests.support.brute_force import fastest
 from tests.support.builders import make, odd_graph, op, uniform_chain
-from tests.support.paths import DATA
+from tests.support.paths import DATA, GPT2
 
 ON_BLOCKS = [name for name in ("every_block", "sqrt", "revolve", "dp") if name in METHODS]
 
@@ -245,3 +250,39 @@ def test_an_interrupted_search_hands_on_the_best_so_far(
         assert proposal.schedule is not None
     else:
         assert proposal.timed_out
+
+
+SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+@pytest.mark.parametrize("method", [dp, revolve, sqrt])
+@pytest.mark.parametrize(
+    ("make_graph", "shares"),
+    [
+        (partial(residual, n_blocks=12), SHARES),
+        (partial(recurrent, n_steps=8), SHARES),
+        (partial(uniform_chain, 9), SHARES),
+        pytest.param(partial(Graph.load, GPT2), (0.9, 0.6), marks=pytest.mark.slow),
+    ],
+    ids=["residual", "recurrent", "chain", "gpt2"],
+)
+def test_what_is_not_worth_a_simulation_hides_no_answer(
+    make_graph: Callable[[], Graph], shares: tuple[float, ...], method: Any
+) -> None:
+    """With a limit that the method's own answer just meets, it is still found."""
+    graph = make_graph()
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    n_found = 0
+    for share in shares:
+        options = {"budget_bytes": int(share * peak_bytes), "time_limit_s": 600.0, "seed": 0}
+        found = method(graph, **options)
+        if found.schedule is None:
+            continue
+        time_s = simulate(graph, found.schedule).time_s
+        for limits in ((0.0, 1.001), (0.999, 1.001), (0.0, 1.02)):
+            least_s, most_s = (limit * time_s for limit in limits)
+            again = method(graph, **options, worth_between_s=(least_s, most_s))
+            assert again.schedule is not None
+            assert simulate(graph, again.schedule).time_s == time_s
+            n_found += 1
+    assert n_found > 0
