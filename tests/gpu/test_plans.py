@@ -95,7 +95,7 @@ def test_outputs_in_place_of_inputs_are_bitwise_identical(device, name, finding)
     finding(f"{n_in_place} outputs in place of inputs")
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rewrite", ["chunked_loss", "chunked_loss_backward"])
 @pytest.mark.parametrize("loss", WIDE_LOSSES)
 def test_losses_in_row_chunks_are_bitwise_identical(device, loss, rewrite, finding):

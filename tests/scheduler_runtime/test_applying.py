@@ -315,6 +315,7 @@ def test_an_illegal_schedule_file_is_refused_by_the_judge(tmp_path: Path) -> Non
         apply(model, path)(batch)
 
 
+@pytest.mark.slow
 def test_a_solution_without_schedule_cannot_be_applied() -> None:
     _, _, graph = traced(TiedLanguageModel)
     nothing = answer(graph, Request(budget_bytes=1000, method="none"))

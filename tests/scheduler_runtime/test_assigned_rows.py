@@ -49,7 +49,7 @@ class Assigns(nn.Module):
         return loss
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     "write", [_other_rows, _columns, _rows_and_columns, _one_column_of_rows, _diagonal]
 )

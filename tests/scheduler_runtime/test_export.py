@@ -163,6 +163,7 @@ def test_dropout_draws_again_without_what_it_is_applied_to() -> None:
     assert measure(model, batch, n_steps=1).peak_bytes <= plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_fused_attention_of_the_cpu_draws_nothing_so_it_is_saved_before_dropout() -> None:
     graph = graph_of("gpt2")
     region = CheckpointRegion(nodes_of(graph, "blocks.0"), modules=("blocks.0",))
@@ -196,6 +197,7 @@ def put(model: nn.Module, graph: Graph, regions: list[CheckpointRegion]) -> Any:
     return plan
 
 
+@pytest.mark.slow
 def test_running_statistics_change_once() -> None:
     plain, model, batch, plan = exported("conv", 0.7)
     assert any(module.path.startswith("body") for module in plan.modules)

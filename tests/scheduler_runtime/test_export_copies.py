@@ -102,6 +102,7 @@ def test_the_same_bits_in_less_memory(recompute: bool, host_apart: None) -> None
     assert "forward" not in vars(model)
 
 
+@pytest.mark.slow
 def test_what_it_says() -> None:
     solution = planned(recompute=False)
     model = Net()
@@ -120,6 +121,7 @@ def test_what_it_says() -> None:
     assert all(map(torch.equal, step(copied_model), step(model)))
 
 
+@pytest.mark.slow
 def test_what_was_recomputed_stays_saved() -> None:
     tight = planned(recompute=True)
     assert tight.simulation is not None

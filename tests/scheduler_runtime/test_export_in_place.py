@@ -61,7 +61,7 @@ class _Net(nn.Sequential):
         return y.square().mean()
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_what_is_made_in_place_is_kept_or_recomputed_with_the_same_bits(name: str) -> None:
     function, kept = IN_PLACE[name]

@@ -105,6 +105,7 @@ def test_a_forward_that_checkpoints_is_refused(use_reentrant: bool) -> None:
     assert x.grad is not None
 
 
+@pytest.mark.slow
 def test_solve_says_that_a_model_checkpoints_by_itself(capsys: Any) -> None:
     class Checkpointed(Tower):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -133,6 +134,7 @@ def test_wrapped_blocks_are_refused() -> None:
         fit(model, budget="1GB")
 
 
+@pytest.mark.slow
 def test_compiled_modules_are_refused() -> None:
     with pytest.raises(FitError, match=r"before torch\.compile"):
         fit(torch.compile(tower()), budget="1GB")

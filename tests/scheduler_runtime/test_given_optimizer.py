@@ -45,7 +45,7 @@ def name_in(graph: Any) -> str:
     return str(graph.meta.environment["optimizer"]["name"])
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_solve_verify_and_measure(form: str) -> None:
     model = Net()

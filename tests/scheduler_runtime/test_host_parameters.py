@@ -89,7 +89,7 @@ def away_bytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("make", [adamw, sgd])
 def test_a_plan_keeps_its_bytes_and_the_bits(make: Any) -> None:
     solution = planned(make, budget=TIGHT if make is adamw else WEIGHT_BYTES * 9 // 4)

@@ -94,6 +94,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow
 def test_solve_and_apply_trace_once(traces) -> None:
     model, plain = Net(), Net()
     solution = planned(model)
@@ -108,6 +109,7 @@ def test_solve_and_apply_trace_once(traces) -> None:
     assert traces == [model]
 
 
+@pytest.mark.slow
 def test_weights_may_change_meanwhile(traces) -> None:
     model, plain = Net(), Net()
     solution = planned(model)
@@ -121,6 +123,7 @@ def test_weights_may_change_meanwhile(traces) -> None:
     assert traces == [model]
 
 
+@pytest.mark.slow
 def test_another_batch_of_the_same_form(traces) -> None:
     model, plain = Net(), Net()
     solution = planned(model)
@@ -130,6 +133,7 @@ def test_another_batch_of_the_same_form(traces) -> None:
     assert traces == [model]
 
 
+@pytest.mark.slow
 def test_parameters_are_found_by_their_paths(traces) -> None:
     model, plain = Net(), Net()
     solution = planned(model)
@@ -220,6 +224,7 @@ def test_another_kind_of_call_is_traced(other, traces) -> None:
     assert len(traces) > 1
 
 
+@pytest.mark.slow
 def test_under_autocast_it_is_traced(traces) -> None:
     model = Net()
     apply(model, planned(model))
@@ -237,7 +242,7 @@ def test_another_model_is_traced(traces) -> None:
     assert traces[1:] == [model]
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_a_copied_solution_leaves_the_program_behind(copied, traces) -> None:
     model, plain = Net(), Net()

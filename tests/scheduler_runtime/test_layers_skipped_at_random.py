@@ -133,7 +133,7 @@ class Reading(nn.Module):
         return self.linear(x).sum() if self.decide(x.detach()) else x.sum()
 
 
-@pytest.mark.slow(sample=5)
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(
     "decide",
     [

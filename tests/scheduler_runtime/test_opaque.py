@@ -349,6 +349,7 @@ def test_a_part_is_not_measured_under_another_profiler() -> None:
         trace(model, batch)
 
 
+@pytest.mark.slow
 def test_tracing_leaves_no_trace() -> None:
     model, batch = network("branch", n_blocks=1)
     before = copy.deepcopy(model.state_dict())

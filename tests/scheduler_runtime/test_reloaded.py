@@ -47,6 +47,7 @@ def chunked_plan(model: nn.Module) -> Solution:
     return solution
 
 
+@pytest.mark.slow
 def test_a_chunked_plan_keeps_the_baseline_of_the_plain_step(tmp_path: Path) -> None:
     planned = chunked_plan(LanguageHead())
     loaded = reloaded(planned, tmp_path)
@@ -61,7 +62,7 @@ def test_a_chunked_plan_keeps_the_baseline_of_the_plain_step(tmp_path: Path) -> 
     )  # one graph is known
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("with_graph", [True, False])
 def test_a_plan_whose_rewrite_the_step_does_not_allow_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_graph: bool

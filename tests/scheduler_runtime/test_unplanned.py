@@ -90,6 +90,7 @@ def test_a_call_of_the_whole_is_planned_as_the_whole() -> None:
     assert [path for path, each in model.named_modules() if "forward" in vars(each)] == [""]
 
 
+@pytest.mark.slow
 def test_the_whole_may_still_be_called_after_a_part_was() -> None:
     plain = Whole(inner=Tower(2))
     model = fitted(copy.deepcopy(plain))

@@ -203,7 +203,6 @@ def test_of_several_numbers_of_stages_the_fewest_that_fit(n_stages: int) -> None
     assert found.sizes == divided(n_stages).sizes
 
 
-@pytest.mark.slow
 def test_1f1b_is_divided_into_no_more_stages_than_micro_batches() -> None:
     none = split(layers(), [4, 3, 2], budget="20kB", n_microbatches=2)
     assert (none.fits, len(none.sizes)) == (False, 2)

@@ -149,6 +149,7 @@ def test_a_chunked_loss_is_traced_for_a_card():
     assert solution.graph.meta.environment["device"] == "cuda"
 
 
+@pytest.mark.slow
 def test_what_is_verified_is_traced_on_the_cpu(tmp_path, capsys):
     graph = planned(tmp_path, "--verify")
     operators = [node["op"] for node in graph["nodes"]]

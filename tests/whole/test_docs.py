@@ -60,6 +60,7 @@ def test_every_page_is_in_the_navigation(site):
     assert [name for name in missing if name != "index.html"] == []
 
 
+@pytest.mark.slow
 def test_the_reference_shows_docstrings(site):
     assert "Find the schedule that fits the training step into" in page(
         site, "reference/solver.html"

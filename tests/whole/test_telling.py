@@ -67,6 +67,7 @@ def test_solve(capsys):
     assert printed.out == ""
 
 
+@pytest.mark.slow
 def test_solve_with_a_budget_that_nothing_fits(capsys):
     found = solve(Net(), batch(), budget=20_000)
     start, end = ends(capsys.readouterr().err)
@@ -75,6 +76,7 @@ def test_solve_with_a_budget_that_nothing_fits(capsys):
     assert found.schedule is None
 
 
+@pytest.mark.slow
 def test_solve_with_a_graph_file(solution, tmp_path, capsys):
     solution.graph.save(tmp_path / "net.json")
     solve(tmp_path / "net.json", budget="1GB")
@@ -83,6 +85,7 @@ def test_solve_with_a_graph_file(solution, tmp_path, capsys):
     assert end.startswith("net.json: peak ")
 
 
+@pytest.mark.slow
 def test_the_phrase_for_a_plan(solution):
     line = plan_line(solution, how="planned from an earlier plan", took_s=4.2)
     assert line.endswith(", planned from an earlier plan in 4.20 s")

@@ -238,6 +238,7 @@ class Transcribed(nn.Module):
         return F.ctc_loss(log_probs, targets, lengths, target_lengths, zero_infinity=True)
 
 
+@pytest.mark.slow
 def test_the_longest_target_decides_how_much_ctc_keeps() -> None:
     """The batch tells it; a batch whose longest target has another length is another program."""
     plain, generator = Transcribed(), torch.Generator().manual_seed(0)

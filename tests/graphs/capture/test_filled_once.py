@@ -272,7 +272,7 @@ def test_a_number_that_is_set_unread_needs_no_plan_of_its_own(how: Any) -> None:
     assert len(plans_of(fitted)) == 3
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("how", READS)
 def test_what_forward_reads_before_it_sets_it_is_compared(how: Any) -> None:
     model = Storing(how)

@@ -93,6 +93,7 @@ def test_a_rank_holds_its_parts_and_collectives_are_nodes(mesh: DeviceMesh) -> N
         assert graph.tensor_by_name[node.outputs[0]].size_bytes == n_bytes
 
 
+@pytest.mark.slow
 def test_the_sequence_is_gathered_and_scattered(mesh: DeviceMesh) -> None:
     model = parallelize_module(
         Block(),

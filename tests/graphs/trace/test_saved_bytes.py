@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -80,6 +81,7 @@ def test_an_unfused_layer_saves_what_korthikanti_et_al_count():
     assert saved_bytes(graph, without="native_layer_norm") == expected
 
 
+@pytest.mark.slow
 def test_the_page_has_what_a_layer_of_llama_3_8b_saves():
     """The table's sum at the sizes that the page names, each row of it, and the figure in words."""
     b, s, h, a, n_kv, i = 1, 2048, 4096, 32, 8, 14336
@@ -96,6 +98,7 @@ def test_the_page_has_what_a_layer_of_llama_3_8b_saves():
     assert b * s * sum(int(n) * sizes[letter] for n, letter in terms) == expected
 
 
+@pytest.mark.slow
 def test_a_llama_layer_saves_what_the_documentation_counts():
     """`docs/bytes.md`: b s (24 h + 8 i + 4 a + 8), and the tables of the rotation."""
     b, s, h, a, n_kv, i = 2, 96, 64, 4, 2, 160

@@ -36,6 +36,7 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_parameters_gradients_and_optimizer_state_take_what_they_take() -> None:
     model = TiedLanguageModel()
     graph = trace(model, model.batch(), optimizer=ADAMW(model.parameters()))
@@ -131,7 +132,7 @@ def test_tracing_leaves_no_trace() -> None:
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [NormAndDropout, TiedLanguageModel, ConvNet])
 def test_meta_and_real_models_give_the_same_graph(make: type) -> None:
     real = make()

@@ -83,7 +83,7 @@ def parameter_bytes(of: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in of.parameters())
 
 
-@pytest.mark.slow(sample=6)
+@pytest.mark.slow(sample=5)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_state_and_workspace_are_those_of_a_real_step(make: Make) -> None:
     net = model()

@@ -126,6 +126,7 @@ def test_planning_changes_nothing() -> None:
     assert all(not vars(m).get(hook) for m in model.modules() for hook in hooks)
 
 
+@pytest.mark.slow
 def test_an_optimizer_is_counted() -> None:
     model, batch = model_and_batch()
     plain = plan_chain(model, batch, budget="100MB")

@@ -139,6 +139,7 @@ def test_inductor_keeps_the_budget():
         torch.testing.assert_close(planned[name], value, msg=name)
 
 
+@pytest.mark.slow
 def test_rehearsing_leaves_no_trace():
     torch.manual_seed(0)
     model, batch = NormAndDropout(), NormAndDropout.batch()

@@ -102,7 +102,6 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
         planned(batch)
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_an_error_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

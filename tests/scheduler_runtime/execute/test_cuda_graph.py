@@ -140,6 +140,7 @@ def test_steps_are_those_of_the_plain_model(recorder):
     assert all(float(loss) == plain for loss, plain in losses), "a loss was written over"
 
 
+@pytest.mark.slow
 def test_autocast_is_off_while_the_step_is_recorded(recorder):
     model, batch = normed()
     twin = copy.deepcopy(model)

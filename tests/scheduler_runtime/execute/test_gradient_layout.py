@@ -62,7 +62,7 @@ def test_fit_follows_from_one_layout_to_another_and_back() -> None:
     assert_equal(trained(plain, steps), trained(planned, steps))
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_plan_with_this_loss_is_for_its_layout(name: str) -> None:
     plain, planned = models()

@@ -67,7 +67,7 @@ class Noisy(nn.Module):
         return torch.randn(N_ROWS, N_COLUMNS)
 
 
-@pytest.mark.slow(sample=2, keep=10)
+@pytest.mark.slow(sample=1, keep=10)
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("fill", FILLS)
 def test_a_fill_puts_eagers_numbers_in_eagers_places(fill: str, strides: str) -> None:
@@ -81,6 +81,7 @@ def test_a_fill_puts_eagers_numbers_in_eagers_places(fill: str, strides: str) ->
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize(
     "draw",
     [
@@ -114,6 +115,7 @@ def _puts_back() -> torch.Tensor:
     return drawn
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("draw", [_seeds, _forks, _puts_back])
 def test_setting_the_random_state_in_forward_is_refused(draw: Callable[[], torch.Tensor]) -> None:
     model, batch = Noisy(draw), Noisy.batch()

@@ -234,6 +234,7 @@ class Writable(nn.Module):
         return made, made.t()
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_write_to_either_is_noticed_by_a_backward_pass_that_reads_it(at: int) -> None:
     model, x = Writable(), torch.randn(5, 6)

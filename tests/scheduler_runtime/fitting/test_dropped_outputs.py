@@ -125,7 +125,7 @@ def test_a_view_that_a_step_holds_holds_its_base_as_well() -> None:
     assert uses == by_python + len(run.tensors_on(storage))
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.85])
 def test_the_plan_has_room_for_a_metric_of_dropped_outputs(share: float) -> None:
     torch.manual_seed(0)
@@ -144,6 +144,7 @@ def test_the_plan_has_room_for_a_metric_of_dropped_outputs(share: float) -> None
     assert plans_of(model)[0].solution.baseline.peak_bytes <= eager_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_that_recomputes_nothing_stays() -> None:
     torch.manual_seed(0)
     model, words = LanguageModel(), words_of()

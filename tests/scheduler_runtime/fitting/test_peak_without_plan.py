@@ -113,6 +113,7 @@ def test_a_plan_made_anew_by_apply_quotes_what_solve_quotes(
     assert f"peak {format_size(expected)} -> " in caplog.text
 
 
+@pytest.mark.slow
 def test_the_first_step_shows_what_the_loss_takes(caplog: pytest.LogCaptureFixture) -> None:
     """Before it, five outputs are reserved, without a plan as well."""
     torch.manual_seed(0)
@@ -132,6 +133,7 @@ def test_the_first_step_shows_what_the_loss_takes(caplog: pytest.LogCaptureFixtu
     )
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("holds", [True, False])
 def test_outputs_that_the_training_drops_are_seen(holds: bool) -> None:
     """As the Trainer of Hugging Face does: it keeps the loss alone."""

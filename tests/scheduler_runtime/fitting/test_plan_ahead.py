@@ -98,6 +98,7 @@ def test_accumulation_is_planned_from_the_program_that_was_traced(traced: list[b
     assert traced == [True, False]
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("on_pressure", ["raise", "replan"])
 def test_plans_do_not_keep_the_batch(on_pressure: str) -> None:
     model = fit(Net(), budget="1MB", optimizer=[], on_pressure=on_pressure)

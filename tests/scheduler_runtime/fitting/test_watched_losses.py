@@ -243,7 +243,7 @@ LOOKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.slow(sample=3)
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("is_direct", [True, False], ids=["backward(gradient)", "loss"])
 @pytest.mark.parametrize("name", LOOKING)
 def test_functions_that_look_for_modes_have_the_bits_of_eager_mode(

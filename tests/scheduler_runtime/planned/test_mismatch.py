@@ -186,7 +186,7 @@ def as_doubles(model: Scaled) -> None:
     model.scale = model.scale.double()
 
 
-@pytest.mark.slow(sample=2)
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
     ("call", "words"),
     [

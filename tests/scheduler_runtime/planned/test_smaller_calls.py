@@ -43,7 +43,7 @@ def epoch(model: Any, sizes: tuple[int, ...]) -> list[torch.Tensor]:
     return [*losses, *model.parameters()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("from_file", [False, True])
 def test_a_short_last_batch_is_planned_within_the_budget(
     from_file: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -153,6 +153,7 @@ def test_published_counts_are_attained(n_steps: int, n_snapshots: int) -> None:
     assert n_advanced(n_steps, n_snapshots) == published[n_steps, n_snapshots]
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize(
     ("n_steps", "n_snapshots"), [(100_000, 3), (100_000, 30), (10**9, 1), (10**9, 10**9)]
 )

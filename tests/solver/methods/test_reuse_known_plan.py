@@ -66,6 +66,7 @@ def test_a_shorter_step_is_as_good_as_searched(
     assert lost <= known.gap + REUSE_LOSS
 
 
+@pytest.mark.slow
 def test_a_longer_step_is_not_served(gpt2: Graph, known: KnownPlan, budget_bytes: int) -> None:
     graph = other_length(gpt2, 1.1)
     assert reused(Variants.of(graph), known, Request(budget_bytes)) is None

@@ -43,6 +43,7 @@ def test_overhead_never_rises_with_the_budget(curve):
         assert times_s == sorted(times_s, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_bound_never_rises_either_and_holds_for_every_method(curve):
     for method in curve.methods:
         bounds_s = [point.lower_bound_s for point in curve.of(method)]

@@ -42,6 +42,7 @@ def at_ratio(solution: Solution, ratio: float) -> float:
     return ran / sum(map(seconds, solution.graph.nodes)) - 1.0
 
 
+@pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_range_is_that_of_all_ratios(seed):
     solution = solve(graph(ON_A_CARD, seed), budget="5GB", method="sqrt")

@@ -118,6 +118,7 @@ def test_it_is_one_well_formed_file_that_asks_for_nothing(whole):
     assert whole.count("url(") == whole.count("url(#") > 0
 
 
+@pytest.mark.slow
 def test_every_id_is_there_once_and_every_reference_has_one(whole):
     read = Page(whole)
     ids = Counter(value for _, name, value in read.attributes if name == "id")
@@ -379,6 +380,7 @@ def test_a_desk_shows_all_of_it(whole, chromium, tmp_path):
     assert "baseline: 5.24 GB" in seen["text"]
 
 
+@pytest.mark.slow
 def test_the_look_itself_can_fail(chromium, tmp_path):
     """A page that is too wide, too pale and asks for a picture is seen to be."""
     poor = (

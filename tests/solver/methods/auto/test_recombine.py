@@ -59,6 +59,7 @@ def test_several_cuts_bound_as_well_as_each_alone_already_as_an_lp(name: str) ->
         assert lp_share(folded, positions, budget_bytes) >= alone - 1e-6
 
 
+@pytest.mark.slow(sample=4)
 @pytest.mark.parametrize("name", NETS)
 def test_the_replay_loses_no_more_than_the_cuts_counted(name: str) -> None:
     graph = NETS[name]

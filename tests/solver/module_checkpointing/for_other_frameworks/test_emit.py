@@ -86,6 +86,7 @@ def test_a_forecast_is_what_a_checkpointed_model_takes(graph, n_layers, reentran
     assert predicted.peak_bytes + more_bytes == pytest.approx(measured.peak_bytes, abs=10**5)
 
 
+@pytest.mark.slow
 def test_without_regions_the_step_is_the_baseline(graph):
     assert forecast(graph, []) == baseline(graph)
 
@@ -165,6 +166,7 @@ def test_a_graph_that_names_no_modules_is_refused(capsys):
     assert "--emit megatron" in line
 
 
+@pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command_shows_it_beside_the_plan(tmp_path, capsys, as_json):
     path = write_model(tmp_path)
