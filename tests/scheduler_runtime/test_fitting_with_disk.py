@@ -69,6 +69,26 @@ def test_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batches", "share", "options"),
+    [
+        ([BATCH] * 4, 0.6, {"n_micro": 2}),
+        ([BATCH] * 2, 0.3, {"autocast": True}),
+        ([numbers(192), BATCH, numbers(192)], 0.6, {}),
+    ],
+    ids=["accumulation", "autocast", "several shapes"],
+)
+def test_the_same_bits_in_other_steps(
+    tmp_path: Path, batches: list[Any], share: float, options: dict[str, Any]
+) -> None:
+    model, optimizer = fitted(tmp_path, budget=budget_for(tower(), BATCH, share))
+    expected = trained(plain := tower(), adamw(plain.parameters()), batches, **options)
+    assert all(map(torch.equal, expected, trained(model, optimizer, batches, **options)))
+    assert_spills(model)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["full", "gone"])
 def test_a_disk_that_is_full_or_gone(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
