@@ -26,7 +26,7 @@ from solver.methods.auto.copy_placement import place_copies
 from solver.methods.auto.overflow import overflowing
 from solver.schedule import Link, Place, Places, Schedule, baseline, simulate
 
-DEFAULT_GRAPHS = ["gpt2-instance", "gpt2", "llama-4", "resnet50", "unet"]
+DEFAULT_GRAPHS = ["gpt2-instance", "gpt2", "llama-4", "llama-32", "resnet50", "unet"]
 SHARES = (0.7, 0.5, 0.3, 0.2, 0.1)
 LINKS_GB_PER_S = (25, 50, 450)
 """As PCI Express 4, PCI Express 5 and NVLink-C2C."""
