@@ -16,6 +16,7 @@ each `--only`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -23,9 +24,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,12 +36,13 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from benchmarks.gpu import targets
+from benchmarks.gpu import targets, turns
 from benchmarks.gpu.parts import EXPANDABLE, PARTS, QUICK_PARTS, Part, Settings
 from graphs.costs import circumstances
 from graphs.files import write_json
 
 MARK = "figures: "
+SAVING = threading.Lock()
 BITS_CASES = frozenset(PARTS["bits"].cases(Settings(torch.device("cpu")))) | {"plan", "compile"}
 """Cases that compare bits: cuBLAS is asked for sums in a fixed order."""
 
@@ -121,26 +125,38 @@ def _run_part(
 ) -> None:
     done = results.cases(name)
     begun_s = time.monotonic()
-    cases = [case for case in PARTS[name].cases(settings) if _is_chosen(case, arguments.only)]
-    for number, case in enumerate(cases):
+    n_jobs = 1 if PARTS[name].is_alone else arguments.jobs
+    chosen = [case for case in PARTS[name].cases(settings) if _is_chosen(case, arguments.only)]
+
+    def run(case: str) -> None:
         left_s = deadline_s - time.monotonic()
-        if case in done:
-            continue
         if left_s <= 0:
-            n_left = sum(left not in done for left in cases[number:])
-            print(f"{name}: {n_left} cases are left; repeat the command to continue")
-            break
+            return
         print(f"{name}: {case}", flush=True)
-        done[case] = (
-            _row(PARTS[name], case, settings, done)
+        earlier = dict(done)
+        found = (
+            _row(PARTS[name], case, settings, earlier)
             if arguments.in_process
-            else _in_own_process(name, case, done, arguments, left_s)
+            else _in_own_process(name, case, earlier, arguments, left_s, n_jobs=n_jobs)
         )
-        for check, found in done[case].get("checks", {}).items():
-            print(f"  {check}: {found}", flush=True)
-        results.data["parts"][name]["seconds"] += time.monotonic() - begun_s
-        begun_s = time.monotonic()
-        results.save()
+        with SAVING:
+            done[case] = found
+            for check, words in found.get("checks", {}).items():
+                print(f"  {check}: {words}", flush=True)
+            results.save()
+
+    # budgets are shares of what cases of fewer words find
+    for _, wave in itertools.groupby(sorted(chosen, key=_n_words), key=_n_words):
+        with ThreadPoolExecutor(n_jobs) as pool:
+            list(pool.map(run, [case for case in wave if case not in done]))
+    if n_left := sum(case not in done for case in chosen):
+        print(f"{name}: {n_left} cases are left; repeat the command to continue")
+    results.data["parts"][name]["seconds"] += time.monotonic() - begun_s
+    results.save()
+
+
+def _n_words(case: str) -> int:
+    return case.count("/")
 
 
 def _row(part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,11 +178,20 @@ def _is_chosen(case: str, only: Sequence[Sequence[str]] | None) -> bool:
 
 
 def _in_own_process(
-    part: str, case: str, earlier: Mapping[str, Any], arguments: argparse.Namespace, left_s: float
+    part: str,
+    case: str,
+    earlier: Mapping[str, Any],
+    arguments: argparse.Namespace,
+    left_s: float,
+    *,
+    n_jobs: int = 1,
 ) -> dict[str, Any]:
     limit_s = max(1.0, min(left_s, 60 * arguments.case_minutes))
     options = ["--case", f"{part}:{case}", *(["--full"] if arguments.full else [])]
-    code, found, errors = _child(options, arguments, _variables(case), earlier, limit_s)
+    variables = _variables(case)
+    if n_jobs > 1:
+        variables[turns.FILE_VARIABLE] = str((arguments.out / "turn").absolute())
+    code, found, errors = _child(options, arguments, variables, earlier, limit_s)
     if found is not None:
         return found
     if code is None:
@@ -277,6 +302,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--full", action="store_true", help="all models, shares and card sizes")
     parser.add_argument("--minutes", type=float, default=9.0, help="of the command (default: 9)")
     parser.add_argument("--case-minutes", type=float, default=4.0, help="of each case (default: 4)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="cases side by side, a processor core each; each has the device to itself while it is "
+        "timed (default: 1)",
+    )
     parser.add_argument(
         "--only",
         nargs="+",

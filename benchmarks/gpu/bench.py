@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.gpu import turns
 from benchmarks.gpu.ways import WAYS, Prepared, Setting
 from benchmarks.zoo import Subject
 from graphs.costs import cpu_peak_bytes
@@ -34,7 +35,8 @@ class Figures:
     peak_bytes: allocated, resident included; of recorded steps what the allocator holds, since
         their memory belongs to no tensor.
     reserved_bytes: what the allocator took from the device.
-    context_bytes: what everything else of the process takes beside it.
+    context_bytes: what everything else of the process takes beside it (None where other processes
+        are on the device).
     requested_bytes: the peak before the allocator rounds up.
     other_bytes: allocated between steps beside resident tensors (workspaces of cuBLAS).
     """
@@ -98,7 +100,7 @@ def measured(
             peak_bytes=reserved if replays else torch.cuda.max_memory_allocated(device),
             **common,
             reserved_bytes=reserved,
-            context_bytes=context_bytes(device),
+            context_bytes=None if turns.are_taken() else context_bytes(device),
             requested_bytes=torch.cuda.memory_stats(device).get("requested_bytes.all.peak"),
             other_bytes=other,
         )
@@ -142,29 +144,35 @@ def run_way(
 
     card_bytes: of the card that the steps run on; plans are made with all of the device.
     """
-    emptied(device)
     row: dict[str, Any] = {"way": way, "share": share, "budget_bytes": budget_bytes}
-    prepared: Prepared | None = None
-    try:
-        model, batch = subject.made(device, batch_size=batch_size)
-        optimizer = optimizer_of(model)
-        setting = Setting(share, budget_bytes, optimizer, time_limit_s, backend, reserve_bytes)
-        prepared = WAYS[way](model, batch, subject, setting)
-        step = step_of(prepared.call, batch, optimizer)
-        with limited(device, card_bytes):
-            figures = measured(step, model, batch, optimizer, replays=prepared.replays)
-        row |= asdict(figures) | {name: getattr(prepared, name) for name in PREDICTED}
-        # A recorded step has a peak of another kind, which is not compared.
-        if prepared.predicted_bytes is not None and not prepared.replays:
-            row["peak_off"] = prepared.predicted_bytes / figures.peak_bytes - 1.0
-        if prepared.predicted_s is not None:
-            row["time_off"] = prepared.predicted_s / figures.time_s - 1.0
-        row["status"] = "ran"
-    except torch.OutOfMemoryError:
-        row["status"] = "out of memory"
-    except (ValueError, NotImplementedError) as error:
-        row |= {"status": "refused", "reason": str(error)}
-    finally:
-        if prepared is not None:
-            prepared.undo()
+    with turns.turn():
+        emptied(device)
+        prepared: Prepared | None = None
+        try:
+            model, batch = subject.made(device, batch_size=batch_size)
+            optimizer = optimizer_of(model)
+            setting = Setting(share, budget_bytes, optimizer, time_limit_s, backend, reserve_bytes)
+            prepared = WAYS[way](model, batch, subject, setting)
+            step = step_of(prepared.call, batch, optimizer)
+            with limited(device, card_bytes):
+                figures = measured(step, model, batch, optimizer, replays=prepared.replays)
+            row |= _compared(prepared, figures)
+        except torch.OutOfMemoryError:
+            row["status"] = "out of memory"
+        except (ValueError, NotImplementedError) as error:
+            row |= {"status": "refused", "reason": str(error)}
+        finally:
+            if prepared is not None:
+                prepared.undo()
     return row
+
+
+def _compared(prepared: Prepared, figures: Figures) -> dict[str, Any]:
+    """What was measured, beside what was predicted."""
+    row = asdict(figures) | {name: getattr(prepared, name) for name in PREDICTED}
+    # A recorded step has a peak of another kind, which is not compared.
+    if prepared.predicted_bytes is not None and not prepared.replays:
+        row["peak_off"] = prepared.predicted_bytes / figures.peak_bytes - 1.0
+    if prepared.predicted_s is not None:
+        row["time_off"] = prepared.predicted_s / figures.time_s - 1.0
+    return row | {"status": "ran"}

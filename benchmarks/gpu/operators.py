@@ -10,12 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.bench import measured, optimizer_of, step_of
+from benchmarks.gpu.turns import MeasuredInTurn, turn
 from benchmarks.zoo import Subject
-from graphs.costs import Cost, Measured, OpCall
+from graphs.costs import Cost, OpCall
 from graphs.trace import trace
 
 
-class _Both(Measured):
+class _Both(MeasuredInTurn):
     """Notes what its roofline says of every call that is measured."""
 
     def __init__(self, device: torch.device) -> None:
@@ -47,9 +48,10 @@ def measured_beside_roofline(subject: Subject, device: torch.device) -> dict[str
         sums = by_operator.setdefault(name, {"measured_s": 0.0, "roofline_s": 0.0})
         sums["measured_s"] += measured_s
         sums["roofline_s"] += roofline_s
-    real, real_batch = subject.made(device)
-    optimizer = optimizer_of(real)
-    figures = measured(step_of(real, real_batch, optimizer), real, real_batch, optimizer)
+    with turn():
+        real, real_batch = subject.made(device)
+        optimizer = optimizer_of(real)
+        figures = measured(step_of(real, real_batch, optimizer), real, real_batch, optimizer)
     measured_s = sum(pair[1] for pair in both.pairs)
     roofline_s = sum(pair[2] for pair in both.pairs)
     slowest = sorted(by_operator.items(), key=lambda item: -item[1]["measured_s"])[:12]

@@ -19,8 +19,8 @@ from benchmarks.gpu.ways import WAYS, WITH_BUDGET, Setting
 from benchmarks.zoo import QUICK, TINY, Subject, fitted, subjects
 from solver.sizes_deadlines_progress import CUDA_RESERVE_BYTES
 
-SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-QUICK_SHARES = (0.8, 0.5, 0.2)
+SHARES = (1.0, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1)
+QUICK_SHARES = (1.0, 0.7, 0.5, 0.3, 0.15)
 KEPT_SHARES = (0.8, 0.6, 0.4)
 ALL_KEPT_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 EXPANDABLE = "/expandable"
@@ -75,12 +75,15 @@ class Part:
     cases: their names, in order.
     run: (case, settings, figures of the cases before it) -> figures of the case.
     columns: of its table, with a space between them.
+    is_alone: its cases limit what the process may take of the device, or time the host: nothing
+        else may run beside them.
     """
 
     title: str
     cases: Callable[[Settings], list[str]]
     run: Callable[[str, Settings, Mapping[str, Any]], dict[str, Any]]
     columns: str
+    is_alone: bool = False
 
 
 # ---- side by side ------------------------------------------------------------------------------
@@ -240,6 +243,7 @@ PARTS: Mapping[str, Part] = {
         _kept_cases,
         _kept_run,
         "budget_bytes predicted_bytes peak_bytes peak_off reserved_bytes plain_fails kept status",
+        is_alone=True,
     ),
     "bits": Part(
         "Training is bitwise identical to eager mode",
@@ -254,6 +258,7 @@ PARTS: Mapping[str, Part] = {
         lambda settings: [f"{name}/{way}" for name in settings.names for way in ("eager", "ours")],
         _host_run,
         "n_operators host_s_per_operator time_s",
+        is_alone=True,
     ),
     "ways": Part(
         "All ways side by side",
@@ -266,6 +271,7 @@ PARTS: Mapping[str, Part] = {
         _batch_cases,
         _batch_run,
         "batch_size samples_per_s peak_bytes status",
+        is_alone=True,
     ),
 }
 QUICK_PARTS = ("smoke", "costs", "budget", "bits", "host", "ways")

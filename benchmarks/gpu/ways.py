@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils import checkpoint
 
 import scheduler_runtime
+from benchmarks.gpu import turns
 from benchmarks.zoo import Subject
+from scheduler_runtime.measuring import emptied
 from solver import solve
 
 
@@ -106,26 +108,41 @@ _KEPT = (
 )
 
 
-def compiled(model: nn.Module, _batch: Any, _subject: Subject, setting: Setting) -> Prepared:
+def compiled(model: nn.Module, batch: Batch, _subject: Subject, setting: Setting) -> Prepared:
+    prepared = _to_compile(model, setting)
+    _compile_now(prepared, model, batch)
+    return prepared
+
+
+def _to_compile(model: nn.Module, setting: Setting) -> Prepared:
     torch._dynamo.reset()
     call = torch.compile(model, backend=setting.backend, dynamic=False)
     return Prepared(call, undo=torch._dynamo.reset)
 
 
-def memory_budget(model: nn.Module, batch: Batch, subject: Subject, setting: Setting) -> Prepared:
+def memory_budget(model: nn.Module, batch: Batch, _subject: Subject, setting: Setting) -> Prepared:
     """torch.compile with its own knob, a share of what its partitioner would save."""
-    prepared = compiled(model, batch, subject, setting)
+    prepared = _to_compile(model, setting)
     share = 1.0 if setting.share is None else setting.share
     with torch._functorch.config.patch(activation_memory_budget=share):
-        prepared.call(*batch).backward()  # compiles with the knob as it is now
+        _compile_now(prepared, model, batch)  # with the knob as it is now
     return prepared
+
+
+def _compile_now(prepared: Prepared, model: nn.Module, batch: Batch) -> None:
+    with turns.shared():
+        prepared.call(*batch).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        emptied(batch[0].device)
 
 
 def _planned(*, cuda_graph: bool) -> Way:
     def prepare(model: nn.Module, batch: Batch, _subject: Subject, setting: Setting) -> Prepared:
         # A roofline knows no workspace, and a kept budget needs it.
-        options = setting.options | {"device": batch[0].device, "costs": "measured"}
-        solution = solve(model, batch, **options)
+        costs = turns.MeasuredInTurn(batch[0].device)
+        with turns.given_up():
+            solution = solve(model, batch, costs=costs, **setting.options)
         if solution.simulation is None:
             raise ValueError(f"nothing fits ({solution.status})")
         scheduler_runtime.apply(model, solution, cuda_graph=cuda_graph)
@@ -143,7 +160,8 @@ def _planned(*, cuda_graph: bool) -> Way:
 
 
 def ours_compiled(model: nn.Module, batch: Batch, _subject: Subject, setting: Setting) -> Prepared:
-    scheduler_runtime.compile(model, batch, backend=setting.backend, **setting.options)
+    with turns.shared():
+        scheduler_runtime.compile(model, batch, backend=setting.backend, **setting.options)
     (report,) = scheduler_runtime.compile_reports(model)
     chosen = report.chosen.partition
     return Prepared(

@@ -135,7 +135,7 @@ SMALL: Mapping[str, Subject] = {
     ),
 }
 
-QUICK = ("gpt2", "llama-8b-2048", "resnet101")
+QUICK = ("gpt2", "gpt2-xl", "llama-8b-8192", "resnet101", "vit-large-384")
 """Of the large ones: what the quick set measures."""
 
 TINY = ("attention with dropout", "attention in float32", "gpt2 with dropout", "batch norm")

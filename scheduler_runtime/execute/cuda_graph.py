@@ -1,7 +1,7 @@
 """A planned step as CUDA graphs: one launch instead of thousands.
 
-PyTorch records forward and backward as two graphs that share a memory pool
-(`torch.cuda.make_graphed_callables`); every later call copies its batch into the recorded one's
+Forward and backward are recorded as two graphs that share a memory pool, after a few warm-up runs,
+as by `torch.cuda.make_graphed_callables`; every later call copies its batch into the recorded one's
 memory. The preconditions are checked:
 
 - One CUDA device, and tensors at fixed addresses: a parameter or buffer that is replaced (not
@@ -12,10 +12,9 @@ memory. The preconditions are checked:
   addresses every time, and `.grad` would be that memory. So accumulation is refused.
 - One forward pass, then its backward pass: a second forward pass overwrites what the first one
   saved, so the backward pass of the first is refused.
-- Random numbers: an operator that runs once draws from the device's generator, whose state graphs
-  advance. To recompute one its generator's state has to be restored, which happens on the host and
-  cannot be recorded, so such a plan is refused. Use a plan that keeps the results of random
-  operators.
+- Random numbers are those of the plan without recording: random operators draw from the device's
+  generator, whose state graphs advance, and `random_in_graphs` gives their recomputations the
+  numbers of their first runs.
 - Outputs with memory of their own: of views among the recorded outputs, autograd would not know
   that a write to one changes the other, so they are refused where they get gradients.
 
@@ -25,18 +24,20 @@ overwritten by the next step.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from graphs.capture import OpaqueForward
 from graphs.model_calls import Call, is_distributed, nested
 from scheduler_runtime.execute.bound_program import BoundProgram
-from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
+from scheduler_runtime.execute.random_in_graphs import RandomInGraphs
+
+N_WARM_UP = 3
+"""Runs before the recording, as many as PyTorch's."""
 
 
 class CudaGraphError(ValueError):
@@ -95,18 +96,6 @@ def check_program(bound: BoundProgram) -> None:
                     f"{run.call.path!r} is planned as one piece, which runs in eager mode and may "
                     "wait for values; apply the plan without cuda_graph"
                 )
-    random = {
-        str(node.args[0])
-        for piece in (bound.program.forward, *bound.program.backward)
-        for node in piece.module.graph.nodes
-        if node.op == "call_function" and node.target in (recompute_random, run_and_keep_state)
-    }
-    if random:
-        raise CudaGraphError(
-            f"the plan recomputes {', '.join(sorted(random))} with the random numbers of the first "
-            "run; that restores the generator's state on the host, which a CUDA graph cannot. Give "
-            "a larger budget, or apply the plan without cuda_graph"
-        )
 
 
 class Recordings:
@@ -122,26 +111,13 @@ class Recordings:
         self._pool: Any = None
         self._stream: Any = None
 
-    @contextlib.contextmanager
-    def recording_on(self, device: torch.device) -> Iterator[Any]:
-        """The pool to record into; autocast is off, since the program contains its casts.
-
-        PyTorch records on one stream for the whole process, on the device where it recorded first,
-        and a pool reuses memory only on the stream that it was allocated on. So the recordings of a
-        module have a stream of their own, on its device.
-        """
-        gc.collect()  # CUDA memory that is freed during a recording would abort it
-        graph: Any = torch.cuda.graph
-        with torch.cuda.device(device), torch._C._DisableAutocast():
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-                self._stream = torch.cuda.Stream()
-            before = graph.default_capture_stream
-            graph.default_capture_stream = self._stream
-            try:
-                yield self._pool
-            finally:
-                graph.default_capture_stream = before
+    def pool_and_stream(self) -> tuple[Any, Any]:
+        """Where to record: a pool reuses memory only on the stream that it was allocated on, so the
+        recordings of a module share both. The current device is the module's."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()
+        return self._pool, self._stream
 
     def begin(self) -> None:
         self.n_forward += 1
@@ -176,18 +152,14 @@ class Recorded:
         self._bound = bound
         self._recordings = recordings
         self._addresses = _addresses(model)
-        self._step = _RecordedStep(bound, model, call)
-        # later batches overwrite the recorded one: it must not be the caller's own
-        samples = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
         buffers = [(b, b.detach().clone()) for b in model.buffers()]
         try:
             with (
-                recordings.recording_on(device) as pool,
+                torch.cuda.device(device),
                 torch.random.fork_rng(devices=[device]),
+                torch._C._DisableAutocast(),  # the program contains its casts
             ):
-                self._replay = torch.cuda.make_graphed_callables(
-                    self._step, samples, allow_unused_input=True, pool=pool
-                )
+                self._step = _RecordedStep(bound, model, call, *recordings.pool_and_stream())
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -216,67 +188,123 @@ class Recorded:
                 "optimizer.zero_grad(set_to_none=True) before the step, or apply the plan without "
                 "cuda_graph to accumulate"
             )
-        self._recordings.begin()
-        made: Any = self._replay(*call.tensors)
         step = self._step
-        tensors = _Outputs.apply(self._recordings, len(made), *made, *step.others)
-        flat = list(step.plain)
-        for position, tensor in zip((*step.planned, *step.unplanned), tensors, strict=True):
-            flat[position] = tensor
-        return nested.unflatten(nested.in_all_places(flat), step.spec)
+        inputs = (*call.tensors, *model.parameters())
+        outputs = _Replay.apply(self._recordings, step, *inputs)
+        return nested.unflatten(nested.in_all_places(step.filled(outputs)), step.spec)
 
 
-class _RecordedStep(nn.Module):
-    """What is recorded: flat tensors in, and out only the outputs that a gradient is planned for.
+class _RecordedStep:
+    """The two graphs and the memory that they read and write.
 
-    The recording would expect gradients for all outputs that it returns, and autograd would fill in
-    zeros of their size. The others' memory is read after a replay.
+    Only the outputs that a gradient is planned for take part in the backward pass; the others'
+    memory is read after a replay.
 
-    spec, plain: the output's structure, and what in it is not a tensor.
-    planned, unplanned: positions of its tensors.
-    others: the tensors at the unplanned positions.
+    inputs: copies of the batch's tensors, which later batches overwrite, and the parameters.
+    outputs: the flat output's tensors; the first len(tangents) of them are differentiated.
+    tangents: their gradients. gradients: of the inputs (None: of one that has none).
+    spec: the output's structure.
     """
 
-    def __init__(self, bound: BoundProgram, model: nn.Module, call: Call) -> None:
-        super().__init__()
-        self.model = model
-        self._bound = bound
-        self._call = call
-        self.planned = bound.gradient_outputs
-        self.unplanned: tuple[int, ...] = ()
-        self.others: tuple[torch.Tensor, ...] = ()
-        self.plain: list[Any] = []
-        self.spec: Any = None
+    def __init__(
+        self, bound: BoundProgram, model: nn.Module, call: Call, pool: Any, stream: Any
+    ) -> None:
+        self._bound, self._model, self._call = bound, model, call
+        self.batch = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
+        self.inputs = (*self.batch, *model.parameters())
+        self._differentiated = [t for t in self.inputs if t.requires_grad]
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        program = bound.program
+        self._random = RandomInGraphs(self.inputs[-1].device, program)
+        for graph, generators in zip(
+            (self._forward, self._backward), self._random.generators, strict=True
+        ):
+            for generator in generators:
+                graph.register_generator_state(generator)
+        self._warm_up(stream)
+        gc.collect()  # CUDA memory that is freed during a recording would abort it
+        with torch.cuda.graph(self._forward, pool=pool, stream=stream), self._random.recording():
+            self.outputs = self._run()
+        made = self.outputs[: len(bound.gradient_outputs)]
+        self.tangents = tuple(map(torch.empty_like, made))
+        with torch.cuda.graph(self._backward, pool=pool, stream=stream):
+            found = iter(self._differentiate(made, self.tangents))
+        self.gradients = [next(found) if t.requires_grad else None for t in self.inputs]
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call = Call(list(tensors), self._call.rest, self._call.spec)
-        flat, self.spec = nested.flatten(self._bound.run(self.model, call))
+    def _warm_up(self, stream: Any) -> None:
+        """Libraries set themselves up at first calls, which cannot be recorded."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(N_WARM_UP):
+                with self._random.warming_up():
+                    made = self._run()[: len(self._bound.gradient_outputs)]
+                self._differentiate(made, tuple(map(torch.empty_like, made)))
+                del made
+        torch.cuda.synchronize()
+
+    def _run(self) -> tuple[torch.Tensor, ...]:
+        """The flat output's tensors, those that a gradient is planned for first."""
+        call = Call(list(self.batch), self._call.rest, self._call.spec)
+        flat, self.spec = nested.flatten(self._bound.run(self._model, call))
         flat = nested.once(flat)
+        planned = self._bound.gradient_outputs
         at = [index for index, item in enumerate(flat) if isinstance(item, torch.Tensor)]
-        self.unplanned = tuple(index for index in at if index not in self.planned)
-        self.others = tuple(flat[index].detach() for index in self.unplanned)
-        self.plain = [None if index in at else item for index, item in enumerate(flat)]
-        return tuple(flat[index] for index in self.planned)
+        self._positions = (*planned, *(index for index in at if index not in planned))
+        self._plain = [None if index in at else item for index, item in enumerate(flat)]
+        made = (flat[index] for index in self._positions)
+        return tuple(t if n < len(planned) else t.detach() for n, t in enumerate(made))
+
+    def _differentiate(
+        self, made: tuple[torch.Tensor, ...], tangents: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        return torch.autograd.grad(made, self._differentiated, tangents, allow_unused=True)
+
+    def filled(self, outputs: tuple[torch.Tensor, ...]) -> list[Any]:
+        """The flat output with these tensors."""
+        flat = list(self._plain)
+        for position, tensor in zip(self._positions, outputs, strict=True):
+            flat[position] = tensor
+        return flat
+
+    def replay_forward(self, batch: tuple[torch.Tensor, ...]) -> None:
+        for own, given in zip(self.batch, batch, strict=True):
+            own.detach().copy_(given)
+        self._random.begin()
+        self._forward.replay()
+
+    def replay_backward(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        for own, given in zip(self.tangents, gradients, strict=True):
+            if given is None:
+                own.zero_()
+            else:
+                own.copy_(given)
+        self._backward.replay()
 
 
-class _Outputs(torch.autograd.Function):
-    """Returns the outputs to the caller: n_planned of them, then those that take no gradient."""
+class _Replay(torch.autograd.Function):
+    """Replays the two graphs as one function of the batch and the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, recordings: Recordings, n_planned: int, *outputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, recordings: Recordings, step: _RecordedStep, *inputs: Any) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.recordings, ctx.n_planned, ctx.number = recordings, n_planned, recordings.n_forward
-        return tuple(t.clone() if t.numel() == 1 else t.detach() for t in outputs)
+        recordings.begin()
+        ctx.recordings, ctx.step, ctx.number = recordings, step, recordings.n_forward
+        step.replay_forward(inputs[: len(step.batch)])
+        return tuple(t.clone() if t.numel() == 1 else t.detach() for t in step.outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if any(gradient is not None for gradient in gradients[ctx.n_planned :]):
+        step = ctx.step
+        n_planned = len(step.tangents)
+        if any(gradient is not None for gradient in gradients[n_planned:]):
             raise RuntimeError(
                 "an output that the plan expects no gradient for receives one: only the planned "
                 "loss may be differentiated"
             )
         ctx.recordings.end(ctx.number)
-        return (None, None, *gradients)
+        step.replay_backward(gradients[:n_planned])
+        return (None, None, *(None if t is None else t.detach() for t in step.gradients))
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:

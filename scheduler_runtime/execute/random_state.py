@@ -3,34 +3,52 @@
 Before the first run of a random operator the state of its device's generator is saved; for a
 recomputation that state is restored during the call, and the global stream continues unaffected. So
 fused attention, which takes no seed as an argument, is recomputed too: it draws its seed from the
-generator.
+generator. In a step that is recorded as CUDA graphs, `random_in_graphs` replaces the state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import torch
 
 
+class RandomRun(Protocol):
+    """What a recording keeps of a random operator's first run, in place of the state."""
+
+    def again(self, run: Callable[[], Any]) -> Any:
+        """Run the operator once more with the numbers of its first run."""
+
+
+keep_instead: ContextVar[Callable[[], RandomRun | None] | None] = ContextVar(
+    "keep_instead", default=None
+)
+"""Asked at each first run while a step is recorded; where it returns None the state is kept."""
+
+
 def run_and_keep_state(
     operator: Callable[..., Any], device: torch.device, /, *args: Any, **kwargs: Any
-) -> tuple[Any, torch.Tensor]:
+) -> tuple[Any, torch.Tensor | RandomRun]:
     """Run the operator; return its result and the generator's earlier state."""
-    state = get_state(device)
+    instead = keep_instead.get()
+    kept = None if instead is None else instead()
+    state = get_state(device) if kept is None else kept
     return operator(*args, **kwargs), state
 
 
 def recompute_random(
     operator: Callable[..., Any],
     device: torch.device,
-    state: torch.Tensor,
+    state: torch.Tensor | RandomRun,
     /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Run the operator with the state of its first run; the global stream is untouched."""
+    if not isinstance(state, torch.Tensor):
+        return state.again(lambda: operator(*args, **kwargs))
     current = get_state(device)
     set_state(state, device)
     try:

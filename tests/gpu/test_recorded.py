@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,12 @@ from torch import nn
 import scheduler_runtime
 from benchmarks.gpu.bench import emptied
 from benchmarks.gpu.bits import tight_plan
+from benchmarks.same_bits import solution_of
 from benchmarks.zoo import tiny
-from solver import solve
+from graphs.trace import trace
+from scheduler_runtime.verifying import differences
+from solver import Compute, solve
+from solver.schedule import baseline, keep
 
 
 def without_dropout(device: torch.device) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -52,27 +58,40 @@ def test_a_recorded_step_has_eager_modes_gradients(cuda, finding):
         model(*batch)
 
 
-def test_recorded_dropout_draws_the_plans_numbers(cuda):
-    """Nothing recomputed: other numbers in each step, the seed's numbers in each run."""
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+def test_recorded_dropout_draws_the_plans_numbers(cuda, recomputes, finding):
+    """Other numbers in each step, the seed's numbers in each run; also where random operators are
+    recomputed, and where a step draws between forward and backward pass."""
     model, batch = tiny("gpt2 with dropout", cuda).made(cuda)
     planned = copy.deepcopy(model)
-    plan = solve(model, batch, budget="100GB", reserve=0)
+    graph = trace(model, batch)
+    plan = solution_of(graph, keep(graph, ()) if recomputes else baseline(graph))
     scheduler_runtime.apply(model, plan, cuda_graph=True)
     scheduler_runtime.apply(planned, plan)
     for each in (model, planned):  # the first call plans and records
         each(*batch).backward()
-    losses: list[list[float]] = []
-    for each in (model, planned):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    runs: list[list[Any]] = []
+    for each in (model, planned, planned):
         torch.manual_seed(3)
-        losses.append([])
+        runs.append([])
         for _ in range(3):
             clear_gradients(each)
             loss = each(*batch)
+            torch.rand(8, device=cuda)
             loss.backward()
-            losses[-1].append(float(loss))
-    recorded, expected = losses
-    assert len(set(recorded)) == 3
-    assert recorded == expected
+            gradients = {name: p.grad.clone() for name, p in each.named_parameters()}
+            runs[-1].append({"loss": loss.detach().clone(), **gradients})
+    recorded, expected, second = runs
+    assert len({float(step["loss"]) for step in recorded}) == 3
+    for one, other, again in zip(recorded, expected, second, strict=True):
+        assert differences(other, one).keys() <= differences(other, again).keys()
+    runs_of = Counter(op.node for op in plan.schedule.ops if isinstance(op, Compute))
+    forward = [node for node in graph.nodes if node.phase == "forward"]
+    random = [node for node in forward if "dropout" in node.op or "attention" in node.op]
+    n_again = sum(runs_of[node.name] - 1 for node in random)
+    assert (n_again > 0) == recomputes
+    finding(f"{n_again} runs of random operators again")
 
 
 def test_a_step_under_autocast_is_recorded(cuda, finding):

@@ -1,0 +1,82 @@
+"""Several cases at once on one card: each has the device to itself while it is timed.
+
+Planning and tracing need a processor core alone and take most of a case's time, so cases run side
+by side in processes of their own (`--jobs`). Whoever uses the device holds a lock on a file
+meanwhile; compilers, which use it now and then for a minute, share the lock, and timings wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from typing import IO
+
+import torch
+
+from graphs.costs import CostCache, Measured
+from graphs.costs.cache import default_cache_file
+from graphs.costs.operators import Cost, OpCall
+
+FILE_VARIABLE = "CHECKPOINT_SOLVER_GPU_TURN"
+_held: IO[str] | None = None
+
+
+def are_taken() -> bool:
+    """Whether other processes may be on the device."""
+    return FILE_VARIABLE in os.environ
+
+
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """The device for this process alone; at once where it has it already, or runs alone."""
+    global _held
+    if not are_taken() or _held is not None:
+        yield
+        return
+    with open(os.environ[FILE_VARIABLE], "w") as _held:
+        fcntl.flock(_held, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            _held = None
+
+
+@contextlib.contextmanager
+def given_up() -> Iterator[None]:
+    """Within a turn: work that does not need the device, or takes turns of its own."""
+    global _held
+    held, _held = _held, None
+    if held is not None:
+        fcntl.flock(held, fcntl.LOCK_UN)
+    try:
+        yield
+    finally:
+        if held is not None:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        _held = held
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[None]:
+    """Within a turn: work on the device beside that of others, during which nothing is timed."""
+    if _held is None:
+        yield
+        return
+    fcntl.flock(_held, fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        fcntl.flock(_held, fcntl.LOCK_EX)
+
+
+class MeasuredInTurn(Measured):
+    """Measured costs, cached on disk, each measured in a turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, cache=CostCache(default_cache_file(device), device))
+
+    def _measure(self, call: OpCall) -> Cost:
+        with turn():
+            return super()._measure(call)
