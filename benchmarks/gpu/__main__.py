@@ -16,7 +16,6 @@ each `--only`.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -132,6 +131,9 @@ def _run_part(
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return
+        first = f"{case.split('/')[0]}/eager"  # budgets are shares of what it finds
+        while case != first and first in chosen and first not in done and len(case.split("/")) > 2:
+            time.sleep(0.1)
         print(f"{name}: {case}", flush=True)
         earlier = dict(done)
         found = (
@@ -145,18 +147,19 @@ def _run_part(
                 print(f"  {check}: {words}", flush=True)
             results.save()
 
-    # budgets are shares of what cases of fewer words find
-    for _, wave in itertools.groupby(sorted(chosen, key=_n_words), key=_n_words):
-        with ThreadPoolExecutor(n_jobs) as pool:
-            list(pool.map(run, [case for case in wave if case not in done]))
+    left = sorted((case for case in chosen if case not in done), key=_order)
+    with ThreadPoolExecutor(n_jobs) as pool:
+        list(pool.map(run, left))
     if n_left := sum(case not in done for case in chosen):
         print(f"{name}: {n_left} cases are left; repeat the command to continue")
     results.data["parts"][name]["seconds"] += time.monotonic() - begun_s
     results.save()
 
 
-def _n_words(case: str) -> int:
-    return case.count("/")
+def _order(case: str) -> int:
+    """Eager first, then what waits for it: its plans are searched while the others are timed."""
+    words = case.split("/")
+    return 0 if words[-1] == "eager" else 1 if len(words) > 2 else 2
 
 
 def _row(part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,8 +175,8 @@ def _row(part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]) 
 
 
 def _is_chosen(case: str, only: Sequence[Sequence[str]] | None) -> bool:
-    """Whether each group of words has one that is a word of the case."""
-    words = case.split("/")
+    """Whether each group of words has one that is a word of the case, or all of it."""
+    words = [*case.split("/"), case]
     return all(any(word in words for word in group) for group in only or ())
 
 
@@ -190,7 +193,8 @@ def _in_own_process(
     options = ["--case", f"{part}:{case}", *(["--full"] if arguments.full else [])]
     variables = _variables(case)
     if n_jobs > 1:
-        variables[turns.FILE_VARIABLE] = str((arguments.out / "turn").absolute())
+        own = str((arguments.out / "turn").absolute())
+        variables[turns.FILE_VARIABLE] = os.environ.get(turns.FILE_VARIABLE, own)
     code, found, errors = _child(options, arguments, variables, earlier, limit_s)
     if found is not None:
         return found
@@ -314,7 +318,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         action="append",
         metavar="WORD",
-        help="cases with one of these words; given again: of these as well",
+        help="cases with one of these words, or called so; given again: of these as well",
     )
     parser.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--in-process", action="store_true", help="no process for each case")

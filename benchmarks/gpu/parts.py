@@ -40,7 +40,7 @@ class Settings:
     device: torch.device
     full: bool = False
     backend: str = "inductor"
-    time_limit_s: float = 30.0
+    time_limit_s: float = 20.0
 
     @property
     def names(self) -> list[str]:

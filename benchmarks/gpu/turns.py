@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 from collections.abc import Iterator
 from typing import IO
@@ -17,7 +18,9 @@ import torch
 
 from graphs.costs import CostCache, Measured
 from graphs.costs.cache import default_cache_file
+from graphs.costs.host_copies import measured_host_copies
 from graphs.costs.operators import Cost, OpCall
+from graphs.hardware import HostCopies
 
 FILE_VARIABLE = "CHECKPOINT_SOLVER_GPU_TURN"
 _held: IO[str] | None = None
@@ -76,6 +79,11 @@ class MeasuredInTurn(Measured):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, cache=CostCache(default_cache_file(device), device))
+
+    @functools.cached_property
+    def host_copies(self) -> HostCopies:
+        with turn():
+            return measured_host_copies(self.device)
 
     def _measure(self, call: OpCall) -> Cost:
         with turn():

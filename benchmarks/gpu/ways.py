@@ -137,15 +137,15 @@ def _compile_now(prepared: Prepared, model: nn.Module, batch: Batch) -> None:
         emptied(batch[0].device)
 
 
-def _planned(*, cuda_graph: bool) -> Way:
+def _planned(*, cuda_graph: bool = False, host_budget: str | None = None) -> Way:
     def prepare(model: nn.Module, batch: Batch, _subject: Subject, setting: Setting) -> Prepared:
         # A roofline knows no workspace, and a kept budget needs it.
         costs = turns.MeasuredInTurn(batch[0].device)
         with turns.given_up():
-            solution = solve(model, batch, costs=costs, **setting.options)
+            solution = solve(model, batch, costs=costs, host_budget=host_budget, **setting.options)
         if solution.simulation is None:
             raise ValueError(f"nothing fits ({solution.status})")
-        scheduler_runtime.apply(model, solution, cuda_graph=cuda_graph)
+        scheduler_runtime.apply(model, solution, cuda_graph=cuda_graph, optimizer=setting.optimizer)
         return Prepared(
             model,
             predicted_bytes=solution.simulation.peak_bytes,
@@ -182,10 +182,17 @@ WAYS: Mapping[str, Way] = {
     ),
     "compile": compiled,
     "compile, memory budget": memory_budget,
-    "ours": _planned(cuda_graph=False),
+    "ours": _planned(),
+    "ours, host": _planned(host_budget="64GB"),
     "ours, CUDA graph": _planned(cuda_graph=True),
     "ours, compiled": ours_compiled,
 }
 
-WITH_BUDGET = ("compile, memory budget", "ours", "ours, CUDA graph", "ours, compiled")
+WITH_BUDGET = (
+    "compile, memory budget",
+    "ours",
+    "ours, host",
+    "ours, CUDA graph",
+    "ours, compiled",
+)
 """Those that follow a budget; the others have one point each."""

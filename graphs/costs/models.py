@@ -217,14 +217,16 @@ class Measured:
             return self.roofline.cost(call)
 
     def _run(self, call: OpCall) -> Cost:
-        """A warm-up, timed runs, and one run for the peak memory; a slow call runs only twice."""
+        """A warm-up, timed runs, and one run for the peak memory; a slow call is timed once.
+
+        The first run never counts: cuDNN compiles its attention in it, which takes up to a second.
+        """
         needed = call.made_bytes() + sum(t.untyped_storage().nbytes() for t in call.inputs())
         if needed > free_bytes(self.device):
             raise MemoryError(f"{call.target} needs {needed} bytes")
         run = _runnable(call, self.device)
+        self._seconds(run)
         times_s = [self._seconds(run)]
-        if times_s[0] < TIME_PER_CALL_S:
-            times_s.clear()  # that was the warm-up
         while len(times_s) < self._n_runs and sum(times_s) < TIME_PER_CALL_S:
             times_s.append(self._seconds(run))
         workspace = max(0, self._peak_bytes(run) - call.made_bytes())

@@ -146,7 +146,7 @@ def _calls_in(model: nn.Module, step: Callable[[], torch.Tensor]) -> list[_Call]
             seen[storage._cdata] = storage
             for index in running[1:]:
                 calls[index].saved_bytes += storage.nbytes()
-        return tensor
+        return tensor.detach()  # itself it would hold the operator that saves it: a cycle
 
     with state_restored(model), contextlib.ExitStack() as stack:
         for module in paths:
@@ -298,7 +298,7 @@ class _Watch:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         part = self.parts[self._now]
         self._add(part.saved, tensor, maker=part)
-        return tensor
+        return tensor.detach()  # as in `_calls_in`
 
     def _add(self, to: list[int], tensor: torch.Tensor, *, maker: ObservedPart) -> None:
         storage = tensor.untyped_storage()

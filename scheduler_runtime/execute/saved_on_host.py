@@ -80,7 +80,7 @@ class _Marking(TorchDispatchMode):
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Form, _Away]:
         address = StorageWeakRef(tensor.untyped_storage()).cdata
         if address not in self._marked:
-            return tensor
+            return tensor.detach()  # itself it would hold the operator that saves it: a cycle
         key = address, tensor._version  # what is written in place is another value
         if key not in self._away:
             source = storage_bytes(tensor.detach())

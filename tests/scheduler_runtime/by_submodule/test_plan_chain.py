@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -124,6 +126,17 @@ def test_planning_changes_nothing() -> None:
         assert torch.equal(parameter.grad, torch.ones_like(parameter))
     hooks = ("_forward_hooks", "_forward_pre_hooks", "forward")
     assert all(not vars(m).get(hook) for m in model.modules() for hook in hooks)
+
+
+@pytest.mark.slow
+def test_planning_holds_nothing_when_it_is_done() -> None:
+    """A saved tensor that is kept as it is holds the step that saved it, out of gc's sight."""
+    model, batch = model_and_batch()
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    plan_chain(model, batch, budget="2MB")
+    del model
+    gc.collect()
+    assert not any(parameter() is not None for parameter in parameters)
 
 
 @pytest.mark.slow
