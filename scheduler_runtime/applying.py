@@ -171,6 +171,7 @@ class AppliedForward(PlannedForward):
         self._n_plans = len(plans)
         self._said: set[str] = set()
         self._told_of_gradients = False
+        self._trained: list[nn.Parameter] = []
         self._passes, self._told_of_passes = PassesInFlight(), False
         self.on_mismatch = on_mismatch
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
@@ -179,6 +180,7 @@ class AppliedForward(PlannedForward):
         """The optimizer belongs to the original, not to a copy of the module."""
         recordings = None if self._recordings is None else cuda_graphs.Recordings()
         own: dict[str, Any] = {"_recordings": recordings, "_kept": [], "_optimizer": None}
+        own["_trained"] = []
         own["_passes"] = PassesInFlight()
         return {**super().__getstate__(), **own}
 
@@ -193,9 +195,12 @@ class AppliedForward(PlannedForward):
         super().restore()
 
     def begin(self) -> None:
-        self._told_of_gradients = self._told_of_gradients or warn_of_existing(
-            self._model, self.plans
-        )
+        if not self._told_of_gradients:
+            # found once: at every step the walk through a deep model would keep the device waiting
+            self._trained = self._trained or [
+                p for p in self._model.parameters() if p.requires_grad
+            ]
+            self._told_of_gradients = warn_of_existing(self._model, self._trained, self.plans)
         if self._optimizer is None and any(plan.state_buckets for plan in self.plans):
             raise RuntimeError(
                 "this model is a copy of one whose plan has the optimizer's state on the host, and "

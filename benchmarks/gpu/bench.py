@@ -24,7 +24,12 @@ from scheduler_runtime.measuring import (
 )
 
 N_WARM_UP = 3
-PREDICTED = ("predicted_bytes", "overhead", "bound", "predicted_s")
+ROW_S = 0.6
+"""Steps are timed in rows of about this length."""
+PREDICTED = (
+    *("predicted_bytes", "planned_bytes", "predicted_reserved_bytes"),
+    *("overhead", "bound", "predicted_s"),
+)
 """What a row says of a plan beside the figures."""
 
 
@@ -32,6 +37,9 @@ PREDICTED = ("predicted_bytes", "overhead", "bound", "predicted_s")
 class Figures:
     """What one step takes; the fields with None are of CUDA alone.
 
+    time_s: of one in a row of steps, between which nobody waits for the device.
+    alone_s: of one after which the device is waited for, as by `loss.item()`: the host has no lead
+        when the next one begins.
     peak_bytes: allocated, resident included; of recorded steps what the allocator holds, since
         their memory belongs to no tensor.
     reserved_bytes: what the allocator took from the device.
@@ -43,6 +51,7 @@ class Figures:
 
     peak_bytes: int
     time_s: float
+    alone_s: float
     samples_per_s: float
     resident_bytes: int
     reserved_bytes: int | None = None
@@ -77,19 +86,27 @@ def measured(
     n_timed: int = 5,
     replays: bool = False,
 ) -> Figures:
-    """Peak of a step and the median of some; gradients are set to None before each.
+    """Peak of a step, and its time in a row of steps; gradients are set to None before each.
 
     replays: the step is a recorded one.
     """
     device = batch[0].device
     for _ in range(N_WARM_UP):
         step()
-    time_s = statistics.median(seconds_of(step, device) for _ in range(n_timed))
+    alone_s = statistics.median(seconds_of(step, device) for _ in range(n_timed))
+    n_in_row = max(1, min(10, round(ROW_S / alone_s)))
+
+    def row() -> None:
+        for _ in range(n_in_row):
+            step()
+
+    time_s = statistics.median(seconds_of(row, device) / n_in_row for _ in range(3))
     optimizer.zero_grad(set_to_none=True)
     emptied(device)
     resident = bytes_of(resident_tensors(model, batch, [optimizer]), device)
     speed = len(batch[0]) / time_s
-    common: Any = {"time_s": time_s, "samples_per_s": speed, "resident_bytes": resident}
+    common: Any = {"time_s": time_s, "alone_s": alone_s, "samples_per_s": speed}
+    common["resident_bytes"] = resident
     if device.type == "cuda":
         other = torch.cuda.memory_allocated(device) - resident
         torch.cuda.reset_peak_memory_stats(device)
@@ -145,6 +162,7 @@ def run_way(
     card_bytes: of the card that the steps run on; plans are made with all of the device.
     """
     row: dict[str, Any] = {"way": way, "share": share, "budget_bytes": budget_bytes}
+    torch.empty(0, device=device)  # its context takes a while, which nobody should wait for
     with turns.turn():
         emptied(device)
         prepared: Prepared | None = None

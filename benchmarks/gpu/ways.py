@@ -19,6 +19,7 @@ from benchmarks.gpu import turns
 from benchmarks.zoo import Subject
 from scheduler_runtime.measuring import emptied
 from solver import solve
+from solver.schedule.reserved_memory import reserved
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Prepared:
     """A model prepared for a budget.
 
     call: what to call in place of the model.
-    predicted_bytes, predicted_s, overhead: of the plan, where there is one.
+    predicted_bytes, predicted_s, overhead: of the plan, where there is one. planned_bytes: before
+        the allocator rounds up; predicted_reserved_bytes: what it takes from the device.
     bound: no plan has less overhead.
     undo: after the measurement.
     replays: steps are recorded as CUDA graphs.
@@ -34,6 +36,8 @@ class Prepared:
 
     call: Callable[..., Any]
     predicted_bytes: int | None = None
+    planned_bytes: int | None = None
+    predicted_reserved_bytes: int | None = None
     overhead: float | None = None
     bound: float | None = None
     predicted_s: float | None = None
@@ -143,12 +147,17 @@ def _planned(*, cuda_graph: bool = False, host_budget: str | None = None) -> Way
         costs = turns.MeasuredInTurn(batch[0].device)
         with turns.given_up():
             solution = solve(model, batch, costs=costs, host_budget=host_budget, **setting.options)
-        if solution.simulation is None:
-            raise ValueError(f"nothing fits ({solution.status})")
+            if solution.simulation is None or solution.schedule is None:
+                raise ValueError(f"nothing fits ({solution.status})")
+            taken = reserved(solution.graph, solution.schedule)
         scheduler_runtime.apply(model, solution, cuda_graph=cuda_graph, optimizer=setting.optimizer)
+        planned_bytes = solution.simulation.peak_bytes
+        is_cuda = batch[0].is_cuda  # the CPU's allocator does not round
         return Prepared(
             model,
-            predicted_bytes=solution.simulation.peak_bytes,
+            predicted_bytes=taken.allocated_bytes if is_cuda else planned_bytes,
+            planned_bytes=planned_bytes,
+            predicted_reserved_bytes=taken.reserved_bytes if is_cuda else None,
             overhead=solution.overhead,
             bound=solution.lower_bound_s / solution.baseline.time_s - 1.0,
             predicted_s=solution.simulation.time_s,

@@ -15,8 +15,12 @@ from solver.sizes_deadlines_progress import format_size_up
 logger = logging.getLogger(__name__)
 
 
-def warn_of_existing(model: nn.Module, plans: Sequence[Plan]) -> bool:
+def warn_of_existing(
+    model: nn.Module, trained: Sequence[nn.Parameter], plans: Sequence[Plan]
+) -> bool:
     """Warn where gradients that no plan counts may take the step above its budget.
+
+    trained: the model's parameters that get gradients.
 
     They stay for the whole step, so it takes at most their bytes more than was planned. A plan
     counts the new gradients only, from the operators that make them. Whether it warned is returned.
@@ -25,8 +29,7 @@ def warn_of_existing(model: nn.Module, plans: Sequence[Plan]) -> bool:
     counts_them = environment.get("gradients", FRESH) not in (FRESH, OF_PASSES)
     if counts_them or passes_of(environment).accumulate:
         return False
-    trained = (p for p in model.parameters() if p.requires_grad and p.grad is not None)
-    existing_bytes = sum(p.nbytes for p in trained)
+    existing_bytes = sum(p.nbytes for p in trained if p.grad is not None)
     if not existing_bytes:
         return False
     above_bytes = existing_bytes + max(p.peak_bytes - p.request.available_bytes for p in plans)

@@ -25,6 +25,8 @@ from scheduler_runtime.measuring import emptied
 from scheduler_runtime.verifying import differences, verify
 from solver.schedule import baseline
 
+N_EAGER = 8
+"""Runs of eager mode that show which values have no fixed bits."""
 COMPARED = ("attention", "norm", "dropout", "convolution", "rnn")
 
 
@@ -71,18 +73,31 @@ def test_a_planned_step_is_bitwise_identical(device, name, finding):
 
 def steady_bits_are_kept(model: nn.Module, batch: Any, graph: Graph) -> None:
     """Train with the plan without recomputation, so that it differs from eager mode in the graph's
-    rewrites alone. What differs between two runs of eager mode may differ here too."""
+    rewrites alone. Where an operator has no deterministic form, what differs between runs of eager
+    mode may differ here too."""
     plain = copy.deepcopy(model)
     scheduler_runtime.apply(model, solution_of(graph, baseline(graph)))
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    runs = [
-        trained(Training(each, batch, LOSS_INSIDE), STYLES["plain"])[0]
-        for each in (copy.deepcopy(plain), copy.deepcopy(plain), model)
-    ]
+    try:
+        runs = trained_runs([plain, plain, model], batch, warn_only=False)
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        runs = trained_runs([*[plain] * N_EAGER, model], batch, warn_only=True)
+    for expected, *others, planned in zip(*runs, strict=True):
+        unsteady = set().union(*(differences(expected, other) for other in others))
+        assert differences(expected, planned).keys() <= unsteady
+
+
+def trained_runs(models: list[nn.Module], batch: Any, *, warn_only: bool) -> list[Any]:
+    """Steps of each, from the same state."""
+    state = copy.deepcopy(models[0].state_dict())
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    runs = []
+    for each in models:
+        each.load_state_dict(state)
+        runs.append(trained(Training(each, batch, LOSS_INSIDE), STYLES["plain"])[0])
     torch.use_deterministic_algorithms(False)
-    for expected, second, planned in zip(*runs, strict=True):
-        unsteady = differences(expected, second)
-        assert differences(expected, planned).keys() <= unsteady.keys()
+    return runs
 
 
 @pytest.mark.slow
