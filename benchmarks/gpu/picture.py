@@ -11,27 +11,29 @@ from matplotlib.figure import Figure
 MARKERS = "osv^D*PXh"
 
 
-def draw(cases: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write `ways-MODEL.png` for each model of the part "ways"; the paths."""
+def draw(cases: Mapping[str, Any], folder: Path, *, prefix: str = "ways-") -> list[Path]:
+    """Write `ways-MODEL.png`, or with another prefix, for each model of the part; the paths."""
     by_model: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for case, row in cases.items():
         model, way, *_ = case.split("/")
         if row.get("status") == "ran":
             point = (row["peak_bytes"] / 1e9, row["samples_per_s"])
             by_model.setdefault(model, {}).setdefault(way, []).append(point)
-    return [_draw_model(model, ways, folder) for model, ways in by_model.items()]
+    return [
+        _draw_model(model, ways, folder / f"{prefix}{model}.png")
+        for model, ways in by_model.items()
+    ]
 
 
-def _draw_model(model: str, ways: Mapping[str, list[tuple[float, float]]], folder: Path) -> Path:
+def _draw_model(model: str, ways: Mapping[str, list[tuple[float, float]]], path: Path) -> Path:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for index, (way, points) in enumerate(ways.items()):
         x, y = zip(*sorted(points), strict=True)
         axes.plot(x, y, MARKERS[index % len(MARKERS)] + "-", label=way, markersize=5)
     axes.set(xlabel="measured peak of the step (GB)", ylabel="samples per second", title=model)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(y for points in ways.values() for _, y in points))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    path = folder / f"ways-{model}.png"
     figure.savefig(path, dpi=150)
     return path

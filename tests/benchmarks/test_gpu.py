@@ -19,8 +19,6 @@ from benchmarks.zoo import SMALL
 from graphs.capture import is_random
 from graphs.capture.as_eager import kernels as eager_kernels
 from graphs.costs import attention_seeds as seeds
-from scheduler_runtime import CudaGraphError, apply
-from scheduler_runtime.execute.cuda_graph import check_program
 from solver import solve
 from tests.support.paths import ROOT
 
@@ -130,26 +128,6 @@ def test_all_ways_are_in_one_picture(tmp_path):
     assert (tmp_path / "ways-gpt2.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
-def test_a_cuda_graph_of_recomputed_random_operators_is_refused():
-    from benchmarks.zoo.written import AttentionWithDropout
-
-    model, batch = AttentionWithDropout(), torch.randn(2, 64, 64)
-    free = solve(model, batch, budget="1GB")
-    resident = free.graph.resident_bytes
-    budget = resident + int(0.6 * (free.baseline.peak_bytes - resident))
-    for solution, is_refused in ((free, False), (solve(model, batch, budget=budget), True)):
-        apply(model, solution)
-        model(batch).backward()
-        _, compiled = model.forward._programs.programs[0]
-        del model.forward
-        if is_refused:
-            with pytest.raises(CudaGraphError, match="which a CUDA graph cannot"):
-                check_program(compiled)
-        else:
-            check_program(compiled)
-
-
 WITHOUT = """
 import sys
 from importlib.machinery import PathFinder
@@ -161,7 +139,6 @@ class Without(PathFinder):
         return PathFinder.find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 import torch
-from solver import solve
 from scheduler_runtime import apply
 import benchmarks.gpu.__main__
 from benchmarks.zoo import SMALL
