@@ -15,7 +15,8 @@ where the plan frees them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from torch import fx
 
 from graphs.graph import warn
 from graphs.model_calls import distributed_as, local_part, same_strides
+from scheduler_runtime.execute.before_step import BeforeStep
 from scheduler_runtime.execute.copies import Copies
 from scheduler_runtime.execute.piece import Piece
 from scheduler_runtime.execute.program import Program
-from scheduler_runtime.execute.restart_step import Again, step_device
+from scheduler_runtime.execute.restart_step import Again, drop_frames, step_device
+from scheduler_runtime.execute.spill_file import DiskError
 from scheduler_runtime.execute.without_dispatch_modes import leave_modes
 
 
@@ -34,13 +37,24 @@ class Run:
     """One step's values between forward and backward, and the versions of what it will read.
 
     again: runs the step with another program where other gradients arrive (None: an error).
+    before: to be put back where the disk fails (None: by whoever runs this).
     """
 
     def __init__(
-        self, program: Program, tensors: Mapping[fx.Node, torch.Tensor], again: Again | None
+        self,
+        program: Program,
+        tensors: Mapping[fx.Node, torch.Tensor],
+        again: Again | None,
+        before: BeforeStep | None,
     ) -> None:
         self.program = program
         self.again = again
+        self._before = before
+        self._leaves = {
+            node: tensor
+            for node, tensor in tensors.items()
+            if before is not None and tensor.requires_grad and tensor.is_leaf
+        }
         self._runs_again = False  # with another program
         self.state: dict[fx.Node, Any] = {
             program.sources[node]: local_part(tensor).detach() for node, tensor in tensors.items()
@@ -80,8 +94,8 @@ class Run:
         }
         for value in program.forward.handed_out:
             state.pop(value, None)
-        if self.again is not None:
-            self.again.forward_ended()
+        if self._before is not None:
+            self._before.forward_ended()
         return outputs
 
     def tensors_on(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
@@ -112,6 +126,8 @@ class Run:
                 "should contain only the forward pass and the loss"
             )
         self._started = True
+        if self._before is not None:
+            self._before.backward_begins(self._leaves)
         expected = [value is not None for value in tangents]
         are_others = expected != [each is not None for each in gradients]
         if self.again is not None and self.again.can_restart:
@@ -119,7 +135,8 @@ class Run:
         if self.again is not None and are_others:
             self._release()
             self._runs_again = True
-            self.again.for_gradients(gradients)
+            with self._undone_where_disk_fails():
+                self.again.for_gradients(gradients)
             return
         if self.again is not None:
             self.again.begin_backward(gradients)
@@ -169,11 +186,14 @@ class Run:
     ) -> Mapping[fx.Node, torch.Tensor | None]:
         """The gradients of these leaves, which are complete after this piece of the pass."""
         made: Mapping[fx.Node, torch.Tensor | None]
-        if self._runs_again:
-            assert self.again is not None
-            made = self.again.gradients(leaves)
-        else:
-            made = self._piece_or_again(position, leaves)
+        with self._undone_where_disk_fails():
+            if self._runs_again:
+                assert self.again is not None
+                made = self.again.gradients(leaves)
+            else:
+                made = self._piece_or_again(position, leaves)
+        if self._before is not None:
+            self._before.leave(node for node, each in made.items() if each is not None)
         if position == len(self.program.backward) - 1:
             self.close()
         return made
@@ -210,6 +230,8 @@ class Run:
                 )
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             self._run(piece)
+        if self._copies is not None and self._adds(piece):
+            self._copies.finish_first_writes()
         specs = self.program.gradient_specs
         made: dict[fx.Node, torch.Tensor | None] = {
             node: distributed_as(specs[node], self.state[value])
@@ -220,6 +242,11 @@ class Run:
         for value in piece.handed_out:
             self.state.pop(value, None)
         return made
+
+    def _adds(self, piece: Piece) -> bool:
+        """Whether it gives gradients that cannot be taken back."""
+        nodes = [node for node, _ in piece.gradients]
+        return bool(nodes) if self._before is None else self._before.adds(nodes)
 
     def _title(self, value: fx.Node) -> str:
         """Of what the caller has changed: a parameter or the batch, read as a view perhaps."""
@@ -238,7 +265,21 @@ class Run:
         self._release()
         if self.again is not None:
             self.again.end()
-        self.again = None
+        self.again = self._before = None
+        self._leaves = {}
+
+    @contextmanager
+    def _undone_where_disk_fails(self) -> Iterator[None]:
+        """After a DiskError inside, what can be put back is as before the forward pass."""
+        try:
+            yield
+        except DiskError as error:
+            if self._before is None:
+                raise
+            drop_frames(error)
+            told = self._before.undone(error)
+            self.close()
+            raise told from error.__cause__
 
     def _release(self) -> None:
         self.state.clear()
@@ -320,13 +361,17 @@ class Link(torch.autograd.Function):
 
 
 def run_step(
-    program: Program, tensors: Mapping[fx.Node, torch.Tensor], *, again: Again | None = None
+    program: Program,
+    tensors: Mapping[fx.Node, torch.Tensor],
+    *,
+    again: Again | None = None,
+    before: BeforeStep | None = None,
 ) -> tuple[Any, ...]:
     """One forward pass of the program as part of autograd; returns `Program.made_outputs`.
 
     tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
     """
-    run = Run(program, tensors, again)
+    run = Run(program, tensors, again, before)
     token: Any = run.token
     others = {} if again is None else dict.fromkeys(again.leaves)
     for position in range(len(program.backward) - 1, -1, -1):

@@ -13,6 +13,7 @@ from graphs.model_calls import Call, nested
 from graphs.trace import CapturedStep
 from graphs.training_step import accumulation
 from scheduler_runtime.execute.autograd import Run, run_step
+from scheduler_runtime.execute.before_step import BeforeStep
 from scheduler_runtime.execute.program import Program
 from scheduler_runtime.execute.restart_step import (
     Again,
@@ -20,8 +21,10 @@ from scheduler_runtime.execute.restart_step import (
     Place,
     Shortage,
     can_run_again,
+    drop_frames,
     step_device,
 )
+from scheduler_runtime.execute.spill_file import DiskError
 
 
 class BoundProgram:
@@ -38,7 +41,7 @@ class BoundProgram:
     ) -> None:
         self.program = program
         self.captured = step.original
-        may = others is not None and (others.tighter is not None or can_run_again(step.captured))
+        may = others is not None and (others.survive_errors or can_run_again(step.captured))
         self._others = others if may else None
         self._written = tuple(step.captured.mutations)
         self._positions = tuple(
@@ -115,10 +118,11 @@ class BoundProgram:
         return all(guard.holds(leaves) for guard in self._guards)
 
     def run(self, model: nn.Module, call: Call) -> Any:
-        """The output for this call. Where memory runs short, of the program that `others` has.
+        """The output for this call. Where memory runs short or the disk fails, of the program that
+        `others` has.
 
-        Raises CheckError, with buffers and random states as before the call, where a check of a
-        value does not pass.
+        With buffers and random states as before the call, raises CheckError where a check of a
+        value does not pass, and DiskError.
         """
         tensors = {
             node: call.tensors[place] if isinstance(place, int) else _tensor_at(model, place)
@@ -126,43 +130,61 @@ class BoundProgram:
         }
         for filled in self._filled:
             filled.put(model)
-        others, again = self._others, None
-        sources = [RandomSources(step_device(tensors.values()), ()), *self._opaque]
-        before = [each.states() for each in sources] if self.has_checks else []
+        others, again, before = self._others, None, None
         try:
+            before = self._before(tensors)
             if others is not None:
+                assert before is not None
                 again = Again(
                     others,
                     call,
                     self,
                     tensors,
                     places=self._places,
+                    before=before,
                     written=self._written,
                     positions=self._positions,
-                    random=sources,
                     draws_backward=self._draws_backward,
                     accumulates=self._accumulates,
                 )
-            return self._output(run_step(self.program, tensors, again=again), tensors)
+            outputs = run_step(self.program, tensors, again=again, before=before)
+            return self._output(outputs, tensors)
         except CheckError:
-            for each, states in zip(sources, before, strict=True):
-                each.put(states)
+            assert before is not None
+            before.put_back_random()
             raise
         except Exception as error:
             if others is None or not others.survives(error):
+                _raise_undone(error, before)
                 raise
             failed = error
         if again is not None:
             again.back_to_start(failed)
-        other = others.instead_of(self, Shortage(failed, "forward pass"))
+        try:
+            other = others.instead_of(self, Shortage(failed, "forward pass"))
+        except DiskError as error:
+            _raise_undone(error, before)
+            raise
         assert isinstance(other, BoundProgram)
         return other.run(model, call)
+
+    def _before(self, tensors: Mapping[fx.Node, torch.Tensor]) -> BeforeStep | None:
+        """What a step that may have to put things back needs for that (None: it never has to)."""
+        spills = self.program.spills
+        puts_back_all = spills or self._others is not None
+        if not (puts_back_all or self.has_checks):
+            return None
+        written = [tensors[node] for node in self._written] if puts_back_all else []
+        random = [RandomSources(step_device(tensors.values()), ()), *self._opaque]
+        return BeforeStep(written, random, on_host=spills)
 
     def again(
         self, tensors: Mapping[Place, torch.Tensor], arrived: Mapping[int, torch.Tensor]
     ) -> UnderwayRun:
         """Run the forward pass on these tensors, for these gradients of the flat outputs."""
-        run = Run(self.program, {node: tensors[at] for node, at in self._places.items()}, None)
+        run = Run(
+            self.program, {node: tensors[at] for node, at in self._places.items()}, None, None
+        )
         try:
             run.forward()
             gradients = [arrived.get(position) for position in self._positions]
@@ -196,6 +218,13 @@ class UnderwayRun:
     def close(self) -> None:
         """Free what is kept."""
         self._run.close()
+
+
+def _raise_undone(error: Exception, before: BeforeStep | None) -> None:
+    """Of the disk: what can be put back is put back, and the error says so."""
+    if before is not None and isinstance(error, DiskError):
+        drop_frames(error)
+        raise before.undone(error) from error.__cause__
 
 
 def _tensor_at(model: nn.Module, path: tuple[str, ...]) -> torch.Tensor:

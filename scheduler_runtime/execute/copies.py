@@ -142,6 +142,7 @@ class Copies:
         self._given_up: dict[str, list[Held]] = {"host": [], "disk": []}
         self._arriving: dict[str, Done] = {}
         self._on_device: dict[str, list[Done]] = {}  # copies from and to the storage there
+        self._first_writes: list[Done] | None = []  # to the disk (None: they have ended)
 
     def store(self, storage: str, start: int, stop: int, *tensors: torch.Tensor) -> None:
         """Copy to these bytes of the host. tensors: on the storage, to be brought back."""
@@ -194,6 +195,8 @@ class Copies:
         after = [held.ready, *self._using("disk", start, stop)]
         done = self._file.write(self._host(held.start, held.stop), start, after)
         held.busy.append(done)
+        if self._first_writes is not None:
+            self._first_writes.append(done)
         self._on_disk[storage] = Held(start, stop, done, [done])
 
     def load(self, storage: str, start: int) -> None:
@@ -211,6 +214,13 @@ class Copies:
     def delete(self, storage: str) -> None:
         self._given_up["disk"].append(self._on_disk.pop(storage))
 
+    def finish_first_writes(self) -> None:
+        """Wait for all that was written to the disk until the first call of this, so that an error
+        is known when gradients begin to change. Raises DiskError."""
+        for done in self._first_writes or ():
+            done.hold_host()
+        self._first_writes = None
+
     def close(self) -> None:
         """The step has ended, or will not; its pool may serve the next.
 
@@ -220,15 +230,16 @@ class Copies:
         if pool is None:
             return
         pool.streams.settle()
-        places = (self._on_host.values(), self._on_disk.values(), *self._given_up.values())
-        jobs = [
-            done
-            for held in (held for place in places for held in place)
-            for done in held.busy
-            if isinstance(done, Job)
-        ]
-        if all(job.succeeded() for job in jobs):  # waits for each
+        there = [*self._on_host.values(), *self._on_disk.values()]
+        for given_up in self._given_up.values():
+            there += given_up
+        jobs = [done for held in there for done in held.busy if isinstance(done, Job)]
+        failed = [job for job in jobs if not job.succeeded()]  # waits for each
+        if not failed:
             self._free.append(pool)
+        # what has failed holds on to the pool
+        self._on_host, self._on_disk, self._first_writes = {}, {}, None
+        self._given_up = {"host": [], "disk": []}
 
     def _using(self, place: str, start: int, stop: int) -> list[Done]:
         """The copies from and to what was given up in these bytes."""

@@ -71,6 +71,11 @@ class Program:
     copy_layout: CopyLayout | None = None
     pools: Pools | None = None
 
+    @property
+    def spills(self) -> bool:
+        """Whether it copies to a disk."""
+        return self.copy_layout is not None and self.copy_layout.disk_bytes > 0
+
 
 def build_program(
     step: CapturedStep,

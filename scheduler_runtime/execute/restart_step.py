@@ -1,10 +1,11 @@
 """A step that runs again with another program, from where it started.
 
-There are two reasons. The gradients that arrive are of other outputs than the program was made for,
-or in another memory layout, which is known when the backward pass begins. Or memory has run short
-in the forward or the backward pass, and a program of a tighter plan may fit. What the first program
-has kept is dropped; the other one runs its forward pass from the same inputs, random state and
-buffers, so it has the same bits.
+There are three reasons. The gradients that arrive are of other outputs than the program was made
+for, or in another memory layout, which is known when the backward pass begins. Memory has run short
+in the forward or the backward pass, and a program of a tighter plan may fit. Or the disk has failed
+in one of them, and another program needs none. What the first program has kept is dropped; the
+other one runs its forward pass from the same inputs, random state and buffers, so it has the same
+bits.
 
 Its backward pass goes piece by piece, as the engine asks for the gradients that the first program
 still owes. So what was accumulated before stays as it is, and hooks fire once, where the gradients
@@ -17,15 +18,17 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import fx
 
-from graphs.capture import Capture, RandomSources
+from graphs.capture import Capture
 from graphs.model_calls import Call
+from scheduler_runtime.execute.before_step import BeforeStep
 from scheduler_runtime.execute.out_of_memory import is_out_of_memory
 from scheduler_runtime.execute.random_state import get_state
+from scheduler_runtime.execute.spill_file import DiskError
 
 Place = tuple[str, ...] | int
 """Of a tensor that a program starts from: its path in the module, or its index in the call."""
@@ -56,7 +59,7 @@ class OnTensors(Protocol):
 
 @dataclass(frozen=True)
 class Shortage:
-    """Memory that ran short in a step.
+    """Memory that ran short in a step, or a disk that failed.
 
     error: as it came. where: "forward pass", "backward pass", "step" (outside of both).
     held_bytes: what the step that runs again finds beside what its plan counts.
@@ -87,8 +90,8 @@ class Arrived:
 
 
 Tighter = Callable[[OnTensors, Shortage], OnTensors]
-"""A program of the same step that takes less memory than this one. Raises the error where there is
-none."""
+"""A program of the same step that takes less memory than this one, or no disk. Raises the error
+where there is none."""
 
 
 @dataclass(frozen=True)
@@ -98,21 +101,32 @@ class Others:
     for_gradients: for these gradients, while so many bytes are held.
     tighter: where memory runs short (None: then the step ends with the error).
     began: called with each step.
+    without_disk: where the disk fails (None: as above).
     """
 
     for_gradients: Callable[[Call, Arrived, int], OnTensors]
     tighter: Tighter | None = None
     began: Callable[[Again], None] = lambda _again: None
+    without_disk: Tighter | None = None
 
     def survives(self, error: Exception) -> bool:
-        """Whether a step runs again after this error, if there is a tighter program."""
+        """Whether a step runs again after this error, if there is another program."""
+        if isinstance(error, DiskError):
+            return self.without_disk is not None
         return self.tighter is not None and is_out_of_memory(error)
 
+    @property
+    def survive_errors(self) -> bool:
+        """Whether a step may run again after an error."""
+        return self.tighter is not None or self.without_disk is not None
+
     def instead_of(self, program: OnTensors, shortage: Shortage) -> OnTensors:
-        """A tighter program, for an error that a step survives."""
-        assert self.tighter is not None
+        """Another program, for an error that a step survives."""
+        of_disk = isinstance(shortage.error, DiskError)
+        other = self.without_disk if of_disk else self.tighter
+        assert other is not None
         drop_frames(shortage.error)
-        return self.tighter(program, shortage)
+        return other(program, shortage)
 
 
 def can_run_again(captured: Capture) -> bool:
@@ -148,9 +162,9 @@ class Again:
     own: the program that the step begins with.
     tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
     places: of each of them.
-    written: the placeholders of those that forward changes.
+    before: what forward changes of them, and of generators.
+    written: the placeholders of those that it changes.
     positions: of the flat outputs that the program computes.
-    random: generators that it draws from.
     draws_backward: whether its backward pass does.
     accumulates: whether each gradient is added to one that exists, and dropped.
     """
@@ -163,9 +177,9 @@ class Again:
         tensors: Mapping[fx.Node, torch.Tensor],
         *,
         places: Mapping[fx.Node, Place],
+        before: BeforeStep,
         written: Sequence[fx.Node],
         positions: Sequence[int],
-        random: Sequence[RandomSources],
         draws_backward: bool,
         accumulates: bool,
     ) -> None:
@@ -174,12 +188,9 @@ class Again:
         self._tensors, self._places = tensors, places
         self.leaves = tuple(node for node, each in tensors.items() if each.requires_grad)
         self._versions = [(t, t._version) for node, t in tensors.items() if node not in written]
-        self._before = [(tensors[node], tensors[node].detach().clone()) for node in written]
-        self._written_versions: list[int] = []
+        self._before = before
         self._wrote_alone = True
         self._device = step_device(tensors.values())
-        self._random = tuple(random)
-        self._states = [each.states() for each in self._random]
         self._draws_backward, self._accumulates = draws_backward, accumulates
         self._arrived: dict[int, torch.Tensor] = {}
         self._underway: Underway | None = None
@@ -199,22 +210,17 @@ class Again:
         return tuple(tensor for tensor in found if tensor.is_leaf)
 
     def survives(self, error: Exception) -> bool:
-        """Whether the step runs again after this error, if there is a tighter program."""
+        """Whether the step runs again after this error, if there is another program."""
         return self._others.survives(error)
-
-    def forward_ended(self) -> None:
-        """The forward pass has written its buffers."""
-        self._written_versions = self._versions_written()
 
     def put_back(self) -> None:
         """Buffers as they were before the forward pass."""
-        _copy(self._before)
+        self._before.put_back_tensors()
 
     def back_to_start(self, error: Exception) -> None:
         """After an error in the forward pass: buffers and generators are as before it."""
         drop_frames(error)
-        self.put_back()
-        _put(self._random, self._states)
+        self._before.put_back()
 
     def shorten(self, error: Exception) -> None:
         """Memory ran short outside of both passes: the next step has a tighter program.
@@ -225,8 +231,8 @@ class Again:
             self._others.instead_of(self._program, Shortage(error, "step"))
 
     def begin_backward(self, arrived: Sequence[torch.Tensor | None]) -> None:
-        """Hold the gradients that have arrived, if memory may run short."""
-        if self._others.tighter is not None:
+        """Hold the gradients that have arrived, if the step may run again."""
+        if self._others.survive_errors:
             self._hold(arrived)
 
     def for_gradients(self, arrived: Sequence[torch.Tensor | None]) -> None:
@@ -240,7 +246,7 @@ class Again:
             )
         self._hold(arrived)
         with self._as_in_forward(runs_it=False), torch.enable_grad(), self._autocast:
-            copies = [values for _, values in self._before]  # and as many of what is there now
+            copies = self._before.values  # and as many of what is there now
             held = [*self._arrived.values(), *copies, *copies]
             held_bytes = sum(each.untyped_storage().nbytes() for each in held)
             held_bytes += _random_bytes(self._device)
@@ -249,20 +255,20 @@ class Again:
         self._forward(None)
 
     def after_backward(self, error: Exception) -> None:
-        """Run the forward pass again, with a program that takes less memory.
+        """Run the forward pass again, with a program that takes less memory, or no disk.
 
         Raises the error where there is none, or where the step cannot run again.
         """
         drop_frames(error)
         if not self.can_restart:
             error.add_note(
-                "The step cannot run again with a tighter plan: parameters or the batch have "
+                "The step cannot run again with another plan: parameters or the batch have "
                 "changed since its forward pass (an optimizer inside of the backward pass)."
             )
             raise error
         if self._draws_backward:
             error.add_note(
-                "The step cannot run again with a tighter plan: its backward pass draws random "
+                "The step cannot run again with another plan: its backward pass draws random "
                 "numbers."
             )
             raise error
@@ -297,7 +303,7 @@ class Again:
         return {node: self._made.pop(place, None) for node, place in wanted.items()}
 
     def _forward(self, failed: Exception | None) -> None:
-        """Up to where the gradients arrive. failed: why a tighter program is needed."""
+        """Up to where the gradients arrive. failed: why another program is needed."""
         while True:
             self._drop_step()
             if failed is not None:
@@ -320,23 +326,18 @@ class Again:
 
         runs_it: whether the forward pass runs inside. What it alone has written is then the same.
         """
-        now = [each.states() for each in self._random]
-        values = [(tensor, tensor.detach().clone()) for tensor, _ in self._before]
-        self._wrote_alone &= self._written_versions == self._versions_written()
-        self.put_back()
-        _put(self._random, self._states)
+        now = self._before.now()
+        self._wrote_alone &= self._before.is_last
+        self._before.put_back()
         is_same = False
         try:
             yield
             is_same = runs_it and self._wrote_alone
         finally:
             if not is_same:
-                _copy(values)
-            self.forward_ended()
-            _put(self._random, now)
-
-    def _versions_written(self) -> list[int]:
-        return [tensor._version for tensor, _ in self._before]
+                now.put_back_tensors()
+            self._before.forward_ended()
+            now.put_back_random()
 
     def _hold(self, arrived: Sequence[torch.Tensor | None]) -> None:
         pairs = zip(self._positions, arrived, strict=True)
@@ -368,17 +369,6 @@ class Again:
 def _random_bytes(device: torch.device) -> int:
     """Of a generator's state; of a CUDA device, too, it is in the memory of the host."""
     return int(get_state(device).nbytes) if device.type == "cpu" else 0
-
-
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for tensor, values in pairs:
-            tensor.copy_(values)
-
-
-def _put(random: Sequence[RandomSources], states: Sequence[tuple[Any, ...]]) -> None:
-    for each, of_each in zip(random, states, strict=True):
-        each.put(of_each)
 
 
 def drop_frames(error: Exception) -> None:

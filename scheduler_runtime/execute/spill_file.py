@@ -22,9 +22,13 @@ from solver.sizes_deadlines_progress import format_both
 
 
 class CopyError(RuntimeError):
-    """A storage could not be copied to the host or the disk, or back; the step has no result.
+    """There is no room for copies of tensors, and nothing was run; or `DiskError`."""
 
-    Parameters are as before the step; gradients may have been added up in part.
+
+class DiskError(CopyError):
+    """A tensor could not be written to the disk or read back during a step, which has no result.
+
+    The message says what holds of gradients, buffers and random state.
     """
 
 
@@ -88,9 +92,8 @@ class SpillFile:
                 raise self._failed(call, "the file is shorter than it was")
             left, at = left[n_bytes:], at + n_bytes
 
-    def _failed(self, call: Callable[..., int], reason: str) -> CopyError:
+    def _failed(self, call: Callable[..., int], reason: str) -> DiskError:
         what = "written to" if call is os.pwrite else "read from"
-        return CopyError(
-            f"a copy of a tensor could not be {what} the disk in {str(self._directory)!r}: "
-            f"{reason}. The step has no result; set the gradients to None before the next one"
+        return DiskError(
+            f"a copy of a tensor could not be {what} the disk in {str(self._directory)!r}: {reason}"
         )

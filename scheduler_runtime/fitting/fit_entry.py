@@ -91,7 +91,8 @@ def fit(
         `solver.solve`. All plans share it: it is the most that one forward pass with its backward
         pass takes. Of several that are open at once each has as much, and so has each process.
     disk_budget, disk_rate: a disk behind the host, with a directory there ("500GB:/scratch"), as in
-        `solver.solve`; shared in the same way. A step whose disk is full or gone raises CopyError.
+        `solver.solve`; shared in the same way. A step whose disk is full or gone raises CopyError;
+        one whose disk fails runs again without it where that is possible (docs/copies.md).
     optimizer_state: as in `solver.solve`. It can be on the host where `optimizer` is one optimizer
         itself, and not its name or a function; it moves there when the first such plan is made.
     unplanned: what to do if gradients reach the model before it was called in training mode, so

@@ -47,6 +47,7 @@ from scheduler_runtime.fitting.state_before_attempt import Attempted
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
 from scheduler_runtime.fitting.tighter_plans import NOT_ALONE, Ladder, ladder_of
 from scheduler_runtime.fitting.why_another_plan import why_another
+from scheduler_runtime.fitting.without_disk import without_disk
 from scheduler_runtime.host_memory import bring_back, keep_on_host
 from scheduler_runtime.measuring import resident_tensors
 from scheduler_runtime.planned import Plan, PlannedPass, Ranks, module_schedule
@@ -259,7 +260,7 @@ class FittedForward(CalledPart):
                     device=device,
                     started_s=started_s,
                     solved=functools.partial(self._rung, costs),
-                    program=self._program,
+                    program=functools.partial(self._program, costs),
                 )
                 self._history.tell(reason, full_limit_s=self.options.time_limit_s)
                 return ladder
@@ -273,7 +274,7 @@ class FittedForward(CalledPart):
             self._history.tell(reason, full_limit_s=self.options.time_limit_s)
         else:
             tell(instead_of.line_for(fitted, loss))
-        program = self._program(to_plan.step, solution)
+        program = self._program(costs, to_plan, solution)
         return Made(
             self.kind(call),
             program,
@@ -335,14 +336,19 @@ class FittedForward(CalledPart):
         return step
 
     def _program(
-        self, step: CapturedStep, solution: Solution, *, tighter: Tighter | None = None
+        self,
+        costs: CostModel,
+        to_plan: StepToPlan,
+        solution: Solution,
+        *,
+        tighter: Tighter | None = None,
     ) -> BoundProgram:
         """What runs the solution's schedule. tighter: what runs where memory is short."""
         assert solution.schedule is not None
         if n_parameters := Plan.of(solution).state_buckets:
             (optimizer,) = self._optimizers
             keep_on_host(optimizer, n_parameters, owner=self)
-        step = step.with_rewrites(solution.graph.meta.rewrites)
+        step = to_plan.step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
         returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)
         program = BoundProgram(
@@ -357,10 +363,24 @@ class FittedForward(CalledPart):
                 functools.partial(self._for_gradients, returned_bytes=returned_bytes),
                 tighter,
                 self._began,
+                without_disk(
+                    self._model,
+                    to_plan,
+                    solution,
+                    solved=functools.partial(self._for_one_step, costs),
+                    program=functools.partial(self._program, costs),
+                ),
             ),
         )
         self._in_flight.passes.plan(program.program, PlannedPass.of_solution(solution))
         return program
+
+    def _for_one_step(self, costs: CostModel, to_plan: StepToPlan) -> Solution:
+        to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
+        fitted, _ = self._solved(to_plan, costs, now_s())
+        if fitted.solution.schedule is not None:
+            self._history.of_one_step.append(fitted)
+        return fitted.solution
 
     def _began(self, again: Again) -> None:
         if self.attempt is not None:

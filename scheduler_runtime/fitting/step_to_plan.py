@@ -16,7 +16,7 @@ from scheduler_runtime.fitting.loss_outside import LossBytes
 from scheduler_runtime.fitting.memory_beside_module import Beside
 from scheduler_runtime.planned import NewPlan, new_plan
 from solver.methods import KnownPlan
-from solver.schedule import Request
+from solver.schedule import Places, Request
 from solver.sizes_deadlines_progress import format_both
 
 _SHARE_OF_FIRST = 0.05
@@ -53,6 +53,13 @@ class StepToPlan:
         """The same step with other bytes for its peak."""
         budget_bytes = available_bytes + self.request.reserve_bytes
         return replace(self, request=replace(self.request, budget_bytes=budget_bytes))
+
+    def without_disk(self, held_bytes: int) -> StepToPlan:
+        """The same step running again without the disk, while so many bytes more are held."""
+        request, places = self.request, self.request.places
+        alone = Places(host=None if places is None else places.host)
+        again = replace(self, request=replace(request, places=alone), keeps_gradients=True)
+        return again.within(request.available_bytes - held_bytes)
 
     def with_state(self, where: str) -> StepToPlan:
         """The same step; where the optimizer's state may be is as in `Request`."""

@@ -128,7 +128,9 @@ class Ladder:
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        last = next(rung for rung in self._rungs if rung.program is than)
+        last = next((rung for rung in self._rungs if rung.program is than), None)
+        if last is None:  # it runs to the end of a step whose disk has failed
+            raise shortage.error
         limit_bytes = last.less_bytes
         room = room_bytes(self._device)
         if room is not None:
@@ -247,7 +249,7 @@ def ladder_of(
     """The ladder of a step, with its first plan. It does not keep the batch alive.
 
     started_s: when the call began to wait. solved: the answer for a step, for which was waited
-    since. program: (step, solution, tighter=...) -> what runs it.
+    since. program: (step to plan, solution, tighter=...) -> what runs it.
     """
 
     def plan(ladder: Ladder, available_bytes: int) -> Rung | Solution:
@@ -257,7 +259,7 @@ def ladder_of(
             solution = solved(of_it, started_s if ladder.is_empty else now_s())
         if solution.schedule is None:
             return solution
-        return Rung(solution, program(of_it.step, solution, tighter=ladder.tighter))
+        return Rung(solution, program(of_it, solution, tighter=ladder.tighter))
 
     ladder = Ladder(
         plan,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ def described(plan: Any) -> dict[str, Any]:
     return {
         "n_recomputed": solution.simulation.n_recomputed,
         "host_bytes": solution.simulation.host_peak_bytes,
+        "disk_bytes": solution.simulation.disk_peak_bytes,
         "resident_bytes": solution.graph.resident_bytes - loss_held_bytes(solution.graph),
         "gradients": solution.environment["gradients"],
         "notes": plan.notes,
@@ -123,6 +125,13 @@ def main() -> None:
     host = {"host_budget": "1GB", "host_link": "1TB/s"}
     fitted, plans = train(rank, budget_bytes=400_000, of_fit=host)
     found["host"] = {"plain": found["copies"]["plain"], "fitted": fitted, "plans": plans}
+    directory = Path(out).parent / "disk"  # of both processes
+    directory.mkdir(exist_ok=True)
+    disk = {"disk_budget": f"1GB:{directory}", "disk_rate": 1e14}
+    behind = {"host_budget": 40_000, "host_link": 1e14, "time_limit_s": 600, **disk}
+    fitted, plans = train(rank, budget_bytes=340_000, of_fit=behind)
+    found["disk"] = {"plain": found["copies"]["plain"], "fitted": fitted, "plans": plans}
+    found["left on the disk"] = list(map(str, directory.iterdir()))
     fitted, plans = train(
         rank,
         budget_bytes=10_000_000,

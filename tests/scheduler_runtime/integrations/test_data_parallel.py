@@ -47,7 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(out) for out in outs]
 
 
-@pytest.mark.parametrize("buckets", ["copies", "views", "unused", "host"])
+@pytest.mark.parametrize("buckets", ["copies", "views", "unused", "host", "disk"])
 def test_each_process_has_the_same_bits_as_without_a_plan(
     found: list[dict[str, Any]], buckets: str
 ) -> None:
@@ -55,12 +55,16 @@ def test_each_process_has_the_same_bits_as_without_a_plan(
         run = process[buckets]
         assert len(run["plain"]) == len(run["fitted"])
         assert all(map(torch.equal, run["plain"], run["fitted"]))
-        what = "host_bytes" if buckets == "host" else "n_recomputed"
+        what = f"{buckets}_bytes" if buckets in ("host", "disk") else "n_recomputed"
         assert all(plan[what] > 0 for plan in run["plans"])
     losses, gradients = (slice(0, 3), slice(3, 10))
     first, second = (process[buckets]["fitted"] for process in found)
     assert not any(map(torch.equal, first[losses], second[losses]))  # each has its own batches
     assert all(map(torch.equal, first[gradients], second[gradients]))  # they were averaged
+
+
+def test_nothing_is_left_on_the_disk_of_both_processes(found: list[dict[str, Any]]) -> None:
+    assert [process["left on the disk"] for process in found] == [[], []]
 
 
 def test_memory_that_runs_short_in_one_process_leaves_the_bits_of_both(

@@ -1,0 +1,105 @@
+"""What a step changes, as it was before: buffers and generators, and which gradients there were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from graphs.capture import RandomSources
+from graphs.model_calls import local_part
+from scheduler_runtime.execute.copy_streams import host_memory
+from scheduler_runtime.execute.spill_file import DiskError
+
+
+class BeforeStep:
+    """written: the tensors that the forward pass writes. random: generators that it draws from.
+
+    on_host: whether copies of the tensors wait in host memory, for a plan that has no bytes of the
+        device for them.
+    """
+
+    def __init__(
+        self, written: Sequence[torch.Tensor], random: Sequence[RandomSources], *, on_host: bool
+    ) -> None:
+        self._values = [(each, _copied(each, on_host=on_host)) for each in written]
+        self._random = tuple(random)
+        self._states = [each.states() for each in self._random]
+        self._versions = self._versions_now()
+        self._has_ended = False
+        self._without_gradient: Mapping[fx.Node, torch.Tensor] = {}
+        self._has_added = False
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """Copies of the tensors."""
+        return [copy for _, copy in self._values]
+
+    def now(self) -> BeforeStep:
+        """The same tensors and generators as they are now."""
+        return BeforeStep([each for each, _ in self._values], self._random, on_host=False)
+
+    def forward_ended(self) -> None:
+        """The forward pass has written the tensors."""
+        self._versions, self._has_ended = self._versions_now(), True
+
+    def backward_begins(self, leaves: Mapping[fx.Node, torch.Tensor]) -> None:
+        """leaves: parameters and inputs of the step that get a gradient of their own."""
+        self._without_gradient = {node: each for node, each in leaves.items() if each.grad is None}
+
+    def adds(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether gradients of these change what was there before and cannot be taken back: they
+        are added to others, or go on to whoever has made the tensor."""
+        return any(node not in self._without_gradient for node in nodes)
+
+    def leave(self, nodes: Iterable[fx.Node]) -> None:
+        """Gradients of these leave the step."""
+        self._has_added |= self.adds(nodes)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing has written the tensors since the forward pass."""
+        return not self._has_ended or self._versions == self._versions_now()
+
+    def put_back_tensors(self) -> None:
+        with torch.no_grad():
+            for tensor, copy in self._values:
+                local_part(tensor).copy_(copy)
+
+    def put_back_random(self) -> None:
+        for each, states in zip(self._random, self._states, strict=True):
+            each.put(states)
+
+    def put_back(self) -> None:
+        self.put_back_tensors()
+        self.put_back_random()
+
+    def undone(self, error: DiskError) -> DiskError:
+        """The error with what holds now, after all has been put back that can be."""
+        for leaf in self._without_gradient.values():
+            leaf.grad = None
+        gradients = "No gradient of this forward pass has been added"
+        if self._has_added:
+            gradients = (
+                "Gradients of this forward pass have been added to earlier ones in part: set all "
+                "to None before the next step"
+            )
+        state = "as before that pass"
+        if self.is_last:
+            self.put_back()
+        else:
+            state = "not as before that pass: another one has written buffers since"
+        told = DiskError(f"{error}. {gradients}. Buffers and random state are {state}")
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        return told
+
+    def _versions_now(self) -> list[int]:
+        return [tensor._version for tensor, _ in self._values]
+
+
+def _copied(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
+    values = local_part(tensor).detach()
+    # to pinned memory, so that the host does not wait for the device
+    return host_memory(values).copy_(values, non_blocking=True) if on_host else values.clone()

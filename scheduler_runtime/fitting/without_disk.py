@@ -1,0 +1,74 @@
+"""The plan with which a step runs to its end when its disk fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import nn
+
+from graphs.model_calls import device_of
+from scheduler_runtime.execute import BoundProgram, Shortage, kept_bytes
+from scheduler_runtime.fitting.step_to_plan import StepToPlan
+from scheduler_runtime.planned import Ranks
+from solver.schedule import Solution
+from solver.sizes_deadlines_progress import telling
+
+logger = logging.getLogger(__name__)
+
+
+class WithoutDisk:
+    """Plans when it is first called; a plan serves later steps whose disk fails, where it fits.
+
+    to_plan: the step as it was planned with the disk.
+    solved: the answer for a step. program: (step to plan, solution) -> what runs it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        to_plan: StepToPlan,
+        *,
+        solved: Callable[[StepToPlan], Solution],
+        program: Callable[[StepToPlan, Solution], BoundProgram],
+    ) -> None:
+        self._to_plan, self._title = to_plan, type(model).__name__
+        # what forward changes is copied once more while the step runs again
+        self._kept_bytes = kept_bytes(to_plan.step.captured, device_of(model), always=True)
+        self._solved, self._program = solved, program
+        self._made: tuple[int, BoundProgram] | None = None
+
+    def __call__(self, _than: object, shortage: Shortage) -> BoundProgram:
+        """A program in place of one that has met this. Raises the error where there is none."""
+        to_plan = self._to_plan.without_disk(shortage.held_bytes + self._kept_bytes)
+        if self._made is None or self._made[0] > to_plan.request.available_bytes:
+            self._made = self._planned(to_plan, shortage.error)
+        words = self._title, shortage.error, shortage.where
+        logger.warning("%s: %s (in the %s). The step runs again without the disk", *words)
+        return self._made[1]
+
+    def _planned(self, to_plan: StepToPlan, error: Exception) -> tuple[int, BoundProgram]:
+        """A program and the bytes of its peak."""
+        with telling(f"planning {self._title} without the disk...", in_lines=True):
+            solution = self._solved(to_plan)
+        if solution.simulation is None:
+            error.add_note("No plan without the disk was found, so the step cannot run again.")
+            raise error
+        return solution.simulation.peak_bytes, self._program(to_plan, solution)
+
+
+def without_disk(
+    model: nn.Module,
+    to_plan: StepToPlan,
+    solution: Solution,
+    *,
+    solved: Callable[[StepToPlan], Solution],
+    program: Callable[[StepToPlan, Solution], BoundProgram],
+) -> WithoutDisk | None:
+    """For the step of this solution. None: it needs no disk, or cannot go on where that fails: the
+    gradients that arrive from a loss outside would have to be held, or other ranks would not join
+    its collectives."""
+    spills = solution.simulation is not None and solution.simulation.disk_peak_bytes > 0
+    if not spills or to_plan.losses or Ranks.of(model) is not None:
+        return None
+    return WithoutDisk(model, to_plan, solved=solved, program=program)
