@@ -1,6 +1,7 @@
 """Copies placed on an order, and `auto` with a host beside the device."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -228,6 +229,24 @@ def test_recomputation_alone_is_found_where_the_clock_ends_the_search_for_copies
     assert proposal.timed_out == (
         found(graph, proposal, host(1.0)) > 1.0003 * proposal.lower_bound_s
     )
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_large_step_begins_with_recomputation_alone(
+    is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    for name in ("COPYING", "ALONE"):
+        noted = partial(lambda name, _search: begun.append(name), name)
+        monkeypatch.setattr(with_copies, name, (noted, *getattr(with_copies, name)))
+    graph = chain(n_blocks=50)
+    rate = len(graph.nodes) / 240.0  # 40 % of 600 s
+    monkeypatch.setattr(with_copies, "NODES_PER_S", (0.9 if is_large else 1.1) * rate)
+    budget_bytes = simulate(graph, baseline(graph)).peak_bytes - 7000
+    options = {"budget_bytes": budget_bytes, "time_limit_s": 600.0, "seed": 0}
+    proposal = auto(graph, places=host(1.0), **options)
+    assert begun[0] == ("ALONE" if is_large else "COPYING")
+    assert found(graph, proposal, host(1.0)) == pytest.approx(107.0)
 
 
 def test_the_host_is_not_overfilled() -> None:
