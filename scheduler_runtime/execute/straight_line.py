@@ -15,6 +15,7 @@ from graphs.costs import is_collective
 from graphs.host_state import LOAD
 from graphs.trace import CapturedStep
 from graphs.training_step import accumulation
+from scheduler_runtime.execute.buffers_in_place import buffers_in_place
 from scheduler_runtime.execute.copy_calls import CopyCalls
 from scheduler_runtime.execute.host_values import load
 from scheduler_runtime.execute.piece import Value
@@ -44,6 +45,8 @@ class StraightLine:
         self._current: dict[fx.Node, Value] = {}  # traced node -> its live value
         self._of_storage: dict[str, list[fx.Node]] = {}  # storage -> traced nodes with a live value
         self._states: dict[str, Value] = {}  # random operator -> its generator's state
+        self._in_place = buffers_in_place(step)
+        self._written = {new for each in self._in_place.values() for new in each.buffers}
         self.recomputed: set[Value] = set()
         self.ends: list[int] = []  # number of line nodes at the end of each piece
         self.finished: list[list[tuple[fx.Node, Value]]] = []  # gradients of each piece
@@ -116,6 +119,8 @@ class StraightLine:
 
     def _write(self, write: Write) -> None:
         """Change a buffer, or a part of it."""
+        if write.arguments[0] in self._written:  # by the operator that has made the value
+            return
         part = self.value(write.buffer)
         for view in write.part:
             part = self.graph.call_function(view.operator, (part, *view.arguments))
@@ -172,6 +177,12 @@ class StraightLine:
             new = self._call_random(node, again=again)
         elif (overwrite := self.layout.overwriting.get(name)) is not None:
             new = self._call_over(node, overwrite)
+        elif not again and (writing := self._in_place.get(name)) is not None:
+            new = self.graph.call_function(writing.target, fx.map_arg(node.args, self.value))
+            for value, buffer in writing.buffers.items():
+                self._define(value, self.value(buffer))
+        elif self._written.intersection(node.all_input_nodes):
+            new = self._without_statistics(node)
         else:
             new = self.graph.node_copy(node, self.value)
         if again:
@@ -185,6 +196,13 @@ class StraightLine:
         for part in node.users:  # the tuple dies once its parts have names
             if part.target is operator.getitem and part not in self._current:
                 self._define(part, self.graph.call_function(operator.getitem, (new, part.args[1])))
+
+    def _without_statistics(self, node: fx.Node) -> Value:
+        """Run a batch norm's backward operator."""
+        target: Any = node.target
+        written = self._written
+        args = fx.map_arg(node.args, lambda arg: None if arg in written else self.value(arg))
+        return self.graph.call_function(target, args)
 
     def _call_over(self, node: fx.Node, overwrite: Overwrite) -> Value:
         """Run an operator that writes its result over one of its arguments."""

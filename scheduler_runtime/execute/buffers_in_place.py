@@ -1,0 +1,107 @@
+"""Operators that write a buffer themselves, as in eager mode: batch norms and counters.
+
+A traced batch norm returns new statistics, which are copied into the buffers at the end of the
+forward pass: two copies to make them and two to put them back, on a card a fifth of a ResNet's
+kernels. Where nothing else reads them, the first run writes the buffers itself. Recomputations do
+not: in training, what a batch norm returns beside the statistics does not depend on them. Its
+backward operator takes them and does not read them either, so it is given none. A number that is
+added to a buffer (`num_batches_tracked`) is added in place.
+
+An error in the middle of a forward pass then leaves some buffers written, as in eager mode; so not
+in a step that checks values, which promises that buffers are as before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.capture import Capture
+from graphs.trace import CapturedStep
+
+_aten = torch.ops.aten
+_WRITING: Mapping[Any, Any] = {
+    _aten._native_batch_norm_legit_functional.default: _aten._native_batch_norm_legit.default,
+    _aten._batch_norm_with_update_functional.default: _aten._batch_norm_with_update.default,
+}
+_BACKWARD = (_aten.native_batch_norm_backward.default, _aten.batch_norm_backward.default)
+_STATISTICS = slice(3, 5)
+"""Of the arguments: the running mean and variance; the results end with their new values."""
+_TRAINS_AT = 5
+"""Of the arguments of `_native_batch_norm_legit_functional`."""
+_BACKWARD_TRAINS_AT = 7
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """target: the operator that writes. buffers: traced node of a new value -> its placeholder."""
+
+    target: Any
+    buffers: Mapping[fx.Node, fx.Node]
+
+
+def buffers_in_place(step: CapturedStep) -> dict[str, InPlace]:
+    """The operators that may write their buffers, by the name of the node."""
+    captured = step.captured
+    if captured.has_checks:
+        return {}
+    found = {}
+    for node in captured.graph.nodes:
+        target = _WRITING.get(node.target)
+        if target is not None and (buffers := _buffers(captured, node)) is not None:
+            found[node.name] = InPlace(target, buffers)
+        elif _counts(captured, node):
+            found[node.name] = InPlace(_aten.add_.Tensor, {node: node.args[0]})
+    return found
+
+
+def _counts(captured: Capture, node: fx.Node) -> bool:
+    """Whether it adds a number to a buffer, and nothing else reads either."""
+    if node.target is not _aten.add.Tensor or node.kwargs:
+        return False
+    buffer, number = node.args
+    return (
+        isinstance(buffer, fx.Node)
+        and isinstance(number, int | float)
+        and captured.mutations.get(buffer) is node
+        and node.meta["val"].dtype == buffer.meta["val"].dtype
+        and _readers(buffer) == {node}
+        and not _readers(node)
+        and node not in _leaves(captured)
+    )
+
+
+def _buffers(captured: Capture, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
+    """None: something else reads the statistics or their new values."""
+    if "legit" in str(node.target) and node.args[_TRAINS_AT] is not True:
+        return None
+    n_results = len(node.meta["val"])
+    parts = {part.args[1]: part for part in node.users if part.target is operator.getitem}
+    buffers: dict[fx.Node, fx.Node] = {}
+    for at, buffer in zip((n_results - 2, n_results - 1), node.args[_STATISTICS], strict=True):
+        new = parts.get(at)
+        if new is None or not isinstance(buffer, fx.Node) or captured.mutations.get(buffer) != new:
+            return None
+        is_read = new in _leaves(captured) or not all(map(_does_not_read, _readers(new)))
+        if is_read or _readers(buffer) != {node}:
+            return None
+        buffers[new] = buffer
+    return buffers
+
+
+def _does_not_read(user: fx.Node) -> bool:
+    return user.target in _BACKWARD and user.args[_BACKWARD_TRAINS_AT] is True
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    return {user for user in node.users if user.op != "output"}
+
+
+def _leaves(captured: Capture) -> set[Any]:
+    """What leaves the step."""
+    return {*captured.outputs, *captured.gradients.values()}
