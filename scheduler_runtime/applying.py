@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ class AppliedForward(PlannedForward):
         self._n_plans = len(plans)
         self._said: set[str] = set()
         self._told_of_gradients = False
-        self._trained: list[nn.Parameter] = []
+        self._trained: list[weakref.ref[nn.Parameter]] = []
         self._passes, self._told_of_passes = PassesInFlight(), False
         self.on_mismatch = on_mismatch
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
@@ -197,10 +198,12 @@ class AppliedForward(PlannedForward):
     def begin(self) -> None:
         if not self._told_of_gradients:
             # found once: at every step the walk through a deep model would keep the device waiting
-            self._trained = self._trained or [
-                p for p in self._model.parameters() if p.requires_grad
-            ]
-            self._told_of_gradients = warn_of_existing(self._model, self._trained, self.plans)
+            found = (parameter() for parameter in self._trained)
+            trained = [parameter for parameter in found if parameter is not None]
+            if not trained or len(trained) < len(self._trained):
+                trained = [p for p in self._model.parameters() if p.requires_grad]
+                self._trained = [weakref.ref(parameter) for parameter in trained]
+            self._told_of_gradients = warn_of_existing(self._model, trained, self.plans)
         if self._optimizer is None and any(plan.state_buckets for plan in self.plans):
             raise RuntimeError(
                 "this model is a copy of one whose plan has the optimizer's state on the host, and "
@@ -268,6 +271,7 @@ class AppliedForward(PlannedForward):
 
     def program_for(self, call: Call) -> StepProgram:
         model = self._model
+        self._trained = []  # others may be trained now
         check_arguments(model, call, forward=self.own_forward)
         started_s = now_s()
         try:

@@ -36,13 +36,16 @@ import torch
 
 from benchmarks import harness
 from benchmarks.gpu import targets, turns
+from benchmarks.gpu.bench import OUT_OF_MEMORY
 from benchmarks.gpu.parts import EXPANDABLE, PARTS, QUICK_PARTS, Part, Settings
 from graphs.costs import circumstances
 from graphs.files import write_json
 
 MARK = "figures: "
 SAVING = threading.Lock()
-BITS_CASES = frozenset(PARTS["bits"].cases(Settings(torch.device("cpu")))) | {"plan", "compile"}
+BITS_CASES = frozenset(PARTS["bits"].cases(Settings(torch.device("cpu")))) | {
+    *("plans", "compile", "recorded", "copies")
+}
 """Cases that compare bits: cuBLAS is asked for sums in a fixed order."""
 
 
@@ -151,6 +154,11 @@ def _run_part(
     left = sorted((case for case in chosen if case not in done), key=_order)
     with ThreadPoolExecutor(n_jobs) as pool:
         list(pool.map(run, left))
+    if n_jobs > 1:  # alone, they may have the memory that others had
+        n_jobs = 1
+        for case in [case for case in left if done.get(case, {}).get("status") == OUT_OF_MEMORY]:
+            del done[case]
+            run(case)
     if n_left := sum(case not in done for case in chosen):
         print(f"{name}: {n_left} cases are left; repeat the command to continue")
     results.data["parts"][name]["seconds"] += time.monotonic() - begun_s

@@ -23,6 +23,7 @@ from scheduler_runtime.measuring import (
     seconds_of,
 )
 
+OUT_OF_MEMORY = "out of memory"
 N_WARM_UP = 3
 ROW_S = 0.6
 """Steps are timed in rows of about this length."""
@@ -176,7 +177,7 @@ def run_way(
                 figures = measured(step, model, batch, optimizer, replays=prepared.replays)
             row |= _compared(prepared, figures)
         except torch.OutOfMemoryError:
-            row["status"] = "out of memory"
+            row["status"] = OUT_OF_MEMORY
         except (ValueError, NotImplementedError) as error:
             row |= {"status": "refused", "reason": str(error)}
         finally:

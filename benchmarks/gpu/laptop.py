@@ -52,13 +52,17 @@ def step_of(subject: Subject, device: str, costs: str) -> Graph:
 def described(graph: Graph) -> dict[str, list[Any]]:
     """What makes the step: operators with their tensors, and tensors with their bytes."""
     return {
-        "operators": [[n.name, n.op, [*n.inputs], [*n.outputs]] for n in graph.nodes],
-        "tensors": [[t.name, t.size_bytes, t.kind] for t in graph.tensors],
+        "operators": [
+            [n.name, n.op, n.phase, n.recomputable, [*n.inputs], [*n.outputs]] for n in graph.nodes
+        ],
+        "tensors": [[t.name, t.size_bytes, t.kind, t.alias_of] for t in graph.tensors],
     }
 
 
 def differences(here: Mapping[str, list[Any]], there: Mapping[str, list[Any]]) -> list[str]:
     found = []
+    if [row[0] for row in here["operators"]] != [row[0] for row in there["operators"]]:
+        found.append("operators: in another order")
     for what, rows in here.items():
         others = {row[0]: row for row in there[what]}
         own = {row[0]: row for row in rows}

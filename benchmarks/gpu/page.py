@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.gpu.__main__ import table
 from benchmarks.gpu.picture import draw
 
 
@@ -19,13 +20,14 @@ def page(report: Mapping[str, Any]) -> str:
     machine = report["machine"]
     names = ("torch", "cuda", "cudnn", "driver", "python", "numpy", "scipy")
     versions = ", ".join(f"{name} {machine[name]}" for name in names)
-    lines = [f"# {machine['card']}", "", f"{report['date']}, {versions}.", ""]
+    lines = [f"# {machine['card']}", "", f"{report['date']}, {versions}; {report['note']}.", ""]
     for run in report["runs"]:
         lines += [f"## {run['title']}", ""]
         lines += [f"{run['note']}.", ""] if "note" in run else []
         for name, part in run["parts"].items():
             lines += [*(f"`{command}`" for command in part["commands"]), ""]
-            lines += [*TABLES[name](part["cases"]), ""]
+            rows = TABLES[name](part["cases"]) if name in TABLES else [table(name, part["cases"])]
+            lines += [*rows, ""]
         lines += [f"{run['tests_of_plans']}.", ""] if "tests_of_plans" in run else []
     lines += _steps(report["steps"]) + _without_card(report["traced_without_the_card"])
     return "\n".join(lines)
@@ -49,7 +51,7 @@ def _costs(cases: Mapping[str, Any]) -> Iterator[str]:
 def _ways(cases: Mapping[str, Any]) -> Iterator[str]:
     yield harness.table(
         (
-            *("model", "way", "share", "budget", "peak", "predicted", "error"),
+            *("model", "way", "share", "budget", "peak", "predicted", "error", "reserved"),
             *("step", "overhead", "planned", "bound", "predicted step"),
         ),
         [_way(case, row) for case, row in sorted(cases.items())],
@@ -62,13 +64,14 @@ def _way(case: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     start = (model, way, share[0] if share else "", _gb(row["budget_bytes"]) if has_budget else "")
     if row["status"] != "ran":
         reason = row.get("reason", row["status"])
-        return (*start, *[""] * 7, reason)
+        return (*start, *[""] * 8, reason)
     predicted = row.get("predicted_bytes")
     return (
         *start,
         _gb(row["peak_bytes"]),
         "" if predicted is None else _gb(predicted),
         _percent(row.get("peak_off"), "+.3f"),
+        _gb(row["reserved_bytes"]),
         f"{1e3 * row['time_s']:.1f} ms",
         _percent(row.get("measured_overhead"), "+.1f"),
         _percent(row.get("overhead"), "+.1f"),

@@ -106,8 +106,9 @@ def _ways_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict
     budget_bytes = settings.capacity_bytes
     if share is not None:
         plain = earlier.get(f"{name}/eager") or settings.run("eager", subject)
-        if "peak_bytes" in plain:
-            budget_bytes = _share_bytes(plain, share)
+        if plain["status"] != "ran":
+            return {"status": "refused", "reason": "eager does not run: there is no peak to share"}
+        budget_bytes = _share_bytes(plain, share)
     row = settings.run(way, subject, share=share, budget_bytes=budget_bytes)
     plain_s = earlier.get(f"{name}/eager", {}).get("time_s")
     if plain_s and row["status"] == "ran":

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from graphs.capture import OpaqueForward
 from graphs.model_calls import Call, is_distributed, nested
 from scheduler_runtime.execute.bound_program import BoundProgram
-from scheduler_runtime.execute.random_in_graphs import RandomInGraphs
+from scheduler_runtime.execute.random_in_graphs import RandomInGraphs, end_recording
 
 N_WARM_UP = 3
 """Runs before the recording, as many as PyTorch's."""
@@ -119,6 +119,10 @@ class Recordings:
             self._stream = torch.cuda.Stream()
         return self._pool, self._stream
 
+    def forget(self) -> None:
+        """After a recording that has failed: its pool would still be recorded to."""
+        self._pool = self._stream = None
+
     def begin(self) -> None:
         self.n_forward += 1
         self.open = self.n_forward
@@ -156,6 +160,7 @@ class Recorded:
         try:
             with (
                 torch.cuda.device(device),
+                torch.cuda.stream(torch.cuda.current_stream()),  # a failed recording leaves its own
                 torch.random.fork_rng(devices=[device]),
                 torch._C._DisableAutocast(),  # the program contains its casts
             ):
@@ -163,8 +168,10 @@ class Recorded:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            recordings.forget()
+            end_recording(device)
             raise CudaGraphError(
-                f"the step cannot be recorded: {error}; apply the plan without cuda_graph"
+                f"the step cannot be recorded: {_reason(error)}; apply the plan without cuda_graph"
             ) from error
         finally:
             with torch.no_grad():  # the warm-up and the recording have changed them
@@ -209,7 +216,8 @@ class _RecordedStep:
     def __init__(
         self, bound: BoundProgram, model: nn.Module, call: Call, pool: Any, stream: Any
     ) -> None:
-        self._bound, self._model, self._call = bound, model, call
+        self._bound, self._model = bound, model
+        self._call = Call([], call.rest, call.spec)  # without the caller's batch
         self.batch = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
         self.inputs = (*self.batch, *model.parameters())
         self._differentiated = [t for t in self.inputs if t.requires_grad]
@@ -305,6 +313,13 @@ class _Replay(torch.autograd.Function):
         ctx.recordings.end(ctx.number)
         step.replay_backward(gradients[:n_planned])
         return (None, None, *(None if t is None else t.detach() for t in step.gradients))
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What has ended the recording; leaving it then raises errors of its own."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ To run one again, each recomputation has a generator state of its own, which beg
 of the first run: that of the device's generator when the forward pass begins, and what the
 operators before it draw. The latter is the same in every step, and is noted in the warm-up (PyTorch
 refuses to read offsets while it records). `torch.Generator.graphsafe_set_state` puts the state into
-the device's generator for the duration of the call.
+the device's generator for the duration of the call. A replay sets each of these states by two small
+kernels.
 """
 
 from __future__ import annotations
@@ -78,6 +79,13 @@ class RandomInGraphs:
         for generator, offset in self._repeats:
             generator.manual_seed(seed)
             generator.set_offset(start + offset)
+
+
+def end_recording(device: torch.device) -> None:
+    """After a recording that has failed: the generator's state, as torch 2.11 leaves it, belongs to
+    the recording and would draw nothing more. One like it takes its place."""
+    own: Any = torch.cuda.default_generators[device.index]
+    own.graphsafe_set_state(own.clone_state())
 
 
 class FirstRun:

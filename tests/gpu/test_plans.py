@@ -93,10 +93,12 @@ def trained_runs(models: list[nn.Module], batch: Any, *, warn_only: bool) -> lis
     state = copy.deepcopy(models[0].state_dict())
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     runs = []
-    for each in models:
-        each.load_state_dict(state)
-        runs.append(trained(Training(each, batch, LOSS_INSIDE), STYLES["plain"])[0])
-    torch.use_deterministic_algorithms(False)
+    try:
+        for each in models:
+            each.load_state_dict(state)
+            runs.append(trained(Training(each, batch, LOSS_INSIDE), STYLES["plain"])[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
     return runs
 
 

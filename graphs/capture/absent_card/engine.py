@@ -56,7 +56,8 @@ class _EngineOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten._to_copy.default and list(kwargs or {}) == ["device"]:
+        only_moves = func is torch.ops.aten._to_copy.default and list(kwargs or {}) == ["device"]
+        if only_moves and args[0].device == kwargs["device"]:
             # the engine moves gradients, on the CPU as it believes, to where they are: no operator,
             # which on a card would be counted among the operators' names
             return args[0]

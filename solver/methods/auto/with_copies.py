@@ -132,8 +132,8 @@ def with_copies(
         host_has_room_for_all = sum(search.free.unit_bytes) <= places.host_bytes
         _run(search, (_prove,) if host_has_room_for_all else COPYING)
     else:
-        left_s = (1 - COPYING_SHARE) * search.deadline.left_s
-        is_large = len(graph.nodes) > NODES_PER_S * left_s
+        # not by what is left of the time: on a busy machine too, the same comes first
+        is_large = len(graph.nodes) > NODES_PER_S * (1 - COPYING_SHARE) * time_limit_s
         with search.part_of_time(COPYING_SHARE):
             _run(search, ALONE if is_large else COPYING)
         _run(search, COPYING if is_large else ALONE)

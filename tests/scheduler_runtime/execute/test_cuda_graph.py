@@ -47,6 +47,7 @@ class Recorder:
         self.pools: list[Any] = []
         self.streams: list[Any] = []
         self.fails: RuntimeError | None = None
+        self.ended: list[torch.device] = []
         self._graph: Graph | None = None
         self._run = cuda_graph._RecordedStep._run
         self._differentiate = cuda_graph._RecordedStep._differentiate
@@ -58,10 +59,14 @@ class Recorder:
         self.pools.append(pool)
         self.streams.append(stream)
         self._graph = graph
-        yield
-        self._graph = None
-        if self.fails is not None:
-            raise self.fails
+        try:
+            if self.fails is not None:
+                raise self.fails
+            yield
+        except RuntimeError as error:  # as PyTorch's own end of a recording does
+            raise RuntimeError("capture has been invalidated") from error
+        finally:
+            self._graph = None
 
     def run(self, step: Any) -> tuple[torch.Tensor, ...]:
         made = self._run(step)
@@ -109,6 +114,7 @@ def recorder(monkeypatch) -> Recorder:
     step = cuda_graph._RecordedStep
     monkeypatch.setattr(cuda_graph, "check_model", lambda _model: None)
     monkeypatch.setattr(cuda_graph, "RandomInGraphs", WithoutRandom)
+    monkeypatch.setattr(cuda_graph, "end_recording", stands_in.ended.append)
     monkeypatch.setattr(step, "_run", lambda self: stands_in.run(self))
     monkeypatch.setattr(step, "_differentiate", lambda self, *a: stands_in.differentiate(self, *a))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
@@ -245,6 +251,7 @@ def test_what_fails_while_recorded_is_told_and_buffers_are_as_before(recorder):
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with pytest.raises(CudaGraphError, match="cannot be recorded: operation not permitted"):
         model(*batch)
+    assert recorder.ended == [CPU], "the generator is taken out of the recording"
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
 
 
