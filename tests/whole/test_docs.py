@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import json
 import os
 import pkgutil
 import re
@@ -115,7 +116,34 @@ def test_the_readme_is_short_and_says_what_was_not_measured():
     assert len(README.splitlines()) <= 120
     assert "`pip install -c constraints.txt -e '.[test]' && pytest`" in README
     assert "pip install -c constraints.txt -e . && solve --budget 8GB examples/gpt2.py\n" in README
-    assert README.index("Nothing has been measured on a GPU yet") < README.index("\n## ")
+    assert README.index("Measured on one H200") < README.index("\n## ")
+
+
+def test_the_figures_of_the_gpu_are_those_of_its_file():
+    path = ROOT / "benchmarks" / "results" / "gpu_h200.json"
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    cases = {
+        c: row
+        for run in runs
+        for c, row in run["parts"].get("ways", {"cases": {}})["cases"].items()
+    }
+    eager, blocks, ours = (
+        cases[f"llama-8b-8192/{way}"] for way in ("eager", "every block", "ours/0.3")
+    )
+    page = (DOCS / "gpu.md").read_text(encoding="utf-8")
+    for row in (eager, blocks, ours):
+        assert f"{row['peak_bytes'] / 1e9:.3f} GB" in page
+        assert f"{1e3 * row['time_s']:.1f} ms" in page
+    head = " ".join(README.partition("\n## ")[0].replace("\n>", "").split())
+    for figure in (
+        f"takes {eager['peak_bytes'] / 1e9:.1f} GB",
+        f"a plan for {ours['budget_bytes'] / 1e9:.1f} GB it takes {ours['peak_bytes'] / 1e9:.3f} GB",
+        f"{100 * ours['measured_overhead']:.1f} % more time (planned {100 * ours['overhead']:.1f} %, "
+        f"bound {100 * ours['bound']:.1f} %)",
+        f"{blocks['peak_bytes'] / 1e9:.1f} GB and {100 * blocks['measured_overhead']:.1f} %",
+    ):
+        assert figure in head
+    assert f"{ours['predicted_bytes'] / 1e9:.3f}" == f"{ours['peak_bytes'] / 1e9:.3f}"
 
 
 def test_the_results_in_the_readme_are_those_of_the_table():
