@@ -70,6 +70,7 @@ def test_the_budget_holds_for_the_whole_step(n: int, n_rows: int, share: float) 
     assert max(peaks) <= predicted_bytes + 64  # scalars: losses and their sum
 
 
+@pytest.mark.slow
 def test_gradients_add_up_beside_a_loss_outside_of_the_model() -> None:
     torch.manual_seed(0)
     model, batches = blocks(), list(torch.randn(2, 8, 32))

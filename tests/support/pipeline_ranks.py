@@ -3,6 +3,7 @@
     python -m tests.support.pipeline_ranks 1f1b 2
     python -m tests.support.pipeline_ranks gpipe 2
     python -m tests.support.pipeline_ranks interleaved 2
+    python -m tests.support.pipeline_ranks gpipe 2 wide
 
 Each rank runs steps of its plain and of its planned stages, and prints one line of JSON. Under
 "interleaved" it has two stages.
@@ -17,6 +18,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -39,27 +41,41 @@ SCHEDULES = {
     "gpipe": ScheduleGPipe,
     "interleaved": ScheduleInterleaved1F1B,
 }
-N_MICROBATCHES, ROWS, WIDTH, N_BLOCKS = 4, 128, 64, 2
-SHARE = 0.6
-"""Of what the plain step takes above what is resident: the budget."""
+N_MICROBATCHES, N_BLOCKS = 4, 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a micro-batch. share: of what the plain step takes above what is resident, the budget."""
+
+    rows: int
+    width: int
+    share: float
+
+
+SHAPES = {
+    "": Shape(rows=128, width=64, share=0.6),
+    # gradients take more than what a micro-batch saves: most is held in the second backward pass
+    "wide": Shape(rows=64, width=256, share=0.85),
+}
 
 
 class Block(nn.Module):
     """Dropout draws, and batch norm changes its buffers in each forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.narrow(F.gelu(self.wide(self.norm(x)))))
 
 
-def stage_of(index: int) -> nn.Module:
+def stage_of(index: int, shape: Shape) -> nn.Module:
     torch.manual_seed(index)
-    return nn.Sequential(*(Block() for _ in range(N_BLOCKS)))
+    return nn.Sequential(*(Block(shape.width) for _ in range(N_BLOCKS)))
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -67,36 +83,36 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def planned_solutions(
-    stages: Sequence[nn.Module], pipelines: Sequence[Pipeline]
+    stages: Sequence[nn.Module], pipelines: Sequence[Pipeline], shape: Shape
 ) -> Sequence[Solution]:
-    """Plans for SHARE of the memory; made from meta tensors alone."""
+    """Plans for a share of the memory; made from meta tensors alone."""
     places = list(zip(stages, pipelines, strict=True))
-    plain = [solved(*each, budget=10**9) for each in places]
+    plain = [solved(*each, shape, budget=10**9) for each in places]
     resident_bytes = max(each.graph.resident_bytes for each in plain)
     most_bytes = rank_peak_bytes(plain)
-    budget = resident_bytes + int(SHARE * (most_bytes - resident_bytes))
-    return share_rank_budget([solved(*each, budget=budget) for each in places], n_budgets=4)
+    budget = resident_bytes + int(shape.share * (most_bytes - resident_bytes))
+    return share_rank_budget([solved(*each, shape, budget=budget) for each in places], n_budgets=4)
 
 
-def solved(stage: nn.Module, pipeline: Pipeline, *, budget: int) -> Solution:
-    stage = copy.deepcopy(stage).to("meta")
-    x = torch.empty(ROWS, WIDTH, device="meta", requires_grad=not pipeline.is_first)
+def solved(stage: nn.Module, pipeline: Pipeline, shape: Shape, *, budget: int) -> Solution:
+    stage, size = copy.deepcopy(stage).to("meta"), (shape.rows, shape.width)
+    x = torch.empty(size, device="meta", requires_grad=not pipeline.is_first)
     options: dict[str, object] = {"pipeline": pipeline, "optimizer": torch.optim.AdamW}
     batch: object = x
     if pipeline.is_last:
-        batch = (x, torch.empty(ROWS, WIDTH, device="meta"))
+        batch = (x, torch.empty(size, device="meta"))
         options |= {"inputs": lambda b: b[0], "loss": lambda output, b: loss_of(output, b[1])}
     return solve(stage, batch, budget=budget, **options)
 
 
 def trained(
-    stages: Sequence[nn.Module], pipelines: Sequence[Pipeline]
+    stages: Sequence[nn.Module], pipelines: Sequence[Pipeline], shape: Shape
 ) -> tuple[list[torch.Tensor], int]:
     """Losses, gradients and buffers of three steps; the most that this rank held in a fourth."""
     model, first, last = nn.ModuleList(stages), pipelines[0], pipelines[-1]
     torch.manual_seed(10 + first.stage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    example = torch.empty(ROWS, WIDTH)
+    example = torch.empty(shape.rows, shape.width)
     runners = [
         PipelineStage(
             stage,
@@ -114,7 +130,8 @@ def trained(
         loss_fn=loss_of,
     )
     generator = torch.Generator().manual_seed(7)
-    data = [torch.randn(first.n_microbatches * ROWS, WIDTH, generator=generator) for _ in "xy"]
+    whole = first.n_microbatches * shape.rows, shape.width
+    data = [torch.randn(whole, generator=generator) for _ in "xy"]
     here = [each for each, there in zip(data, (first.is_first, last.is_last), strict=True) if there]
     results: list[torch.Tensor] = []
 
@@ -149,20 +166,20 @@ def trained(
     return results, taken_bytes + sum(s.untyped_storage().nbytes() for s in storages.values())
 
 
-def work(rank: int, *, schedule: str, n_ranks: int) -> None:
+def work(rank: int, *, schedule: str, n_ranks: int, shape: Shape) -> None:
     n_each = 2 if schedule == "interleaved" else 1
     pipelines = [
         Pipeline(index, n_ranks * n_each, N_MICROBATCHES, schedule, n_each)
         for index in range(rank, n_ranks * n_each, n_ranks)
     ]
-    stages = [stage_of(pipeline.stage) for pipeline in pipelines]
-    solutions = planned_solutions(stages, pipelines)
+    stages = [stage_of(pipeline.stage, shape) for pipeline in pipelines]
+    solutions = planned_solutions(stages, pipelines, shape)
     simulations = [found.simulation for found in solutions if found.simulation is not None]
-    plain, plain_bytes = trained(copy.deepcopy(stages), pipelines)
+    plain, plain_bytes = trained(copy.deepcopy(stages), pipelines, shape)
     planned = [apply(*each) for each in zip(stages, solutions, strict=True)]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        got, planned_bytes = trained(planned, pipelines)
+        got, planned_bytes = trained(planned, pipelines, shape)
     found = {
         "stage": rank,
         "same": len(plain) == len(got) and all(map(torch.equal, plain, got)),
@@ -179,5 +196,5 @@ def work(rank: int, *, schedule: str, n_ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    name, n = sys.argv[1], int(sys.argv[2])
-    run(functools.partial(work, schedule=name, n_ranks=n), n_processes=n)
+    name, n, shape = sys.argv[1], int(sys.argv[2]), SHAPES[(sys.argv[3:] or [""])[0]]
+    run(functools.partial(work, schedule=name, n_ranks=n, shape=shape), n_processes=n)
