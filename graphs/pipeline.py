@@ -11,8 +11,10 @@ decides (`Graph.n_in_flight`). What else is there, whatever the plan, are reside
 - inputs and targets of all micro-batches, for which it has buffers, and a buffer for the gradient
   of each one's output;
 - what was sent, for as long as the schedule holds on to it: under 1F1B the gradient of the last
-  input, and one output of the warm-up; under GPipe the gradients of all inputs; under interleaved
-  these and all outputs;
+  input, and one output of the warm-up; under GPipe and interleaved the gradients of all inputs and
+  all outputs;
+- gradients of parameters, from the first backward pass on: under GPipe, where all forward passes
+  have run by then, what else there was in that pass is more (`Graph.in_turn`);
 - the losses of all micro-batches, and of those in flight what a loss outside of the stage saves for
   its backward pass (cross-entropy: as much as its logits), and the states of random numbers;
 - under interleaved, parameters, gradients and optimizer state of the rank's other stages, which are
@@ -202,7 +204,32 @@ def with_pipeline(graph: Graph, pipeline: Pipeline | None) -> Graph:
         tensors=(*graph.tensors, *beside),
         meta=dataclasses.replace(meta, dtypes=dtypes),
         n_in_flight=pipeline.n_in_flight,
+        others_bytes=_sent_bytes(graph, pipeline) if _in_turn(graph, pipeline) else 0,
+        in_turn=_in_turn(graph, pipeline),
     )
+
+
+def _in_turn(graph: Graph, pipeline: Pipeline) -> bool:
+    """Whether all forward passes come first, and then backward passes that find no gradients but
+    those of each other. What a micro-batch has sent takes the place of what it had in flight."""
+    return pipeline.schedule == "gpipe" and bool(graph.accumulated)
+
+
+def _made_bytes(graph: Graph) -> Counter[tuple[str, str]]:
+    """Of what a micro-batch leaves, but gradients of parameters: bytes by phase and kind."""
+    made: Counter[tuple[str, str]] = Counter()
+    for name in graph.outputs:
+        if name in graph.producer and name not in graph.accumulated:
+            tensor = graph.tensor_by_name[name]
+            made[graph.producer[name].phase, tensor.kind] += tensor.size_bytes
+    return made
+
+
+def _sent_bytes(graph: Graph, pipeline: Pipeline) -> int:
+    """What a micro-batch sends: the gradients of its inputs, and its outputs."""
+    made = _made_bytes(graph)
+    outputs_bytes = 0 if pipeline.is_last else made["forward", "output"]
+    return made["backward", "gradient"] + outputs_bytes
 
 
 def _saved_by_loss_bytes(graph: Graph) -> int:
@@ -250,17 +277,15 @@ def _beside(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]
     for tensor in graph.resident:
         if tensor.alias_of is None and tensor.name not in graph.meta.device_bytes:
             resident[tensor.kind] += tensor.size_bytes
-    made: Counter[str | tuple[str, str]] = Counter()  # by phase, and by phase and kind
-    for name in graph.outputs:
-        if name in graph.producer:
-            tensor, phase = graph.tensor_by_name[name], graph.producer[name].phase
-            made[phase] += tensor.size_bytes
-            made[phase, tensor.kind] += tensor.size_bytes
+    made = _made_bytes(graph)
     n_runs = pipeline.n_microbatches * pipeline.stages_per_rank
     yield "inputs", (n_runs - 1) * resident["input"], "input"
     if not pipeline.is_last:
         yield "output_gradients", (n_runs - 1) * resident["tangent"], "tangent"
-    loss_bytes = made["outside"] - made["outside", "gradient"] - made["outside", "tangent"]
+    of_gradients = ("gradient", "tangent")
+    loss_bytes = sum(
+        n for (phase, kind), n in made.items() if phase == "outside" and kind not in of_gradients
+    )
     yield "losses", (pipeline.n_microbatches - 1) * loss_bytes, "output"
     yield "saved_by_loss", (pipeline.n_in_flight - 1) * _saved_by_loss_bytes(graph), "output"
     state = graph.tensor_by_name.get(RANDOM_STATE)
@@ -268,7 +293,8 @@ def _beside(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]
         yield "random_states", (pipeline.n_in_flight - 1) * state.size_bytes, "buffer"
     others = pipeline.n_in_flight - 1
     n_sent = min(1, n_runs - 1) if pipeline.schedule == "1f1b" else n_runs - 1
-    yield "sent_gradients", n_sent * made["backward", "gradient"], "gradient"
+    if not _in_turn(graph, pipeline):  # else they take the place of what was in flight
+        yield "sent_gradients", n_sent * made["backward", "gradient"], "gradient"
     if not pipeline.is_last:
         done = {"1f1b": min(1, others), "gpipe": 0, "interleaved": n_runs - 1 - others}
         yield "sent_outputs", done[pipeline.schedule] * made["forward", "output"], "output"

@@ -96,13 +96,14 @@ def rank_peak_bytes(
         optimizer.zero_grad()
         with no_garbage(torch.device("cpu")):
             taken.append(cpu_peak_bytes(step).peak_bytes)
-        if n >= least and _all_ranks(min(taken) + resident_bytes <= predicted_bytes):
+        if n >= least and all_ranks(min(taken) + resident_bytes <= predicted_bytes):
             break
     optimizer.zero_grad()
     return min(taken) + resident_bytes
 
 
-def _all_ranks(holds: bool) -> bool:
+def all_ranks(holds: bool) -> bool:
+    """Whether it holds on all of them."""
     answers = torch.tensor([int(holds)])
     dist.all_reduce(answers, op=dist.ReduceOp.MIN)
     return bool(answers.item())

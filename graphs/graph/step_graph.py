@@ -51,7 +51,11 @@ class Graph:
     accumulated: outputs that the backward pass makes if it is the first of those in flight to run;
         each later one, beside which one less is in flight, finds them on the device and adds to
         them: gradients of parameters.
-    others_bytes: what each of the others holds at least, since it may be another call.
+    others_bytes: what each of the others holds at least, since it may be another call, or may have
+        run backward (`in_turn`).
+    in_turn: those in flight run backward one after the other, each by itself, and no other begins
+        after that (GPipe). So gradients are added in place, and one that has run leaves
+        others_bytes. Else one backward pass runs through all of them.
     host_state_bytes: of the optimizer's state, and of parameters (`graphs.parameter_loads`), which
         are in host memory for the whole step. Nodes of phase optimizer copy them through their
         workspace, and their time is that with the copies (`graphs.host_state`).
@@ -67,6 +71,7 @@ class Graph:
     host_state_bytes: int = 0
     accumulated: tuple[str, ...] = ()
     others_bytes: int = 0
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.meta, dict):  # a graph written by hand
@@ -120,17 +125,25 @@ class Graph:
     @cached_property
     def awaited_bytes(self) -> tuple[int, ...]:
         """Of each later node: bytes of `accumulated` that are on the device while it runs in a
-        backward pass that finds them there, and not yet in the one that makes them.
+        backward pass that finds them there, and not yet in the one that makes them. So is what one
+        that has run leaves.
 
         A gradient is awaited until the last node that reads it has run.
         """
-        return tuple(accumulate(reversed(self.summed_bytes)))[::-1]
+        left_bytes = self.others_bytes if self.in_turn else 0
+        awaited = tuple(accumulate(reversed(self._completed_bytes)))[::-1]
+        return tuple(left_bytes + each for each in awaited)
 
     @cached_property
     def summed_bytes(self) -> tuple[int, ...]:
-        """Of each later node: bytes of `accumulated` that it is the last one to read. A backward
-        pass that finds them on the device has their sum beside both then, since autograd adds what
-        it has got for several uses of a tensor out of place."""
+        """Of each later node: bytes of `accumulated` that it is the last one to read, unless they
+        are added in place. A backward pass that finds them on the device has their sum beside both
+        then, since autograd adds what it has got for several uses of a tensor out of place."""
+        return tuple(0 if self.in_turn else each for each in self._completed_bytes)
+
+    @cached_property
+    def _completed_bytes(self) -> tuple[int, ...]:
+        """Of each later node: bytes of `accumulated` that it is the last one to make or read."""
         late = dict.fromkeys(self.accumulated, 0)
         for index, node in enumerate(self.later_nodes):
             if node.phase != "optimizer":
@@ -262,6 +275,7 @@ class Graph:
             "host_state_bytes": (self.host_state_bytes, 0),
             "accumulated": (list(self.accumulated), []),
             "others_bytes": (self.others_bytes, 0),
+            "in_turn": (self.in_turn, False),
         }
         return {
             "format": FORMAT,
@@ -323,6 +337,7 @@ class Graph:
                 host_state_bytes=record.integer("host_state_bytes", default=0),
                 accumulated=record.strings("accumulated", default=[]),
                 others_bytes=record.integer("others_bytes", default=0),
+                in_turn=record.boolean("in_turn", default=False),
             )
         except GraphError as error:
             raise FormatError(f"{source}: {error}") from error

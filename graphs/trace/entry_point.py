@@ -96,7 +96,8 @@ def trace(
         each block of the model as a group, or a Sharding. `batch` is that of one rank.
     pipeline: the step of one micro-batch in a stage of a pipeline (`graphs.pipeline`). `model` is
         the stage, `batch` a micro-batch: for all but the first stage with tensors that require
-        gradients. Only the last stage has a loss. `gradients` add up over the micro-batches.
+        gradients. Only the last stage has a loss. `gradients` add up over the micro-batches;
+        under GPipe "fresh" ones are not there in the first backward pass.
     passes: forward passes, each on a batch like this one, that wait for one backward pass together
         (`graphs.passes`). `loss` is that of one of them.
     zero: the step as one rank of DeepSpeed's ZeRO runs it (`graphs.zero`). `batch` is
@@ -211,8 +212,10 @@ def _traced(
     call = Call.of(args, kwargs, order=argument_order(model.forward))
     if pipeline is not None:
         check_stage(model, call, pipeline, has_loss=given.loss is not None)
+        in_turn = pipeline.schedule == "gpipe" and fsdp is None and gradients == FRESH
         if pipeline.n_microbatches > 1 or fsdp is not None:  # FSDP2 reduces after the last
-            gradients = OF_MICRO_BATCHES
+            # None is there from the start where all backward passes come last.
+            gradients = OF_PASSES if in_turn else OF_MICRO_BATCHES
     if passes.n > 1:
         if pipeline is not None or fsdp is not None:
             other = "a stage of a pipeline" if fsdp is None else "FSDP2"

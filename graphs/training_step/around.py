@@ -22,7 +22,8 @@ class Accumulation:
     """Which gradients exist before the step, so that new ones are added to them.
 
     of_module: those of parameters. of_inputs: those of inputs that require gradients.
-    of_step: they are made by another pass of the same step (`Graph.accumulated`).
+    of_step: they are made by another pass of the same step (`Graph.accumulated`), or by another
+        micro-batch, where all forward passes come before the first backward pass.
     taken: none exist, and each is copied and freed as soon as it is complete (`graphs.zero`).
     """
 

@@ -143,7 +143,8 @@ class OutsideLoss:
                 if tensor.name in loss_layout.dtypes:
                     dtypes.setdefault(loss_layout.dtypes[tensor.name], []).append(name)
         kept = [names[n] for n in loss_layout.outputs if names[n] not in tangents]
-        return Graph(
+        return dataclasses.replace(
+            graph,
             nodes=(*graph.forward_nodes, *outside, *graph.later_nodes),
             tensors=(*graph.tensors, *extra),
             outputs=tuple(dict.fromkeys((*graph.outputs, *kept))),

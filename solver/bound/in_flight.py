@@ -143,6 +143,7 @@ def span_graph(graph: Graph, span: Span, *, budget_bytes: int) -> Graph:
         n_in_flight=1,
         accumulated=(),
         others_bytes=0,
+        in_turn=False,
     )
 
 

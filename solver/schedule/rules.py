@@ -23,8 +23,8 @@
 10. Of several in flight (`Graph.n_in_flight`), each other one holds what the schedule has on the
    device, beside what is resident, when the forward pass has ended: all forward nodes have run, and
    nothing else was computed. It counts at every op before the optimizer's first. Gradients that
-   add up over them (`Graph.accumulated`) count from then on where there are more of them
-   (`solver.schedule.ops.bytes_of_others`).
+   add up over them (`Graph.accumulated`), and what those that have run leave (`Graph.in_turn`),
+   count from then on where that is more (`solver.schedule.ops.bytes_of_others`).
 11. What is in host memory for the whole step, the optimizer's state and parameters
    (`Graph.host_state_bytes`), is there from before the first op to the end. A node
    of the optimizer has all streams to itself then: it starts when the copies before it have ended,

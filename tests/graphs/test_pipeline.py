@@ -159,7 +159,8 @@ def test_what_stands_beside_the_step() -> None:
     sent = {"sent_outputs": one_bytes, "sent_gradients": one_bytes}
     assert resident_bytes(middle) == {**buffers, **sent}
     gpipe = trace(stage(), x, pipeline=Pipeline(1, 4, 8, "gpipe"))
-    assert resident_bytes(gpipe) == {**buffers, "sent_gradients": 7 * one_bytes}
+    assert resident_bytes(gpipe) == buffers
+    assert gpipe.others_bytes == 2 * one_bytes  # once run: output, and gradient of the input
     last = trace(stage(), x, loss=lambda output, _: output.sum(), pipeline=Pipeline(3, 4, 8))
     assert resident_bytes(last) == {
         "inputs": 7 * one_bytes, "losses": 7 * 4, "sent_gradients": one_bytes
@@ -188,6 +189,23 @@ def test_gradients_of_inputs_do_not_add_up_over_micro_batches() -> None:
     assert len(accumulated) == 4  # two weights and two biases
     (gradient,) = (n for n in graph.outputs if graph.tensor_by_name[n].kind == "gradient")
     assert graph.tensor_by_name[gradient].size_bytes == 8 * WIDTH * 4
+
+
+@pytest.mark.slow
+def test_under_gpipe_gradients_are_there_from_the_first_backward_pass_on() -> None:
+    x, place = batch(requires_grad=True), Pipeline(1, 4, 8, "gpipe")
+    found = trace(stage(), x, pipeline=place)
+    assert found.in_turn
+    assert len(found.accumulated) == 4  # two weights and two biases
+    existing = trace(stage(), x, pipeline=place, gradients="accumulate")
+    sharded = trace(stage(), x, pipeline=place, gradients="accumulate", fsdp=2)
+    alone = trace(stage(), x, pipeline=Pipeline(1, 4, 1, "gpipe"))
+    for graph in (existing, sharded, alone):
+        assert not graph.in_turn
+        assert not graph.others_bytes
+        assert not graph.accumulated
+    one_bytes = 8 * WIDTH * 4
+    assert resident_bytes(existing)["sent_gradients"] == 7 * one_bytes
 
 
 def test_the_report_and_the_files_say_it(tmp_path, capsys) -> None:

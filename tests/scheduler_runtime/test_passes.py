@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from graphs import PassesError
 from scheduler_runtime import apply, remove
@@ -66,6 +68,24 @@ def test_the_budget_holds_for_the_whole_step(n: int, n_rows: int, share: float) 
     assert predicted_bytes <= solution.request.available_bytes
     assert peaks[-1] == pytest.approx(predicted_bytes, rel=WITHIN)
     assert max(peaks) <= predicted_bytes + 64  # scalars: losses and their sum
+
+
+@pytest.mark.slow
+def test_gradients_add_up_beside_a_loss_outside_of_the_model() -> None:
+    torch.manual_seed(0)
+    model, batches = blocks(), list(torch.randn(2, 8, 32))
+
+    def mean_square(output: torch.Tensor, _batch: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    def step(called: nn.Module, batches: Sequence[torch.Tensor]) -> None:
+        torch.stack([mean_square(called(x), x) for x in batches]).sum().backward()
+
+    solution = solve(model, batches[0], budget="1GB", passes=2, loss=mean_square)
+    assert solution.simulation is not None
+    measured = step_peak_bytes(apply(model, solution), step, batches, None)
+    assert measured == pytest.approx(solution.simulation.peak_bytes, rel=2 * WITHIN)
+    assert measured <= solution.simulation.peak_bytes
 
 
 def test_gradients_that_exist_stay_beside_the_sum_of_those_of_the_passes() -> None:

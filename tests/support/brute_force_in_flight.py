@@ -60,8 +60,11 @@ def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Truth:
                     continue
                 steps = "optimizer" in phases[: after[0]]
                 awaited_bytes = _awaited_bytes(graph, done)
-                if after[0] > done:  # the node adds the gradients that are no longer awaited
+                if (
+                    after[0] > done and not graph.in_turn
+                ):  # the node adds the gradients that are no longer awaited
                     awaited_bytes += awaited_bytes - _awaited_bytes(graph, after[0])
+                awaited_bytes += graph.others_bytes if graph.in_turn else 0
                 late_bytes = max(0, awaited_bytes - each_bytes) if turned else 0
                 if peak_bytes + (0 if steps else others_bytes + late_bytes) > budget_bytes:
                     continue

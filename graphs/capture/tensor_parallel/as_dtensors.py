@@ -68,10 +68,13 @@ def of_local_parts(graph: torch.fx.Graph) -> None:
         desc = node.meta["desc"]
         if _is_kept(desc):
             node.meta["desc"] = _whole(desc)
-        elif node.users:
+            continue
+        for user in list(node.users):
+            if not user.users:  # what is no longer returned: an equal mesh that DTensor remembers
+                graph.erase_node(user)
+        if node.users:
             raise TraceError(f"forward computes with the mesh of a DTensor ({node.name})")
-        else:
-            graph.erase_node(node)
+        graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=_WAIT):
         # `wait_tensor` returns the tensor that it is given; a fake one makes a copy of it
         (made,) = node.all_input_nodes

@@ -179,6 +179,17 @@ def test_a_mesh_of_two_dimensions_is_refused() -> None:
 
 
 @pytest.mark.slow
+def test_one_dimension_of_a_mesh_may_be_taken_again_for_another_model() -> None:
+    """DTensor remembers the equal mesh of the first one, which is another object."""
+    for _ in group_of(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        for _ in range(2):
+            model = parallel(mesh["tp"])
+            apply(model, solve(model, batch(), budget="1GB", loss=square))
+            model(batch()).square().mean().backward()
+
+
+@pytest.mark.slow
 def test_fsdp_on_top_is_refused() -> None:
     from torch.distributed.fsdp import fully_shard
 

@@ -12,9 +12,10 @@ from tests.support.ranks import ranks_of
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(schedule: str) -> None:
-    found = ranks_of("pipeline_ranks", schedule, "2")
+@pytest.mark.parametrize("case", ["1f1b", "gpipe", "gpipe wide", "interleaved"])
+def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(case: str) -> None:
+    schedule, *shape = case.split()
+    found = ranks_of("pipeline_ranks", schedule, "2", *shape)
     first, last = sorted(found, key=lambda each: each["stage"])
     in_flight = {"1f1b": (2, 1), "gpipe": (4, 4), "interleaved": (5, 3)}[schedule]
     assert (first["n_in_flight"], last["n_in_flight"]) == in_flight
@@ -25,7 +26,7 @@ def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(schedule: str
         assert each["measured_bytes"] <= each["predicted_bytes"], each
         assert each["measured_bytes"] < each["plain_measured_bytes"], each
         assert each["plain_measured_bytes"] <= each["plain_predicted_bytes"], each
-        # GPipe holds most in the first backward pass, when no gradient is there yet; of stages that
-        # differ, the prediction takes the buffers of the one that has most
-        least = 0.95 if schedule == "1f1b" else 0.85
+        # of stages that differ, the prediction takes the buffers of the one that has most
+        least = 0.85 if schedule == "interleaved" else 0.985
         assert each["measured_bytes"] >= least * each["predicted_bytes"], each
+        assert each["plain_measured_bytes"] >= least * each["plain_predicted_bytes"], each

@@ -40,7 +40,8 @@ def small(seed: int) -> Graph:
     made = {name for node in graph.nodes if node.phase == "backward" for name in node.outputs}
     late = tuple(name for name in graph.outputs if name in made and graph.root(name) == name)
     floor_bytes = rng.choice((0, 0, rng.randint(1, 12)))
-    return dataclasses.replace(graph, accumulated=late, others_bytes=floor_bytes)
+    in_turn = seed % 4 == 0
+    return dataclasses.replace(graph, accumulated=late, others_bytes=floor_bytes, in_turn=in_turn)
 
 
 def budgets(graph: Graph) -> list[int]:
@@ -80,10 +81,36 @@ def test_the_others_hold_what_the_schedule_saves_until_the_optimizer() -> None:
     assert kept.peak_bytes == 1116 + 220
 
 
+def test_those_that_run_backward_in_turn_add_to_the_gradients_of_the_first() -> None:
+    graph = make(
+        [
+            op("f", "x", "a"),
+            op("h", "a", "b"),
+            op("back", "b a", "g", phase="backward"),
+            op("late", "b", "k", phase="backward"),
+            op("step", "g k", "", phase="optimizer"),
+        ],
+        {"x": 1, "a": 10, "b": 100, "g": 1000, "k": 200},
+        outputs="g k",
+    )
+    words = "f h -a f back -a late -b step"
+    alone = simulate(graph, plan(graph, words)).live_bytes
+    in_turn = dataclasses.replace(
+        graph, n_in_flight=3, accumulated=("g", "k"), others_bytes=20, in_turn=True
+    )
+    found = simulate(in_turn, plan(in_turn, words)).live_bytes
+    # two hold 100 each; or one does, one has left 20, and gradients are there before they are made
+    others = (200, 200, 200, 1320, 1320, 1320, 320, 320, 0)
+    assert found == tuple(map(sum, zip(alone, others, strict=True)))
+    less = simulate(in_turn, plan(in_turn, "f h -a -b f h back -a late -b step"))
+    assert less.live_bytes[4] == 1 + 10 + 2 * 20 + 1200  # nothing is saved, and two have run
+
+
 def test_a_graph_keeps_the_number_in_its_file(tmp_path) -> None:
-    graph = dataclasses.replace(small(1), n_in_flight=5)
+    graph = dataclasses.replace(small(1), n_in_flight=5, in_turn=True)
     graph.save(tmp_path / "graph.json")
     assert Graph.load(tmp_path / "graph.json").n_in_flight == 5
+    assert Graph.load(tmp_path / "graph.json").in_turn
     assert graph.module_part().n_in_flight == 1
     assert graph.graph_id == dataclasses.replace(graph, n_in_flight=1).graph_id
     with pytest.raises(GraphError, match="n_in_flight is 0"):
