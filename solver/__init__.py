@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from solver.plan_analysis import (
         Curve,
         PipelineSplit,
+        RankPlans,
         rank_peak_bytes,
         share_rank_budget,
         split_pipeline,
@@ -41,6 +42,7 @@ __all__ = [
     "Free",
     "IllegalScheduleError",
     "PipelineSplit",
+    "RankPlans",
     "Request",
     "Schedule",
     "Simulation",
@@ -59,7 +61,8 @@ __all__ = [
 
 _HOMES = {
     "plan_analysis": (
-        *("Curve", "PipelineSplit", "rank_peak_bytes", "share_rank_budget", "split_pipeline"),
+        *("Curve", "PipelineSplit", "RankPlans", "rank_peak_bytes", "share_rank_budget"),
+        "split_pipeline",
     ),
     "python_api": ("draw", "report", "sweep", "verify"),
     "schedule": (

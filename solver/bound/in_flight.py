@@ -109,9 +109,15 @@ def halves(span: Span) -> tuple[Span, Span]:
     )
 
 
-def span_graph(graph: Graph, span: Span, *, budget_bytes: int) -> Graph:
-    """The step with one in flight that is described above."""
-    others_bytes = (graph.n_in_flight - 1) * span.least_bytes
+def span_graph(
+    graph: Graph, span: Span, *, budget_bytes: int, others_bytes: int | None = None
+) -> Graph:
+    """The step with one in flight that is described above.
+
+    others_bytes: what the others hold together, where they are not all of this step.
+    """
+    if others_bytes is None:
+        others_bytes = (graph.n_in_flight - 1) * span.least_bytes
     spare_bytes = budget_bytes - graph.resident_bytes - others_bytes - span.most_bytes
     outside = any(node.phase == "outside" for node in graph.nodes)
     late, summed = _late_bytes(graph, span), _sum_bytes(graph, span)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -59,12 +60,34 @@ class Milp:
         *,
         lower: float = -math.inf,
         upper: float = math.inf,
-    ) -> None:
+    ) -> int:
+        """Returns its number."""
         self._columns.extend(columns)
         self._values.extend(values)
         self._row_starts.append(len(self._columns))
         self._lower.append(lower)
         self._upper.append(upper)
+        return len(self._lower) - 1
+
+    def limit(self, row: int, lower: float, upper: float) -> None:
+        """Between what this row is to be from now on."""
+        self._lower[row], self._upper[row] = lower, upper
+
+    def append(self, other: Milp, *, weight: float) -> int:
+        """The variables and rows of another program beside these, its cost times a weight.
+
+        Returns the number of its first variable here.
+        """
+        first = len(self.cost)
+        self.cost += [weight * each for each in other.cost]
+        self.least += other.least
+        self.most += other.most
+        self.whole += other.whole
+        limits = zip(pairwise(other._row_starts), other._lower, other._upper, strict=True)
+        for (start, end), lower, upper in limits:
+            columns = [first + column for column in other._columns[start:end]]
+            self.row(columns, other._values[start:end], lower=lower, upper=upper)
+        return first
 
     def solve(
         self,

@@ -29,7 +29,7 @@ def micro_batch_s(solution: Solution) -> float | None:
     """Seconds of the forward and backward pass of a stage's plan; None without one."""
     if solution.simulation is None:
         return None
-    return solution.simulation.time_s - _optimizer_s(solution.graph)
+    return solution.simulation.time_s - optimizer_s(solution.graph)
 
 
 _TracedStage: TypeAlias = "tuple[Variants, Hardware | None, CostModel | None]"
@@ -102,7 +102,7 @@ class PlannedStages:
             f"{counted(part.end - part.first, 'layer')}..."
         )
         solution = self.solution(part)
-        steps_s = _optimizer_s(solution.graph)
+        steps_s = optimizer_s(solution.graph)
         found_s = micro_batch_s(solution)
         return StageTime(
             plan_s=math.inf if found_s is None else found_s,
@@ -177,7 +177,7 @@ class PlannedStages:
         return not is_first or inside[-1].gives_gradient
 
 
-def _optimizer_s(graph: Graph) -> float:
+def optimizer_s(graph: Graph) -> float:
     return math.fsum(node.time_s for node in graph.nodes if node.phase == "optimizer")
 
 

@@ -1,82 +1,142 @@
 """One budget for all stages of a rank (`schedule="interleaved"`), divided at the least time.
 
     solutions = [solve(stage, micro_batch, budget="16GB", pipeline=place) for stage, place in ...]
-    solutions = share_rank_budget(solutions)     # rank_peak_bytes(solutions) <= 16 GB
+    plans = share_rank_budget(solutions)     # plans.peak_bytes <= 16 GB; plans.gap
 
-A stage that is planned by itself takes the rank's other stages to be like it. Here each stage is
-planned for several budgets, and of all combinations of these plans, and those that were given, that
-fit together by `rank_peak_bytes`, the one that takes the least time is chosen. So a stage may save
-more than it could if the others were like it, where one of them saves less.
-
-Optimal for: the plans that are compared, if there are at most MOST_COMBINATIONS of them.
-Cost: `n_budgets` quick plans of each stage; then a sum for each combination.
+A stage that is planned by itself takes the rank's other stages to be like it. Here the stages are
+planned together, so that one may save more than it could if the others were like it, where another
+saves less, and it is proven how far from the least time the plans can be (`rank_search`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
 
 from graphs.pipeline import PipelineError
-from solver.plan_analysis.pareto import sweep
-from solver.plan_analysis.planned_stages import micro_batch_s
-from solver.plan_analysis.rank_peak import check_rank, rank_peak_bytes
-from solver.schedule import Solution
-from solver.sizes_deadlines_progress import format_size
-
-MOST_COMBINATIONS = 20_000
+from solver.plan_analysis.planned_stages import micro_batch_s, optimizer_s
+from solver.plan_analysis.rank_peak import check_rank, in_order, rank_peak_bytes
+from solver.plan_analysis.rank_search import RankSearch, StagePlan, variants_of
+from solver.schedule import OPTIMAL_GAP, Solution, Status
+from solver.sizes_deadlines_progress import Deadline, format_percent, format_size
 
 
-def share_rank_budget(
-    solutions: Sequence[Solution], *, n_budgets: int = 10
-) -> tuple[Solution, ...]:
+@dataclass(frozen=True)
+class RankPlans(Sequence[Solution]):
+    """Plans of all stages of a rank, which fit its budget together: a sequence of them.
+
+    solutions: in the order in which they were given. The budget of each is what the rank would take
+        if all of its stages were like this one; gap and status of a solution are of that budget.
+    lower_bound_s: no plans of these stages that fit together are faster.
+    timed_out: the time limit, or Ctrl-C, ended the search: more time might find more.
+
+    Seconds are those of one micro-batch, forward and backward, in all stages of the rank.
+    """
+
+    solutions: tuple[Solution, ...]
+    budget_bytes: int
+    lower_bound_s: float
+    timed_out: bool = False
+
+    @overload
+    def __getitem__(self, index: int) -> Solution: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Solution]: ...
+    def __getitem__(self, index: int | slice) -> Solution | Sequence[Solution]:
+        return self.solutions[index]
+
+    def __len__(self) -> int:
+        return len(self.solutions)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the rank holds at most."""
+        return rank_peak_bytes(self.solutions)
+
+    @property
+    def time_s(self) -> float:
+        return math.fsum(micro_batch_s(solution) or 0.0 for solution in self.solutions)
+
+    @property
+    def baseline_s(self) -> float:
+        """Without plans."""
+        found = (s.baseline.time_s - optimizer_s(s.plain) for s in self.solutions)
+        return math.fsum(found)
+
+    @property
+    def overhead(self) -> float:
+        """Extra time as a share of that without plans."""
+        return self.time_s / (self.baseline_s or 1.0) - 1.0
+
+    @property
+    def gap(self) -> float:
+        """What is not proven, in shares of the time without plans."""
+        return max(0.0, self.time_s - self.lower_bound_s) / (self.baseline_s or 1.0)
+
+    @property
+    def status(self) -> Status:
+        return "optimal" if self.gap <= OPTIMAL_GAP else "feasible"
+
+    def __repr__(self) -> str:
+        """One line: what was asked, what was found, what is proven."""
+        asked = f"{len(self)} stages, {self.status}, budget {format_size(self.budget_bytes)}"
+        asked = f"{len(self)} stages, {self.status}, budget {format_size(self.budget_bytes)}"
+        return (
+            f"RankPlans({asked}: peak {format_size(self.peak_bytes)}, overhead "
+            f"{format_percent(self.overhead)}, proven within {format_percent(self.gap)})"
+        )
+
+
+def share_rank_budget(solutions: Sequence[Solution]) -> RankPlans:
     """Plans of the same stages that fit the rank's budget together, at the least time found.
 
     solutions: of all stages of one rank, made with the same budget, whether each has a plan or not.
-        The time limit of their requests is that of each plan.
-    n_budgets: how many each stage is planned for. A stage's budget, in the plans that are returned,
-        is what the rank would take if all of its stages were like this one.
+        The longest time limit of their requests is that of the search.
 
     Raises PipelineError for stages of several ranks, a stage too few, budgets that differ, and
-    where no combination of plans fits.
+    where no plans that fit together are found.
     """
-    check_rank(solutions)
+    place = check_rank(solutions)
     budgets = {solution.request.available_bytes for solution in solutions}
     if len(budgets) > 1:
         words = ", ".join(map(format_size, sorted(budgets)))
         raise PipelineError(f"the stages of a rank share one budget, but were solved for {words}")
     (budget_bytes,) = budgets
-    n_each = max(2, min(n_budgets, math.floor(MOST_COMBINATIONS ** (1 / len(solutions)))))
-    plans = [_plans(solution, n_each) for solution in solutions]
-    found: tuple[Solution, ...] | None = None
-    least_bytes: int | None = None
-    found_s = math.inf
-    for combination in itertools.product(*plans):
-        time_s = math.fsum(micro_batch_s(plan) or 0.0 for plan in combination)
-        if time_s >= found_s and found is not None:
-            continue
-        peak_bytes = rank_peak_bytes(combination)
-        least_bytes = peak_bytes if least_bytes is None else min(least_bytes, peak_bytes)
-        if peak_bytes <= budget_bytes:
-            found, found_s = combination, time_s
-    if found is None:
-        least = "" if least_bytes is None else f"; the smallest peak found is {least_bytes} bytes"
+    if len(solutions) == 1 and (alone := solutions[0]).simulation is not None:
+        bound_s = alone.lower_bound_s - optimizer_s(alone.graph)
+        return RankPlans((alone,), budget_bytes, bound_s, alone.timed_out)
+    given = in_order(solutions)
+    deadline = Deadline.after(max(solution.request.time_limit_s for solution in solutions))
+    search = RankSearch(place, given, budget_bytes=budget_bytes, deadline=deadline)
+    search.run()
+    if search.best is None:
+        proven = " (proven)" if math.isinf(search.lower_bound_s) else ""
         raise PipelineError(
-            f"no plans of this rank's stages fit {budget_bytes} bytes together{least}"
+            f"no plans of this rank's stages fit {budget_bytes} bytes together{proven}; the "
+            f"smallest peak found is {search.least_peak_bytes} bytes"
         )
-    return found
+    plans = {id(solution): plan for solution, plan in zip(given, search.best, strict=True)}
+    found = tuple(_with_plan(solution, plans[id(solution)]) for solution in solutions)
+    return RankPlans(found, budget_bytes, search.lower_bound_s, search.timed_out)
 
 
-def _plans(solution: Solution, n_budgets: int) -> list[Solution]:
-    """Plans of one stage, for budgets from the least to that of the step without recomputation."""
-    like = dataclasses.replace(solution.request, reserve_bytes=0)
-    curve = sweep(
-        solution.variants or solution.graph,
-        n_budgets=n_budgets,
-        methods=(solution.request.method,),
-        like=like,
-        quick=True,
-    )
-    return [each for each in (solution, *curve.points) if each.simulation is not None]
+def _with_plan(given: Solution, plan: StagePlan) -> Solution:
+    """The answer to the request for what a rank of such stages would take."""
+    if plan.graph is given.graph and plan.schedule == given.schedule:
+        return given
+    peak_bytes, request = plan.simulation.peak_bytes, given.request
+    # What is proven for a larger budget holds for a smaller one.
+    is_smaller = peak_bytes <= request.available_bytes
+    least_s = min(graph.baseline_time_s for graph in variants_of(given))
+    return dataclasses.replace(
+        given,
+        graph=plan.graph,
+        schedule=plan.schedule,
+        simulation=plan.simulation,
+        request=dataclasses.replace(request, budget_bytes=peak_bytes + request.reserve_bytes),
+        lower_bound_s=given.lower_bound_s if is_smaller else least_s,
+        obstacle=None,
+    ).with_bound(least_s)

@@ -31,6 +31,7 @@ from solver.schedule.ops import (
     Store,
     bytes_of_others,
     free_after_last_use,
+    n_before_optimizer,
     name_in,
     ops_from_json,
     word_for,

@@ -33,13 +33,21 @@ def fastest_in_flight(graph: Graph, *, budget_bytes: int) -> Truth:
 
 
 def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Truth:
-    """Of the schedules that save at most these bytes, with each of the others holding as much.
+    """Of the schedules that save at most these bytes, with each of the others holding as much."""
+    each_bytes = max(most_saved_bytes, graph.others_bytes)
+    others_bytes = (graph.n_in_flight - 1) * each_bytes
+    return fastest_beside(graph, budget_bytes, most_saved_bytes, others_bytes)
+
+
+def fastest_beside(
+    graph: Graph, budget_bytes: int, most_saved_bytes: int, others_bytes: int
+) -> Truth:
+    """Of the schedules that save at most these bytes, with the others holding those together.
 
     A state is that of the device, and whether anything was computed after the forward pass.
     """
     states, n_forward = _States(graph), len(graph.forward_nodes)
     each_bytes = max(most_saved_bytes, graph.others_bytes)
-    others_bytes = (graph.n_in_flight - 1) * each_bytes
     phases = [node.phase for node in graph.nodes]
     best: dict[Any, float] = {(states.start, False): 0.0}
     came: dict[Any, Any] = {}

@@ -97,7 +97,7 @@ def planned_solutions(
     resident_bytes = max(each.graph.resident_bytes for each in plain)
     most_bytes = rank_peak_bytes(plain)
     budget = resident_bytes + int(shape.share * (most_bytes - resident_bytes))
-    return share_rank_budget([solved(*each, shape, budget=budget) for each in places], n_budgets=4)
+    return share_rank_budget([solved(*each, shape, budget=budget) for each in places])
 
 
 def solved(stage: nn.Module, pipeline: Pipeline, shape: Shape, *, budget: int) -> Solution:

@@ -1,0 +1,298 @@
+"""The fastest plans of a rank's stages that fit its budget together, by branch and bound.
+
+What decides is how much each stage saves of a micro-batch, since that is held for all in flight,
+whichever stage runs. A *box* has limits for it, and one variant of each stage. Where each stage
+saves at most what its box allows, beside others that hold at least theirs, its step is one that any
+method plans: a span graph (`solver.bound.in_flight`). The bounds of these plans add up to one bound
+of the box; the cuts of all stages together are another (`solver.bound.rank_cuts`). The solution of
+these says as well how much each stage may save, for which it is planned then.
+
+Take the box with the least bound, plan for it, and halve it. Done when no box is left whose bound
+is more than GAP below the best plans, or N_BOXES have been planned for.
+
+Optimal within GAP where the method is (`ilp`) and the search does not end before. Falls short where
+the method finds nothing in what the others leave. Cost: for each box a MILP, and a run of the
+method for each stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from graphs.graph import Graph
+from graphs.pipeline import Pipeline
+from graphs.rewrites import Variants
+from solver.bound import RankCuts, Span, StorageGraph, of_step, span_graph
+from solver.methods import METHODS
+from solver.plan_analysis.planned_stages import optimizer_s
+from solver.plan_analysis.rank_peak import StageBytes, held_in_flight, peak_of, resident_bytes
+from solver.schedule import Schedule, Simulation, Solution, baseline, simulate
+from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
+
+GAP = 2.5e-4
+"""Of the time of all stages without recomputation."""
+N_BOXES = 16
+
+Saved = tuple[int, ...]
+"""Bytes by stage."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """time_s: of a micro-batch, without the optimizer."""
+
+    graph: Graph
+    schedule: Schedule
+    simulation: Simulation
+    time_s: float
+    taken: StageBytes
+
+    @classmethod
+    def of(cls, graph: Graph, schedule: Schedule) -> StagePlan:
+        found = simulate(graph, schedule)
+        time_s = found.time_s - optimizer_s(graph)
+        return cls(graph, schedule, found, time_s, StageBytes.of(graph, schedule, found))
+
+
+class Stage:
+    """A stage of the rank.
+
+    plain: by variant, the plan that recomputes nothing.
+    plans: all that are known, the fastest first.
+    """
+
+    def __init__(self, given: Solution, others: Sequence[tuple[int, ...]]) -> None:
+        """others: for each of its passes, how many others are in flight, by stage."""
+        self._request, self._others = given.request, others
+        self.plain = [StagePlan.of(graph, baseline(graph)) for graph in variants_of(given)]
+        self.plans = list(self.plain)
+        known = given.schedule or (given.obstacle and given.obstacle.schedule)
+        if known:
+            self.plans.append(StagePlan.of(given.graph, known))
+        self.plans.sort(key=lambda plan: plan.time_s)
+        self._proven_s: dict[tuple[int, int, int], float] = {}
+
+    def others_bytes(self, saved_bytes: Saved) -> int:
+        """What the others hold at most, beside a pass of this stage."""
+        return max(held_in_flight(others, saved_bytes) for others in self._others)
+
+    def n_in_flight(self, stage: int) -> int:
+        """Of the micro-batches of a stage, beside a pass of this one, at most."""
+        return max(others[stage] for others in self._others)
+
+    def may_save_bytes(self, variant: int) -> tuple[int, int]:
+        """At least and at most."""
+        folded = StorageGraph.of(self.plain[variant].graph)
+        least_bytes = int(folded.held_bytes[folded.n_forward]) - folded.graph.resident_bytes
+        made = (u for n in range(folded.n_forward) for u in folded.makes[n])
+        return least_bytes, sum(folded.unit_bytes[u] for u in made)
+
+    def bound_s(self, variant: int, most_bytes: int, others_bytes: int) -> float:
+        """What is proven of plans that save no more, beside others that hold no less."""
+        proven = (
+            bound_s
+            for (planned, most, others), bound_s in self._proven_s.items()
+            if planned == variant and most >= most_bytes and others <= others_bytes
+        )
+        return max(proven, default=self.plain[variant].time_s)
+
+    def plan(
+        self, variant: int, most_bytes: int, others_bytes: int, *, room_bytes: int, left_s: float
+    ) -> bool:
+        """The fastest that saves no more, beside others that hold so much. Whether the time was up.
+
+        room_bytes: for all of them.
+        """
+        key, graph = (variant, most_bytes, others_bytes), self.plain[variant].graph
+        if key in self._proven_s:
+            return False
+        budget_bytes, span = graph.resident_bytes + room_bytes, Span(0.0, 0, most_bytes)
+        proposal = METHODS[self._request.method](
+            span_graph(graph, span, budget_bytes=budget_bytes, others_bytes=others_bytes),
+            budget_bytes=budget_bytes,
+            time_limit_s=left_s,
+            seed=self._request.seed,
+        )
+        proven_s = proposal.lower_bound_s - optimizer_s(graph)
+        self._proven_s[key] = max(self.plain[variant].time_s, proven_s)
+        if proposal.schedule is not None:
+            self.plans.append(StagePlan.of(graph, of_step(graph, proposal.schedule)))
+            self.plans.sort(key=lambda plan: plan.time_s)
+        return proposal.timed_out
+
+
+def variants_of(given: Solution) -> tuple[Graph, ...]:
+    """The programs of a step that may be planned."""
+    return Variants.of(given.variants or given.graph).planned
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """Plans of these variants whose stages save between these bytes.
+
+    target: how much they may save where the cuts are met. planned: whether they have been planned
+    for that.
+    """
+
+    bound_s: float
+    variants: tuple[int, ...]
+    least: Saved
+    most: Saved
+    target: Saved = dataclasses.field(compare=False)
+    planned: bool = dataclasses.field(default=False, compare=False)
+
+
+class RankSearch:
+    """best: the fastest plans that fit together, by stage. best_s: the time of all."""
+
+    def __init__(
+        self, place: Pipeline, given: Sequence[Solution], *, budget_bytes: int, deadline: Deadline
+    ) -> None:
+        self._place, self._budget_bytes, self._deadline = place, budget_bytes, deadline
+        self.stages = [
+            Stage(solution, [others for at, others in place.passes if at == local])
+            for local, solution in enumerate(given)
+        ]
+        self._baseline_s = math.fsum(s.plain[0].time_s for s in self.stages)
+        self._cuts: dict[tuple[int, ...], RankCuts] = {}
+        self._open: list[Box] = []
+        plain_s = (min(plan.time_s for plan in stage.plain) for stage in self.stages)
+        self._closed_s = math.fsum(plain_s)  # until all that there is has been opened
+        self.best: tuple[StagePlan, ...] | None = None
+        self.best_s = math.inf
+        self.timed_out = False
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No plans that fit together are faster (inf: none fit)."""
+        least_s = self._open[0].bound_s if self._open else math.inf
+        return min(least_s, self._closed_s, self.best_s)
+
+    @property
+    def least_peak_bytes(self) -> int:
+        """The smallest peak of plans that are known, each the one that takes least by itself."""
+        taken = ([plan.taken for plan in stage.plans] for stage in self.stages)
+        least = [min(each, key=lambda one: (one.saved_bytes, one.step_bytes)) for each in taken]
+        return peak_of(self._place, least)
+
+    def run(self) -> None:
+        self._combine()
+        n_planned = 0
+        try:
+            self._open, self._closed_s = list(self._whole()), math.inf
+            heapq.heapify(self._open)
+            while self._open and self.best_s - self.lower_bound_s > GAP * self._baseline_s:
+                box = self._open[0]  # it stays open where the time is up meanwhile
+                n_planned += not box.planned
+                if n_planned > N_BOXES:
+                    return
+                found = list(self._halves(box) if box.planned else self._planned(box))
+                heapq.heappop(self._open)
+                for each in found:
+                    heapq.heappush(self._open, each)
+        except OutOfTimeError:
+            self.timed_out = True
+
+    def _whole(self) -> Iterator[Box]:
+        """All that the stages can save, for each combination of their variants."""
+        for variants in itertools.product(*(range(len(stage.plain)) for stage in self.stages)):
+            pairs = list(zip(self.stages, variants, strict=True))
+            limits = [stage.may_save_bytes(at) for stage, at in pairs]
+            least, most = zip(*limits, strict=True)
+            time_s = math.fsum(stage.plain[at].time_s for stage, at in pairs)
+            yield from self._bounded(Box(time_s, variants, least, most, target=most))
+
+    def _bounded(self, box: Box, *, whole: bool = False) -> Iterator[Box]:
+        """With what is proven of it, as narrow as the memory makes it; nothing where nothing fits.
+
+        whole: by MILP.
+        """
+        self._deadline.check()
+        most = tuple(min(most, self._room_for(box, stage)) for stage, most in enumerate(box.most))
+        if any(map(operator.gt, box.least, most)):
+            return
+        found = self._cuts_of(box.variants).bound(
+            box.least, most, whole=whole, gap=GAP / 2, deadline=self._deadline
+        )
+        stages = list(zip(self.stages, box.variants, most, strict=True))
+        plain_s = math.fsum(stage.plain[at].time_s for stage, at, _ in stages)
+        of_each = (s.bound_s(at, saved, s.others_bytes(box.least)) for s, at, saved in stages)
+        bound_s = max(box.bound_s, plain_s + found.lost_s, math.fsum(of_each))
+        if not math.isinf(bound_s):
+            limits = zip(found.saved_bytes or box.target, box.least, most, strict=True)
+            target = tuple(min(max(saved, least), limit) for saved, least, limit in limits)
+            yield dataclasses.replace(box, bound_s=bound_s, most=most, target=target)
+
+    def _planned(self, box: Box) -> Iterator[Box]:
+        """Planned for what the cuts say."""
+        for found in self._bounded(box, whole=True):
+            room_bytes = self._room_bytes(box.variants)
+            for stage, at, saved in zip(self.stages, box.variants, found.target, strict=True):
+                others_bytes, left_s = stage.others_bytes(found.target), self._deadline.left_s / 2
+                late = stage.plan(at, saved, others_bytes, room_bytes=room_bytes, left_s=left_s)
+                self.timed_out = self.timed_out or late
+            self._combine()
+            yield dataclasses.replace(found, planned=True)
+
+    def _halves(self, box: Box) -> Iterator[Box]:
+        """Of what one stage saves, that which matters most; a box of one point is closed."""
+        widths = [most - least for least, most in zip(box.least, box.most, strict=True)]
+        if not any(widths):
+            stages = zip(self.stages, box.variants, box.most, strict=True)
+            of_each = (s.bound_s(at, saved, s.others_bytes(box.most)) for s, at, saved in stages)
+            self._closed_s = min(self._closed_s, max(box.bound_s, math.fsum(of_each)))
+            return
+        held = [
+            width
+            * max(other.n_in_flight(stage) + (stage == at) for at, other in enumerate(self.stages))
+            for stage, width in enumerate(widths)
+        ]
+        at = held.index(max(held))
+        middle = (box.least[at] + box.most[at]) // 2
+        below = (*box.most[:at], middle, *box.most[at + 1 :])
+        above = (*box.least[:at], middle + 1, *box.least[at + 1 :])
+        for half in (dataclasses.replace(box, most=below), dataclasses.replace(box, least=above)):
+            yield from self._bounded(dataclasses.replace(half, planned=False))
+
+    def _room_for(self, box: Box, stage: int) -> int:
+        """What a stage can save at most, beside the least that the others save."""
+        room_bytes = self._room_bytes(box.variants)
+        found = []
+        for local, others in self._place.passes:
+            held = [n + (local == at) for at, n in enumerate(others)]
+            beside = held_in_flight(held, box.least) - held[stage] * box.least[stage]
+            found.append((room_bytes - beside) // held[stage] if held[stage] else room_bytes)
+        return min(found)
+
+    def _room_bytes(self, variants: tuple[int, ...]) -> int:
+        """For all that these make."""
+        taken = [s.plain[at].taken for s, at in zip(self.stages, variants, strict=True)]
+        return self._budget_bytes - resident_bytes(taken)
+
+    def _cuts_of(self, variants: tuple[int, ...]) -> RankCuts:
+        if variants not in self._cuts:
+            graphs = [s.plain[at].graph for s, at in zip(self.stages, variants, strict=True)]
+            room_bytes = self._room_bytes(variants)
+            self._cuts[variants] = RankCuts(
+                graphs, self._place.passes, room_bytes=room_bytes, deadline=self._deadline
+            )
+        return self._cuts[variants]
+
+    def _combine(self, chosen: tuple[StagePlan, ...] = ()) -> None:
+        """Of all known plans the fastest that fit together, where these are chosen already."""
+        if len(chosen) == len(self.stages):
+            if peak_of(self._place, [plan.taken for plan in chosen]) <= self._budget_bytes:
+                self.best, self.best_s = chosen, math.fsum(plan.time_s for plan in chosen)
+            return
+        later = self.stages[len(chosen) + 1 :]
+        others_s = math.fsum(p.time_s for p in (*chosen, *(stage.plans[0] for stage in later)))
+        for plan in self.stages[len(chosen)].plans:
+            if others_s + plan.time_s >= self.best_s:
+                break
+            self._combine((*chosen, plan))
