@@ -142,6 +142,7 @@ import torch
 from scheduler_runtime import apply
 import benchmarks.gpu.__main__
 from benchmarks.zoo import SMALL
+from solver import solve
 model, batch = SMALL['gpt2'].made(torch.device('cpu'))
 free = solve(model, batch, budget='1GB')
 resident = free.graph.resident_bytes
