@@ -47,7 +47,10 @@ def planned(model: nn.Module, *, recomputes: bool) -> nn.Module:
     return apply(model, solution_of(graph, keep(graph, ()) if recomputes else baseline(graph)))
 
 
-def code_of(model: nn.Module) -> str:
+def code_of(model: nn.Module, *, recomputes: bool) -> str:
+    """Of the planned step."""
+    planned(model, recomputes=recomputes)
+    model(batch(0)).backward()
     (_, bound) = model.forward._programs.programs[0]
     pieces = (bound.program.forward, *bound.program.backward)
     return "\n".join(piece.module.code for piece in pieces)
@@ -69,26 +72,20 @@ def test_buffers_and_gradients_are_those_of_eager_mode(make, recomputes: bool) -
 
 
 def test_nothing_is_copied() -> None:
-    model = planned(Normed(), recomputes=False)
-    model(batch(0)).backward()
-    code = code_of(model)
+    code = code_of(Normed(), recomputes=False)
     assert "copy_" not in code
     assert code.count("_native_batch_norm_legit_default(") == 2
     assert code.count("add__Tensor(") == 2
 
 
 def test_recomputation_leaves_the_statistics() -> None:
-    model = planned(Normed(), recomputes=True)
-    model(batch(0)).backward()
-    code = code_of(model)
+    code = code_of(Normed(), recomputes=True)
     assert code.count("_native_batch_norm_legit_default(") == 2
     assert code.count("_native_batch_norm_legit_functional_default(") == 2
 
 
 def test_what_is_read_elsewhere_is_copied_at_the_end() -> None:
-    model = planned(Reading(), recomputes=False)
-    model(batch(0)).backward()
-    code = code_of(model)
+    code = code_of(Reading(), recomputes=False)
     assert code.count("_native_batch_norm_legit_functional_default(") == 1
     assert code.count("copy__default(") == 2
 
