@@ -1,11 +1,12 @@
 """Traces the operators that CUDA runs, on a machine without a card.
 
 Fake CUDA tensors dispatch to CUDA's operators, autocast and autograd formulas, which are part of
-every build of PyTorch. What a build without a card lacks is put in place while a step is traced:
+every build of PyTorch. What is missing without a card is put in place while a step is traced:
 
 - `device_guard`: autograd asks for CUDA's device guard, which a build without CUDA does not have
   and ends the process for;
 - `engine`: autograd's engine asks for the card's current stream;
+- `no_accelerator`: in a build with CUDA, it asks the driver too;
 - `operators`: operators that PyTorch picks by asking the card or cuDNN (attention, batch norm,
   recurrent layers, autocast to bfloat16), by the rules of its source (`attention_choice`).
 """
@@ -20,6 +21,7 @@ import torch
 from graphs.capture.absent_card.attention_choice import AttentionCall, attention_of
 from graphs.capture.absent_card.device_guard import has_device_guard
 from graphs.capture.absent_card.engine import without_streams
+from graphs.capture.absent_card.no_accelerator import can_have_no_accelerator
 from graphs.capture.absent_card.operators import operators_of
 
 __all__ = ["AttentionCall", "attention_of", "can_trace_absent", "for_absent_card"]
@@ -27,7 +29,7 @@ __all__ = ["AttentionCall", "attention_of", "can_trace_absent", "for_absent_card
 
 def can_trace_absent() -> bool:
     """Whether steps can be traced for CUDA here although no card is available."""
-    return has_device_guard()
+    return has_device_guard() and can_have_no_accelerator()
 
 
 @contextlib.contextmanager

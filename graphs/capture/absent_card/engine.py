@@ -20,6 +20,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs.capture.absent_card.no_accelerator import no_accelerator
+
 _DISPATCH_DEVICE = 10
 """Position of `dispatch_device` among the arguments of `_make_wrapper_subclass` after the class."""
 _WRAPPERS = ("_compile.py", "eval_frame.py")
@@ -37,7 +39,7 @@ def without_streams() -> Iterator[None]:
         return make_wrapper(cls, *args, **kwargs)
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        with _EngineOnCpu():  # type: ignore[no-untyped-call]
+        with no_accelerator(), _EngineOnCpu():  # type: ignore[no-untyped-call]
             return _engine_run_backward(*args, **kwargs)
 
     own_device = property(lambda tensor: tensor.elem.device)

@@ -33,6 +33,9 @@ def operators_of(compute_capability: tuple[int, int]) -> Iterator[None]:
         (torch.cuda.amp.common, "amp_definitely_not_available"): lambda: False,
         (torch.cuda, "is_bf16_supported"): lambda *_, **__: compute_capability >= (8, 0),
         (torch.cuda, "get_device_capability"): lambda *_: compute_capability,
+        # asked in builds with CUDA only
+        (torch.backends.cudnn, "is_acceptable"): lambda _: False,
+        (torch._C, "_get_cudnn_batch_norm_reserve_space_size"): lambda *_: 0,
     }
     try:
         with contextlib.ExitStack() as stack:

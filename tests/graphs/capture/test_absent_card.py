@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphs.capture.absent_card import AttentionCall, attention_of, can_trace_absent
+from graphs.capture.absent_card.no_accelerator import no_accelerator
 from graphs.capture.absent_card.operators import _WHOLE_ON_CUDA
 from graphs.costs import Roofline
 from graphs.graph import Graph
@@ -312,6 +313,13 @@ def test_recurrent_layers_of_cudnn_are_traced_on_the_cpu():
         for_card(Net(8, 8), torch.randn(4, 2, 8))
     solution = solve(Net(8, 8), torch.randn(4, 2, 8), budget="2GB", device="h100")
     assert solution.graph.meta.environment["device"] == "cpu"
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="PyTorch is built without CUDA")
+def test_a_build_with_cuda_has_it_again():
+    with no_accelerator():
+        assert torch.accelerator.current_accelerator() is None
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
 
 
 @pytest.mark.slow
