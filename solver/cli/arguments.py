@@ -8,18 +8,15 @@ from __future__ import annotations
 # ruff: noqa: RUF009  (each option is a dataclass field whose default is made by a function)
 import argparse
 import dataclasses
-import difflib
-import math
-import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from graphs.host_state import WHERE
 from graphs.rewrites import WORDS
 from solver.cli import version
+from solver.cli.usage import Parser, at_least, seconds
 from solver.methods import METHODS
 from solver.module_checkpointing.for_other_frameworks import SYSTEMS
 from solver.plan_analysis import Size
@@ -49,49 +46,8 @@ exit codes:  0 solved   2 invalid usage   3 infeasible   4 model cannot be loade
 """
 
 
-class UsageError(ValueError):
-    """An invalid command line; the message says what would be valid."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print the usage and exit."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Names the nearest option for one that does not exist, before anything else is missed."""
-        for word in args or ():
-            option = word.partition("=")[0]
-            if option.startswith("--") and option not in self._option_string_actions:
-                near = difflib.get_close_matches(option, self._option_string_actions, n=1)
-                if near:
-                    self.error(f"no option {option}; did you mean {near[0]}?")
-        return super().parse_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-def seconds(text: str) -> float:
-    """A positive number; raises ArgumentTypeError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"invalid number of seconds {text!r}: must be above zero")
-    return value
-
-
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"invalid value {text!r}: at least {minimum} expected")
-        return int(text)
-
-    return read
-
-
 def _number_of_stages(text: str) -> int | str:
-    return AUTO if text == AUTO else _at_least(2)(text)
+    return AUTO if text == AUTO else at_least(2)(text)
 
 
 AUTO = "auto"
@@ -113,7 +69,7 @@ def _file(flags: str, help: str) -> Any:
 
 
 def _number(flags: str, help: str, group: str, *, least: int, default: int | None = None) -> Any:
-    return _option(flags, help, group, default, type=_at_least(least), metavar="N")
+    return _option(flags, help, group, default, type=at_least(least), metavar="N")
 
 
 def _largest(flag: str, what: str, size: Size) -> Any:
@@ -243,6 +199,27 @@ class Arguments:
         "bfloat16,float32 (default: those of the parameters)",
         STEP,
         metavar="DTYPE",
+    )
+    fsdp_reshard: str | None = _option(
+        "--fsdp-reshard",
+        "whether FSDP2's groups free their whole parameters after the forward pass, or whatever "
+        "is faster: auto (default: yes; in a pipeline no)",
+        STEP,
+        choices=("yes", "no", AUTO),
+    )
+    fsdp_replicas: int = _number(
+        "--fsdp-replicas",
+        "hybrid sharding: N times the ranks of --fsdp, which share each parameter (default: 1)",
+        STEP,
+        least=1,
+        default=1,
+    )
+    fsdp_link: str | None = _option(
+        "--fsdp-link",
+        "the link between FSDP2's ranks, such as nvlink4 or ib-ndr (default: the named card's; on "
+        "the CPU communication takes no time)",
+        STEP,
+        metavar="NAME",
     )
     zero: int | None = _option(
         "--zero",

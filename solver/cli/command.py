@@ -26,7 +26,7 @@ from rich.console import Console
 from graphs.files import FormatError
 from graphs.graph import Graph, GraphError
 from solver.cli import explain, outputs
-from solver.cli.arguments import Arguments, UsageError
+from solver.cli.arguments import Arguments
 from solver.cli.ctrl_c import Watch, leave
 from solver.cli.exit_codes import Exit, exit_code, why
 from solver.cli.largest_batch import WHAT, maximised, size_notes
@@ -35,6 +35,7 @@ from solver.cli.pipeline_stages import failing_stage
 from solver.cli.problem import Problem, opened_problem
 from solver.cli.progress import Progress
 from solver.cli.reading_arguments import parse
+from solver.cli.usage import UsageError
 from solver.device_and_costs import DeviceError
 from solver.methods import MissingSolverError, TooLargeError
 from solver.module_checkpointing.for_other_frameworks import NoLayersError, layers

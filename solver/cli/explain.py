@@ -16,8 +16,8 @@ from rich.console import Console, Group, RenderableType
 
 from graphs.files import FormatError
 from graphs.graph import Node
-from solver.cli.arguments import Parser, UsageError, seconds
 from solver.cli.progress import Progress
+from solver.cli.usage import Parser, UsageError, seconds
 from solver.plan_analysis import (
     Copies,
     Peak,

@@ -7,10 +7,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from solver.cli.arguments import Arguments, UsageError
+from solver.cli.arguments import Arguments
 from solver.cli.model_file import LoadError
 from solver.cli.problem import Problem
 from solver.cli.progress import Progress
+from solver.cli.usage import UsageError
 from solver.methods import METHODS, MissingSolverError, TooLargeError
 from solver.plan_analysis import (
     Candidate,

@@ -8,9 +8,10 @@ from typing import Any
 
 from graphs.fsdp import ShardingError
 from graphs.pipeline import PipelineError, pipeline_of
-from solver.cli.arguments import Arguments, UsageError
+from solver.cli.arguments import Arguments
 from solver.cli.model_file import LoadError, ModelFile
-from solver.cli.traced_step import in_autocast, on_meta, with_values
+from solver.cli.traced_step import in_autocast, on_meta, sharding_of, with_values
+from solver.cli.usage import UsageError
 from solver.device_and_costs import Target
 from solver.plan_analysis import PipelineSplit, split_pipeline
 from solver.schedule import Request, Solution
@@ -74,7 +75,7 @@ def split_stages(
                 optimizer=optimizer,
                 device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
                 costs=arguments.costs,
-                fsdp=arguments.fsdp,
+                fsdp=sharding_of(arguments),
                 on_stage=on_stage,
             )
     except PipelineError as error:

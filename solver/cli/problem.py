@@ -20,7 +20,7 @@ from graphs.graph import Graph
 from graphs.hardware import Hardware
 from graphs.rewrites import Variants
 from solver.cli import hf_config
-from solver.cli.arguments import Arguments, UsageError
+from solver.cli.arguments import Arguments
 from solver.cli.model_file import (
     CONFIGURATION,
     SIZE_NAMES,
@@ -35,6 +35,7 @@ from solver.cli.pipeline_stages import reported_stage, split_stages, stage_notes
 from solver.cli.progress import Progress
 from solver.cli.real_run import estimated
 from solver.cli.traced_step import ModelFailsError, NotTracedError, traced_step
+from solver.cli.usage import UsageError
 from solver.device_and_costs import (
     Target,
     check_budget_of,

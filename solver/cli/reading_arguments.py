@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from solver.cli.arguments import AUTO, Arguments, UsageError, parser
+from solver.cli.arguments import AUTO, Arguments, parser
+from solver.cli.usage import UsageError
 from solver.methods import METHODS
 from solver.sizes_deadlines_progress import (
     BudgetError,
@@ -47,8 +48,9 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError(f"--verify runs the step in one process: without {over}")
     if arguments.emit is not None and arguments.tensor is not None:
         raise UsageError("--emit: other systems' settings are found for whole models, not --tensor")
-    if arguments.fsdp_precision is not None and arguments.fsdp is None:
-        raise UsageError("--fsdp-precision: of FSDP2; give the number of ranks, --fsdp 8")
+    of_fsdp = arguments.given("fsdp_precision", "fsdp_reshard", "fsdp_replicas", "fsdp_link")
+    if of_fsdp and arguments.fsdp is None:
+        raise UsageError(f"{of_fsdp}: of FSDP2; give the number of ranks, --fsdp 8")
     _check_zero(arguments)
     _check_pipeline(arguments)
     _check_passes(arguments)
@@ -86,12 +88,10 @@ def _check_pipeline(arguments: Arguments) -> None:
         raise UsageError(f"--stage {stage}: of a number of stages; give it, --pipeline 4")
     if stage is not None and isinstance(n_stages, int) and stage >= n_stages:
         raise UsageError(f"--stage {stage}: of {n_stages} stages; from 0 to {n_stages - 1}")
-    others = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
-    of_one = stage is not None or n_stages == AUTO
-    others += " max_batch max_seq" if of_one else ""
+    others = "compare verify accumulate host disk budget_of pareto emit passes"
+    others += "" if stage is None else " max_batch max_seq"
     if given := arguments.given(*others.split()):
-        what = f"--pipeline {AUTO}" if n_stages == AUTO else "--pipeline"
-        what += "" if stage is None else " with --stage"
+        what = "--pipeline" if stage is None else "--pipeline with --stage"
         raise UsageError(f"{given} cannot be combined with {what}")
 
 

@@ -11,9 +11,10 @@ from graphs.fsdp import MixedPrecision, Sharding, ShardingError
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from graphs.zero import Zero, ZeroError
-from solver.cli.arguments import Arguments, UsageError
+from solver.cli.arguments import AUTO, Arguments
 from solver.cli.model_file import LoadError, ModelFile, located
 from solver.cli.real_run import ModelSizes, estimated
+from solver.cli.usage import UsageError
 from solver.device_and_costs import Target
 from solver.reporting import step_notes
 from solver.sizes_deadlines_progress import format_size
@@ -84,7 +85,7 @@ def traced_step(
                 gradients="accumulate" if arguments.accumulate else "fresh",
                 device=target.torch_device,
                 costs=target.costs,
-                fsdp=_sharding(arguments),
+                fsdp=sharding_of(arguments),
                 passes=arguments.passes,
                 zero=zero,
                 rewrites=arguments.rewrites,
@@ -192,21 +193,38 @@ def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> Tr
     return TraceError(why, runs_in_eager=refused.runs_in_eager, short=refused.short)
 
 
-def _sharding(arguments: Arguments) -> Sharding | None:
+_RESHARD = {"yes": True, "no": False, AUTO: None}
+"""By the words of --fsdp-reshard, as `Sharding.reshard_after_forward`."""
+
+
+def sharding_of(arguments: Arguments) -> Sharding | None:
+    """What `--fsdp` and the options beside it ask for. Raises UsageError."""
     if arguments.fsdp is None:
         return None
-    if arguments.fsdp_precision is None:
-        return Sharding(arguments.fsdp)
-    param_dtype, _, reduce_dtype = (
-        each.strip() for each in arguments.fsdp_precision.partition(",")
-    )
+    default = "yes" if arguments.pipeline is None else AUTO
+    try:
+        return Sharding(
+            arguments.fsdp,
+            n_replicas=arguments.fsdp_replicas,
+            reshard_after_forward=_RESHARD[arguments.fsdp_reshard or default],
+            link=arguments.fsdp_link,
+            mp_policy=_precision(arguments.fsdp_precision),
+        )
+    except ShardingError as error:
+        raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
+
+
+def _precision(given: str | None) -> MixedPrecision | None:
+    if given is None:
+        return None
+    param_dtype, _, reduce_dtype = (each.strip() for each in given.partition(","))
     policy = MixedPrecision(param_dtype or None, reduce_dtype or None)
     if policy == MixedPrecision():
         raise UsageError(
-            f"--fsdp-precision {arguments.fsdp_precision!r} names no dtype; 'bfloat16', or "
+            f"--fsdp-precision {given!r} names no dtype; 'bfloat16', or "
             "'bfloat16,float32' for another one in which gradients are reduced"
         )
-    return Sharding(arguments.fsdp, mp_policy=policy)
+    return policy
 
 
 def _zero(arguments: Arguments) -> Zero | None:

@@ -343,6 +343,16 @@ def test_the_command(tmp_path, capsys):
     memory = of_mixed["baseline"]["memory_bytes"]
     assert memory["optimizer"] == answer["baseline"]["memory_bytes"]["optimizer"]
     assert memory["activations"] < 0.75 * answer["baseline"]["memory_bytes"]["activations"]
+    kept = ["--fsdp", "4", "--fsdp-reshard", "no", "--fsdp-replicas", "2"]
+    assert main([*words, "--json", *kept, "--fsdp-link", "ib-ndr"]) == 0
+    of_kept = json.loads(capsys.readouterr().out)
+    assert "All figures are per rank of 2 x 4, FSDP2" in of_kept["notes"][-1]
+    assert of_kept["baseline"]["peak_bytes"] > answer["baseline"]["peak_bytes"]
+    assert of_kept["baseline"]["time_s"] > answer["baseline"]["time_s"]  # waits for the link
+    assert main([*words, "--fsdp", "2", "--fsdp-link", "string"]) == 2
+    assert "--fsdp 2: the link is 'string'; one of nvlink2" in capsys.readouterr().err
+    assert main([*words, "--fsdp-replicas", "2"]) == 2
+    assert "--fsdp-replicas: of FSDP2; give the number of ranks" in capsys.readouterr().err
     assert main([*words, "--fsdp", "2", "--fsdp-precision", "int8"]) == 2
     assert "--fsdp 2: param_dtype is 'int8'; None, or one of" in capsys.readouterr().err
     assert main([*words, "--fsdp-precision", "bfloat16"]) == 2

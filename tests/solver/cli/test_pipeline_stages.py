@@ -137,7 +137,7 @@ def test_where_nothing_fits_a_stage_of_the_equal_division_says_why(file, capsys)
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
-    "words", [PIPELINE, ["--fsdp", "2", "--device", "cpu"], [*PIPELINE, "--fsdp", "2"]]
+    "words", [PIPELINE, ["--fsdp", "2", "--device", "cpu"], [*PIPELINE, "--fsdp", "2"], AUTO]
 )
 def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
     assert main(["--budget", "100kB", *words, "--max-batch", "--json", file]) == 0
@@ -158,10 +158,13 @@ def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
         ([*PIPELINE, "--microbatches", "1"], "as many micro-batches as stages: give 2 or more"),
         (["--pipeline", "1"], "invalid value '1': at least 2 expected"),
         ([*AUTO, "--stage", "1"], "--stage 1: of a number of stages; give it, --pipeline 4"),
-        ([*AUTO, "--max-batch"], "--max-batch cannot be combined with --pipeline auto"),
         (
             [*PIPELINE, "--fsdp", "2", "--fsdp-precision", "bfloat16"],
-            "--fsdp-precision cannot be combined with --pipeline",
+            "--fsdp 2: mp_policy of a Sharding: not planned where layers are divided into stages",
+        ),
+        (
+            [*PIPELINE, "--fsdp", "2", "--fsdp-reshard", "yes"],
+            "--fsdp 2: reshard_after_forward=True in a stage of a pipeline",
         ),
         ([*PIPELINE, "--stage", "1", "--max-batch"], "with --pipeline with --stage"),
     ],
