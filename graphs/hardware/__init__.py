@@ -8,6 +8,7 @@ from graphs.hardware.devices import (
     is_cuda,
     named,
 )
+from graphs.hardware.disks import DISKS, Disk, disk_named
 from graphs.hardware.links import (
     LINKS,
     Link,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from graphs.hardware import DISKS
 from graphs.host_state import WHERE
 from graphs.rewrites import WORDS
 from solver.cli import version
@@ -133,8 +134,8 @@ class Arguments:
     )
     disk_rate: str | None = _option(
         "--disk-rate",
-        "bytes per second that the disk writes and reads, such as 5GB/s,6GB/s, or measured (the "
-        "default with --costs measured)",
+        f"bytes per second that the disk writes and reads, such as 5GB/s,6GB/s; its kind, for "
+        f"published rates: {', '.join(DISKS)}; or measured (the default with --costs measured)",
         SEARCH,
         metavar="RATE[,RATE]",
     )

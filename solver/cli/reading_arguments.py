@@ -20,6 +20,7 @@ from solver.sizes_deadlines_progress import (
     parse_size,
     reject_share,
 )
+from solver.solving import given_rates
 
 PLOT_SUFFIXES = (".png", ".svg")
 PAGE_SUFFIXES = (".html", ".htm")
@@ -121,7 +122,6 @@ def _check_sizes(arguments: Arguments) -> None:
     directory_apart = None if arguments.disk is None else arguments.disk.partition(":")[0]
     of_device = ((arguments.budget, "budget", 1), (arguments.reserve, "reserve", 0))
     beside_it = ((arguments.host, "host budget"), (directory_apart, "disk budget"))
-    rates = {"host link": arguments.host_link, "disk rate": arguments.disk_rate}
     try:
         for size, what, least_bytes in of_device:
             if size is not None:
@@ -131,9 +131,10 @@ def _check_sizes(arguments: Arguments) -> None:
             if size is not None:
                 reject_share(size, what=what)
                 parse_size(size, what=what)
-        for what, rate in rates.items():
-            for each in () if rate is None else rate.split(","):
-                parse_rate(each, what=what)
+        for each in () if arguments.host_link is None else arguments.host_link.split(","):
+            parse_rate(each, what="host link")
+        if arguments.disk_rate is not None:
+            given_rates(arguments.disk_rate)
     except BudgetError as error:
         raise UsageError(str(error)) from error
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from graphs.hardware import DISKS, disk_named
 from solver.schedule import Link, Place, Places
 from solver.sizes_deadlines_progress import (
     BudgetError,
@@ -34,8 +35,8 @@ def disk_behind(
 
     budget: bytes, and perhaps the directory that the plan is run with: "500GB:/scratch", "500GB",
         5e11.
-    rate: bytes per second that it writes, "5GB/s", or writes and reads: "5GB/s,6GB/s"; "measured":
-        found out by a file in the directory.
+    rate: bytes per second that it writes, "5GB/s", or writes and reads: "5GB/s,6GB/s"; a kind of
+        disk ("nvme4"): its published rates; "measured": found out by a file in the directory.
     resident_bytes: of the step, to reject "500" where 500 GB was meant.
 
     Raises BudgetError for an invalid size, rate or directory, one without the other, and where
@@ -60,8 +61,9 @@ def disk_behind(
     reject_missing_unit(size, resident_bytes=resident_bytes, what="disk budget")
     if rate is None:
         raise BudgetError(
-            "the disk's rates are unknown; measure them (--disk-rate measured), or give those of "
-            "writing and reading (--disk-rate 5GB/s,6GB/s, or in Python disk_rate='5GB/s,6GB/s')"
+            "the disk's rates are unknown; measure them (--disk-rate measured), name its kind "
+            f"({', '.join(DISKS)}), or give those of writing and reading (--disk-rate 5GB/s,6GB/s, "
+            "or in Python disk_rate='5GB/s,6GB/s')"
         )
     if isinstance(budget, str) and ":" in budget:
         _check_writable(directory)
@@ -70,12 +72,18 @@ def disk_behind(
             "the disk's rates are measured in its directory, and none is given; write "
             "500GB:/scratch"
         )
-    if rate == MEASURED:
-        rates = measured_rates(directory)
-    else:
-        rates = parse_rates(rate, what="disk rate", example="5GB/s,6GB/s")
+    rates = given_rates(rate) or measured_rates(directory)
     disk = Place(capacity_bytes, Link(*rates))
     return dataclasses.replace(places, disk=disk, disk_directory=directory)
+
+
+def given_rates(rate: Rates) -> tuple[float, float] | None:
+    """Bytes per second that a disk writes and reads; None: to be measured. Raises BudgetError."""
+    if rate == MEASURED:
+        return None
+    if (disk := disk_named(rate)) is not None:
+        return disk.write_bytes_per_s, disk.read_bytes_per_s
+    return parse_rates(rate, what="disk rate", example="5GB/s,6GB/s")
 
 
 def measured_rates(directory: str) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from graphs.hardware import DISKS
 from solver import solve
 from solver.cli.command import main
 from solver.plan_analysis import copies
@@ -78,6 +79,29 @@ def test_rates_are_measured_in_the_directory(
     monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(BudgetError, match=r"cannot be measured .No space left on device."):
         disk_behind(HOST, f"500GB:{tmp_path}", "measured")
+
+
+def test_kinds_of_disk_have_published_rates() -> None:
+    assert HOST.host is not None
+    for name in ("nvme4", "NVMe 4"):
+        places = disk_behind(HOST, "500GB", name)
+        assert places == Places(HOST.host, Place(500 * 10**9, Link(6.9e9, 7.45e9)))
+    writes = [disk.write_bytes_per_s for disk in DISKS.values()]
+    assert list(DISKS) == ["sata", "nvme3", "nvme4", "nvme5"]
+    assert writes == sorted(writes)
+    assert all(disk.read_bytes_per_s >= disk.write_bytes_per_s for disk in DISKS.values())
+
+
+@pytest.mark.parametrize("rate", ["nvme4", "measured"])
+def test_the_command_knows_rates_by_a_word(rate: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("solver.solving.disk.MEASURED_BYTES", 2**23)
+    path = str(tmp_path / "graph.json")
+    NET.save(path)
+    host = ["--host", f"{PEAK // 10}B", "--host-link", "100TB/s"]
+    disk = ["--disk", f"500GB:{tmp_path}", "--disk-rate", rate]
+    assert main(["--budget", str(PEAK), *host, *disk, path]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("6.90 GB/s out, 7.45 GB/s in," in printed) == (rate == "nvme4")
 
 
 def test_measured_costs_measure_the_disk() -> None:
