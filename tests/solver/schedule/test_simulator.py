@@ -299,7 +299,7 @@ def test_the_referee_too_refuses_to_read_what_was_overwritten(
     in_place: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "graphs.graph.step_graph._validate", lambda graph: None
+        "graphs.graph.step_graph.validate", lambda graph: None
     )  # it refuses it first
     nodes = tuple(replace(n, inputs=("h", "g")) if n.name == "d" else n for n in in_place.nodes)
     mutant = replace(in_place, nodes=nodes)

@@ -1,0 +1,137 @@
+"""What makes a graph legal: names, sizes, aliases, wiring and order."""
+
+from __future__ import annotations
+
+from graphs.graph.lookups import Lookups
+from graphs.graph.parts import (
+    MAX_BYTES,
+    PHASES,
+    GraphError,
+    Node,
+    check_names,
+    check_node,
+    check_tensor,
+)
+
+MAX_TOTAL_BYTES = 2**61
+"""Of all storages and one workspace: twice that many bytes still fit into 63 bits."""
+
+
+def validate(graph: Lookups) -> None:
+    """Raise GraphError unless names, sizes, aliases, wiring and order are legal."""
+    check_names(graph.tensors, what="tensor")
+    check_names(graph.nodes, what="node")
+    if graph.n_in_flight < 1:
+        raise GraphError(f"n_in_flight is {graph.n_in_flight}; it must be at least 1")
+    for field_name in ("others_bytes", "host_state_bytes"):
+        n_bytes = getattr(graph, field_name)
+        if not 0 <= n_bytes <= MAX_BYTES:
+            raise GraphError(f"{field_name} is {n_bytes}; it must be from 0 to 2**60")
+    if graph.host_state_bytes and graph.n_before_optimizer == len(graph.nodes):
+        raise GraphError(
+            f"host_state_bytes is {graph.host_state_bytes}, and no node of phase optimizer uses it"
+        )
+    tensors = graph.tensor_by_name
+    for tensor in graph.tensors:
+        check_tensor(tensor, tensors)
+    made = _check_wiring(graph)
+    total_bytes = sum(tensor.size_bytes for tensor in graph.tensors if tensor.alias_of is None)
+    total_bytes += max((node.workspace_bytes for node in graph.nodes), default=0)
+    if total_bytes > MAX_TOTAL_BYTES:
+        raise GraphError(
+            f"tensors and the largest workspace take {total_bytes} bytes; at most 2**61 are allowed"
+        )
+    for tensor in graph.tensors:
+        root = tensor.alias_of
+        if root is not None and root in made and tensor.name not in made:
+            raise GraphError(
+                f"tensor {tensor.name!r} is an alias of {root!r}, which a node makes, but no node "
+                "outputs the alias; let the node that makes it, or a view node, output it"
+            )
+    for name in graph.outputs:
+        if name not in tensors:
+            raise GraphError(f"outputs names {name!r}, which is not a tensor of the graph")
+    if len(set(graph.outputs)) != len(graph.outputs):
+        raise GraphError("outputs names a tensor twice")
+    for name in graph.accumulated:
+        maker = graph.producer.get(name)
+        if name not in graph.outputs or maker is None or maker.phase != "backward":
+            raise GraphError(
+                f"accumulated names {name!r}, which is no output that a backward node makes"
+            )
+
+
+def _check_wiring(graph: Lookups) -> set[str]:
+    """Inputs exist before they are read, outputs are written once, phases come in order.
+
+    Returns what the nodes make.
+    """
+    tensors, made_by = graph.tensor_by_name, graph.producer
+    made: set[str] = set()
+    lost: dict[str, str] = {}  # overwritten tensor -> the node that did it
+    rank = 0
+    for node in graph.nodes:
+        check_node(node)
+        if PHASES.index(node.phase) < rank:
+            raise GraphError(
+                f"node {node.name!r} of phase {node.phase} comes after a node of phase "
+                f"{PHASES[rank]}; the order is {', '.join(PHASES)}"
+            )
+        rank = PHASES.index(node.phase)
+        for name in node.inputs:
+            if name not in tensors:
+                raise GraphError(f"node {node.name!r} reads {name!r}, which is not a tensor")
+            if name in made_by and name not in made:
+                raise GraphError(
+                    f"node {node.name!r} reads {name!r}, which {made_by[name].name!r} makes later: "
+                    "nodes must come in an order in which they can run, without cycles"
+                )
+            if name in lost:
+                raise GraphError(
+                    f"node {node.name!r} reads {name!r}, which {lost[name]!r} has overwritten"
+                )
+        on_inputs = {graph.root(name) for name in node.inputs}
+        for name in node.outputs:
+            if name not in tensors:
+                raise GraphError(f"node {node.name!r} makes {name!r}, which is not a tensor")
+            if name in made:
+                raise GraphError(f"tensor {name!r} is made twice (again by {node.name!r})")
+            root = tensors[name].alias_of
+            if root in made_by and root not in made and root not in node.outputs:
+                raise GraphError(f"tensor {name!r} is made before {root!r}, whose alias it is")
+            if root in lost and root not in on_inputs:
+                raise GraphError(
+                    f"node {node.name!r} makes {name!r}, an alias of {root!r}, which "
+                    f"{lost[root]!r} has overwritten; let it read what is there now"
+                )
+            made.add(name)
+        if node.overwrites is not None:
+            _check_overwrite(node, graph)
+            root = graph.root(node.overwrites)
+            there = made.intersection((root, *graph.views[root])).difference(node.outputs)
+            lost |= dict.fromkeys(there, node.name)
+    for name in graph.outputs:
+        if name in lost:
+            raise GraphError(f"outputs names {name!r}, which {lost[name]!r} has overwritten")
+    return made
+
+
+def _check_overwrite(node: Node, graph: Lookups) -> None:
+    """Whatever touches the storage runs once, so that what was overwritten is never asked for."""
+    old = node.overwrites or ""
+    maker = graph.producer.get(old)
+
+    def illegal(reason: str) -> GraphError:
+        return GraphError(f"node {node.name!r} overwrites {old!r}, {reason}")
+
+    if old not in node.inputs:
+        raise illegal("which is not one of its inputs")
+    if maker is None or graph.root(old) not in graph.producer:
+        raise illegal("which is resident")
+    on_storage = (graph.root(old), *graph.views.get(graph.root(old), ()))
+    readers = (reader for name in on_storage for reader in graph.consumers[name])
+    for other in (maker, node, *readers):
+        if other.phase == "forward" and other.recomputable:
+            raise illegal(f"but {other.name!r}, which makes or reads it, may run again")
+    if [graph.root(name) for name in node.outputs] != [graph.root(old)]:
+        raise illegal("so its one output must be an alias on that storage")
