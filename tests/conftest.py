@@ -26,20 +26,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Share the cases of a test marked `slow(sample=N, keep=M)` among the lanes.
 
-    The first N run by default. Of the others, M that lie evenly apart stay slow and the rest
-    become `exhaustive`, a lane of its own. Comes before pytest selects by marks.
+    The first N run by default (none). Of the others, M that lie evenly apart stay slow (KEPT) and
+    the rest become `exhaustive`, a lane of its own. Comes before pytest selects by marks.
     """
     cases: dict[str, list[tuple[pytest.Item, pytest.Mark]]] = {}
     for item in items:
         slow = item.get_closest_marker("slow")
-        if slow is not None and slow.kwargs:
+        if slow is not None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append((item, slow))
     for of_test in cases.values():
         n_default = of_test[0][1].kwargs.get("sample", 0)
         for item, slow in of_test[:n_default]:
             item.own_markers.remove(slow)
         others = of_test[n_default:]
-        n_slow = min(of_test[0][1].kwargs.get("keep", len(others)), len(others))
+        n_slow = min(of_test[0][1].kwargs.get("keep", KEPT), len(others))
         kept = {i * len(others) // n_slow for i in range(n_slow)}
         for i, (item, _) in enumerate(others):
             if i not in kept:
@@ -49,6 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.own_markers = [mark for mark in item.own_markers if mark.name not in LANES]
 
 
+KEPT = 8
+"""Cases of a slow test that stay so: hundreds of them would make CI take hours."""
 LANES = ("slow", "distributed")
 """The marks that `exhaustive` takes the place of."""
 N_MODULES = 200

@@ -65,7 +65,7 @@ def solution(name: str, share: float) -> Solution:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_plain_step_takes_what_the_baseline_says(name: str) -> None:
     model, batch = small(name)
@@ -75,7 +75,7 @@ def test_the_plain_step_takes_what_the_baseline_says(name: str) -> None:
     assert difference <= max(MIB, 0.02 * taken.peak_bytes)
 
 
-@pytest.mark.slow(sample=1)
+@pytest.mark.slow(sample=1, keep=6)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", SIZES)
 def test_gradients_are_the_same_bits_within_the_budget(name: str, share: float) -> None:

@@ -60,7 +60,7 @@ def row_keeping_nothing(name: str, style: str, **options: Any) -> dict[str, Any]
     return run_solution(subject, solution)
 
 
-@pytest.mark.slow(sample=1, keep=9)
+@pytest.mark.slow(sample=1, keep=5)
 @pytest.mark.parametrize("name", SMALL)
 def test_every_model_trains_the_same_bits(name: str) -> None:
     row = row_keeping_nothing(name, "plain")
@@ -68,7 +68,7 @@ def test_every_model_trains_the_same_bits(name: str) -> None:
     assert row["differences"] == []
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("name", "style"), STYLED)
 def test_steps_as_people_write_them_train_the_same_bits(name: str, style: str) -> None:
     row = row_keeping_nothing(name, style)
@@ -76,7 +76,7 @@ def test_steps_as_people_write_them_train_the_same_bits(name: str, style: str) -
     assert row["differences"] == []
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("share", [0.7, 0.0])
 @pytest.mark.parametrize("name", ["VGG", "U-Net", "several losses"])
 def test_plans_for_a_budget_train_the_same_bits_within_it(name: str, share: float) -> None:

@@ -369,7 +369,7 @@ def test_the_command(tmp_path, capsys):
     ("n_ranks", "cases"),
     [
         (2, ["tied", "kept", "logits", "mixed wide"]),
-        (4, ["hybrid"]),
+        pytest.param(4, ["hybrid"], marks=pytest.mark.exhaustive),
         pytest.param(2, ["frozen", "adapters", "wide"], marks=pytest.mark.exhaustive),
         pytest.param(
             2,

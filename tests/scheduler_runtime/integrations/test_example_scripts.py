@@ -47,7 +47,7 @@ LAUNCH = {
 OPTIONS = {"plain_loop": ["--fit"], "zero": ["2"]}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=len(SCRIPTS))
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_runs(script: str) -> None:
     path = ROOT / "examples" / "integrations" / f"{script}.py"

@@ -11,8 +11,9 @@ import pytest
 from tests.support.ranks import ranks_of
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["1f1b", "gpipe", "gpipe wide", "interleaved"])
+@pytest.mark.parametrize("case", ["1f1b", "gpipe wide", "gpipe", "interleaved"])
 def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(case: str) -> None:
     schedule, *shape = case.split()
     found = ranks_of("pipeline_ranks", schedule, "2", *shape)

@@ -7,6 +7,7 @@ import pytest
 from tests.support.ranks import ranks_of
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", ["1f1b", "gpipe", "wide"])
 def test_each_rank_has_the_same_bits_and_holds_what_was_predicted(case: str) -> None:

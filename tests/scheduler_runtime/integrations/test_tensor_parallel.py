@@ -10,8 +10,9 @@ import pytest
 from tests.support.ranks import ranks_of
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["colwise", "sequence"])
+@pytest.mark.parametrize("case", ["sequence", "colwise"])
 def test_each_rank_has_the_same_bits_and_holds_what_was_predicted(case: str) -> None:
     found = ranks_of("tensor_ranks", "2", case)
     assert len(found) == 2 * 3  # two ranks, three budgets
