@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from graphs.fsdp import sharding_of
+from graphs.graph import Graph
 from graphs.hardware import DEVICES, Hardware, card_called, named
 from solver.schedule import Link, Place, Places
 from solver.sizes_deadlines_progress import (
@@ -251,13 +253,19 @@ def check_budget_of(budget_of: str, *, kind: str | None) -> None:
         )
 
 
-def check_in_flight(n_in_flight: int, *, with_host: bool, budget_of: str) -> None:
-    """Raises BudgetError for what is planned for one micro-batch or pass at a time only."""
-    if n_in_flight == 1 or not (with_host or budget_of == "reserved"):
+def check_asked_of(graph: Graph, *, with_host: bool, budget_of: str) -> None:
+    """Raises BudgetError for what cannot be asked of this step."""
+    if with_host and sharding_of(graph.meta.environment) is not None:
+        raise BudgetError(
+            "copies to the host: not planned with FSDP2, which runs exported plans, and an export "
+            "does not copy beside the computation; leave out --host (host_budget=) or --fsdp "
+            "(fsdp=)"
+        )
+    if graph.n_in_flight == 1 or not (with_host or budget_of == "reserved"):
         return
     what = "copies to the host" if with_host else "a budget of reserved memory"
     option = "--host (host_budget=)" if with_host else "--budget-of (budget_of=)"
     raise BudgetError(
-        f"{what}: not planned for a step with {n_in_flight} micro-batches or passes in flight; "
-        f"leave out {option}"
+        f"{what}: not planned for a step with {graph.n_in_flight} micro-batches or passes in "
+        f"flight; leave out {option}"
     )

@@ -60,7 +60,7 @@ from graphs.capture.refuse import (
 from graphs.capture.same_program import Described, described
 from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
-from graphs.capture.tensor_parallel import forget_placements, has_distributed
+from graphs.capture.tensor_parallel import forget_placements, has_distributed, meshes_on
 from graphs.capture.traced_calls import is_backward
 from graphs.model_calls import Call, TraceError, strided_like
 
@@ -110,9 +110,10 @@ def capture(
             # The cache of results on fake tensors ignores storage offsets: without this, sizes
             # would depend on what this process has traced before.
             FakeTensorMode.cache_clear()
-            if has_distributed(model):
-                forget_placements()
             with contextlib.ExitStack() as stack:
+                if has_distributed(model):
+                    forget_placements()
+                    stack.enter_context(meshes_on(device))
                 stack.enter_context(eager_kernels(device or torch.device("cpu")))
                 stack.enter_context(_module_paths(model))
                 # `backward()` is called after the autocast context has ended.

@@ -232,7 +232,8 @@ def _traced(
         gradients = TAKEN if zero.frees_gradients else FRESH
     card = NodeCosts(given.costs).hardware
     target = traced_device(model, call, given.device, card)
-    with for_absent_card(target, None if card is None else card.compute_capability):
+    capability = None if card is None else card.compute_capability
+    with for_absent_card(target, capability, model=model):
         costs = default_costs(target) if given.costs is None else given.costs
         given = replace(given, gradients=gradients)
         return _traced_on(target, model, batch, call, choose, given, costs, passes)

@@ -67,13 +67,15 @@ def read_layers(
     """
     args, kwargs = as_call(batch)
     card = NodeCosts(costs).hardware
-    target = traced_device(nn.ModuleList(layers), Call.of(args, kwargs), device, card)
+    model = nn.ModuleList(layers)
+    target = traced_device(model, Call.of(args, kwargs), device, card)
     costs = default_costs(target) if costs is None else costs
     held = [frozenset(map(id, layer.parameters())) for layer in layers]
     n_holders = Counter(parameter for each in held for parameter in each)
     found: list[Layer] = []
     value, value_has_gradient = batch, False
-    with for_absent_card(target, None if card is None else card.compute_capability):
+    capability = None if card is None else card.compute_capability
+    with for_absent_card(target, capability, model=model):
         for index, layer in enumerate(layers):
             module = stage_of([layer])
             args, kwargs = as_call(value)

@@ -38,8 +38,8 @@ from solver.cli.traced_step import ModelFailsError, NotTracedError, traced_step
 from solver.cli.usage import UsageError
 from solver.device_and_costs import (
     Target,
+    check_asked_of,
     check_budget_of,
-    check_in_flight,
     find_hardware,
     find_target,
     host_beside,
@@ -156,7 +156,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
             ) from error
         raise
     with_host = arguments.host is not None
-    check_in_flight(graph.n_in_flight, with_host=with_host, budget_of=arguments.budget_of)
+    check_asked_of(graph, with_host=with_host, budget_of=arguments.budget_of)
     made_with = graph.meta.rewrites
     if (given := arguments.given("rewrites")) and (made_with or arguments.rewrites != "none"):
         made = f"made with {', '.join(made_with)}" if made_with else "the plain step"

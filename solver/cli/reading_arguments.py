@@ -45,6 +45,11 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("the following arguments are required: --budget (see solve --help)")
     if largest and arguments.compare:
         raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
+    if arguments.fsdp is not None and arguments.host is not None:
+        raise UsageError(
+            "--host: FSDP2 runs exported plans, and an export does not copy beside the "
+            "computation; leave out --host or --fsdp"
+        )
     if arguments.verify and (over := arguments.given("fsdp", "tensor", "zero")):
         raise UsageError(f"--verify runs the step in one process: without {over}")
     if arguments.emit is not None and arguments.tensor is not None:

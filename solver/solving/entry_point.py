@@ -12,8 +12,8 @@ from graphs.host_state import optimizer_of
 from graphs.rewrites import check_word
 from solver.device_and_costs import (
     WITH_OPAQUE_PARTS,
+    check_asked_of,
     check_budget_of,
-    check_in_flight,
     find_hardware,
     host_beside,
 )
@@ -194,7 +194,7 @@ def request_for(
     """
     if host_budget is not None and graph.meta.opaque_parts:
         raise ValueError(WITH_OPAQUE_PARTS)
-    check_in_flight(graph.n_in_flight, with_host=host_budget is not None, budget_of=budget_of)
+    check_asked_of(graph, with_host=host_budget is not None, budget_of=budget_of)
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
     # A graph file may be planned for another device than it was traced on: no default reserve.

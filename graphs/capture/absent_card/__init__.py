@@ -17,12 +17,15 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from graphs.capture.absent_card.attention_choice import AttentionCall, attention_of
 from graphs.capture.absent_card.device_guard import has_device_guard
 from graphs.capture.absent_card.engine import without_streams
 from graphs.capture.absent_card.no_accelerator import can_have_no_accelerator
 from graphs.capture.absent_card.operators import operators_of
+from graphs.capture.tensor_parallel import has_distributed
+from graphs.model_calls import TraceError
 
 __all__ = ["AttentionCall", "attention_of", "can_trace_absent", "for_absent_card"]
 
@@ -34,16 +37,24 @@ def can_trace_absent() -> bool:
 
 @contextlib.contextmanager
 def for_absent_card(
-    device: torch.device, compute_capability: tuple[int, int] | None
+    device: torch.device, compute_capability: tuple[int, int] | None, *, model: nn.Module
 ) -> Iterator[None]:
-    """Trace for a card of this compute capability (None: as an H100), while inside.
+    """Trace the model for a card of this compute capability (None: as an H100), while inside.
 
     Ambient autocast of the CPU counts as the card's, which PyTorch does not enable without one.
     Nothing changes for another device, and where a card is available.
+
+    Raises TraceError for a tensor-parallel model: autograd's engine cannot be told that gradients
+    which are DTensors are on the CPU (`engine`).
     """
     if device.type != "cuda" or torch.cuda.is_available():
         yield
         return
+    if has_distributed(model):
+        raise TraceError(
+            "a tensor-parallel step cannot be traced for a card that is not in this machine",
+            short="the step is tensor-parallel",
+        )
     with without_streams(), operators_of(compute_capability or (9, 0)):
         if not torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             yield

@@ -13,3 +13,4 @@ from graphs.capture.tensor_parallel.checks import (
     is_of_parallel_style,
     refuse_distributed,
 )
+from graphs.capture.tensor_parallel.meshes import meshes_on

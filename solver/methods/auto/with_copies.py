@@ -22,9 +22,10 @@
 The bound is that of the cuts with copies, so it holds for every schedule, whatever it copies. A
 best schedule without copies that meets it proves that the host does not help.
 
-**With a disk** the host alone is planned for first, so the answer is never worse than without the
-disk. Where the bound leaves something to gain the stages run again: what the host has no room for
-goes on to the disk, what is away for the longest first (`beside.goes_to_disk`).
+**With a disk** the host alone is planned for first, in half of the time; in all of it where the
+host has room for everything, so that no disk helps. Where the bound leaves something to gain the
+stages run again: what the host has no room for goes on to the disk, what is away for the longest
+first (`beside.goes_to_disk`).
 
 Work is limited by counts. Where the copies are few and large the choice is a knapsack with
 deadlines, and a gap is left.
@@ -108,19 +109,21 @@ def with_copies(
         starts=starts,
         quick=quick,
     )
+    host_alone = partial(
+        with_copies,
+        graph,
+        budget_bytes=budget_bytes,
+        places=Places(host=places.host),
+        starts=[s for s in starts if not any(isinstance(op, Spill) for op in s.ops)],
+        quick=quick,
+    )
+    if places.disk is not None and sum(search.free.unit_bytes) <= places.host_bytes:
+        return host_alone(time_limit_s=time_limit_s)  # a disk frees host memory, and all has room
     with search:
         for schedule in (baseline(graph), *starts):
             search.offer(schedule)
         if places.disk is not None:
-            half = with_copies(  # the host alone, in half of the time at most
-                graph,
-                budget_bytes=budget_bytes,
-                time_limit_s=search.deadline.left_s / 2,
-                places=Places(host=places.host),
-                starts=[s for s in starts if not any(isinstance(op, Spill) for op in s.ops)],
-                quick=quick,
-            )
-            search.adopt(half)
+            search.adopt(host_alone(time_limit_s=search.deadline.left_s / 2))
         if not search.done:
             # Before the bound, so that it is there whenever the clock ends the search.
             search.offer(_overflow_copied(search, baseline(graph).order))
@@ -129,8 +132,7 @@ def with_copies(
         )
         search.lost_share = search.binding.lost_share
     if places.disk is not None:
-        host_has_room_for_all = sum(search.free.unit_bytes) <= places.host_bytes
-        _run(search, (_prove,) if host_has_room_for_all else COPYING)
+        _run(search, COPYING)
     else:
         # not by what is left of the time: on a busy machine too, the same comes first
         is_large = len(graph.nodes) > NODES_PER_S * (1 - COPYING_SHARE) * time_limit_s
