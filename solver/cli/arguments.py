@@ -48,7 +48,12 @@ exit codes:  0 solved   2 invalid usage   3 infeasible   4 model cannot be loade
 
 
 def _number_of_stages(text: str) -> int | str:
-    return AUTO if text == AUTO else at_least(2)(text)
+    if text == AUTO:
+        return AUTO
+    try:
+        return at_least(2)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or {AUTO}") from error
 
 
 AUTO = "auto"

@@ -80,6 +80,13 @@ def maximised(
                 say(f"planning {chosen.size} thoroughly")
                 thorough = attempt(problems[chosen.size].step, request, starts=[quick.schedule])
                 search = search.with_solution(chosen.size, thorough)
+            replanned = problems[chosen.size].thorough
+            if quick.schedule and replanned is not None and not search.interrupted:
+                say(f"planning {chosen.size} thoroughly")
+                again = replanned()
+                if again.planned is not None and again.planned.schedule is not None:
+                    problems[chosen.size] = again
+                    search = search.with_solution(chosen.size, again.planned)
     except SameStepError as error:
         raise UsageError(f"{OPTIONS[name]}: {error}; see get_batch of {problem.name}") from error
     except (TooLargeError, MissingSolverError) as error:

@@ -17,6 +17,9 @@ from solver.plan_analysis import PipelineSplit, split_pipeline
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import counted, format_size, format_time
 
+QUICK_S = 2.0
+"""Of each stage's plan, while the largest batch is looked for."""
+
 
 def split_stages(
     file: ModelFile,
@@ -26,10 +29,11 @@ def split_stages(
     *,
     notes: list[str],
     on_stage: Callable[[str], None] | None = None,
+    quick: bool = False,
 ) -> PipelineSplit:
     """Divide the layers of the file's `nn.Sequential` into stages, and plan these.
 
-    on_stage: told of each stage before it is planned.
+    on_stage: told of each stage before it is planned. quick: QUICK_S for each plan at most.
 
     Raises UsageError where they cannot be so divided, LoadError for the model file.
     """
@@ -69,7 +73,7 @@ def split_stages(
                 budget=request.budget_bytes,
                 reserve=request.reserve_bytes,
                 method=arguments.methods[0],
-                time_limit_s=arguments.time_limit,
+                time_limit_s=min(arguments.time_limit, QUICK_S) if quick else arguments.time_limit,
                 seed=arguments.seed,
                 rewrites=arguments.rewrites,
                 optimizer=optimizer,
@@ -120,6 +124,12 @@ def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
             f"Of {counted(split.n_divisions, 'division')} of {n_layers} layers into "
             f"{len(split.sizes)} stages none was found to fit. {this} of the equal one ({sizes})."
         )
+        place = pipeline_of(split.solutions[stage].environment)
+        if split.before and place is not None and len(split.sizes) == place.n_microbatches:
+            yield (
+                f"Under {place.schedule} there are at most as many stages as micro-batches; more "
+                "micro-batches allow more stages."
+            )
         return
     equal_s = split.equal_slowest_s
     equal = "does not fit" if equal_s is None else f"takes {format_time(equal_s)}"

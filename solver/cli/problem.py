@@ -77,6 +77,7 @@ class Problem:
     step: its variants to plan.
     verify: runs the model with and without the plan, and says what runs (None for a graph file).
     size: that is maximized (None: nothing is). resized: the problem at another one.
+    thorough: the same problem planned in all of the time, where `planned` is a quick plan.
     request: what is asked of every method.
     planned: the plan, where there is one already: by submodules of a model that cannot be traced,
         or of a stage of a pipeline.
@@ -94,6 +95,7 @@ class Problem:
     verify: Callable[[Solution, Say], Verification] | None = None
     size: int | None = None
     resized: Callable[[int], Problem] | None = None
+    thorough: Callable[[], Problem] | None = None
     planned: Solution | None = None
     stages: tuple[Solution, ...] = ()
     not_traced: str = ""
@@ -282,9 +284,9 @@ def _model_problem(
             )
             return traced(file.resized(largest, size))
 
-    def staged(file: ModelFile, say: Say | None = None) -> Problem:
+    def staged(file: ModelFile, say: Say | None = None, *, quick: bool = False) -> Problem:
         notes = list(file.notes)
-        split = split_stages(file, target, arguments, plain, notes=notes, on_stage=say)
+        split = split_stages(file, target, arguments, plain, notes=notes, on_stage=say, quick=quick)
         stage = reported_stage(split, arguments.stage)
         solution = split.solutions[stage]
         step = Variants.of(solution.variants or solution.graph)
@@ -295,7 +297,10 @@ def _model_problem(
             notes=(*stage_notes(split, stage), *allocator, *notes, *step_notes(step.plain)),
             planned=solution,
             stages=split.solutions if arguments.stage is None else (),
-            resized=None if largest is None else lambda n: staged(file.resized(largest, n)),
+            resized=None
+            if largest is None
+            else lambda n: staged(file.resized(largest, n), quick=True),
+            thorough=partial(staged, file) if quick else None,
         )
 
     def measured(file: ModelFile, refused: NotTracedError) -> Problem:
@@ -322,7 +327,7 @@ def _model_problem(
         if arguments.pipeline is not None:
             what = f"dividing {arguments.problem} into {arguments.pipeline} stages"
             with progress.says(what) as say:
-                problem = staged(file, say)
+                problem = staged(file, say, quick=largest is not None)
             yield problem
             return
         try:

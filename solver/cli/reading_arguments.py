@@ -90,6 +90,10 @@ def _check_pipeline(arguments: Arguments) -> None:
         raise UsageError(
             f"--pipeline {n_stages}: give the number of micro-batches of a step, --microbatches 8"
         )
+    if arguments.fsdp_reshard == "yes":
+        raise UsageError(
+            "--fsdp-reshard yes: a stage of a pipeline keeps whole parameters; give no or auto"
+        )
     if stage is not None and n_stages == AUTO:
         raise UsageError(f"--stage {stage}: of a number of stages; give it, --pipeline 4")
     if stage is not None and isinstance(n_stages, int) and stage >= n_stages:
@@ -152,10 +156,10 @@ def _check_copying(arguments: Arguments) -> None:
         raise UsageError(
             f"--parameters {arguments.parameters}: give the memory for them, --host 64GB"
         )
-    if arguments.parameters == "host" and arguments.optimizer_state == "device":
+    if arguments.parameters != "device" and arguments.optimizer_state == "device":
         raise UsageError(
-            "--parameters host: parameters leave the device with the optimizer's state; leave out "
-            "--optimizer-state device"
+            f"--parameters {arguments.parameters}: parameters leave the device with the "
+            "optimizer's state; leave out --optimizer-state device"
         )
     if arguments.compare:
         return

@@ -15,7 +15,7 @@ from typing import Literal
 from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
 from graphs.hardware import is_collective
-from graphs.host_state import host_parameters, parameters_on_host
+from graphs.host_state import host_parameters, optimizer_of, parameters_on_host
 from solver.chain import Blocks, checkpoints, computing_blocks, split_into_blocks
 from solver.methods import METHODS
 from solver.schedule import STATE, PeakMemory, Solution, keep, node_at, simulate
@@ -88,12 +88,12 @@ def advise(solution: Solution, *, reader: Reader = IN_PYTHON) -> tuple[Advice, .
 
 
 def _state(solution: Solution, reader: Reader) -> Iterator[str]:
-    """Parameters, their gradients and the optimizer's state fill the budget."""
+    """Parameters, their gradients and the optimizer's state fill the budget, or its step does."""
     graph, available_bytes = solution.graph, solution.request.available_bytes
     run = solution.peaks[-1]
     bytes_of = run.bytes_at_the_end()
     state_bytes = sum(bytes_of[name] for name in STATE)
-    if state_bytes < STATE_SHARE * available_bytes:
+    if state_bytes < STATE_SHARE * available_bytes and not _ends_in_optimizer(solution):
         return
     share = format_percent(state_bytes / available_bytes, digits=1)
     text = (
@@ -128,7 +128,30 @@ def _state(solution: Solution, reader: Reader) -> Iterator[str]:
         )
     if is_mostly_frozen:
         text += _frozen_on_host(graph, frozen_bytes, worth_bytes, reader)
+    else:
+        text += _state_on_host(solution, bytes_of["optimizer"], worth_bytes, reader)
     yield text + "."
+
+
+def _state_on_host(
+    solution: Solution, optimizer_bytes: int, worth_bytes: float, reader: Reader
+) -> str:
+    """What plans with the state, and parameters, in host memory would free, where there are any."""
+    graph, request = solution.graph, solution.request
+    optimizer = optimizer_of(graph.meta.environment)
+    can_leave = optimizer.get("buckets") and not optimizer.get("state_stays")
+    if not can_leave or graph.n_in_flight > 1 or sharding_of(graph.meta.environment):
+        return ""
+    host = None if request.places is None else request.places.host
+    if host is not None and optimizer_bytes > host.capacity_bytes:
+        return (
+            f"; the host's {format_size(host.capacity_bytes)} have no room for the "
+            f"{format_size(optimizer_bytes)} of the optimizer's state"
+        )
+    if request.parameters != "device" or optimizer_bytes < worth_bytes:
+        return ""
+    what = "the optimizer's state is" if host is None else "the optimizer's state can be"
+    return f"; {what} in host memory between its steps, and parameters too, with {reader.on_host}"
 
 
 def _frozen(graph: Graph) -> tuple[int, int]:
@@ -225,13 +248,20 @@ def _precision(solution: Solution, reader: Reader) -> Iterator[str]:
     if autocast is not None or main_dtype not in WIDE_DTYPES:
         return
     share = solution.peaks[0].share("activations")
-    if share < ACTIVATION_SHARE:
+    if share < ACTIVATION_SHARE or _ends_in_optimizer(solution):
         return
     yield (
         f"Mixed precision is off: the parameters are {main_dtype} and activations are "
         f"{format_percent(share, digits=1)} of the baseline peak. In 16 bits most of them take "
         f"half the bytes, and matrix products run faster on most GPUs; {reader.in_16_bits}."
     )
+
+
+def _ends_in_optimizer(solution: Solution) -> bool:
+    """Whether nothing fits because of the optimizer's step, in which there are no activations."""
+    op = "" if solution.obstacle is None else solution.obstacle.op
+    node = solution.graph.node_by_name.get(op)
+    return node is not None and node.phase == "optimizer"
 
 
 def _theory(solution: Solution) -> Iterator[str]:
@@ -286,7 +316,8 @@ def _widest(solution: Solution) -> tuple[Node | None, str]:
         return None, ""
     own_bytes = _own_bytes(graph, node)
     room_bytes = solution.request.available_bytes - graph.resident_bytes
-    return (node, format_size(own_bytes)) if own_bytes >= OP_SHARE * room_bytes else (None, "")
+    is_wide = room_bytes > 0 and own_bytes >= OP_SHARE * room_bytes
+    return (node, format_size(own_bytes)) if is_wide else (None, "")
 
 
 def _own_tensors(graph: Graph, node: Node) -> dict[str, int]:

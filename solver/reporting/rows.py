@@ -301,7 +301,9 @@ def _obstacle_rows(solution: Solution, reader: Reader) -> Iterator[Row]:
         yield "cut short", f"{text}{hint}"
     if solution.minimum_budget_bytes is not None:
         minimum = format_size_up(solution.minimum_budget_bytes)
-        yield "minimum budget", f"{minimum}, the smallest at which {solution.method} found a plan"
+        of_what = "" if pipeline_of(graph.meta.environment) is None else " of this stage alone"
+        found = f"the smallest at which {solution.method} found a plan{of_what}"
+        yield "minimum budget", f"{minimum}, {found}"
     if proven_bytes := solution.proven_minimum_bytes:
         floor = format_both(proven_bytes)
         yield "proven", f"no schedule{scope} fits below {floor}"

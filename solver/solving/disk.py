@@ -83,6 +83,11 @@ def given_rates(rate: Rates) -> tuple[float, float] | None:
         return None
     if (disk := disk_named(rate)) is not None:
         return disk.write_bytes_per_s, disk.read_bytes_per_s
+    if isinstance(rate, str) and rate.strip()[:1].isalpha():
+        raise BudgetError(
+            f"invalid disk rate {rate!r}: a kind of disk ({', '.join(DISKS)}), {MEASURED}, or "
+            "bytes per second: 5GB/s,6GB/s"
+        )
     return parse_rates(rate, what="disk rate", example="5GB/s,6GB/s")
 
 

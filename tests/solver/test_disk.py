@@ -51,7 +51,7 @@ def test_sizes_and_rates_as_people_write_them(tmp_path: Path) -> None:
         (HOST, "500GB:/nowhere/at/all", "5GB/s", "'/nowhere/at/all': no such directory"),
         (HOST, "500GB:/tmp", "5Gb/s", "invalid disk rate '5Gb/s': a lower-case b is for bits"),
         (HOST, "500GB:/tmp", "5GB/s,6gb", "invalid disk rate '6gb': a lower-case b is for bits"),
-        (HOST, "500GB:/tmp", "fast", "invalid disk rate 'fast'"),
+        (HOST, "500GB:/tmp", "nvme6", "invalid disk rate 'nvme6': a kind of disk .sata, nvme3, "),
         (HOST, "500GB:/tmp", "5", "invalid disk rate '5': 5 B/s"),
         (HOST, "500GB:/tmp", "1GB/s,2GB/s,3GB/s", "invalid disk rate .*: write 5GB/s, or OUT,IN"),
     ],
@@ -79,6 +79,16 @@ def test_rates_are_measured_in_the_directory(
     monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(BudgetError, match=r"cannot be measured .No space left on device."):
         disk_behind(HOST, f"500GB:{tmp_path}", "measured")
+
+
+def test_behind_a_host_with_room_for_all_the_host_alone_is_planned() -> None:
+    options = {"budget": BUDGET, "host_budget": 2 * PEAK, "host_link": 1e9}
+    alone = solve(NET, **options)
+    behind = solve(NET, **options, disk_budget="500GB", disk_rate="nvme4")
+    assert behind.request.places is not None
+    assert behind.request.places.disk is not None
+    assert behind.schedule == alone.schedule
+    assert behind.lower_bound_s == alone.lower_bound_s
 
 
 def test_kinds_of_disk_have_published_rates() -> None:

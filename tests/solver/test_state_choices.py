@@ -16,6 +16,7 @@ from graphs.host_state import StateBucket, state_copies_s, with_state_on_host
 from graphs.synthetic.nets import residual
 from solver.bound import StorageGraph
 from solver.cli import main
+from solver.plan_analysis import advise
 from solver.plan_analysis.pareto import sweep
 from solver.reporting.report_data import Report, to_json
 from solver.reporting.terminal import show
@@ -295,3 +296,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     small = ["--host", "1MB", "--host-link", "50GB/s", "--optimizer-state", "host"]
     assert main(["--budget", "10GB", *small, path]) == 2
     assert "takes 400.0 MB (381.47 MiB) of host memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        (None, "; the optimizer's state is in host memory between its steps, and parameters too, "),
+        (places(25e9), "; the optimizer's state can be in host memory between its steps, and "),
+        (places(25e9, MB), "; the host's 1.00 MB have no room for the 400.0 MB of the optimizer's"),
+    ],
+    ids=["no host", "a host", "a small host"],
+)
+def test_where_nothing_fits_the_host_is_named(host: Places | None, said: str) -> None:
+    found = {each.kind: each.text for each in advise(planned(big_step(), 10 * MB, host))}
+    assert said in found["state"]

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from graphs.capture.tensor_parallel import meshes_on
 from graphs.costs import Roofline
 from graphs.hardware import LINKS, all_reduce_s, named
 from graphs.model_calls import TraceError
@@ -254,3 +255,22 @@ def test_plain_and_distributed_tensors_in_one_operator_are_refused(mesh: DeviceM
     model = parallelize_module(Block(), mesh, {"norm": SequenceParallel()})
     with pytest.raises(TraceError, match=r"mixed torch\.Tensor and DTensor"):
         trace(model, batch(), loss=square)
+
+
+def test_meshes_are_of_the_device_that_is_traced_for(mesh: DeviceMesh) -> None:
+    """DTensor moves what it is given to the mesh's device: a mesh of absent ranks is of CPUs."""
+    with meshes_on(torch.device("cuda", 0)):
+        assert mesh.device_type == "cuda"
+    with meshes_on(None):
+        assert mesh.device_type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card is here")
+def test_a_card_that_is_absent_is_named(mesh: DeviceMesh) -> None:
+    """Autograd's engine asks for the stream of gradients that are DTensors."""
+    with pytest.raises(TraceError, match="cannot be traced for a card that is not in this machine"):
+        trace(parallel(mesh), batch(), loss=square, device="cuda", costs=Roofline(named("h100")))
+    found = solve(
+        parallel(mesh), batch(), loss=square, budget="60GB", device="h100", optimizer="AdamW"
+    )
+    assert found.graph.meta.environment["device"] == "cpu"

@@ -26,6 +26,7 @@ from solver import report, solve
 from solver.cli.command import main
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
+from solver.sizes_deadlines_progress import BudgetError
 from tests.scheduler_runtime.test_export import small_gpt2, tokens
 from tests.support.paths import GPT2
 from tests.support.ranks import ranks_of
@@ -319,6 +320,11 @@ def groups(graph: Graph) -> tuple[str, ...]:
     sharding = sharding_of(graph.meta.environment)
     assert sharding is not None
     return sharding.groups or ()
+
+
+def test_copies_to_the_host_are_refused():
+    with pytest.raises(BudgetError, match="not planned with FSDP2, which runs exported plans"):
+        solve(small_gpt2(0.0), tokens(), budget="1GB", fsdp=2, host_budget="1GB", host_link=1e9)
 
 
 @pytest.mark.slow

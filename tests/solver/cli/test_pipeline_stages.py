@@ -156,7 +156,8 @@ def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
         ([*PIPELINE, "--stage", "2"], "--stage 2: of 2 stages; from 0 to 1"),
         (["--schedule", "gpipe"], "--schedule: of a pipeline; give its number of stages"),
         ([*PIPELINE, "--microbatches", "1"], "as many micro-batches as stages: give 2 or more"),
-        (["--pipeline", "1"], "invalid value '1': at least 2 expected"),
+        (["--pipeline", "1"], "invalid value '1': at least 2 expected, or auto"),
+        (["--fsdp", "2", "--host", "1GB"], "--host: FSDP2 runs exported plans"),
         ([*AUTO, "--stage", "1"], "--stage 1: of a number of stages; give it, --pipeline 4"),
         (
             [*PIPELINE, "--fsdp", "2", "--fsdp-precision", "bfloat16"],
@@ -164,7 +165,7 @@ def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
         ),
         (
             [*PIPELINE, "--fsdp", "2", "--fsdp-reshard", "yes"],
-            "--fsdp 2: reshard_after_forward=True in a stage of a pipeline",
+            "--fsdp-reshard yes: a stage of a pipeline keeps whole parameters; give no or auto",
         ),
         ([*PIPELINE, "--stage", "1", "--max-batch"], "with --pipeline with --stage"),
     ],

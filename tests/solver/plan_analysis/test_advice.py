@@ -310,6 +310,18 @@ def test_mixed_precision_would_change_little_where_activations_are_few():
     assert "precision" not in advised(step(meta=FULL, weight=10_000))
 
 
+def test_mixed_precision_would_change_nothing_in_the_optimizers_step():
+    graph = step(meta=FULL)
+    nodes = tuple(
+        dataclasses.replace(n, workspace_bytes=450) if n.name == "update" else n
+        for n in graph.nodes
+    )
+    graph = dataclasses.replace(graph, nodes=nodes)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    assert "precision" in advised(graph)
+    assert "precision" not in advised(graph, spare=449 - peak_bytes)
+
+
 def test_theory_beside_what_was_found():
     graph = Graph.load(GPT2)
     solution = solve(graph, budget="4GB", method="sqrt")
