@@ -127,8 +127,8 @@ def _loaded(schedule: str, graph: str) -> Solution:
     except FormatError:
         raise
     except (ValueError, OSError) as error:  # an illegal schedule, or one of another graph
-        text = str(error)  # which names the file already, or does not
-        raise FormatError(text if text.startswith(schedule) else f"{schedule}: {text}") from error
+        text = str(error).removeprefix(f"{schedule}: ")  # some name the file themselves
+        raise FormatError(f"{schedule}: {text}") from error
 
 
 def _sections(found: Explanation, name: str) -> Iterator[RenderableType]:

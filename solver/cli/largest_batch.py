@@ -83,8 +83,9 @@ def maximised(
             replanned = problems[chosen.size].thorough
             if quick.schedule and replanned is not None and not search.interrupted:
                 say(f"planning {chosen.size} thoroughly")
-                again = replanned()
-                if again.planned is not None and again.planned.schedule is not None:
+                with ctrl_c_raises():  # it traces first
+                    again = replanned()
+                if again.slowest_s <= problems[chosen.size].slowest_s and again.planned is not None:
                     problems[chosen.size] = again
                     search = search.with_solution(chosen.size, again.planned)
     except SameStepError as error:

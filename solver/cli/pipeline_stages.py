@@ -17,9 +17,6 @@ from solver.plan_analysis import PipelineSplit, split_pipeline
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import counted, format_size, format_time
 
-QUICK_S = 2.0
-"""Of each stage's plan, while the largest batch is looked for."""
-
 
 def split_stages(
     file: ModelFile,
@@ -33,7 +30,7 @@ def split_stages(
 ) -> PipelineSplit:
     """Divide the layers of the file's `nn.Sequential` into stages, and plan these.
 
-    on_stage: told of each stage before it is planned. quick: QUICK_S for each plan at most.
+    on_stage: told of each stage before it is planned. quick: with a fraction of the work.
 
     Raises UsageError where they cannot be so divided, LoadError for the model file.
     """
@@ -73,7 +70,8 @@ def split_stages(
                 budget=request.budget_bytes,
                 reserve=request.reserve_bytes,
                 method=arguments.methods[0],
-                time_limit_s=min(arguments.time_limit, QUICK_S) if quick else arguments.time_limit,
+                time_limit_s=arguments.time_limit,
+                quick=quick,
                 seed=arguments.seed,
                 rewrites=arguments.rewrites,
                 optimizer=optimizer,
@@ -125,10 +123,11 @@ def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
             f"{len(split.sizes)} stages none was found to fit. {this} of the equal one ({sizes})."
         )
         place = pipeline_of(split.solutions[stage].environment)
-        if split.before and place is not None and len(split.sizes) == place.n_microbatches:
+        is_cap = place is not None and place.n_microbatches == len(split.sizes) < n_layers
+        if split.before and is_cap and place is not None and place.schedule == "1f1b":
             yield (
-                f"Under {place.schedule} there are at most as many stages as micro-batches; more "
-                "micro-batches allow more stages."
+                "Under 1F1B there are at most as many stages as micro-batches; more micro-batches "
+                "allow more stages."
             )
         return
     equal_s = split.equal_slowest_s

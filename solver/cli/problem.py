@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -99,6 +100,12 @@ class Problem:
     planned: Solution | None = None
     stages: tuple[Solution, ...] = ()
     not_traced: str = ""
+
+    @property
+    def slowest_s(self) -> float:
+        """Of the pipeline's stages, with their plans (inf: one has none)."""
+        times = [each.simulation.time_s if each.simulation else math.inf for each in self.stages]
+        return max(times, default=math.inf)
 
     @property
     def graph(self) -> Graph:

@@ -98,7 +98,7 @@ def _check_pipeline(arguments: Arguments) -> None:
         raise UsageError(f"--stage {stage}: of a number of stages; give it, --pipeline 4")
     if stage is not None and isinstance(n_stages, int) and stage >= n_stages:
         raise UsageError(f"--stage {stage}: of {n_stages} stages; from 0 to {n_stages - 1}")
-    others = "compare verify accumulate host disk budget_of pareto emit passes"
+    others = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
     others += "" if stage is None else " max_batch max_seq"
     if given := arguments.given(*others.split()):
         what = "--pipeline" if stage is None else "--pipeline with --stage"

@@ -16,6 +16,7 @@ from graphs.fsdp import sharding_of
 from graphs.graph import Graph, Node
 from graphs.hardware import is_collective
 from graphs.host_state import host_parameters, optimizer_of, parameters_on_host
+from graphs.pipeline import pipeline_of
 from solver.chain import Blocks, checkpoints, computing_blocks, split_into_blocks
 from solver.methods import METHODS
 from solver.schedule import STATE, PeakMemory, Solution, keep, node_at, simulate
@@ -139,8 +140,7 @@ def _state_on_host(
     """What plans with the state, and parameters, in host memory would free, where there are any."""
     graph, request = solution.graph, solution.request
     optimizer = optimizer_of(graph.meta.environment)
-    can_leave = optimizer.get("buckets") and not optimizer.get("state_stays")
-    if not can_leave or graph.n_in_flight > 1 or sharding_of(graph.meta.environment):
+    if not (_may_have_host(graph) and optimizer.get("buckets")) or optimizer.get("state_stays"):
         return ""
     host = None if request.places is None else request.places.host
     if host is not None and optimizer_bytes > host.capacity_bytes:
@@ -150,8 +150,25 @@ def _state_on_host(
         )
     if request.parameters != "device" or optimizer_bytes < worth_bytes:
         return ""
-    what = "the optimizer's state is" if host is None else "the optimizer's state can be"
-    return f"; {what} in host memory between its steps, and parameters too, with {reader.on_host}"
+    if host_parameters(graph):
+        what, how = "the optimizer's state and parameters", reader.on_host
+    elif host is None:
+        what, how = "the optimizer's state", reader.host
+    else:
+        return ""
+    return f"; {what} can be in host memory while nothing reads them, with {how}"
+
+
+def _may_have_host(graph: Graph) -> bool:
+    """Whether this step can be planned with a host, and that is other memory than the device's."""
+    environment = graph.meta.environment
+    return (
+        graph.n_in_flight == 1
+        and pipeline_of(environment) is None
+        and sharding_of(environment) is None
+        and not graph.meta.opaque_parts
+        and graph.meta.device != "cpu"
+    )
 
 
 def _frozen(graph: Graph) -> tuple[int, int]:
@@ -168,8 +185,7 @@ def _frozen(graph: Graph) -> tuple[int, int]:
 
 def _frozen_on_host(graph: Graph, frozen_bytes: int, worth_bytes: float, reader: Reader) -> str:
     """What plans with parameters in host memory would free, where this graph can be planned so."""
-    environment = graph.meta.environment
-    if graph.n_in_flight > 1 or sharding_of(environment) or parameters_on_host(environment):
+    if not _may_have_host(graph) or parameters_on_host(graph.meta.environment):
         return ""
     can_leave = sum(graph.tensor_by_name[name].size_bytes for name in host_parameters(graph))
     if can_leave < worth_bytes:
@@ -248,7 +264,7 @@ def _precision(solution: Solution, reader: Reader) -> Iterator[str]:
     if autocast is not None or main_dtype not in WIDE_DTYPES:
         return
     share = solution.peaks[0].share("activations")
-    if share < ACTIVATION_SHARE or _ends_in_optimizer(solution):
+    if share < ACTIVATION_SHARE or _ends_in_optimizer(solution) or _room_bytes(solution) <= 0:
         return
     yield (
         f"Mixed precision is off: the parameters are {main_dtype} and activations are "
@@ -315,9 +331,14 @@ def _widest(solution: Solution) -> tuple[Node | None, str]:
     if node is None or node.phase == "optimizer":
         return None, ""
     own_bytes = _own_bytes(graph, node)
-    room_bytes = solution.request.available_bytes - graph.resident_bytes
+    room_bytes = _room_bytes(solution)
     is_wide = room_bytes > 0 and own_bytes >= OP_SHARE * room_bytes
     return (node, format_size(own_bytes)) if is_wide else (None, "")
+
+
+def _room_bytes(solution: Solution) -> int:
+    """What the budget leaves beside what is resident; below 0: nothing that operators do helps."""
+    return solution.request.available_bytes - solution.graph.resident_bytes
 
 
 def _own_tensors(graph: Graph, node: Node) -> dict[str, int]:

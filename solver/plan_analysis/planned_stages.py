@@ -51,6 +51,7 @@ class PlannedStages:
         loss: Callable[[Any, Any], torch.Tensor] | None,
         trace_options: dict[str, Any],
         request: dict[str, Any],
+        quick: bool,
     ) -> None:
         from torch import nn
 
@@ -60,7 +61,7 @@ class PlannedStages:
         self._places: tuple[Pipeline, ...] = (place,)
         self._stage_of = stage_of or (lambda layers: nn.Sequential(*layers))
         self._target, self._loss = target, loss
-        self._trace_options, self._request = trace_options, request
+        self._trace_options, self._request, self._quick = trace_options, request, quick
         self._plans: dict[Hashable, Solution] = {}
         self._steps: dict[Hashable, _TracedStage] = {}
         of_device = {k: v for k, v in trace_options.items() if k in ("device", "costs")}
@@ -126,7 +127,7 @@ class PlannedStages:
             at_place(traced.plain, place), tuple(at_place(each, place) for each in traced.planned)
         )
         request = request_for(step.plain, hardware, costs, is_module=True, **self._request)
-        found = attempt(step, request)
+        found = attempt(step, request, quick=self._quick)
         if found.proven_infeasible or not METHODS[found.method].reaches_least_budget:
             return found
         return explained(found)

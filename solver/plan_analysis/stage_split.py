@@ -141,6 +141,7 @@ def split_pipeline(
     capacity_bytes: int | None = None,
     rewrites: str | None = None,
     on_stage: Callable[[str], None] | None = None,
+    quick: bool = False,
     **trace_options: Any,
 ) -> PipelineSplit:
     """Divide layers into stages so that the slowest one, as planned within `budget`, is fastest.
@@ -157,6 +158,7 @@ def split_pipeline(
     stage_of: makes the module of a stage of its layers (default: `nn.Sequential`).
     time_limit_s: of the plan of one stage.
     on_stage: told in words of each stage before it is planned.
+    quick: plans with a fraction of the counted work, to see what fits.
 
     The rest is as for `solve`: optimizer, device, costs, fsdp and so on. An optimizer is given as
     its class, its name or a function, since each stage has its own; a Sharding without groups,
@@ -200,7 +202,7 @@ def split_pipeline(
     }
     with telling(f"tracing {counted(len(layers), 'layer')}...") as say:
         stages = PlannedStages(
-            layers, micro_batch, places[0], stage_of, target, loss, trace_options, request
+            layers, micro_batch, places[0], stage_of, target, loss, trace_options, request, quick
         )
         return _fewest(stages, numbers, on_stage or say)
 

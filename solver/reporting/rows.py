@@ -188,6 +188,8 @@ def _reserved_rows(solution: Solution) -> Iterator[Row]:
     if request.budget_of == "reserved":
         full = reserved(graph, schedule, capacity_bytes=request.available_bytes)
         text += f"; {format_size(full.reserved_bytes)} on a card without more memory"
+    elif min(taken.values()) > request.budget_bytes:
+        text += "; above the budget, which limits what is allocated"
     yield "reserved", f"{format_both(taken['default'])} {text}"
 
 

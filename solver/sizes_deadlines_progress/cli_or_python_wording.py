@@ -18,6 +18,7 @@ class Reader:
     longer: str
     last_bits: str
     measured: str
+    host: str
     on_host: str
     no_reserve: str
 
@@ -28,6 +29,7 @@ OF_THE_COMMAND = Reader(
     longer="extend it with --time-limit",
     last_bits="--rewrites allclose",
     measured="--costs measured",
+    host="--host 64GB",
     on_host="--host 64GB --parameters host",
     no_reserve="--reserve 0",
 )
@@ -37,6 +39,7 @@ IN_PYTHON = Reader(
     longer="extend it with time_limit_s=",
     last_bits='rewrites="allclose"',
     measured='costs="measured"',
+    host='solve(..., host_budget="64GB")',
     on_host='solve(..., host_budget="64GB", parameters="host")',
     no_reserve="reserve=0",
 )

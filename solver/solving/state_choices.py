@@ -30,10 +30,10 @@ def check_where(where: str, *, with_host: bool, parameters: str = "device") -> N
             raise ValueError(f"{name} is {word!r}; one of {', '.join(WHERE)}")
         if word == "host" and not with_host:
             raise ValueError(f"{name} is 'host', and there is no host; give host_budget")
-    if parameters == "host" and where == "device":
+    if parameters != "device" and where == "device":
         raise ValueError(
-            "parameters is 'host' and optimizer_state 'device': parameters leave the device with "
-            "the optimizer's state; leave optimizer_state out"
+            f"parameters is {parameters!r} and optimizer_state 'device': parameters leave the "
+            "device with the optimizer's state; leave optimizer_state out"
         )
 
 

@@ -301,12 +301,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        (None, "; the optimizer's state is in host memory between its steps, and parameters too, "),
-        (places(25e9), "; the optimizer's state can be in host memory between its steps, and "),
+        (None, "; the optimizer's state can be in host memory while nothing reads them, with "),
         (places(25e9, MB), "; the host's 1.00 MB have no room for the 400.0 MB of the optimizer's"),
     ],
-    ids=["no host", "a host", "a small host"],
+    ids=["no host", "a small host"],
 )
 def test_where_nothing_fits_the_host_is_named(host: Places | None, said: str) -> None:
     found = {each.kind: each.text for each in advise(planned(big_step(), 10 * MB, host))}
     assert said in found["state"]
+
+
+@pytest.mark.parametrize(
+    "environment", [{"sharding": {"n_ranks": 2}}, {"device": "cpu"}], ids=["sharded", "cpu"]
+)
+def test_where_there_is_no_other_memory_no_host_is_named(environment: dict[str, object]) -> None:
+    graph = big_step()
+    meta = dataclasses.replace(graph.meta, environment={**graph.meta.environment, **environment})
+    found = advise(planned(dataclasses.replace(graph, meta=meta), 10 * MB, None))
+    assert "host" not in {each.kind: each.text for each in found}["state"]

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,22 +38,17 @@ def can_have_no_accelerator() -> bool:
 
 @contextlib.contextmanager
 def no_accelerator() -> Iterator[None]:
-    """While inside, autograd's engine does not know of CUDA."""
-    methods = _methods() if _has_cuda() else None
-    if methods is None:
+    """While inside, autograd's engine does not know of CUDA. Nested, the outermost counts."""
+    hooks = _hooks() if _has_cuda() else None
+    if hooks is None:
         yield
         return
-    before = methods.value
-    assert before is not None
-    size = _N_BEFORE + _N_METHODS
-    start = before - _N_BEFORE * ctypes.sizeof(ctypes.c_void_p)
-    table = (ctypes.c_void_p * size).from_buffer_copy((ctypes.c_void_p * size).from_address(start))
-    table[_N_BEFORE + _IS_BUILT] = ctypes.cast(_zero, ctypes.c_void_p).value
-    methods.value = ctypes.addressof(table) + before - start
+    before = hooks.methods.value
+    hooks.methods.value = hooks.without_cuda
     try:
         yield
     finally:
-        methods.value = before
+        hooks.methods.value = before
 
 
 def _has_cuda() -> bool:
@@ -61,13 +57,31 @@ def _has_cuda() -> bool:
     return accelerator is not None and accelerator.type == "cuda"
 
 
+@dataclass(frozen=True)
+class _Hooks:
+    """methods: where the hooks of CUDA have the address of their table of methods.
+    table: the one in which `isBuilt` returns 0, kept as another thread may be in it. Its methods
+    begin at without_cuda.
+    """
+
+    methods: ctypes.c_void_p
+    table: ctypes.Array[ctypes.c_void_p]
+    without_cuda: int
+
+
 @functools.cache
-def _methods() -> ctypes.c_void_p | None:
-    """Where the hooks of CUDA have the address of their table of methods (None: not known)."""
+def _hooks() -> _Hooks | None:
+    """None: this build of PyTorch does not say where they are."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     library = ctypes.CDLL(str(path)) if path.exists() else None
     if library is None or not hasattr(library, _HOOKS):
         return None
-    hooks = getattr(library, _HOOKS)
-    hooks.restype = ctypes.c_void_p
-    return ctypes.c_void_p.from_address(hooks())
+    find = getattr(library, _HOOKS)
+    find.restype = ctypes.c_void_p
+    methods = ctypes.c_void_p.from_address(find())
+    assert methods.value is not None
+    offset = _N_BEFORE * ctypes.sizeof(ctypes.c_void_p)
+    table_of = ctypes.c_void_p * (_N_BEFORE + _N_METHODS)
+    table = table_of.from_buffer_copy(table_of.from_address(methods.value - offset))
+    table[_N_BEFORE + _IS_BUILT] = ctypes.cast(_zero, ctypes.c_void_p).value
+    return _Hooks(methods, table, ctypes.addressof(table) + offset)

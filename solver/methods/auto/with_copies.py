@@ -33,6 +33,7 @@ deadlines, and a gap is left.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -117,11 +118,14 @@ def with_copies(
         starts=[s for s in starts if not any(isinstance(op, Spill) for op in s.ops)],
         quick=quick,
     )
-    if places.disk is not None and sum(search.free.unit_bytes) <= places.host_bytes:
-        return host_alone(time_limit_s=time_limit_s)  # a disk frees host memory, and all has room
     with search:
         for schedule in (baseline(graph), *starts):
             search.offer(schedule)
+        if places.disk is not None and sum(search.free.unit_bytes) <= places.host_bytes:
+            found = host_alone(time_limit_s=search.deadline.left_s)
+            search.adopt(found)  # a disk frees host memory, and all has room there
+            best = search.best[0] if search.best else None
+            return dataclasses.replace(found, schedule=best)
         if places.disk is not None:
             search.adopt(host_alone(time_limit_s=search.deadline.left_s / 2))
         if not search.done:
