@@ -281,7 +281,7 @@ class Layers(nn.Module):
         return output.mean()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "build",
     [Cells, Layers, lambda: Layers(num_layers=2), lambda: Layers(bidirectional=True)],

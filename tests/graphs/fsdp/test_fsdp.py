@@ -374,7 +374,8 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("n_ranks", "cases"),
     [
-        (2, ["tied", "kept", "logits", "mixed wide"]),
+        (2, ["tied", "mixed wide"]),
+        pytest.param(2, ["kept", "logits"], marks=pytest.mark.exhaustive),
         pytest.param(4, ["hybrid"], marks=pytest.mark.exhaustive),
         pytest.param(2, ["frozen", "adapters", "wide"], marks=pytest.mark.exhaustive),
         pytest.param(
