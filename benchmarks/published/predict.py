@@ -74,7 +74,7 @@ def graph_of(script: Script, hardware: Hardware) -> Graph:
     """The graph of one call, on fake tensors, with what is held besides."""
     device = torch.device("cuda" if can_trace_absent() else "cpu")
     call = Call.of(script.batch, {})
-    with for_absent_card(device, hardware.compute_capability):
+    with for_absent_card(device, hardware.compute_capability, model=script.module):
         step = trace_module(
             script.module,
             call,
