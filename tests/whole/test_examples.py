@@ -20,11 +20,12 @@ from graphs.model_calls.call import Call, as_call
 from graphs.trace import loss_index, trace, trace_module
 from scheduler_runtime import apply
 from scheduler_runtime.measuring import measure
+from solver import split_pipeline
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution
 from solver.solving import answer
-from tests.support.example_models import SIZES, load, optimizer_of, small
+from tests.support.example_models import EXAMPLES, SIZES, load, optimizer_of, small
 from tests.support.same_bits import assert_equal, one_step
 
 MIB = 2**20
@@ -155,3 +156,26 @@ def test_gpt2_takes_about_11_gb_without_checkpointing() -> None:
     assert found.status == "optimal"
     assert found.simulation is not None
     assert found.simulation.peak_bytes <= 8 * 10**9
+
+
+@pytest.mark.slow
+def test_gpt2_as_layers_is_divided_and_each_stage_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`examples/gpt2_layers.py`, smaller: its blocks are those of `examples/gpt2.py`."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = load("gpt2_layers")
+    with torch.device("meta"):
+        layers = example.get_model(n_layers=3, width=64, n_heads=2, n_tokens=200, max_length=32)
+        batch = example.get_batch(batch_size=2, seq_length=32, n_tokens=200)
+    split = split_pipeline(
+        layers,
+        example.get_inputs(batch),
+        target=batch,
+        loss=example.get_loss,
+        n_stages=2,
+        n_microbatches=2,
+        budget="1GB",
+        optimizer=torch.optim.AdamW,
+        quick=True,
+    )
+    assert split.fits
+    assert sum(split.sizes) == len(layers) == 3 + 2
