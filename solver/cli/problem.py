@@ -83,6 +83,7 @@ class Problem:
     planned: the plan, where there is one already: by submodules of a model that cannot be traced,
         or of a stage of a pipeline.
     stages: the plans of all stages of a pipeline, of which `planned` is one (--stage: none).
+    slowest_s: of a pipeline's stages with their plans, for a micro-batch (inf: one has none).
     not_traced: why it cannot be, and what to do.
     """
 
@@ -99,13 +100,8 @@ class Problem:
     thorough: Callable[[], Problem] | None = None
     planned: Solution | None = None
     stages: tuple[Solution, ...] = ()
+    slowest_s: float = math.inf
     not_traced: str = ""
-
-    @property
-    def slowest_s(self) -> float:
-        """Of the pipeline's stages, with their plans (inf: one has none)."""
-        times = [each.simulation.time_s if each.simulation else math.inf for each in self.stages]
-        return max(times, default=math.inf)
 
     @property
     def graph(self) -> Graph:
@@ -304,6 +300,7 @@ def _model_problem(
             notes=(*stage_notes(split, stage), *allocator, *notes, *step_notes(step.plain)),
             planned=solution,
             stages=split.solutions if arguments.stage is None else (),
+            slowest_s=math.inf if split.slowest_s is None else split.slowest_s,
             resized=None
             if largest is None
             else lambda n: staged(file.resized(largest, n), quick=True),

@@ -156,7 +156,7 @@ def _state_on_host(
         what, how = "the optimizer's state", reader.host
     else:
         return ""
-    return f"; {what} can be in host memory while nothing reads them, with {how}"
+    return f"; {how} keeps {what} in host memory between uses"
 
 
 def _may_have_host(graph: Graph) -> bool:

@@ -301,7 +301,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        (None, "; the optimizer's state can be in host memory while nothing reads them, with "),
+        (None, '"64GB") keeps the optimizer\'s state in host memory between uses'),
         (places(25e9, MB), "; the host's 1.00 MB have no room for the 400.0 MB of the optimizer's"),
     ],
     ids=["no host", "a small host"],

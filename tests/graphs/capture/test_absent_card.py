@@ -315,7 +315,11 @@ def test_recurrent_layers_of_cudnn_are_traced_on_the_cpu():
     assert solution.graph.meta.environment["device"] == "cpu"
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="PyTorch is built without CUDA")
+@pytest.mark.skipif(
+    not torch.backends.cuda.is_built(),
+    reason="this PyTorch is built without CUDA, so that there is no accelerator to take away; "
+    "builds with CUDA (PyPI's for Linux) run this",
+)
 def test_a_build_with_cuda_has_it_again():
     with no_accelerator():
         assert torch.accelerator.current_accelerator() is None

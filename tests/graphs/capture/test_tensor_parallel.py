@@ -265,7 +265,11 @@ def test_meshes_are_of_the_device_that_is_traced_for(mesh: DeviceMesh) -> None:
         assert mesh.device_type == "cpu"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a card is here")
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="what is refused is a card that is absent, and one is here: tests/gpu/test_ranks.py "
+    "traces for it",
+)
 def test_a_card_that_is_absent_is_named(mesh: DeviceMesh) -> None:
     """Autograd's engine asks for the stream of gradients that are DTensors."""
     with pytest.raises(TraceError, match="cannot be traced for a card that is not in this machine"):
