@@ -25,6 +25,7 @@ from checkpoint_solver import (
 )
 from graphs.host_state import parameter_loads
 from graphs.training_step import state_buckets
+from graphs.zero import Zero
 from scheduler_runtime.host_memory import host_blocks, hosted_parameters
 from scheduler_runtime.host_memory.parameters import _OF_MODEL, HostParameters
 from scheduler_runtime.measuring import measure
@@ -194,7 +195,7 @@ def test_it_is_on_the_host_where_asked() -> None:
         planned(parameters="host", optimizer_state="device")
     with pytest.raises(BudgetError, match=r"^the parameters .* the step has no optimizer"):
         planned(None, parameters="host")
-    with pytest.raises(BudgetError, match=r"^the parameters cannot be on .*: it is sharded"):
+    with pytest.raises(BudgetError, match=r"^the parameters cannot be on .*: DeepSpeed has it"):
         solve(
             Net(),
             batch(),
@@ -203,7 +204,7 @@ def test_it_is_on_the_host_where_asked() -> None:
             host_budget="1GB",
             host_link="10GB/s",
             parameters="host",
-            fsdp=2,
+            zero=Zero(stage=1, n_ranks=2),
         )
 
 
