@@ -4,13 +4,13 @@ from solver.bound.copies import CopyCut, CopyMilp
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
 from solver.bound.in_flight import (
     Span,
-    bounded,
     halves,
     least_in_flight_bytes,
     of_step,
     span_graph,
     whole_span,
 )
+from solver.bound.in_flight_cuts import SpanCut, bounded, sharpened
 from solver.bound.lower_bound import (
     Binding,
     CopyBinding,

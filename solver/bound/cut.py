@@ -138,16 +138,17 @@ class CutMilp:
                 self.program.least[keep[u]] = 1.0
 
     def count_alike(self) -> None:
-        """Count what a single cut keeps and recomputes of units and of nodes that are alike."""
-        (keep,), (recompute,), folded = self.keep, self.recompute, self.folded
-        kinds: dict[tuple[str, float, int | None], list[int]] = {}
-        found = [(folded.maker[u], folded.unit_bytes[u], keep[u]) for u in keep]
-        for n, size_bytes, column in [*found, *((n, None, recompute[n]) for n in recompute)]:
-            kind = folded.graph.nodes[n].op, folded.time_s[n], size_bytes
-            kinds.setdefault(kind, []).append(column)
-        for columns in kinds.values():
+        """Count what is kept and recomputed of units and of nodes that are alike, by position."""
+        folded = self.folded
+        kinds: dict[tuple[int, str, float, int | None], dict[int, None]] = {}
+        for k, (keep, recompute) in enumerate(zip(self.keep, self.recompute, strict=True)):
+            found = [(folded.maker[u], folded.unit_bytes[u], keep[u]) for u in keep]
+            for n, size_bytes, column in [*found, *((n, None, recompute[n]) for n in recompute)]:
+                kind = k, folded.graph.nodes[n].op, folded.time_s[n], size_bytes
+                kinds.setdefault(kind, {})[column] = None  # positions share columns
+        for columns in dict.fromkeys(map(tuple, kinds.values())):
             if len(columns) >= LEAST_ALIKE:
-                self.program.count(columns)
+                self.program.count([*columns])
 
     def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
         """By position: units that may matter there (read later, or by what may be recomputed), and

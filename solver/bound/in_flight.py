@@ -32,16 +32,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.graph import Graph, Node, Tensor
-from solver.bound.lower_bound import relaxed_bound
 from solver.bound.storage_graph import Bytes, StorageGraph
 from solver.schedule import Compute, Schedule, name_in
-from solver.sizes_deadlines_progress import NEVER, Deadline
 
 OTHERS, BEGIN, TURN, LATE, END = (
     f"in_flight.{name}" for name in ("others", "begin", "turn", "late", "end")
 )
-N_POSITIONS = 4
-"""Of a span graph: positions whose linear programs bound it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -87,17 +83,6 @@ def least_in_flight_bytes(folded: StorageGraph) -> Bytes:
     others_bytes[graph.n_before_optimizer :] = 0
     least: Bytes = folded.least_bytes + others_bytes
     return least
-
-
-def bounded(graph: Graph, span: Span, *, budget_bytes: int, deadline: Deadline = NEVER) -> Span:
-    """The span with what linear programs prove of it, in milliseconds."""
-    lost_share = relaxed_bound(
-        StorageGraph.of(span_graph(graph, span, budget_bytes=budget_bytes)),
-        budget_bytes=budget_bytes,
-        n_positions=N_POSITIONS,
-        deadline=deadline,
-    )
-    return dataclasses.replace(span, lost_share=max(span.lost_share, lost_share))
 
 
 def halves(span: Span) -> tuple[Span, Span]:

@@ -94,7 +94,7 @@ def proven_least_budget_bytes(
 
 def _first_infeasible(folded: StorageGraph, *, budget_bytes: int, deadline: Deadline) -> int | None:
     """A position among the fullest at which the cut's LP has no solution; None: none is known."""
-    for p in _fullest(folded, budget_bytes=budget_bytes):
+    for p in fullest(folded, budget_bytes=budget_bytes):
         if math.isinf(_lp_share(folded, p, budget_bytes, deadline)):
             return p
     return None
@@ -116,7 +116,7 @@ def relaxed_bound(
     """
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return math.inf
-    positions = _fullest(folded, budget_bytes=budget_bytes)[:n_positions]
+    positions = fullest(folded, budget_bytes=budget_bytes)[:n_positions]
     return max((_lp_share(folded, p, budget_bytes, deadline) for p in positions), default=0.0)
 
 
@@ -139,7 +139,7 @@ def binding_cut(
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return Binding(math.inf, (), None)
     bound: dict[int, float] = {}
-    for p in _fullest(folded, budget_bytes=budget_bytes):
+    for p in fullest(folded, budget_bytes=budget_bytes):
         if deadline.passed:
             break
         bound[p] = _lp_share(folded, p, budget_bytes, deadline)
@@ -179,7 +179,7 @@ def binding_copies(
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return CopyBinding(math.inf, ())
     cuts = []
-    for p in _fullest(folded, budget_bytes=budget_bytes):
+    for p in fullest(folded, budget_bytes=budget_bytes):
         if deadline.passed:
             break
         program = CopyMilp(folded, position=p, budget_bytes=budget_bytes, places=places)
@@ -188,7 +188,7 @@ def binding_copies(
     return CopyBinding(ranked[0].lost_share if ranked else 0.0, ranked)
 
 
-def _fullest(folded: StorageGraph, *, budget_bytes: int) -> list[int]:
+def fullest(folded: StorageGraph, *, budget_bytes: int) -> list[int]:
     """Positions to try: those where the baseline is furthest above the budget, each a local peak.
 
     Half of them the highest peaks, half spread over the step; none where the baseline fits.

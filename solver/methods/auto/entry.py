@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from graphs.graph import Graph
@@ -19,6 +20,7 @@ def auto(
     seed: int,
     starts: Sequence[Schedule] = (),
     quick: bool = False,
+    worth_below_share: float = math.inf,
     places: Places | None = None,
 ) -> Proposal:
     """The best schedule found and the proven bound (`stages`, `with_copies`). No randomness.
@@ -26,11 +28,18 @@ def auto(
     seed: not used, as for every method without randomness.
     starts: schedules known for this graph, such as those of a smaller budget.
     quick: only the stages that take about a second.
+    worth_below_share: of the baseline's time: no schedule that loses as much is wanted. Without a
+        place only.
     places: host memory and disk that schedules may copy to.
     """
     if places is None or places.host is None:
         return recompute_only(
-            graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, starts=starts, quick=quick
+            graph,
+            budget_bytes=budget_bytes,
+            time_limit_s=time_limit_s,
+            starts=starts,
+            quick=quick,
+            worth_below_share=worth_below_share,
         )
     return with_copies(
         graph,

@@ -30,9 +30,18 @@ class Search(BestSoFar):
     is_nested: reversals proved far more than cuts, on a large step: no other stage is run.
     """
 
-    def __init__(self, folded: StorageGraph, *, budget_bytes: int, time_limit_s: float) -> None:
+    def __init__(
+        self,
+        folded: StorageGraph,
+        *,
+        budget_bytes: int,
+        time_limit_s: float,
+        worth_below_share: float = math.inf,
+    ) -> None:
+        """worth_below_share: of the baseline's time: no schedule that loses as much is wanted."""
         super().__init__(folded.graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
         self.folded = folded
+        self._worth_below_share = worth_below_share
         self.binding = Binding(0.0, (), None)
         self.guide: Mapping[int, frozenset[int]] = {}
         self.menus: dict[frozenset[tuple[int, int]], None] = {}
@@ -78,7 +87,8 @@ class Search(BestSoFar):
 
     @property
     def done(self) -> bool:
-        return self.time_is_up() or self.gap <= DONE_GAP or math.isinf(self.lost_share)
+        is_lost = math.isinf(self.lost_share) or self.lost_share >= self._worth_below_share
+        return self.time_is_up() or self.gap <= DONE_GAP or is_lost
 
     @property
     def close(self) -> bool:

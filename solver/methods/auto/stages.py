@@ -93,13 +93,20 @@ def recompute_only(
     time_limit_s: float,
     starts: Sequence[Schedule] = (),
     quick: bool = False,
+    worth_below_share: float = math.inf,
 ) -> Proposal:
     """The best schedule found and the proven bound; see the module.
 
     starts: schedules known for this graph, such as those of a smaller budget.
     quick: only the stages that take about a second.
+    worth_below_share: of the baseline's time: no schedule that loses as much is wanted.
     """
-    search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    search = Search(
+        StorageGraph.of(graph),
+        budget_bytes=budget_bytes,
+        time_limit_s=time_limit_s,
+        worth_below_share=worth_below_share,
+    )
     with search:
         search.offer(baseline(graph))
         for schedule in starts:

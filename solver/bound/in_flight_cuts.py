@@ -1,0 +1,157 @@
+"""Cuts of a step of which several are in flight: at TURN and at other positions together.
+
+In a span graph (`solver.bound.in_flight`) the others hold what the least of the span is, so a
+single cut of a wide span proves little. A cut at TURN and at a position p together says more: the
+saved bytes s are what is on the device at TURN, columns of the same program, so beside the row of
+bytes of p there is, for m in flight,
+
+    bytes on the device at p  +  (m - 1) * (s - least bytes of the span)  <=  budget
+
+since the others hold at least s each while p runs. It bounds all of the span at once, however wide,
+and its solution says how much to save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from graphs.graph import Graph
+from solver.bound.cut import NODES_TIMES_COLUMNS_SQUARED, CutMilp
+from solver.bound.in_flight import END, TURN, Span, span_graph
+from solver.bound.lower_bound import fullest
+from solver.bound.milp import Answer
+from solver.bound.storage_graph import StorageGraph
+from solver.sizes_deadlines_progress import NEVER, Deadline
+
+N_POSITIONS = 6
+"""Of a span graph: positions whose linear programs bound it."""
+N_SEARCHED = 300
+"""Branch-and-bound nodes of one MILP at most."""
+
+
+@dataclass(frozen=True, order=True)
+class SpanCut:
+    """The strongest cut of a span.
+
+    span: with what the cut proves of it.
+    positions: in its span graph, beside TURN; (): none overflows.
+    kept: by position, TURN among them, the units that the integer solution holds.
+    saved_bytes: what the solution saves; None: there is none, or no other is in flight there.
+    """
+
+    span: Span
+    positions: tuple[int, ...] = field(default=(), compare=False)
+    kept: Mapping[int, frozenset[int]] = field(default_factory=dict, compare=False)
+    saved_bytes: int | None = field(default=None, compare=False)
+
+
+def bounded(graph: Graph, span: Span, *, budget_bytes: int, deadline: Deadline = NEVER) -> SpanCut:
+    """By linear programs, in milliseconds."""
+    folded = StorageGraph.of(span_graph(graph, span, budget_bytes=budget_bytes))
+    if int(np.max(folded.least_bytes)) > budget_bytes:
+        return SpanCut(dataclasses.replace(span, lost_share=math.inf))
+    found = [
+        _InFlightCuts(
+            graph, folded, span, positions=(position,), budget_bytes=budget_bytes, deadline=deadline
+        ).solve(whole=False, deadline=deadline)
+        for position in _positions(graph, folded, span, budget_bytes=budget_bytes)
+    ]
+    best = max(found, key=lambda cut: cut.span.lost_share, default=SpanCut(span))
+    lost_share = max(span.lost_share, best.span.lost_share)
+    return dataclasses.replace(best, span=dataclasses.replace(span, lost_share=lost_share))
+
+
+def sharpened(
+    graph: Graph, cut: SpanCut, *, budget_bytes: int, gap: float, deadline: Deadline = NEVER
+) -> SpanCut:
+    """The cut at its positions by integer programming, to within `gap` of the baseline's time."""
+    if not cut.positions:
+        return cut
+    cuts = _InFlightCuts(
+        graph,
+        StorageGraph.of(span_graph(graph, cut.span, budget_bytes=budget_bytes)),
+        cut.span,
+        positions=cut.positions,
+        budget_bytes=budget_bytes,
+        deadline=deadline,
+    )
+    found = cuts.solve(whole=True, gap=gap, deadline=deadline)
+    lost_share = max(cut.span.lost_share, found.span.lost_share)
+    return dataclasses.replace(found, span=dataclasses.replace(cut.span, lost_share=lost_share))
+
+
+def _positions(
+    graph: Graph, folded: StorageGraph, span: Span, *, budget_bytes: int
+) -> Iterator[int]:
+    """The fullest, where each of the others holds what the plain step saves."""
+    turn = folded.position[TURN]
+    outside_bytes = graph.resident_bytes + (graph.n_in_flight - 1) * span.least_bytes
+    plain_bytes = int(folded.baseline_bytes[turn] - folded.own_bytes[turn]) - outside_bytes
+    more_bytes = (graph.n_in_flight - 1) * max(0, plain_bytes - span.least_bytes)
+    yield from fullest(folded, budget_bytes=budget_bytes - more_bytes)[:N_POSITIONS]
+
+
+class _InFlightCuts(CutMilp):
+    """The cuts at these positions; with TURN where micro-batches are in flight beside one."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        folded: StorageGraph,
+        span: Span,
+        *,
+        positions: tuple[int, ...],
+        budget_bytes: int,
+        deadline: Deadline,
+    ) -> None:
+        self._graph, self._span, self._given = graph, span, positions
+        self._turn, end = folded.position[TURN], folded.position.get(END, folded.n_nodes)
+        self._sizes: dict[int, dict[int, int]] = {}
+        beside = [p for p in positions if p < end and p != self._turn]
+        together = sorted({*positions, self._turn}) if beside else positions
+        super().__init__(folded, positions=together, budget_bytes=budget_bytes, deadline=deadline)
+        for p in beside:
+            self._limit_with_others(p)
+
+    def solve(self, *, whole: bool, gap: float = 0.0, deadline: Deadline) -> SpanCut:
+        """As LP, or `whole` as MILP, which stops when its bound is within this gap."""
+        n_nodes = None
+        if whole:
+            self.count_alike()
+            affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, self.n_columns) ** 2
+            n_nodes = max(1, min(N_SEARCHED, affordable))
+        answer = self.program.solve(whole=whole, gap=gap, node_limit=n_nodes, deadline=deadline)
+        cuts = self.read(answer)
+        span = dataclasses.replace(self._span, lost_share=cuts.lost_share)
+        kept = dict(zip(cuts.positions, cuts.kept, strict=True)) if whole and cuts.kept else {}
+        saved_bytes = None
+        if answer.values is not None and self._turn in self._sizes:
+            shares = (n * answer.values[column] for column, n in self._sizes[self._turn].items())
+            found = self._pinned_bytes + round(math.fsum(shares))
+            saved_bytes = min(max(found, span.least_bytes), span.most_bytes)
+        return SpanCut(span, self._given, kept, saved_bytes)
+
+    @property
+    def _pinned_bytes(self) -> int:
+        """What every schedule saves."""
+        n_others = self._graph.n_in_flight - 1
+        outside_bytes = self._graph.resident_bytes + n_others * self._span.least_bytes
+        return int(self.folded.held_bytes[self._turn]) - outside_bytes
+
+    def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
+        super()._add_bytes(p, keep)
+        self._sizes[p] = {keep[u]: self.folded.unit_bytes[u] for u in self.counted(keep, p)}
+
+    def _limit_with_others(self, p: int) -> None:
+        """The row above."""
+        n_others, sizes = self._graph.n_in_flight - 1, dict(self._sizes[p])
+        for column, size_bytes in self._sizes[self._turn].items():
+            sizes[column] = sizes.get(column, 0) + n_others * size_bytes
+        room = self.room(p) - n_others * (self._pinned_bytes - self._span.least_bytes)
+        values = [size_bytes / self._scale for size_bytes in sizes.values()]
+        self.program.row([*sizes], values, upper=room / self._scale)
