@@ -24,7 +24,6 @@ from graphs.graph import Graph
 from solver.bound.cut import NODES_TIMES_COLUMNS_SQUARED, CutMilp
 from solver.bound.in_flight import END, TURN, Span, span_graph
 from solver.bound.lower_bound import fullest
-from solver.bound.milp import Answer
 from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline
 

@@ -5,17 +5,18 @@ a cap on that, a *span graph* of no width, the step is one that every method can
 is over one number, by branch and bound: of the spans that cover all that can be saved, take the one
 with the least bound, and do what has not been done for it:
 
-1. Bound it by cuts of all of its schedules at once, as an integer program
-   (`solver.bound.in_flight_cuts`), and have the method plan for the saved bytes of the solution.
-   Mostly that plan meets the bound.
-2. Have the method plan for the span itself, which sharpens the bound.
-3. Halve it, and bound both halves by linear programs.
+1. Bound all of its schedules at once by an integer program (`solver.bound.in_flight_cuts`), and
+   replay its solution. While the replay overflows, the position at which it does so joins the
+   program. Mostly a replay soon meets the bound; else the method plans for the saved bytes of the
+   solution.
+2. Have the method plan for the span itself, which may sharpen the bound.
+3. Halve it, and bound both halves by linear programs. One that is narrow is closed instead.
 
 Done when no span is left whose bound is more than GAP below the best schedule.
 
 Optimal within GAP where the method is (`ilp`), and wherever the gap closes. Falls short where the
 method finds nothing for a cap for which there is a schedule, and where N_PLANNED ends the search.
-Cost: for each span some programs and two runs of the method; one or two spans for most steps.
+Cost: for each span some programs and up to two runs of the method; one span for most steps.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from graphs.graph import Graph
 from solver.bound import (
@@ -42,10 +45,10 @@ from solver.bound import (
     span_graph,
     whole_span,
 )
-from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
+from solver.methods.auto import fold_simulation, schedule_from_cuts
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
-from solver.schedule import baseline
+from solver.schedule import IllegalScheduleError, baseline
 from solver.sizes_deadlines_progress import OutOfTimeError
 
 GAP = 5e-4
@@ -145,7 +148,7 @@ class _Search(BestSoFar):
     def _look_at(self, first: _Open) -> None:
         """Bound it better, or halve it, or close it."""
         cut, span, n_done = first.cut, first.cut.span, first.n_done + 1
-        is_narrow = span.width_bytes * N_NARROW <= self._whole.width_bytes
+        is_narrow = self._is_narrow(span)
         if n_done == 1:
             cut = self._sharpened(cut)
             if self.best_share - cut.span.lost_share > GAP:
@@ -161,6 +164,9 @@ class _Search(BestSoFar):
         else:
             self._closed_share = min(self._closed_share, span.lost_share)
 
+    def _is_narrow(self, span: Span) -> bool:
+        return span.width_bytes * N_NARROW <= self._whole.width_bytes
+
     def _opened(self, span: Span, around: SpanCut | None = None) -> _Open:
         """around: the cut of a span that this one is a part of. If this one has its solution in it,
         it has the same."""
@@ -169,7 +175,9 @@ class _Search(BestSoFar):
             return _Open(cut)
         if not span.least_bytes <= around.saved_bytes <= span.most_bytes:
             return _Open(cut)
-        return _Open(dataclasses.replace(around, span=cut.span), n_done=2)
+        # The method would prove less of it, unless it is narrow.
+        n_done = 1 if self._is_narrow(span) else 2
+        return _Open(dataclasses.replace(around, span=cut.span), n_done)
 
     def _sharpened(self, cut: SpanCut) -> SpanCut:
         """The cut by integer programming; where the schedule of the solution overflows joins it."""
@@ -190,15 +198,17 @@ class _Search(BestSoFar):
 
     def _overflow(self, cut: SpanCut) -> int | None:
         """Try the schedule that holds what the solution does. Where in the span graph it is
-        furthest above the budget; None: it fits."""
-        graph = span_graph(self.graph, cut.span, budget_bytes=self.budget_bytes)
-        folded, step = StorageGraph.of(graph), StorageGraph.of(self.graph)
-        schedule = schedule_from_cuts(folded, cut.kept, deadline=self.deadline)
-        found = fold_simulation(step, of_step(self.graph, schedule))
-        if self.keep(of_step(self.graph, schedule), found.simulation):
+        furthest above the budget; None: nowhere, or it is illegal."""
+        folded = StorageGraph.of(span_graph(self.graph, cut.span, budget_bytes=self.budget_bytes))
+        schedule = of_step(self.graph, schedule_from_cuts(folded, cut.kept, deadline=self.deadline))
+        try:
+            played = fold_simulation(StorageGraph.of(self.graph), schedule)
+        except IllegalScheduleError:
             return None
-        stage = found.stage_bytes
-        return folded.position[self.graph.nodes[max(range(len(stage) - 1), key=stage.__getitem__)].name]
+        if self.keep(schedule, played.simulation):
+            return None
+        fullest = int(np.argmax(played.stage_bytes[: len(self.graph.nodes)]))
+        return folded.position[self.graph.nodes[fullest].name]
 
     def _plan_for_cap(self, saved_bytes: int) -> None:
         """Have the method plan for schedules that save no more, beside others that save as much."""
