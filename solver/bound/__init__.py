@@ -22,7 +22,7 @@ from solver.bound.lower_bound import (
     relaxed_bound,
 )
 from solver.bound.milp import Milp
-from solver.bound.rank_cuts import RankCuts
+from solver.bound.rank_cuts import RankCuts, alone
 from solver.bound.rounded_bytes import round_bytes
 from solver.bound.storage_graph import StorageGraph
 from solver.bound.windows import windows_share

@@ -83,6 +83,7 @@ class Milp:
         self.least += other.least
         self.most += other.most
         self.whole += other.whole
+        self._has_counts = self._has_counts or other._has_counts
         limits = zip(pairwise(other._row_starts), other._lower, other._upper, strict=True)
         for (start, end), lower, upper in limits:
             columns = [first + column for column in other._columns[start:end]]

@@ -1,5 +1,6 @@
 """The methods by name, and what they share. Each proposes a schedule; none says what it costs."""
 
+from solver.methods.auto import fold_simulation, schedule_from_cuts
 from solver.methods.ilp_variables import MissingSolverError, TooLargeError
 from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal

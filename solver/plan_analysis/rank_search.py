@@ -7,12 +7,14 @@ method plans: a span graph (`solver.bound.in_flight`). The bounds of these plans
 of the box; the cuts of all stages together are another (`solver.bound.rank_cuts`). The solution of
 these says as well how much each stage may save, for which it is planned then.
 
-Take the box with the least bound, plan for it, and halve it. Done when no box is left whose bound
-is more than GAP below the best plans, or N_BOXES have been planned for.
+Take the box with the least bound, replay the solution of its cuts, plan for it, and halve it. Where
+a replay overflows the position at which it does so joins the cuts, up to N_TOGETHER of a stage;
+mostly the replays meet the bound then. Done when no box is left whose bound is more than GAP below
+the best plans, or N_BOXES have been planned for.
 
 Optimal within GAP where the method is (`ilp`) and the search does not end before. Falls short where
-the method finds nothing in what the others leave. Cost: for each box a MILP, and a run of the
-method for each stage.
+the method finds nothing in what the others leave. Cost: for each box some MILPs, and where they do
+not close it a run of the method for each stage.
 """
 
 from __future__ import annotations
@@ -22,22 +24,33 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from graphs.graph import Graph
 from graphs.pipeline import Pipeline
 from graphs.rewrites import Variants
-from solver.bound import RankCuts, Span, StorageGraph, of_step, span_graph
-from solver.methods import METHODS
+from solver.bound import RankCuts, Span, StorageGraph, alone, of_step, span_graph
+from solver.methods import METHODS, fold_simulation, schedule_from_cuts
 from solver.plan_analysis.planned_stages import optimizer_s
 from solver.plan_analysis.rank_peak import StageBytes, held_in_flight, peak_of, resident_bytes
-from solver.schedule import Schedule, Simulation, Solution, baseline, simulate
+from solver.schedule import (
+    IllegalScheduleError,
+    Schedule,
+    Simulation,
+    Solution,
+    baseline,
+    simulate,
+)
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 
-GAP = 2.5e-4
+GAP = 5e-4
 """Of the time of all stages without recomputation."""
 N_BOXES = 16
+N_TOGETHER = 4
+"""Positions of a stage's cuts at most, beside TURN."""
 
 Saved = tuple[int, ...]
 """Bytes by stage."""
@@ -122,9 +135,28 @@ class Stage:
         proven_s = proposal.lower_bound_s - optimizer_s(graph)
         self._proven_s[key] = max(self.plain[variant].time_s, proven_s)
         if proposal.schedule is not None:
-            self.plans.append(StagePlan.of(graph, of_step(graph, proposal.schedule)))
-            self.plans.sort(key=lambda plan: plan.time_s)
+            self._know(StagePlan.of(graph, of_step(graph, proposal.schedule)))
         return proposal.timed_out
+
+    def replay(
+        self, variant: int, kept: Mapping[int, Collection[int]], *, room_bytes: int
+    ) -> tuple[StageBytes, int] | None:
+        """What the plan takes that holds these units, and where most; None: it is illegal."""
+        graph = self.plain[variant].graph
+        folded = StorageGraph.of(alone(graph, room_bytes=room_bytes))
+        schedule = of_step(graph, schedule_from_cuts(folded, kept))
+        try:
+            played = fold_simulation(StorageGraph.of(graph), schedule)
+        except IllegalScheduleError:
+            return None
+        plan = StagePlan.of(graph, schedule)
+        self._know(plan)
+        fullest = int(np.argmax(played.stage_bytes[: graph.n_before_optimizer]))
+        return plan.taken, folded.position[graph.nodes[fullest].name]
+
+    def _know(self, plan: StagePlan) -> None:
+        self.plans.append(plan)
+        self.plans.sort(key=lambda plan: plan.time_s)
 
 
 def variants_of(given: Solution) -> tuple[Graph, ...]:
@@ -136,8 +168,8 @@ def variants_of(given: Solution) -> tuple[Graph, ...]:
 class Box:
     """Plans of these variants whose stages save between these bytes.
 
-    target: how much they may save where the cuts are met. planned: whether they have been planned
-    for that.
+    target: how much they may save where the cuts are met. kept: by stage, what is held there.
+    planned: whether they have been planned for that.
     """
 
     bound_s: float
@@ -145,6 +177,7 @@ class Box:
     least: Saved
     most: Saved
     target: Saved = dataclasses.field(compare=False)
+    kept: tuple[Mapping[int, frozenset[int]], ...] = dataclasses.field(default=(), compare=False)
     planned: bool = dataclasses.field(default=False, compare=False)
 
 
@@ -161,6 +194,7 @@ class RankSearch:
         ]
         self._baseline_s = math.fsum(s.plain[0].time_s for s in self.stages)
         self._cuts: dict[tuple[int, ...], RankCuts] = {}
+        self._positions: dict[tuple[int, ...], list[set[int]]] = {}
         self._open: list[Box] = []
         plain_s = (min(plan.time_s for plan in stage.plain) for stage in self.stages)
         self._closed_s = math.fsum(plain_s)  # until all that there is has been opened
@@ -227,18 +261,54 @@ class RankSearch:
         if not math.isinf(bound_s):
             limits = zip(found.saved_bytes or box.target, box.least, most, strict=True)
             target = tuple(min(max(saved, least), limit) for saved, least, limit in limits)
-            yield dataclasses.replace(box, bound_s=bound_s, most=most, target=target)
+            yield dataclasses.replace(
+                box, bound_s=bound_s, most=most, target=target, kept=found.kept
+            )
 
     def _planned(self, box: Box) -> Iterator[Box]:
         """Planned for what the cuts say."""
         for found in self._bounded(box, whole=True):
-            room_bytes = self._room_bytes(box.variants)
-            for stage, at, saved in zip(self.stages, box.variants, found.target, strict=True):
-                others_bytes, left_s = stage.others_bytes(found.target), self._deadline.left_s / 2
-                late = stage.plan(at, saved, others_bytes, room_bytes=room_bytes, left_s=left_s)
-                self.timed_out = self.timed_out or late
+            grows = bool(found.kept) and self._replayed(found)
             self._combine()
+            if self._is_open(found) and grows:
+                yield from self._planned(found)
+                return
+            if self._is_open(found):
+                self._plan_for(found)
             yield dataclasses.replace(found, planned=True)
+
+    def _is_open(self, box: Box) -> bool:
+        return self.best_s - box.bound_s > GAP * self._baseline_s
+
+    def _replayed(self, box: Box) -> bool:
+        """Try the plans that hold what the cuts do. Whether a position joins the cuts for it."""
+        room_bytes = self._room_bytes(box.variants)
+        each = zip(self.stages, box.variants, box.kept, strict=True)
+        played = [stage.replay(at, kept, room_bytes=room_bytes) for stage, at, kept in each]
+        found = [each for each in played if each is not None]
+        if len(found) < len(played):
+            return False
+        saved_bytes = tuple(taken.saved_bytes for taken, _ in found)
+        grows = False
+        positions = self._positions.setdefault(box.variants, [set() for _ in self.stages])
+        pairs = zip(self.stages, found, box.kept, positions, strict=True)
+        for stage, (taken, fullest), kept, known in pairs:
+            is_over = taken.step_bytes + stage.others_bytes(saved_bytes) > room_bytes
+            if is_over and fullest not in kept and len(kept) <= N_TOGETHER:
+                known.update((*kept, fullest))
+                grows = True
+        if grows:
+            self._cuts.pop(box.variants)
+        return grows
+
+    def _plan_for(self, box: Box) -> None:
+        """Have the method plan each stage for the target."""
+        room_bytes = self._room_bytes(box.variants)
+        for stage, at, saved in zip(self.stages, box.variants, box.target, strict=True):
+            others_bytes, left_s = stage.others_bytes(box.target), self._deadline.left_s / 2
+            late = stage.plan(at, saved, others_bytes, room_bytes=room_bytes, left_s=left_s)
+            self.timed_out = self.timed_out or late
+        self._combine()
 
     def _halves(self, box: Box) -> Iterator[Box]:
         """Of what one stage saves, that which matters most; a box of one point is closed."""
@@ -280,7 +350,11 @@ class RankSearch:
             graphs = [s.plain[at].graph for s, at in zip(self.stages, variants, strict=True)]
             room_bytes = self._room_bytes(variants)
             self._cuts[variants] = RankCuts(
-                graphs, self._place.passes, room_bytes=room_bytes, deadline=self._deadline
+                graphs,
+                self._place.passes,
+                room_bytes=room_bytes,
+                positions=self._positions.get(variants, ()),
+                deadline=self._deadline,
             )
         return self._cuts[variants]
 
