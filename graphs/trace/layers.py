@@ -19,6 +19,7 @@ from torch import nn
 from graphs.capture import for_absent_card, one_at_a_time
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.model_calls import Call, argument_order, as_call, check_call, nested
+from graphs.trace.known_by import known_by
 from graphs.trace.module_step import trace_module
 from graphs.trace.traced_device import traced_device
 from graphs.training_step import FRESH, MetaOutputs, indices_with_gradient
@@ -58,7 +59,7 @@ def read_layers(
     device: torch.device | str | None = None,
     costs: CostModel | None = None,
 ) -> tuple[Layer, ...]:
-    """Trace each layer by itself; no tensor is allocated or changed.
+    """Trace each layer by itself, those alike once; no tensor is allocated or changed.
 
     batch: what the first layer is called with. It, device and costs are as for
         `graphs.trace.trace`.
@@ -72,6 +73,7 @@ def read_layers(
     costs = default_costs(target) if costs is None else costs
     held = [frozenset(map(id, layer.parameters())) for layer in layers]
     n_holders = Counter(parameter for each in held for parameter in each)
+    traced: dict[Hashable | None, tuple[Any, Hashable, float, bool]] = {}
     found: list[Layer] = []
     value, value_has_gradient = batch, False
     capability = None if card is None else card.compute_capability
@@ -80,10 +82,10 @@ def read_layers(
             module = stage_of([layer])
             args, kwargs = as_call(value)
             check_call(module, args, kwargs)
-            call = Call.of(args, kwargs, order=argument_order(module.forward))
-            outputs = MetaOutputs(module, call, device=target)
-            output = outputs.output(outputs.tensors)
-            form, least_s, gives_back = _traced(module, call, output, device=target, costs=costs)
+            known = known_by(module, args, kwargs)
+            if known is None or known not in traced:
+                traced[known] = _traced(module, args, kwargs, device=target, costs=costs)
+            output, form, least_s, gives_back = traced[known]
             if value_has_gradient and not gives_back:  # what comes before runs no backward pass
                 found = [dataclasses.replace(each, least_s=0.0) for each in found]
             value_has_gradient = _has_gradient(output)
@@ -107,15 +109,23 @@ def read_layers(
 
 
 def _traced(
-    module: nn.Module, call: Call, output: Any, *, device: torch.device, costs: CostModel
-) -> tuple[Hashable, float, bool]:
-    """The form (None: like no other) and the seconds of a layer, without loss and optimizer, and
-    whether what it is called with gets a gradient.
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device,
+    costs: CostModel,
+) -> tuple[Any, Hashable, float, bool]:
+    """What a layer returns, its form (None: like no other) and its seconds, without loss and
+    optimizer, and whether what it is called with gets a gradient.
 
     A frozen layer that gets no gradient either is not traced.
     """
+    call = Call.of(args, kwargs, order=argument_order(module.forward))
+    outputs = MetaOutputs(module, call, device=device)
+    output = outputs.output(outputs.tensors)
     if not _has_gradient(output):
-        return None, 0.0, False
+        return output, None, 0.0, False
     step = trace_module(
         module,
         call,
@@ -129,7 +139,7 @@ def _traced(
     times = tuple((node.time_s, node.workspace_bytes) for node in graph.nodes)
     forms = tuple(graph.meta.parameter_forms.items()), tuple(graph.meta.buffer_forms.items())
     form = graph.graph_id, times, forms, tuple(graph.meta.input_forms)
-    return form, math.fsum(time_s for time_s, _ in times), gives_back
+    return output, form, math.fsum(time_s for time_s, _ in times), gives_back
 
 
 def _has_gradient(output: Any) -> bool:
