@@ -5,10 +5,10 @@ a cap on that, a *span graph* of no width, the step is one that every method can
 is over one number, by branch and bound: of the spans that cover all that can be saved, take the one
 with the least bound, and do what has not been done for it:
 
-1. Bound all of its schedules at once by an integer program (`solver.bound.in_flight_cuts`), and
-   replay its solution. While the replay overflows, the position at which it does so joins the
-   program. Mostly a replay soon meets the bound; else the method plans for the saved bytes of the
-   solution.
+1. Bound all of its schedules at once by cuts (`solver.bound.in_flight_cuts`). For `auto` they are
+   an integer program, whose solution is replayed; while that overflows, the position at which it
+   does so joins the program. Mostly a replay soon meets the bound. Else the method plans for the
+   saved bytes of the solution.
 2. Have the method plan for the span itself, which may sharpen the bound.
 3. Halve it, and bound both halves by linear programs. One that is narrow is closed instead.
 
@@ -65,15 +65,19 @@ RETRIES = (0.5, 0.25, 0.125, 0.0)
 Propose = Callable[..., Proposal]
 
 
-def in_flight(propose: Propose) -> Propose:
-    """The method for steps with any number of micro-batches in flight."""
+def in_flight(propose: Propose, *, replays: bool = False) -> Propose:
+    """The method for steps with any number of micro-batches in flight.
+
+    replays: solve the cuts by integer programming, and try what they say. Schedules of other
+        methods are their own.
+    """
 
     @functools.wraps(propose)
     def proposed(graph: Graph, **options: Any) -> Proposal:
         if graph.n_in_flight == 1:
             return propose(graph, **options)
         limits = {name: options.pop(name) for name in ("budget_bytes", "time_limit_s")}
-        with _Search(graph, propose, options, **limits) as search:
+        with _Search(graph, propose, options, replays=replays, **limits) as search:
             search.run()
         return search.proposal()
 
@@ -100,11 +104,12 @@ class _Search(BestSoFar):
         propose: Propose,
         options: dict[str, Any],
         *,
+        replays: bool,
         budget_bytes: int,
         time_limit_s: float,
     ) -> None:
         super().__init__(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
-        self._propose = propose
+        self._propose, self._replays = propose, replays
         self._starts = options.get("starts", ())
         self._takes_starts = "starts" in options
         self._options = {**options, "starts": ()} if self._takes_starts else options
@@ -150,7 +155,7 @@ class _Search(BestSoFar):
         cut, span, n_done = first.cut, first.cut.span, first.n_done + 1
         is_narrow = self._is_narrow(span)
         if n_done == 1:
-            cut = self._sharpened(cut)
+            cut = self._sharpened(cut) if self._replays else cut
             if self.best_share - cut.span.lost_share > GAP:
                 saved_bytes = span.most_bytes if cut.saved_bytes is None else cut.saved_bytes
                 self._plan_for_cap(saved_bytes)

@@ -32,7 +32,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
 
 METHODS: Mapping[str, Method] = {
     "auto": Method(
-        in_flight(auto_then_chain_methods),
+        in_flight(auto_then_chain_methods, replays=True),
         proves_bound=True,
         takes_starts=True,
         reaches_least_budget=True,
