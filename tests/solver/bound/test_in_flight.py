@@ -267,6 +267,14 @@ def test_wherever_the_clock_or_ctrl_c_ends_the_search_its_bound_holds(
                 assert simulate(graph, found.schedule).peak_bytes <= budget_bytes
 
 
+def test_a_method_proposes_its_own_schedules_only() -> None:
+    graph = dataclasses.replace(chain(n_blocks=4), n_in_flight=3)
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    options: dict[str, Any] = {"budget_bytes": peak_bytes - 1, "time_limit_s": 600, "seed": 0}
+    assert METHODS["auto"](graph, **options).schedule is not None
+    assert METHODS["none"](graph, **options).schedule is None
+
+
 @pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("method", ["auto", "ilp", "sqrt"])
 def test_the_command_plans_several_micro_batches(
