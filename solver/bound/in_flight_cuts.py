@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,15 +84,13 @@ def sharpened(
     return dataclasses.replace(found, span=dataclasses.replace(cut.span, lost_share=lost_share))
 
 
-def _positions(
-    graph: Graph, folded: StorageGraph, span: Span, *, budget_bytes: int
-) -> Iterator[int]:
+def _positions(graph: Graph, folded: StorageGraph, span: Span, *, budget_bytes: int) -> list[int]:
     """The fullest, where each of the others holds what the plain step saves."""
     turn = folded.position[TURN]
     outside_bytes = graph.resident_bytes + (graph.n_in_flight - 1) * span.least_bytes
     plain_bytes = int(folded.baseline_bytes[turn] - folded.own_bytes[turn]) - outside_bytes
     more_bytes = (graph.n_in_flight - 1) * max(0, plain_bytes - span.least_bytes)
-    yield from fullest(folded, budget_bytes=budget_bytes - more_bytes)[:N_POSITIONS]
+    return fullest(folded, budget_bytes=budget_bytes - more_bytes)[:N_POSITIONS]
 
 
 class _InFlightCuts(CutMilp):
