@@ -68,8 +68,17 @@ GAP = 1e-6
 """Relative gap at which the solver stops."""
 
 
-def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
+def ilp(
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float,
+    seed: int,
+    known: Schedule | None = None,
+) -> Proposal:
     """The fastest schedule of the class that the module names, and a bound on every schedule.
+
+    known: a schedule that it is returned in place of, if it is faster.
 
     Raises TooLargeError, and MissingSolverError where PuLP is not installed.
     """
@@ -84,6 +93,8 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
         lost_share, search.timed_out = binding.lost_share, binding.timed_out
         if math.isinf(lost_share):
             return Proposal(None, math.inf)
+        if known is not None:
+            search.fits(known)
         for n_sweeps in range(1, N_SWEEPS + 1):
             stages = Stages(folded, budget_bytes=budget_bytes, n_sweeps=n_sweeps, deadline=deadline)
             if n_sweeps > 1 and stages.n_variables > SMALL_VARIABLES:
@@ -100,13 +111,17 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
                 lost_share = max(lost_share, cuts.lost_share)
                 if math.isinf(lost_share):
                     return Proposal(None, math.inf)
-            schedule, late = solve_stages(stages, lost_share=lost_share, deadline=deadline)
+            if search.best_share <= lost_share + 10 * TIME_ERROR:
+                break
+            schedule, late = solve_stages(
+                stages,
+                lost_share=lost_share,
+                most_share=search.best_share - 10 * TIME_ERROR,
+                deadline=deadline,
+            )
             search.timed_out = search.timed_out or late
             if schedule is not None and search.is_faster(schedule.order):
                 search.fits(schedule)  # not always: the solver has tolerances
-            least_s = graph.baseline_time_s * (1.0 + lost_share + 10 * TIME_ERROR)
-            if search.best is not None and search.best[1].time_s <= least_s:
-                break
     bound_s = least_time_s(graph, lost_share=lost_share)
     return dataclasses.replace(search.proposal(), lower_bound_s=bound_s)
 
@@ -133,7 +148,14 @@ class _Model:
     own with whole carries. A digit is far from the next by the solver's tolerances.
     """
 
-    def __init__(self, stages: Stages, *, lost_share: float, deadline: Deadline = NEVER) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        *,
+        lost_share: float,
+        most_share: float = math.inf,
+        deadline: Deadline = NEVER,
+    ) -> None:
         self.stages = stages
         self.folded = stages.folded
         self.items = stages.items
@@ -162,6 +184,8 @@ class _Model:
         self.problem += self.lost
         if lost_share > 0:
             self.problem += self.lost >= lost_share
+        if most_share < math.inf:
+            self.problem += self.lost <= most_share
         for k, sweep in enumerate(self.sweeps):
             deadline.check()
             following = self.sweeps[k + 1] if k + 1 < len(self.sweeps) else None
@@ -288,17 +312,22 @@ class _Model:
 
 
 def solve_stages(
-    stages: Stages, *, lost_share: float = 0.0, deadline: Deadline
+    stages: Stages,
+    *,
+    lost_share: float = 0.0,
+    most_share: float = math.inf,
+    deadline: Deadline,
 ) -> tuple[Schedule | None, bool]:
     """The program's best schedule, if one was found, and whether the deadline ended the search.
 
-    lost_share: proven to be lost, as a share of the baseline's time. Raises OutOfTimeError.
+    lost_share: proven to be lost, as a share of the baseline's time. most_share: a schedule that
+        loses more is not wanted. Raises OutOfTimeError.
     """
     graph = stages.folded.graph
     with warnings.catch_warnings():
         # PuLP 3 announces the names of PuLP 4, which PuLP 2 does not know.
         warnings.simplefilter("ignore", DeprecationWarning)
-        model = _Model(stages, lost_share=lost_share, deadline=deadline)
+        model = _Model(stages, lost_share=lost_share, most_share=most_share, deadline=deadline)
         deadline.check()
         time_limit_s = deadline.left_s
         has_highs = importlib.util.find_spec("highspy") is not None  # CBC comes with PuLP

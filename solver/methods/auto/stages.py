@@ -281,7 +281,11 @@ def _solved_whole(search: Search) -> bool:
     from solver.methods.ilp import ilp  # here: PuLP is slow to import
 
     proposal = ilp(
-        search.graph, budget_bytes=search.budget_bytes, time_limit_s=search.deadline.left_s, seed=0
+        search.graph,
+        budget_bytes=search.budget_bytes,
+        time_limit_s=search.deadline.left_s,
+        seed=0,
+        known=None if search.best is None else search.best[0],
     )
     if proposal.schedule is not None:
         search.offer(proposal.schedule)
