@@ -27,7 +27,7 @@ def test_a_notebook_is_stored_without_output(path):
     assert all(set(cell.metadata) == set() for cell in notebook.cells)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=5)  # all
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # this checkout, not an installed copy
