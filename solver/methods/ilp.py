@@ -78,7 +78,7 @@ def ilp(
 ) -> Proposal:
     """The fastest schedule of the class that the module names, and a bound on every schedule.
 
-    known: a schedule that it is returned in place of, if it is faster.
+    known: returned unless a schedule is faster by more than 1e-5 of the baseline's time.
 
     Raises TooLargeError, and MissingSolverError where PuLP is not installed.
     """
@@ -96,6 +96,8 @@ def ilp(
         if known is not None:
             search.fits(known)
         for n_sweeps in range(1, N_SWEEPS + 1):
+            if search.best_share <= lost_share + 10 * TIME_ERROR:
+                break
             stages = Stages(folded, budget_bytes=budget_bytes, n_sweeps=n_sweeps, deadline=deadline)
             if n_sweeps > 1 and stages.n_variables > SMALL_VARIABLES:
                 break

@@ -10,7 +10,8 @@ with the least bound, and do what has not been done for it:
    does so joins the program. Mostly a replay soon meets the bound. Else the method plans for the
    saved bytes of the solution.
 2. Have the method plan for the span itself, which may sharpen the bound.
-3. Halve it, and bound both halves by linear programs. One that is narrow is closed instead.
+3. Halve it, and bound both halves by linear programs. For `auto`
+   one that is narrow is closed instead, with the gap that it has.
 
 Done when no span is left whose bound is more than GAP below the best schedule.
 
@@ -163,7 +164,7 @@ class _Search(BestSoFar):
         elif n_done == 2 and (is_narrow or self.best is not None):
             cut = dataclasses.replace(cut, span=self._planned(span))
             heapq.heappush(self._open, _Open(cut, n_done))
-        elif span.width_bytes and not is_narrow:
+        elif span.width_bytes and not (is_narrow and self._replays):
             for half in halves(span):
                 heapq.heappush(self._open, self._opened(half, cut))
         else:

@@ -216,9 +216,9 @@ class RankSearch:
         return peak_of(self._place, least)
 
     def run(self) -> None:
-        self._combine()
         n_planned = 0
         try:
+            self._combine()
             self._open, self._closed_s = list(self._whole()), math.inf
             heapq.heapify(self._open)
             while self._open and self.best_s - self.lower_bound_s > GAP * self._baseline_s:
@@ -360,6 +360,7 @@ class RankSearch:
 
     def _combine(self, chosen: tuple[StagePlan, ...] = ()) -> None:
         """Of all known plans the fastest that fit together, where these are chosen already."""
+        self._deadline.check()
         if len(chosen) == len(self.stages):
             if peak_of(self._place, [plan.taken for plan in chosen]) <= self._budget_bytes:
                 self.best, self.best_s = chosen, math.fsum(plan.time_s for plan in chosen)
