@@ -25,4 +25,4 @@ from solver.bound.milp import Milp
 from solver.bound.rank_cuts import RankCuts, alone
 from solver.bound.rounded_bytes import round_bytes
 from solver.bound.storage_graph import StorageGraph
-from solver.bound.windows import windows_share
+from solver.bound.windows import WindowCuts, large_units_only, windows_share

@@ -103,8 +103,7 @@ def windows_share(
 
     base: a mark, such as the position of the strongest single cut.
     """
-    small_bytes = int(SMALL_SHARE * (budget_bytes - folded.graph.resident_bytes))
-    coarse = without_small(folded, small_bytes=small_bytes)
+    coarse = large_units_only(folded, budget_bytes)
     positions, marks = _positions(coarse, budget_bytes=budget_bytes, base=base)
     if len(marks) < 2:
         return 0.0
@@ -120,6 +119,12 @@ def windows_share(
     except OutOfTimeError:
         return 0.0
     return program.read(program.program.solve(whole=False, deadline=deadline)).lost_share
+
+
+def large_units_only(folded: StorageGraph, budget_bytes: int) -> StorageGraph:
+    """The step without units that are small beside what the budget leaves: half of the columns."""
+    small_bytes = int(SMALL_SHARE * (budget_bytes - folded.graph.resident_bytes))
+    return without_small(folded, small_bytes=small_bytes)
 
 
 def without_small(folded: StorageGraph, *, small_bytes: int) -> StorageGraph:

@@ -54,6 +54,7 @@ class Method:
         seed: int,
         starts: Sequence[Schedule] = (),
         quick: bool = False,
+        thorough: bool = False,
         places: Places | None = None,
     ) -> Proposal:
         """A schedule whose peak, by the simulator, is at most `budget_bytes`, or Proposal(None).
@@ -61,13 +62,15 @@ class Method:
         Same input and seed, same answer, unless `time_limit_s` ends the search.
 
         quick: with a fraction of the work, for one of many budgets or sizes.
+        thorough: with minutes of work for the bound where a gap is left.
         places: what the schedule may copy to; its copies fit there, beside the optimizer's state if
         it is there.
         """
         if places is not None:
             places = places.beside(graph.host_state_bytes)
         common = {"budget_bytes": budget_bytes, "time_limit_s": time_limit_s, "seed": seed}
-        options = {"starts": starts, "quick": quick} if self.takes_starts else {}
+        effort = {"starts": starts, "quick": quick, "thorough": thorough}
+        options = effort if self.takes_starts else {}
         if places is not None and not self.takes_places:
             raise ValueError("a host is given, and this method copies nothing to it")
         beside = {} if places is None else {"places": places}

@@ -37,6 +37,8 @@ is planned later, which begins with what was found.
 """
 SIMILAR = 0.1
 """Of the time that the variant with the least bound loses: bounds within that are much the same."""
+THOROUGH_TIME_LIMIT_S = 300.0
+"""From this time limit on, minutes are spent on the proof where a gap is left."""
 N_POSITIONS = 3
 """At which linear programs say which variant promises most."""
 
@@ -221,6 +223,7 @@ def _attempt_one(
         seed=request.seed,
         starts=starts,
         quick=quick,
+        thorough=request.time_limit_s >= THOROUGH_TIME_LIMIT_S and not quick,
         places=request.places,
     )
     bound_s = max(proposal.lower_bound_s, graph.baseline_time_s)

@@ -22,6 +22,8 @@ On deep chains near their least budget **nested reversals** come first
 7. **Recombination**: whatever a schedule simulated so far recomputed, whether it fits or not, goes
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
    from it, on short menus. Then eviction once more, that looks less far ahead.
+8. **Last proof** (`solver.methods.auto.last_proof`), only for those who gave it minutes: cuts and
+   windows in one integer program sharpen the bound where a gap is left.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.
 
@@ -52,6 +54,7 @@ from solver.bound import (
     windows_share,
 )
 from solver.methods.auto.anchored_cut import offer_anchored
+from solver.methods.auto.last_proof import last_proof
 from solver.methods.auto.nested_reversals import nested_reversals
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
@@ -93,12 +96,14 @@ def recompute_only(
     time_limit_s: float,
     starts: Sequence[Schedule] = (),
     quick: bool = False,
+    thorough: bool = False,
     worth_below_share: float = math.inf,
 ) -> Proposal:
     """The best schedule found and the proven bound; see the module.
 
     starts: schedules known for this graph, such as those of a smaller budget.
     quick: only the stages that take about a second.
+    thorough: minutes for the bound where a gap is left.
     worth_below_share: of the baseline's time: no schedule that loses as much is wanted.
     """
     search = Search(
@@ -116,7 +121,8 @@ def recompute_only(
         # What schedules of other budgets recompute makes the menu too long to solve: on U-Net at
         # 10 %, 32.5 % overhead in place of 29.6.
         search.menus.clear()
-        for stage in (*CHEAP_STAGES, *(QUICK_STAGES if quick else STAGES)):
+        proof = (last_proof,) if thorough else ()
+        for stage in (*CHEAP_STAGES, *(QUICK_STAGES if quick else STAGES), *proof):
             if search.done or (search.close and stage not in CHEAP_STAGES):
                 break
             if search.is_nested and search.best is not None:
