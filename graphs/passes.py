@@ -61,7 +61,7 @@ def passes_of(environment: Mapping[str, Any]) -> Passes:
     if found is None:
         return Passes(1)
     if not isinstance(found, Mapping) or not {"n"} <= found.keys() <= {"n", "accumulate"}:
-        raise PassesError(f"passes is {found!r:.80}; it has the fields of Passes")
+        raise PassesError(f"passes is {found!r:.80}; expected the fields of Passes")
     return Passes(**found)
 
 

@@ -68,7 +68,9 @@ class Pipeline:
         for name in ("n_stages", "n_microbatches", "stages_per_rank", "stage"):
             value, least = getattr(self, name), 0 if name == "stage" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise PipelineError(f"{name} is {value!r}; a whole number of at least {least}")
+                raise PipelineError(
+                    f"{name} is {value!r}; expected a whole number of at least {least}"
+                )
         if self.stage >= self.n_stages:
             raise PipelineError(
                 f"stage is {self.stage} of {self.n_stages} stages; give 0 to {self.n_stages - 1}"
@@ -167,7 +169,7 @@ def pipeline_of(environment: Mapping[str, Any]) -> Pipeline | None:
         return None
     names = {field.name for field in dataclasses.fields(Pipeline)}
     if not {"stage", "n_stages", "n_microbatches"} <= found.keys() <= names:
-        raise PipelineError(f"pipeline is {dict(found)!r:.80}; it has the fields of Pipeline")
+        raise PipelineError(f"pipeline is {dict(found)!r:.80}; expected the fields of Pipeline")
     return Pipeline(**found)
 
 

@@ -257,9 +257,9 @@ def check_asked_of(graph: Graph, *, with_host: bool, budget_of: str) -> None:
     """Raises BudgetError for what cannot be asked of this step."""
     if with_host and sharding_of(graph.meta.environment) is not None:
         raise BudgetError(
-            "copies to the host: not planned with FSDP2, which runs exported plans, and an export "
-            "does not copy beside the computation; leave out --host (host_budget=) or --fsdp "
-            "(fsdp=)"
+            "copies to the host: not planned with FSDP2, which runs exported plans, and an "
+            "exported plan cannot copy during the computation; leave out --host (host_budget=) or "
+            "--fsdp (fsdp=)"
         )
     if graph.n_in_flight == 1 or not (with_host or budget_of == "reserved"):
         return

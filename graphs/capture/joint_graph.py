@@ -287,10 +287,10 @@ def _with_filled(
     if not same_steps(first.steps, later.steps):
         where, attribute = filled[0].module or type(model).__name__, filled[0].attribute
         raise TraceError(
-            f"the first call of {type(model).__name__}, which fills the attribute {attribute!r} of "
-            f"{where!r}, computes something else than later calls do; a plan is for one sequence "
-            "of operators. Call the model once before it is planned, or fill the attribute in "
-            "__init__"
+            f"the first call of {type(model).__name__} fills the attribute {attribute!r} of "
+            f"{where!r} and computes something else than later calls; a plan is for one fixed "
+            "sequence of operators. Call the model once before it is planned, or fill the "
+            "attribute in __init__"
         )
     # What a part that is not traced reads was not seen.
     is_shown = not standing and same_steps(later.steps, again.steps)
@@ -383,9 +383,10 @@ def _refused(model: nn.Module, error: Exception) -> TraceError:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         what = "forward reads values that the step computes"
         advice = (
-            " (an `if` on a tensor, .item(), int(), indexing by a computed mask), so that each "
-            "step could run other operators; a plan is for one sequence. Use torch.where or "
-            "multiply by a mask, or decide by values of the batch or of buffers, which may be read"
+            " (an `if` on a tensor, .item(), int(), indexing by a computed mask), so different "
+            "steps could run different operators; a plan is for one fixed sequence. Use "
+            "torch.where, multiply by a mask, or branch on values of the batch or of buffers, "
+            "which forward may read"
         )
     why = f"{name} cannot be traced{place}: {what}{advice}"
     return TraceError(why, runs_in_eager=True, short=f"{what}{place}")

@@ -99,7 +99,10 @@ def take_places(graph: torch.fx.Graph, tangents: Sequence[torch.fx.Node]) -> Non
     for node in graph.find_nodes(op="call_function", target=_arrives_as):
         tangent = node.args[0]
         if tangent not in tangents:
-            raise TraceError("the gradient of an output in another memory layout is not its own")
+            raise TraceError(
+                "the gradient of an output arrives in another memory layout than the output's, and "
+                "does not reach the output directly; return a clone of that output"
+            )
         node.replace_all_uses_with(tangent)
         tangent.meta["val"] = node.meta["val"]
         graph.erase_node(node)

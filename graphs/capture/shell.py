@@ -205,8 +205,9 @@ class Shell(_WithoutHooks):
         chosen = self._outside[2](output)
         if missing := [index for index in chosen if not 0 <= index < len(flat)]:
             raise TraceError(
-                f"output {missing[0]} is to get a gradient, and the model returns "
-                f"{len(flat)}, counted from 0: the plan is of another model, or was edited"
+                f"output {missing[0]} is to get a gradient, but the model returns {len(flat)} "
+                f"output{'s' if len(flat) != 1 else ''} (numbered from 0): the plan was made for "
+                "another model, or was edited"
             )
         repeated = {
             i: item.index for i, item in enumerate(flat) if isinstance(item, nested.Repeated)

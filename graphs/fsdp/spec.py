@@ -41,11 +41,13 @@ class MixedPrecision:
             plain = str(value).removeprefix("torch.")
             if plain not in ELEMENT_BYTES:
                 raise ShardingError(
-                    f"{name} is {value!r:.80}; None, or one of {', '.join(ELEMENT_BYTES)}"
+                    f"{name} is {value!r:.80}; expected None, or one of {', '.join(ELEMENT_BYTES)}"
                 )
             object.__setattr__(self, name, plain)
         if not isinstance(self.cast_forward_inputs, bool):
-            raise ShardingError(f"cast_forward_inputs is {self.cast_forward_inputs!r:.80}; a bool")
+            raise ShardingError(
+                f"cast_forward_inputs is {self.cast_forward_inputs!r:.80}; expected a bool"
+            )
 
     @classmethod
     def of(cls, policy: object) -> MixedPrecision:
@@ -55,7 +57,8 @@ class MixedPrecision:
             return cls(**policy)
         if not all(hasattr(policy, name) for name in names):
             raise ShardingError(
-                f"mp_policy is {policy!r:.80}; a torch.distributed.fsdp.MixedPrecisionPolicy"
+                f"mp_policy is {policy!r:.80}; expected a "
+                "torch.distributed.fsdp.MixedPrecisionPolicy"
             )
         return cls(**{name: getattr(policy, name) for name in names})
 
@@ -91,24 +94,31 @@ class Sharding:
         for name, least in (("n_ranks", 2), ("n_replicas", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ShardingError(f"{name} is {value!r}; a whole number of at least {least}")
+                raise ShardingError(
+                    f"{name} is {value!r}; expected a whole number of at least {least}"
+                )
         if not isinstance(self.reshard_after_forward, bool | None):
             raise ShardingError(
-                f"reshard_after_forward is {self.reshard_after_forward!r}; True, False or None"
+                f"reshard_after_forward is {self.reshard_after_forward!r}; expected True, False or "
+                "None"
             )
         if self.link is not None:
             if not isinstance(self.link, str):
-                raise ShardingError(f"link is {self.link!r:.80}; the name of one, or None")
+                raise ShardingError(
+                    f"link is {self.link!r:.80}; expected the name of a link, or None"
+                )
             try:
                 object.__setattr__(self, "link", link_named(self.link).name)
             except ValueError as error:
                 raise ShardingError(str(error)) from error
         if not isinstance(self.accumulates_whole, bool):
-            raise ShardingError(f"accumulates_whole is {self.accumulates_whole!r:.80}; a bool")
+            raise ShardingError(
+                f"accumulates_whole is {self.accumulates_whole!r:.80}; expected a bool"
+            )
         if self.mp_policy is not None:
             object.__setattr__(self, "mp_policy", MixedPrecision.of(self.mp_policy))
         if isinstance(self.groups, str):
-            raise ShardingError(f"groups is {self.groups!r}; a sequence of module paths")
+            raise ShardingError(f"groups is {self.groups!r}; expected a sequence of module paths")
         if self.groups is not None:
             object.__setattr__(self, "groups", tuple(self.groups))
 
@@ -128,10 +138,10 @@ def sharding_of(environment: Mapping[str, Any]) -> Sharding | None:
         return None
     names = {each.name for each in dataclasses.fields(Sharding)}
     if not found.keys() <= names:
-        raise ShardingError(f"sharding is {dict(found)!r:.80}; it has the fields of Sharding")
+        raise ShardingError(f"sharding is {dict(found)!r:.80}; expected only fields of Sharding")
     groups = found.get("groups", ())
     if not isinstance(groups, list | tuple) or not all(isinstance(path, str) for path in groups):
-        raise ShardingError(f"groups is {groups!r:.80}; a sequence of module paths")
+        raise ShardingError(f"groups is {groups!r:.80}; expected a sequence of module paths")
     return Sharding(**{"n_ranks": 0, **found, "groups": tuple(groups)})
 
 

@@ -148,12 +148,14 @@ def _opaque_notes(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if len(modules) > 3:
             names += f" and {len(modules) - 3} more"
         how = (
-            "kept or recomputed whole" if recomputable else "kept, since hooks may have any effect"
+            "saved or recomputed as a whole"
+            if recomputable
+            else "saved, since hooks may have any effect"
         )
-        verb = "are each" if len(modules) > 1 else "is"
+        verb, it = ("are each", "each") if len(modules) > 1 else ("is", "it")
         yield (
-            f"{names} {verb} planned as one piece, which runs in eager mode and is {how}, with "
-            f"memory as measured on this batch: {why}."
+            f"{names} {verb} planned as one piece: {it} runs in eager mode, and its results are "
+            f"{how}, with memory as measured on this batch. Reason: {why}."
         )
 
 
@@ -168,9 +170,9 @@ _OWN_CHECKPOINTS = (
 )
 _NO_CACHE = (
     "config.use_cache is on. Planned training steps create no cache for generation, as "
-    "transformers itself does with gradient checkpointing. Results are those of training with it "
-    "off, to the bit; with it on, keys and values are laid out differently in memory, and last "
-    "bits may differ."
+    "transformers itself does with gradient checkpointing. Results are bitwise identical to "
+    "training with it off; with it on, keys and values are laid out differently in memory, and "
+    "last bits may differ."
 )
 _REFUSED = (
     "The loss is not planned in row chunks: on this device, the bits of a row depend on the "
@@ -192,10 +194,10 @@ def _reads_values(environment: Mapping[str, Any]) -> str:
     of_buffers = [f"buffer {key!r}" for kind, key in read if kind == "buffer"]
     of = ", ".join(dict.fromkeys((*of_arguments, *of_buffers))) or "random numbers"
     return (
-        f"forward reads values of {of} and chooses its operators by them. The plan is for those of "
-        "this batch; a call with others is planned when it comes, within the same budget. It may "
-        "need more memory, and if nothing fits, that step fails: solve with a batch of other "
-        "values too to see its minimum budget."
+        f"forward reads values of {of} and chooses its operators by them. This plan is for the "
+        "operators chosen for this batch; a call that chooses others is planned when it comes, "
+        "within the same budget. It may need more memory, and its step fails if nothing fits: to "
+        "see its minimum budget, also solve with such a batch."
     )
 
 

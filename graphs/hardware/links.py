@@ -133,7 +133,7 @@ def reduce_scatter_s(n_bytes: int, *, n_ranks: int, link: Link) -> float:
 def _ring_s(n_bytes: int, *, n_rounds: int, n_ranks: int, link: Link) -> float:
     """Each rank passes on n - 1 of n equal parts in each round."""
     if n_ranks < 1:
-        raise ValueError(f"n_ranks is {n_ranks}; at least 1")
+        raise ValueError(f"n_ranks is {n_ranks}; expected at least 1")
     if n_ranks == 1:
         return 0.0
     n_messages = n_rounds * (n_ranks - 1)

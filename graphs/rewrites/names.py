@@ -51,9 +51,9 @@ def check_word(word: str) -> str:
     """The word itself; raises ValueError for any other than WORDS."""
     if word not in WORDS:
         raise ValueError(
-            f"rewrites is {word!r}; 'bitwise' (every bit of the results stays), 'lossless' (also "
-            "with masks in bits), 'allclose' (last bits may change), 'bf16', 'fp8', 'int8' (what "
-            "waits for the backward pass is rounded) or 'none'"
+            f"rewrites is {word!r}; expected 'bitwise' (results stay bitwise identical), "
+            "'lossless' (also stores masks as bits), 'allclose' (last bits may change), 'bf16', "
+            "'fp8', 'int8' (also round what is saved for backward) or 'none'"
         )
     return word
 

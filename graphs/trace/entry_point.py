@@ -227,7 +227,8 @@ def _traced(
             raise ZeroError(f"zero cannot be combined with {combined[0]}: leave one out")
         if gradients != FRESH:
             raise ZeroError(
-                f"gradients is {gradients!r}: the engine starts each step without; 'fresh'"
+                f"gradients is {gradients!r}, but DeepSpeed's engine starts each step without "
+                "gradients; give gradients='fresh'"
             )
         gradients = TAKEN if zero.frees_gradients else FRESH
     card = NodeCosts(given.costs).hardware

@@ -37,7 +37,7 @@ def fake_mesh(n_ranks: int) -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if isinstance(n_ranks, bool) or not isinstance(n_ranks, int) or n_ranks < 2:
-        raise ValueError(f"n_ranks is {n_ranks!r}; a whole number of at least 2")
+        raise ValueError(f"n_ranks is {n_ranks!r}; expected a whole number of at least 2")
     if dist.is_initialized():
         raise TraceError(
             "a process group is initialised in this process: make the mesh of its ranks "

@@ -40,7 +40,8 @@ def of_rank(
     if not all(groups) or len(dtypes) != 1:
         raise ZeroError(
             f"the optimizer trains parameters in {', '.join(sorted(dtypes)) or 'no dtype'}, in "
-            f"{len(groups)} groups; one dtype, and trained parameters in each group"
+            f"{len(groups)} groups; ZeRO needs one dtype for all of them, and at least one trained "
+            "parameter in each group"
         )
     zero.check_dtype(*dtypes)
     sizes = [[p.numel() for p in group] for group in groups]

@@ -33,7 +33,7 @@ def why_state_stays(optimizer: optim.Optimizer) -> str:
     if type(optimizer) not in BY_PARAMETER:
         return f"{name} is not one of torch's optimizers that step each parameter by itself"
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{name} is differentiable"
+        return f"{name} was made with differentiable=True"
     if any(hasattr(parameter, "device_mesh") for _, parameter in trained(optimizer)):
         return "its parameters are sharded"
     return ""
@@ -74,7 +74,7 @@ def bucket_figures(
     sizes = [[v.nbytes for _, v in of_buckets(twin.state[p])] for _, p in pairs]
     left_bytes = [sum(map(aligned, each)) for each in sizes]
     if not any(left_bytes):
-        return {"state_stays": f"{type(twin).__name__} has none"}
+        return {"state_stays": f"{type(twin).__name__} keeps no state that can leave the device"}
     most_bytes = max(sum(left_bytes) // N_BUCKETS, LEAST_BUCKET_BYTES, *left_bytes)
     # of each parameter alone; those of one shape in one group take the same
     figures: list[Figures] = []

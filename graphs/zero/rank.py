@@ -102,9 +102,9 @@ class Zero:
             raise ZeroError(f"stage is {self.stage}, but {stage} in the config; give only one")
         object.__setattr__(self, "stage", stage)
         if isinstance(self.n_ranks, bool) or not isinstance(self.n_ranks, int) or self.n_ranks < 2:
-            raise ZeroError(f"n_ranks is {self.n_ranks!r}; a whole number of at least 2")
+            raise ZeroError(f"n_ranks is {self.n_ranks!r}; expected a whole number of at least 2")
         if isinstance(stage, bool) or stage not in (1, 2, 3):
-            raise ZeroError(f"stage is {stage!r}; 1, 2 or 3")
+            raise ZeroError(f"stage is {stage!r}; expected 1, 2 or 3")
         self._check(config, options)
 
     def _check(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -126,9 +126,9 @@ class Zero:
         for name, n_elements in sizes.items():
             least = 1 if name == "reduce_bucket_size" else 0
             if isinstance(n_elements, bool) or not isinstance(n_elements, int):
-                raise ZeroError(f"{name} is {n_elements!r}; a number of elements")
+                raise ZeroError(f"{name} is {n_elements!r}; expected a number of elements")
             if n_elements < least:
-                raise ZeroError(f"{name} is {n_elements}; at least {least} elements")
+                raise ZeroError(f"{name} is {n_elements}; expected at least {least}")
 
     def _is_on(self, section: str) -> bool:
         assert isinstance(self.config, Mapping)

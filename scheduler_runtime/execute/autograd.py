@@ -144,7 +144,7 @@ class Run:
             if value is None:
                 if gradient is not None:
                     raise RuntimeError(
-                        "an output that the plan expects no gradient for receives one: only the "
+                        "an output receives a gradient that the plan does not expect: only the "
                         "planned loss may be differentiated; add the other terms to it inside the "
                         "model, plan with loss=function(output, batch), or say which outputs the "
                         "loss is computed from: fit(model, loss_outputs=lambda output: ...)"
@@ -152,8 +152,8 @@ class Run:
                 continue
             if gradient is None:
                 raise RuntimeError(
-                    "an output that the plan expects a gradient for receives none; plan again with "
-                    "the loss that is used, or say which outputs it is computed from: "
+                    "an output receives no gradient, and the plan expects one for it; plan again "
+                    "with the loss that is used, or say which outputs it is computed from: "
                     "fit(model, loss_outputs=lambda output: ...)"
                 )
             strides = self.program.tangent_strides[value]

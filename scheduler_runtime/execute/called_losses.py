@@ -252,6 +252,6 @@ def check_bits(call: ChunkedCall, device: torch.device, n_threads: int) -> None:
             return
     raise RuntimeError(
         f"the exported plan computes F.cross_entropy of {call.n_classes} classes in row chunks, "
-        f"which does not give the same bits on {device}; remove() the export, solve again with "
-        'rewrites="none" and export that'
+        f"which is not bitwise identical to PyTorch's on {device}; remove() the export, solve "
+        'again with rewrites="none" and export that'
     )

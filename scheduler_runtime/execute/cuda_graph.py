@@ -79,14 +79,14 @@ def check_program(bound: BoundProgram) -> None:
         )
     if bound.shares_outputs:
         raise CudaGraphError(
-            "outputs of the model that get gradients share memory, and of a recording autograd "
-            "would not know it: return clones of them, or apply the plan without cuda_graph"
+            "outputs of the model that get gradients share memory, which autograd cannot see in a "
+            "recorded step: return clones of them, or apply the plan without cuda_graph"
         )
     if bound.has_checks:
         raise CudaGraphError(
-            "forward checks values that the step computes, and raises an error for wrong ones, "
-            "which a recording cannot: torch.distributions with validate_args=False does not, or "
-            "apply the plan without cuda_graph"
+            "forward checks values that the step computes, and raises an error where one is wrong, "
+            "which a recorded step cannot do: switch the check off (validate_args=False of "
+            "torch.distributions), or apply the plan without cuda_graph"
         )
     for piece in (bound.program.forward, *bound.program.backward):
         for node in piece.module.graph.nodes:
@@ -307,7 +307,7 @@ class _Replay(torch.autograd.Function):
         n_planned = len(step.tangents)
         if any(gradient is not None for gradient in gradients[n_planned:]):
             raise RuntimeError(
-                "an output that the plan expects no gradient for receives one: only the planned "
+                "an output receives a gradient that the plan does not expect: only the planned "
                 "loss may be differentiated"
             )
         ctx.recordings.end(ctx.number)

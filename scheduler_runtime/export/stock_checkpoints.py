@@ -263,15 +263,18 @@ def _least(model: nn.Module, steps: Iterable[Solution]) -> tuple[Solution, Regio
 def _nothing_fits(model: nn.Module, solution: Solution, least: RegionPlan) -> ExportError:
     assert solution.simulation is not None
     least_bytes = least.peak_bytes
-    finer = f"apply(model, solution) keeps to {format_both(solution.simulation.peak_bytes)}; or "
+    finer = (
+        f"apply(model, solution) keeps to {format_both(solution.simulation.peak_bytes)}; or solve"
+    )
     if words := _sharded_words(solution):
-        finer = f"these are bytes {words}; "
+        finer = f"These figures are {words}. Solve"
     reserve_bytes = solution.request.reserve_bytes
     return ExportError(
         f"{format_both(solution.request.available_bytes)} are available, and checkpointing modules "
         f"of {type(model).__name__} takes at least {format_both(least_bytes)}: PyTorch recomputes "
-        f"modules as a whole, and no operators called outside of them. {finer}solve with a budget "
-        f'of {format_size_up(least_bytes + reserve_bytes)}, or give on_excess="least"'
+        f"modules as a whole, and does not recompute operators called outside of them. {finer} "
+        f"with a budget of {format_size_up(least_bytes + reserve_bytes)}, or give "
+        'on_excess="least"'
     )
 
 

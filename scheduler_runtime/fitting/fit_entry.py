@@ -137,7 +137,8 @@ def fit(
         )
     if passes is not None and Passes(passes).n > 1 and host_budget is not None:
         raise ValueError(
-            f"passes is {passes}: plans with copies to the host are for one; leave out host_budget"
+            f"passes is {passes}, but a plan with copies to the host is for one forward pass at a "
+            "time; leave out host_budget, or give passes=1"
         )
     refuse_second(model)
     reason = why_not_planned(model)

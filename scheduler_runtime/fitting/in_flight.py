@@ -87,6 +87,6 @@ _OF_FEWER = (
     "the plan is for fewer. The next step is planned for all of them; give passes= to avoid this"
 )
 _OF_OTHERS = (
-    "they were planned beside calls that hold less. The next step is planned again; call the "
-    "model with the largest batch first to avoid this"
+    "they were planned beside other passes in flight that save less for backward. The next step is "
+    "planned again; call the model with the largest batch first to avoid this"
 )

@@ -30,9 +30,9 @@ def nothing_fits(name: str, solution: Solution, *, runs_again: bool = False) -> 
 
 
 _RUNS_AGAIN = (
-    ". This step holds two forward passes, since the backward pass brings gradients to other "
-    "outputs than were planned for; that minimum is of this step alone. Name the outputs that the "
-    "loss is computed from, and one is enough: fit(..., loss_outputs=lambda output: (output.loss, "
+    ". This step holds two forward passes, because gradients reached other outputs than planned; a "
+    "minimum budget named above is for this step alone. Name the outputs that the loss is computed "
+    "from, and one forward pass is enough: fit(..., loss_outputs=lambda output: (output.loss, "
     "output.hidden))"
 )
 

@@ -65,8 +65,8 @@ def keep_on_host(
         )
     if len({parameter.device for parameter in found}) > 1:
         raise ValueError(
-            "the plan has the optimizer's state on the host, and its parameters are on several "
-            "devices"
+            "the plan has the optimizer's state on the host, but the optimizer's parameters are on "
+            'several devices; plan with optimizer_state="device"'
         )
     state = HostState(found, n_parameters, parameters)
     if owner is not None:

@@ -36,8 +36,9 @@ def warn_of_existing(
     if above_bytes <= 0:
         return False
     logger.warning(
-        "%s is called with gradients of %s, and its plan is for a step without: this step and "
-        "others like it may take up to %s more than the budget. For gradient accumulation plan "
+        "%s is called with existing gradients of %s, but its plan is for a step that starts "
+        "without gradients: this step and others like it may take up to %s more than the budget. "
+        "For gradient accumulation plan "
         'with solve(..., gradients="accumulate") or --accumulate, or use fit, which plans both '
         "kinds of steps; else call zero_grad() with set_to_none=True before each step",
         type(model).__name__,

@@ -326,7 +326,7 @@ def _refuse_saved_tensors_hooks() -> None:
     if hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch."):
         raise RuntimeError(
             "a planned module is called inside of torch.autograd.graph.saved_tensors_hooks, whose "
-            "hooks it would not call: the plan decides what is kept for backward. Call it outside "
+            "hooks it would not call: the plan decides what is saved for backward. Call it outside "
             "of that block, or use the plain model (checkpoint_solver.remove(model))"
         )
 

@@ -142,8 +142,8 @@ def difference_of_bits(step: CapturedStep) -> Difference | None:
         return None
     names = ", ".join(name for name in step.graph.meta.rewrites if name in PROGRAM_REWRITES)
     return Difference(
-        f"the plan was made with {names}, and on this device rows computed in chunks have other "
-        "bits than all rows at once"
+        f"the plan was made with {names}, and on this device, rows computed in chunks are not "
+        "bitwise identical to all rows computed at once"
     )
 
 
@@ -211,7 +211,10 @@ def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> Differen
             return Difference(words, of_values=True, remedy=_OF_ROWS)
         return Difference(f"{words}reads {each['seen']}", of_values=True)
     left_out = next(each for each in planned if each not in here)
-    words = f"forward reads {holders(left_out)} when planned, and not here"
+    words = (
+        f"forward read a value of {holders(left_out)} when the step was planned, and does not read "
+        "it in this call"
+    )
     return Difference(words, of_values=True)
 
 
@@ -222,7 +225,10 @@ def _opaque_difference(plan: Plan, part: Graph) -> str | None:
         return None
     for new, old in zip(here, planned, strict=False):
         if new["module"] == old.get("module") and new != old:
-            return f"{new['module']!r}, which is planned as one piece, keeps other memory here"
+            return (
+                f"{new['module']!r}, which is planned as one piece, saves other memory for "
+                "backward in this call than planned"
+            )
     return None
 
 
@@ -328,13 +334,14 @@ def _operators_difference(planned: Sequence[str], here: Graph) -> str:
         return found + _computed_from(here, new)
     if len(here.nodes) < len(planned):
         return (
-            f"{counted(len(here.nodes), 'operator')}, all of them in the plan, which goes on with "
+            f"this call runs only the first {len(here.nodes)} of "
+            f"{counted(len(planned), 'planned operator')}; the plan goes on with "
             f"{planned[len(here.nodes)]}"
         )
     return (
-        f"its {counted(len(planned), 'operator')} have the planned names and other kinds, sizes or "
-        "inputs, which a schedule file does not tell apart (or the file was edited: its rewrites, "
-        "say); plan in this process to see which"
+        f"this call's {counted(len(planned), 'operator')} have the planned names but differ in "
+        "kind, size or inputs; a schedule file does not record which (or the file was edited, its "
+        "rewrites for instance); plan in this process to see the difference"
     )
 
 

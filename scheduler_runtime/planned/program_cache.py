@@ -64,14 +64,15 @@ class ProgramCache:
             )
         if isinstance(program, BoundProgram) and program.is_chance:
             return (
-                "forward skips layers at random (LayerDrop), and each choice of layers is another "
-                "program: layerdrop=0, or multiply by a random mask"
+                "forward skips layers at random (LayerDrop), and each choice of layers needs a "
+                "plan of its own: set layerdrop=0, or multiply by a random mask"
             )
         if isinstance(program, BoundProgram) and program.sets_after_reading:
             names = ", ".join(map(repr, program.sets_after_reading))
             return (
                 f"forward reads {names} as the call before has left it, and then sets it: each "
-                "pair of values needs a plan. Use a local variable, or set it before it is read"
+                "pair of old and new values needs a plan of its own. Use a local variable, or set "
+                "it before it is read"
             )
         return (
             "shapes, arguments or attributes that change with every step need a new plan every "

@@ -111,8 +111,8 @@ class Arguments:
     )
     budget_of: str = _option(
         "--budget-of",
-        "what the budget limits: allocated (default), the bytes of tensors, or reserved, what "
-        "PyTorch's allocator takes from the card for them, as simulated",
+        "what the budget limits: allocated (default), the bytes of live tensors, or reserved, what "
+        "PyTorch's allocator reserves for them on the card (simulated)",
         SEARCH,
         default="allocated",
         choices=BUDGETS_OF,
@@ -146,8 +146,8 @@ class Arguments:
     )
     optimizer_state: str = _option(
         "--optimizer-state",
-        "where the optimizer's state is between its steps: on the device, in the memory of --host, "
-        "or where the plan is faster (default: auto)",
+        "where the optimizer's state is kept between its steps: device, host (memory of --host), "
+        "or auto (default), whichever gives the faster plan",
         SEARCH,
         default="auto",
         choices=WHERE,
@@ -155,9 +155,9 @@ class Arguments:
     )
     parameters: str = _option(
         "--parameters",
-        "where parameters are while no operator reads them: on the device, all that can be in the "
-        "memory of --host, or where the plan is faster; on the host only with the optimizer's "
-        "state (default: device)",
+        "where parameters are kept while no operator reads them: device (default), host (all that "
+        "can be), or auto, whichever gives the faster plan; on the host only with the optimizer's "
+        "state",
         SEARCH,
         default="device",
         choices=WHERE,
@@ -165,7 +165,8 @@ class Arguments:
     )
     time_limit: float = _option(
         "--time-limit",
-        "time limit of each method in seconds (default: 60); shared where many plans are made",
+        "seconds that each method may search for a plan (default: 60); the searches for the curve "
+        "of --pareto share them",
         SEARCH,
         default=60.0,
         type=seconds,
@@ -187,8 +188,18 @@ class Arguments:
         STEP,
         choices=("roofline", "measured"),
     )
-    batch_size: int | None = _number("--batch-size", "for get_batch", STEP, least=1)
-    seq_length: int | None = _number("--seq-length", "for get_batch", STEP, least=1)
+    batch_size: int | None = _number(
+        "--batch-size",
+        "batch_size to call get_batch and the model factory with, where they accept it",
+        STEP,
+        least=1,
+    )
+    seq_length: int | None = _number(
+        "--seq-length",
+        "seq_length to call get_batch and the model factory with, where they accept it",
+        STEP,
+        least=1,
+    )
     autocast: str | None = _option(
         "--autocast", "run the model under torch.autocast", STEP, choices=("bf16", "fp16")
     )
@@ -201,21 +212,21 @@ class Arguments:
     )
     fsdp_precision: str | None = _option(
         "--fsdp-precision",
-        "the dtype that FSDP2 computes in, and after a comma the one that it reduces gradients in: "
-        "bfloat16,float32 (default: those of the parameters)",
+        "the dtype that FSDP2 computes in, then after a comma the dtype that it reduces gradients "
+        "in, such as bfloat16,float32 (default: those of the parameters)",
         STEP,
         metavar="DTYPE",
     )
     fsdp_reshard: str | None = _option(
         "--fsdp-reshard",
-        "whether FSDP2's groups free their whole parameters after the forward pass, or whatever "
-        "is faster: auto (default: yes; in a pipeline no)",
+        "whether FSDP2's groups free their whole parameters after the forward pass: yes, no, or "
+        "auto, whichever is faster (default: yes; no with --pipeline)",
         STEP,
         choices=("yes", "no", AUTO),
     )
     fsdp_replicas: int = _number(
         "--fsdp-replicas",
-        "hybrid sharding: N times the ranks of --fsdp, which share each parameter (default: 1)",
+        "hybrid sharding: N replicas of the --fsdp ranks that share each parameter (default: 1)",
         STEP,
         least=1,
         default=1,
@@ -229,8 +240,8 @@ class Arguments:
     )
     zero: int | None = _option(
         "--zero",
-        "plan for one of --ranks under DeepSpeed's ZeRO, including the memory that the engine "
-        "holds, or may hold in stage 3",
+        "stage of DeepSpeed's ZeRO: plan for one of --ranks, including the memory that the engine "
+        "holds (in stage 3: may hold)",
         STEP,
         type=int,
         choices=(1, 2, 3),
@@ -252,8 +263,9 @@ class Arguments:
     )
     pipeline: int | str | None = _option(
         "--pipeline",
-        "divide the layers of a torch.nn.Sequential into N pipeline stages so that the slowest is "
-        "fastest; the budget is per rank, the batch a micro-batch. auto: as few stages as fit",
+        "divide the layers of a torch.nn.Sequential into N pipeline stages so that the slowest "
+        "stage is as fast as possible; the budget is per rank, the batch a micro-batch. auto: as "
+        "few stages as fit",
         STEP,
         type=_number_of_stages,
         metavar="N",
@@ -262,14 +274,19 @@ class Arguments:
         "--microbatches", "micro-batches per step of the pipeline", STEP, least=1
     )
     schedule: str = _option(
-        "--schedule", "of the pipeline", STEP, default="1f1b", choices=("1f1b", "gpipe")
+        "--schedule",
+        "pipeline schedule: 1f1b (default) or gpipe",
+        STEP,
+        default="1f1b",
+        choices=("1f1b", "gpipe"),
     )
     stage: int | None = _number(
         "--stage", "pipeline stage to report, counted from 0 (default: the slowest)", STEP, least=0
     )
     passes: int = _number(
         "--passes",
-        "plan for N forward passes, each on such a batch, before one backward pass (default: 1)",
+        "plan for N forward passes, each on a batch like this one, before one backward pass "
+        "(default: 1)",
         STEP,
         least=1,
         default=1,

@@ -286,7 +286,7 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
         solutions = [solution.with_bound(bound_s) for solution in solutions]
         if not found:
             solutions[0], interrupted = _explained(solutions[0], progress)
-    notes = [f"Interrupted: {'the best plan' if found else 'what was'} found so far."]
+    notes = ["Interrupted: the best plan found so far." if found else _NO_MINIMUM]
     return _report(
         problem,
         solutions,
@@ -294,6 +294,9 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
         refused=tuple(refused),
         interrupted=interrupted,
     )
+
+
+_NO_MINIMUM = "Interrupted while searching for the minimum budget."
 
 
 def _report(
@@ -340,7 +343,7 @@ def _of_one(
     """The report of a plan that is there already; without a schedule, with the obstacle."""
     solution, unexplained = _explained(solution, progress)
     if unexplained:
-        notes = ["Interrupted: minimum-budget search interrupted.", *notes]
+        notes = [_NO_MINIMUM, *notes]
     interrupted = interrupted or unexplained
     return _report(problem, [solution], notes=notes, interrupted=interrupted, **fields)
 

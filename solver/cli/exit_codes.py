@@ -47,7 +47,7 @@ def why(code: Exit, report: Report, *, of_what: str = "") -> str:
         what = {
             "bitwise": "not bitwise identical",
             "allclose": "not as close to float64 as promised",
-            "lossy": "more than gradients is rounded",
+            "lossy": "results differ by more than rounded gradients",
         }[report.verification.results]
         return f"--verify: {what}: {report.verification.differences[0]}"
     if code is Exit.INTERRUPTED:

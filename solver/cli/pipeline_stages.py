@@ -111,7 +111,7 @@ def failing_stage(arguments: Arguments, solution: Solution) -> str:
 def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
     """Sentences for the report on all stages and on what is proven."""
     sizes, n_layers = "+".join(map(str, split.sizes)), sum(split.sizes)
-    this = f"This is stage {stage}; --stage reports another"
+    this, another = f"This is stage {stage}", "--stage reports another stage"
     if split.before:
         proven = all(math.isinf(each.lower_bound_s) for each in split.before)
         numbers = ", ".join(str(len(each.sizes)) for each in split.before)
@@ -119,8 +119,9 @@ def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
         yield f"No division into fewer stages ({numbers}) {fits}."
     if split.slowest_s is None:
         yield (
-            f"Of {counted(split.n_divisions, 'division')} of {n_layers} layers into "
-            f"{len(split.sizes)} stages none was found to fit. {this} of the equal one ({sizes})."
+            f"No fitting division was found among {counted(split.n_divisions, 'division')} of "
+            f"{n_layers} layers into {len(split.sizes)} stages. {this} of the equal division "
+            f"({sizes}); {another}."
         )
         place = pipeline_of(split.solutions[stage].environment)
         is_cap = place is not None and place.n_microbatches == len(split.sizes) < n_layers
@@ -137,7 +138,8 @@ def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
         format_size(each.simulation.peak_bytes) for each in split.solutions if each.simulation
     )
     yield (
-        f"The stages of {sizes} layers take {times} per micro-batch and peak at {peaks}. {this}."
+        f"The stages of {sizes} layers take {times} per micro-batch and peak at {peaks}. "
+        f"{this}; {another}."
     )
     yield (
         f"No division has a slowest stage faster than {format_time(split.lower_bound_s)} "

@@ -359,7 +359,9 @@ def _planned_by_submodules(
     names += ["device"] if target.is_absent else []
     given = arguments.given(*names)
     if given:
-        raise LoadError(f"{refused}; the command does so without {given}") from refused
+        raise LoadError(
+            f"{refused}; leave out {given}, and the command plans the model by its submodules"
+        ) from refused
     run = estimated(refused.sizes, target.local_device, with_gradients=True)
     if not run.fits:
         raise LoadError(

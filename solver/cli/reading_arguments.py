@@ -47,16 +47,20 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
     if arguments.fsdp is not None and arguments.host is not None:
         raise UsageError(
-            "--host: FSDP2 runs exported plans, and an export does not copy beside the "
+            "--host: FSDP2 runs exported plans, and an exported plan cannot copy during the "
             "computation; leave out --host or --fsdp"
         )
     if arguments.verify and (over := arguments.given("fsdp", "tensor", "zero")):
-        raise UsageError(f"--verify runs the step in one process: without {over}")
+        raise UsageError(
+            f"--verify runs the step in one process and cannot be combined with {over}"
+        )
     if arguments.emit is not None and arguments.tensor is not None:
-        raise UsageError("--emit: other systems' settings are found for whole models, not --tensor")
+        raise UsageError(
+            "--emit finds settings for whole models only; leave out --tensor or --emit"
+        )
     of_fsdp = arguments.given("fsdp_precision", "fsdp_reshard", "fsdp_replicas", "fsdp_link")
     if of_fsdp and arguments.fsdp is None:
-        raise UsageError(f"{of_fsdp}: of FSDP2; give the number of ranks, --fsdp 8")
+        raise UsageError(f"{of_fsdp}: only for FSDP2; give the number of ranks, --fsdp 8")
     _check_zero(arguments)
     _check_pipeline(arguments)
     _check_passes(arguments)
@@ -84,7 +88,9 @@ def _check_pipeline(arguments: Arguments) -> None:
     n_stages, stage = arguments.pipeline, arguments.stage
     if n_stages is None:
         if given := arguments.given("microbatches", "schedule", "stage"):
-            raise UsageError(f"{given}: of a pipeline; give its number of stages, --pipeline 4")
+            raise UsageError(
+                f"{given}: only for a pipeline; give its number of stages, --pipeline 4"
+            )
         return
     if arguments.microbatches is None:
         raise UsageError(
@@ -95,9 +101,15 @@ def _check_pipeline(arguments: Arguments) -> None:
             "--fsdp-reshard yes: a stage of a pipeline keeps whole parameters; give no or auto"
         )
     if stage is not None and n_stages == AUTO:
-        raise UsageError(f"--stage {stage}: of a number of stages; give it, --pipeline 4")
+        raise UsageError(
+            f"--stage {stage} needs a fixed number of stages, not --pipeline auto; give "
+            "--pipeline 4"
+        )
     if stage is not None and isinstance(n_stages, int) and stage >= n_stages:
-        raise UsageError(f"--stage {stage}: of {n_stages} stages; from 0 to {n_stages - 1}")
+        raise UsageError(
+            f"--stage {stage} does not exist: the {n_stages} stages are numbered 0 to "
+            f"{n_stages - 1}"
+        )
     others = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
     others += "" if stage is None else " max_batch max_seq"
     if given := arguments.given(*others.split()):

@@ -170,7 +170,10 @@ def on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
             return build()
     except LoadError as error:
         built = build()  # raises the real reason, if there is one
-        notes.append(f"{what.capitalize()} was built in real memory; on the meta device: {error}.")
+        notes.append(
+            f"{what.capitalize()} was built in real memory, because building it on the meta device "
+            f"failed: {error}."
+        )
         return built
 
 

@@ -105,8 +105,8 @@ def _state(solution: Solution, reader: Reader) -> Iterator[str]:
     sharding = sharding_of(graph.meta.environment)
     if sharding is None and any(is_collective(node.op) for node in graph.nodes):
         text += (
-            "This is what one rank of tensor parallelism has of it; with more ranks each has less. "
-            "Sharding over k groups of such ranks (FSDP2 on top) divides it by k"
+            "These are the bytes of one rank of tensor parallelism; with more ranks, each rank "
+            "holds fewer. Sharding over k groups of such ranks (FSDP2 on top) divides them by k"
         )
     elif sharding is None:
         text += "Sharding over k devices (FSDP, ZeRO) divides it by k"
@@ -229,7 +229,10 @@ def _in_chunks(solution: Solution, reader: Reader) -> str:
             "changes last bits"
         )
     if solution.request.rewrites == "allclose":
-        return "; the plan does so where it can (docs/rewrites.md), and found this loss otherwise"
+        return (
+            "; the plan may do so for losses that it recognizes (docs/rewrites.md), and does not "
+            "do so here"
+        )
     return (
         f"; a plan of the model with {reader.last_bits} does so where it can, for one "
         "cross-entropy of one linear head, and changes last bits"

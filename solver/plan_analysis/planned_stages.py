@@ -164,9 +164,9 @@ class PlannedStages:
         if n_layers not in ends:
             n_with = sum(bool(layer.parameters) for layer in self._layers)
             raise PipelineError(
-                f"{n_layers} layers cannot be divided into {n_stages} stages: each stage needs "
-                f"parameters, which {n_with} of the layers have, the first one trained ones, and "
-                "layers that share a parameter stay together"
+                f"{n_layers} layers cannot be divided into {n_stages} stages: each stage needs a "
+                f"layer with parameters (there are {n_with}), the first stage needs trained "
+                "parameters, and layers that share a parameter stay together"
             )
 
     def _can_be_stage(self, first: int, end: int, *, is_first: bool) -> bool:

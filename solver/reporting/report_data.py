@@ -113,8 +113,8 @@ def step_notes(graph: Graph) -> Iterator[str]:
             f"{len(sharding.groups or ())} modules, then on the model), for the batch of one rank: "
             "shards of parameters, gradients and optimizer state, and gathered parameters with "
             f"their buffers while they are live. {_communication(graph, sharding)} The step is "
-            "PyTorch's own: of rewrites it can have calls of F.cross_entropy in row chunks. Export "
-            "the plan to run it: to_torch_checkpoint(model, solution)."
+            "PyTorch's own; the only rewrite that it can have is F.cross_entropy in row chunks. "
+            "Export the plan to run it: to_torch_checkpoint(model, solution)."
         )
     if words := zero_words(graph.meta.environment):
         yield (
@@ -127,8 +127,8 @@ def step_notes(graph: Graph) -> Iterator[str]:
         time_s = math.fsum(node.time_s for node in collectives)
         yield (
             f"All figures are of one rank of tensor parallelism. It waits {format_time(time_s)} "
-            f"for {counted(len(collectives), 'collective')}, and for those again that a plan "
-            "recomputes, as all ranks do."
+            f"for {counted(len(collectives), 'collective')}; every rank waits again for each "
+            "collective that a plan recomputes."
         )
     yield from graph.meta.notes
     if made_with := [name for name in graph.meta.rewrites if name in PROGRAM_REWRITES]:

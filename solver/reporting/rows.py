@@ -187,7 +187,8 @@ def _reserved_rows(solution: Solution) -> Iterator[Row]:
     text = f"by PyTorch's allocator ({with_segments} with expandable_segments:True; simulated)"
     if request.budget_of == "reserved":
         full = reserved(graph, schedule, capacity_bytes=request.available_bytes)
-        text += f"; {format_size(full.reserved_bytes)} on a card without more memory"
+        size = format_size(full.reserved_bytes)
+        text += f"; {size} if the card has no more memory than is available"
     elif min(taken.values()) > request.budget_bytes:
         text += "; above the budget, which limits what is allocated"
     yield "reserved", f"{format_both(taken['default'])} {text}"

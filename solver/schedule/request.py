@@ -75,7 +75,7 @@ class Request:
             what, found, most = "the peak on the disk", simulation.disk_peak_bytes, disk_bytes
         else:
             return ""
-        return f"{what} is {found} bytes, above the {most} that there are"
+        return f"{what} is {found} bytes, above the {most} available"
 
     def to_json(self) -> dict[str, Any]:
         value = {**vars(self)}

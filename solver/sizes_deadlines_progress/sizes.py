@@ -221,7 +221,10 @@ def reject_share(text: object, *, what: str) -> None:
     `what` names the budget in the message.
     """
     if "%" in str(text):
-        raise BudgetError(f"invalid {what} {text!r}: write 64GB or a number of bytes")
+        raise BudgetError(
+            f"invalid {what} {text!r}: write 64GB or a number of bytes; only the device's memory "
+            "can be given as a share"
+        )
 
 
 _DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))

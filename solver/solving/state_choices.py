@@ -82,8 +82,8 @@ def with_state_choices(
         if parameters != "host":
             what = "the optimizer's state takes"
         raise BudgetError(
-            f"{what} {format_both(least_bytes)} of host memory, and there are "
-            f"{format_both(most_bytes)}; give more (--host, or in Python host_budget=)"
+            f"{what} {format_both(least_bytes)} of host memory, more than the "
+            f"{format_both(most_bytes)} given; give more (--host, or in Python host_budget=)"
         )
     return dataclasses.replace(variants, planned=tuple(_within(planned, most_bytes)))
 

@@ -97,7 +97,7 @@ def test_interleaved_micro_batches_in_flight_are_those_of_the_schedule_of_torch(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"n_microbatches": 0}, "n_microbatches is 0; a whole number of at least 1"),
+        ({"n_microbatches": 0}, "n_microbatches is 0; expected a whole number of at least 1"),
         ({"n_microbatches": 2.0}, "n_microbatches is 2.0"),
         ({"n_stages": 0}, "n_stages is 0"),
         ({"stage": 4}, "stage is 4 of 4 stages; give 0 to 3"),

@@ -177,13 +177,13 @@ def test_a_rank_of_stage_3_has_its_part_of_each_parameter() -> None:
     [
         (
             {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto"}},
-            "max_live_parameters is 'auto'; a number of elements",
+            "max_live_parameters is 'auto'; expected a number of elements",
         ),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
             "zero_hpz_partition_size is not supported",
         ),
-        ({"zero_optimization": {"stage": 0}}, "stage is 0; 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 0}}, "stage is 0; expected 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2, "contiguous_gradients": False}}, "contiguous_grad"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},

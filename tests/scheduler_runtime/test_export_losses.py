@@ -390,6 +390,6 @@ def test_a_device_that_rounds_otherwise_in_chunks_is_told(monkeypatch) -> None:
 
     monkeypatch.setattr(called_losses, "_write_gradient", wrong)
     called_losses.check_bits.cache_clear()
-    with pytest.raises(RuntimeError, match=r'does not give the same bits .* rewrites="none"'):
+    with pytest.raises(RuntimeError, match=r'not bitwise identical to .* rewrites="none"'):
         model(x, y)
     called_losses.check_bits.cache_clear()

@@ -61,7 +61,7 @@ def test_a_step_that_holds_two_forward_passes_names_its_remedy() -> None:
         FitError, match=r"two forward passes, .* fit\(\.\.\., loss_outputs="
     ) as caught:
         step(enough)
-    assert "of this step alone" in str(caught.value)
+    assert "for this step alone" in str(caught.value)
     step(enough, loss_reserve=0, loss_outputs=lambda output: (output["loss"], output["hidden"]))
 
 

@@ -40,7 +40,7 @@ def fitted(directory: Path, **options: Any) -> tuple[nn.Module, torch.optim.Opti
         "host_link": 1e14,
         "disk_budget": f"1GB:{directory}",
         "disk_rate": 1e14,
-        "time_limit_s": 600,
+        "time_limit_s": 6000,  # the first plan of a loss outside has a twentieth of it
         **options,
     }
     return fit(model, optimizer=optimizer, **options), optimizer

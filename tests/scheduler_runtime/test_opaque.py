@@ -162,7 +162,7 @@ def test_a_call_that_keeps_more_than_planned_is_planned_anew(
     plain = copy.deepcopy(most)
     apply(most, solution)
     assert_equal(train(plain, batch, n_steps=1), train(most, batch, n_steps=1))
-    assert "'parts.0', which is planned as one piece, keeps other memory here" in caplog.text
+    assert "'parts.0', which is planned as one piece, saves other memory" in caplog.text
 
 
 @pytest.mark.slow
@@ -410,12 +410,12 @@ def test_a_warning_where_a_later_batch_keeps_more(caplog: pytest.LogCaptureFixtu
     batch = torch.randn(ROWS, WIDTH)
     apply(model, solve(model, batch, budget="1GB"))
     model(batch).backward()
-    assert "planned as one piece, keeps" not in caplog.text
+    assert "planned as one piece, saves" not in caplog.text
     with torch.no_grad():
         model[0].bias.fill_(10.0)
     for _ in range(2):
         model(batch).backward()
     (text,) = [r.getMessage() for r in caplog.records if "bytes for backward" in r.getMessage()]
     here, planned = map(int, re.findall(r"(\d+)(?: bytes for|\. What)", text))
-    assert "'1'" in text
+    assert "'1', which is planned as one piece, saves" in text
     assert here > planned

@@ -169,7 +169,7 @@ def test_a_piece_that_draws_in_a_later_step_is_noticed() -> None:
     [
         ("of_layer", "it calls a submodule, Linear"),
         ("of_weight", "a tensor that requires a gradient is not one of its parameters"),
-        ("secretly", "it changes an argument, and does not return it once"),
+        ("secretly", "it changes an argument in place, and does not return it exactly once"),
     ],
 )
 def test_methods_that_cannot_be_one_piece(kind: str, why: str) -> None:

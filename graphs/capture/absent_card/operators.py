@@ -186,8 +186,9 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 def _refuse(name: str) -> Callable[..., Sequence[torch.Tensor]]:
     def refuse(*_args: Any, **_kwargs: Any) -> Sequence[torch.Tensor]:
         raise TraceError(
-            f"{name} runs in cuDNN on a card, which alone knows what it keeps for backward",
-            short=f"{name} runs in cuDNN, which is not here",
+            f"{name} runs in cuDNN on a card, and only cuDNN knows what it saves for backward: "
+            "plan on a machine with the card",
+            short=f"{name} runs in cuDNN, which is not on this machine",
         )
 
     return refuse

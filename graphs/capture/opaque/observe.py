@@ -193,9 +193,11 @@ class _Watch:
         returned = [id(tensor) for tensor in nested.tensors(output)]
         written = [i for i, copy in enumerate(copies) if copy._version]
         if any(returned.count(id(copies[i])) != 1 for i in written):
-            raise self._refuse("it changes an argument, and does not return it once")
+            raise self._refuse(
+                "it changes an argument in place, and does not return it exactly once"
+            )
         if any(list(island.first).count(i) != 1 for i in written):
-            raise self._refuse("it changes an argument that it is given twice")
+            raise self._refuse("it changes an argument in place that is passed more than once")
         return {i: returned.index(id(copies[i])) for i in written}
 
     def _refuse(self, why: str) -> NotOpaqueError:

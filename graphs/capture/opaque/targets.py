@@ -64,9 +64,9 @@ class OpaqueForward:
             if spec != call.spec or here != [(f.shape, f.dtype) for f in call.outs]:
                 raise RuntimeError(
                     f"{call.path!r}, which is planned as one piece, returns "
-                    f"{', '.join(str(Form.of(t)) for t in outs)}, planned: "
-                    f"{', '.join(map(str, call.outs))}. Its results' sizes depend on values: plan "
-                    "by submodules (checkpoint_solver.fallback.plan_chain)"
+                    f"{', '.join(str(Form.of(t)) for t in outs)} in this step, but "
+                    f"{', '.join(map(str, call.outs))} was planned: what it returns depends on "
+                    "values. Plan by submodules (checkpoint_solver.fallback.plan_chain)"
                 )
             return [
                 laid_out(t.clone() if t.untyped_storage()._cdata in known else t, form.strides)
@@ -77,18 +77,18 @@ class OpaqueForward:
         ran = self.call.island.forward(tensors, as_planned)
         if before is not None and not all(map(torch.equal, before, self.call.random.of_torch())):
             raise RuntimeError(
-                f"{self.call.path!r}, which is planned as one piece, draws random numbers of torch "
-                "in this step and drew none when it was planned, so that later branches on random "
-                "numbers may be others. Draw as many in each step, or plan by submodules "
+                f"{self.call.path!r}, which is planned as one piece, draws random numbers from "
+                "torch in this step and drew none when it was planned, so later branches on random "
+                "numbers may differ. Draw equally many in each step, or plan by submodules "
                 "(checkpoint_solver.fallback.plan_chain)"
             )
         saved_bytes, module = ran.packed_bytes - self.call.outside_bytes, self.call.island.module
         if saved_bytes > self.call.saved_bytes and module not in _WARNED:
             _WARNED.add(module)
             logger.warning(
-                "%r, which is planned as one piece, keeps %d bytes for backward in this step, "
-                "planned: %d. What it keeps depends on values, and the step may take more than "
-                "its budget: plan with a batch for which it keeps the most",
+                "%r, which is planned as one piece, saves %d bytes for backward in this step, "
+                "planned: %d. What it saves depends on values, and the step may take more than "
+                "its budget: plan with a batch for which it saves the most",
                 self.call.path,
                 saved_bytes,
                 self.call.saved_bytes,

@@ -25,8 +25,8 @@ from graphs.capture.refuse.side_effects import SideEffectError
 _CHECKPOINTS = torch.utils.checkpoint.__name__
 _SAVED_TENSORS = (
     "forward uses hooks of saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu), "
-    "which a planned step would not call; remove them: the plan decides what is kept for backward, "
-    "and with host_budget= what is copied to the host"
+    "which a planned step would not call; remove them: the plan decides what is saved for "
+    "backward, and with host_budget= what is copied to the host"
 )
 _ON_PARAMETER = (
     "forward registers a hook on a parameter, one more in each step; a planned step would not: "

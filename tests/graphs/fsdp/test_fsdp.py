@@ -162,7 +162,7 @@ def test_replicas_reduce_in_place_and_hold_what_accumulates():
 def test_a_file_from_before_these_options_has_their_defaults():
     old = {"sharding": {"n_ranks": 2, "groups": ["a"]}}
     assert sharding_of(old) == Sharding(2, ("a",))
-    with pytest.raises(ShardingError, match="it has the fields of Sharding"):
+    with pytest.raises(ShardingError, match="expected only fields of Sharding"):
         sharding_of({"sharding": {"n_ranks": 2, "colour": "red"}})
     for groups in (None, "a", 1, [1]):
         with pytest.raises(ShardingError, match="groups is"):
@@ -174,9 +174,9 @@ def test_a_file_from_before_these_options_has_their_defaults():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"n_replicas": 0}, "n_replicas is 0; a whole number of at least 1"),
-        ({"accumulates_whole": 1}, "accumulates_whole is 1; a bool"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward is 2; True, False or None"),
+        ({"n_replicas": 0}, "n_replicas is 0; expected a whole number of at least 1"),
+        ({"accumulates_whole": 1}, "accumulates_whole is 1; expected a bool"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward is 2; expected True, False or None"),
     ],
 )
 def test_options_that_are_none(fields, words):
@@ -358,9 +358,9 @@ def test_the_command(tmp_path, capsys):
     assert main([*words, "--fsdp", "2", "--fsdp-link", "string"]) == 2
     assert "--fsdp 2: the link is 'string'; one of nvlink2" in capsys.readouterr().err
     assert main([*words, "--fsdp-replicas", "2"]) == 2
-    assert "--fsdp-replicas: of FSDP2; give the number of ranks" in capsys.readouterr().err
+    assert "--fsdp-replicas: only for FSDP2; give the number of ranks" in capsys.readouterr().err
     assert main([*words, "--fsdp", "2", "--fsdp-precision", "int8"]) == 2
-    assert "--fsdp 2: param_dtype is 'int8'; None, or one of" in capsys.readouterr().err
+    assert "--fsdp 2: param_dtype is 'int8'; expected None, or one of" in capsys.readouterr().err
     assert main([*words, "--fsdp-precision", "bfloat16"]) == 2
     assert "give the number of ranks, --fsdp 8" in capsys.readouterr().err
     assert main([*words, "--fsdp", "2", "--verify"]) == 2

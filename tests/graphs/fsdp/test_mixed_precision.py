@@ -68,10 +68,13 @@ def test_mixed_precision_step_by_step():
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("bfloat16", "mp_policy is 'bfloat16'; a torch.distributed.fsdp.MixedPrecisionPolicy"),
-        ({"param_dtype": "int8"}, "param_dtype is 'int8'; None, or one of bfloat16, float16"),
-        ({"reduce_dtype": 2}, "reduce_dtype is 2; None, or one of"),
-        ({"cast_forward_inputs": 1}, "cast_forward_inputs is 1; a bool"),
+        ("bfloat16", "mp_policy is 'bfloat16'; expected a torch.distributed.fsdp.MixedPrecision"),
+        (
+            {"param_dtype": "int8"},
+            "param_dtype is 'int8'; expected None, or one of bfloat16, float16",
+        ),
+        ({"reduce_dtype": 2}, "reduce_dtype is 2; expected None, or one of"),
+        ({"cast_forward_inputs": 1}, "cast_forward_inputs is 1; expected a bool"),
         ({"colour": "red"}, "mp_policy is {'colour': 'red'}"),
     ],
 )

@@ -77,7 +77,7 @@ def test_the_optimizer_steps_one_flat_part_in_32_bits() -> None:
         (zero(2), {"optimizer": None}, "give optimizer="),
         (zero(2), {"fsdp": 2}, "cannot be combined with fsdp"),
         (zero(2), {"passes": 2}, "cannot be combined with passes"),
-        (zero(1), {"gradients": "accumulate"}, "the engine starts each step without"),
+        (zero(1), {"gradients": "accumulate"}, "engine starts each step without gradients"),
         (zero(2, bf16={"enabled": True}), {}, "asks for bfloat16"),
     ],
 )

@@ -48,7 +48,7 @@ def budget(share: float) -> int:
 def fitted(directory: Path, share: float = 0.7, **options: Any) -> nn.Module:
     host = {"host_budget": 80_000, "host_link": 1e14}
     disk = {"disk_budget": f"1GB:{directory}", "disk_rate": 1e14}
-    options = {"time_limit_s": 600, "reserve": 0, **host, **disk, **options}
+    options = {"time_limit_s": 6000, "reserve": 0, **host, **disk, **options}
     return fit(Net(), budget=budget(share), optimizer=[], **options)
 
 
@@ -147,7 +147,8 @@ def test_a_loss_outside_ends_the_step(tmp_path: Path) -> None:
 
     host = {"host_budget": 80_000, "host_link": 1e14}
     disk = {"disk_budget": f"1GB:{tmp_path}", "disk_rate": 1e14}
-    model = fit(Outside(), budget=budget(0.7), optimizer=[], reserve=0, **host, **disk)
+    options = {"optimizer": [], "reserve": 0, "time_limit_s": 6000}
+    model = fit(Outside(), budget=budget(0.7), **options, **host, **disk)
     model(BATCHES[0]).square().mean().backward()
     before = state(model)
     with failing_disk("pwrite", 0), pytest.raises(DiskError, match="No gradient"):

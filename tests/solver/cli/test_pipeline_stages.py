@@ -129,7 +129,8 @@ def test_where_nothing_fits_a_stage_of_the_equal_division_says_why(file, capsys)
     assert "no schedule of stage 0 of the equal division fits 9.00 KB" in line
     assert "; minimum budget found: " in line
     report = json.loads(printed.out)
-    assert "Of 2 divisions of 3 layers into 2 stages none was found to fit" in str(report["notes"])
+    none_fits = "No fitting division was found among 2 divisions of 3 layers into 2 stages. This is"
+    assert none_fits in str(report["notes"])
     found = report["infeasible"]
     assert found["op"]
     assert found["least_budget_bytes"] >= found["proven_budget_bytes"] > 9_000
@@ -151,14 +152,14 @@ def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--stage", "1"], "--stage: of a pipeline; give its number of stages, --pipeline 4"),
+        (["--stage", "1"], "--stage: only for a pipeline; give its number of stages, --pipeline 4"),
         (["--pipeline", "4"], "give the number of micro-batches of a step, --microbatches 8"),
-        ([*PIPELINE, "--stage", "2"], "--stage 2: of 2 stages; from 0 to 1"),
-        (["--schedule", "gpipe"], "--schedule: of a pipeline; give its number of stages"),
+        ([*PIPELINE, "--stage", "2"], "--stage 2 does not exist: the 2 stages are numbered 0 to 1"),
+        (["--schedule", "gpipe"], "--schedule: only for a pipeline; give its number of stages"),
         ([*PIPELINE, "--microbatches", "1"], "as many micro-batches as stages: give 2 or more"),
         (["--pipeline", "1"], "invalid value '1': at least 2 expected, or auto"),
         (["--fsdp", "2", "--host", "1GB"], "--host: FSDP2 runs exported plans"),
-        ([*AUTO, "--stage", "1"], "--stage 1: of a number of stages; give it, --pipeline 4"),
+        ([*AUTO, "--stage", "1"], "--stage 1 needs a fixed number of stages, not --pipeline auto"),
         (
             [*PIPELINE, "--fsdp", "2", "--fsdp-precision", "bfloat16"],
             "--fsdp-precision cannot be combined with --pipeline",

@@ -235,5 +235,6 @@ def test_what_real_steps_cannot_say_is_named(tmp_path, capsys) -> None:
     path = write_model(tmp_path, BRANCHING, LOOKS)
     code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "--accumulate", path)
     assert code == 4
-    assert line.endswith("the command does so without --accumulate")
+    remedy = "; leave out --accumulate, and the command plans the model by its submodules"
+    assert line.endswith(remedy)
     assert "cannot be traced" in line
