@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.own_markers = [mark for mark in item.own_markers if mark.name not in LANES]
 
 
-KEPT = 3
+KEPT = 2
 """Cases of a slow test that stay so: hundreds of them would make CI take hours."""
 LANES = ("slow", "distributed")
 """The marks that `exhaustive` takes the place of."""

@@ -23,6 +23,6 @@ from solver.bound.lower_bound import (
 )
 from solver.bound.milp import Milp
 from solver.bound.rank_cuts import RankCuts, alone
-from solver.bound.rounded_bytes import round_bytes
+from solver.bound.rounded_byte_rows import round_bytes
 from solver.bound.storage_graph import StorageGraph
 from solver.bound.windows import WindowCuts, large_units_only, windows_share

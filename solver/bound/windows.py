@@ -18,8 +18,9 @@ the end": what a node between the two reads was on the device at mark j, or was 
 Only s = j + 1 and s = l - 1 are written down.
 
 Small units are left out (`without_small`): a relaxation, with half of the columns. As a linear
-program with rounded rows of bytes (`solver.bound.rounded_bytes`) it takes 1.2 s and proves 55.7 %
-where several cuts as a MILP prove 35.0 in fifteen (the U-Net of the examples at its least budget).
+program with rounded rows of bytes (`solver.bound.rounded_byte_rows`) it takes 1.2 s and proves
+55.7 % where several cuts as a MILP prove 35.0 in fifteen (the U-Net of the examples at its least
+budget).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 from solver.bound.cut import CutMilp
-from solver.bound.rounded_bytes import round_bytes
+from solver.bound.rounded_byte_rows import round_bytes
 from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 

@@ -12,6 +12,7 @@ from solver.chain.levels import (
     multistage,
     periodic_disk_revolve,
 )
+from solver.chain.nested_reversal_bound import reversal_bound
 from solver.chain.problem import (
     Backward,
     Chain,
@@ -22,6 +23,5 @@ from solver.chain.problem import (
     keeping_everything,
     simulate_chain,
 )
-from solver.chain.reversal_recursion import reversal_bound
 from solver.chain.rotor import solve_chain
 from solver.chain.to_schedule import chain_to_schedule, reversal_ops

@@ -359,7 +359,7 @@ def test_a_tuning_that_is_not_described_says_why(changed, reason):
     assert reason in shown(result)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_without_its_speed_or_in_another_unit_is_predicted_too():
     in_gb = {name: value for name, value in TUNED.items() if name != "peak_active_GiB"}
     one, other = compared([TUNED, {**in_gb, "peak_GB": 10.0}])

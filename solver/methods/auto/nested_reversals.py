@@ -1,8 +1,8 @@
 """Deep chains near their least budget: the bound of nested reversals, and replays of reversals.
 
 Where stretches of the forward pass are recomputed again and again, cuts prove little and greedy
-eviction finds little. There `solver.chain.reversal_recursion` proves far more than cuts do, which
-also tells that this is such a step. Then reversals of the chain of blocks with more and more
+eviction finds little. There `solver.chain.nested_reversal_bound` proves far more than cuts do,
+which also tells that this is such a step. Then reversals of the chain of blocks with more and more
 snapshots are tried; those that overflow are replayed within the budget
 (`solver.methods.auto.replay`), as many snapshots as help. Elsewhere nothing is tried.
 """

@@ -8,7 +8,7 @@ import pytest
 from graphs.graph import Graph
 from graphs.synthetic.tape import Tape
 from solver.bound.cut import solve_cuts
-from solver.bound.rounded_bytes import round_bytes
+from solver.bound.rounded_byte_rows import round_bytes
 from solver.bound.storage_graph import StorageGraph
 from solver.bound.windows import WindowCuts, windows_share, without_small
 from solver.methods.least_budget import find_obstacle

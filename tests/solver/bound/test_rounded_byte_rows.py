@@ -5,7 +5,7 @@ import random
 import pytest
 
 from solver.bound.cut import CutMilp
-from solver.bound.rounded_bytes import round_bytes, rounded
+from solver.bound.rounded_byte_rows import round_bytes, rounded
 from solver.bound.storage_graph import StorageGraph
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate

@@ -1,4 +1,4 @@
-"""The levels of a graph for `solver.chain.reversal_recursion`: their times, demands and rooms.
+"""The levels of a graph for `solver.chain.nested_reversal_bound`: their times, demands and rooms.
 
 Any division of the forward pass and any checks give a bound; good ones have a check where the
 backward pass of a level holds most, and few bytes at the ends of levels. So the blocks of the graph
@@ -32,7 +32,7 @@ Units = frozenset[int]
 
 @dataclass(frozen=True)
 class Levels:
-    """The numbers of the module `solver.chain.reversal_recursion`; levels count from 1.
+    """The numbers of the module `solver.chain.nested_reversal_bound`; levels count from 1.
 
     width_bytes: w. forward_s: f, by level. one_unit_s: d. room_bytes: M, by check, 1 .. n.
     """

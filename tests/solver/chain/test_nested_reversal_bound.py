@@ -14,13 +14,13 @@ from graphs.synthetic.tape import Tape
 from solver.bound import StorageGraph, lower_bound_s
 from solver.chain import (
     n_extra_steps,
+    nested_reversal_bound,
+    nested_reversal_levels,
     reversal_bound,
-    reversal_levels,
-    reversal_recursion,
     split_into_blocks,
 )
-from solver.chain.reversal_levels import Arrival, Levels, Programs, Stretch, divide
-from solver.chain.reversal_recursion import equal_run, equal_s, least_recompute_s
+from solver.chain.nested_reversal_bound import equal_run, equal_s, least_recompute_s
+from solver.chain.nested_reversal_levels import Arrival, Levels, Programs, Stretch, divide
 from solver.methods.revolve import reversal_to_schedule
 from solver.schedule import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
@@ -298,7 +298,7 @@ def test_past_its_work_a_level_proves_nothing_more(monkeypatch: pytest.MonkeyPat
     assert reversal_bound(folded, blocks, budget_bytes=budget_bytes) == proven
     most = sum(n_solved) // 2
     n_solved.clear()
-    monkeypatch.setattr(reversal_levels, "MAX_COLUMNS", most)
+    monkeypatch.setattr(nested_reversal_levels, "MAX_COLUMNS", most)
     less = reversal_bound(folded, blocks, budget_bytes=budget_bytes)
     assert 0 < less < proven
     assert sum(n_solved) <= most
@@ -307,7 +307,7 @@ def test_past_its_work_a_level_proves_nothing_more(monkeypatch: pytest.MonkeyPat
 def test_where_work_is_short_no_level_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     levels = cells(20, 3)
     proven_s = least_recompute_s(levels)
-    monkeypatch.setattr(reversal_recursion, "MAX_CELLS", 0)
+    monkeypatch.setattr(nested_reversal_bound, "MAX_CELLS", 0)
     assert least_recompute_s(levels) == proven_s  # all levels are equal
     unlike = replace(levels, room_bytes=(*levels.room_bytes[:10], 8, *levels.room_bytes[11:]))
     less_s = least_recompute_s(unlike)

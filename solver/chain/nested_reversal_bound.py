@@ -16,10 +16,10 @@ levels: the budget less what every schedule has there besides.
 A range (i, j] of levels is *empty* at a time if fewer than w bytes of its units are there; then it
 has at most one unit, as each has w / 2. Let f_l be the least time of level l's nodes that have to
 run to make what is demanded of level l or, for level l + 1, read across its end, beside at most one
-unit above; d the most that one unit of the level itself saves (`solver.chain.reversal_levels`). So
-if (i, j] is empty at C_t, t > j, then from there to C_j each of its levels l runs for f_l, but d in
-all: F(i, j) = max(0, f_{i+1} + .. + f_j - d). Let s_l(h) be the least time of level l's nodes to
-make D_l from at most h bytes of its units.
+unit above; d the most that one unit of the level itself saves
+(`solver.chain.nested_reversal_levels`). So if (i, j] is empty at C_t, t > j, then from there to C_j
+each of its levels l runs for f_l, but d in all: F(i, j) = max(0, f_{i+1} + .. + f_j - d). Let
+s_l(h) be the least time of level l's nodes to make D_l from at most h bytes of its units.
 
 **Arrival.** Later nodes in window l may read units of level l - 1, E_l, and so may nodes of level l
 that run again there. s'_l(h) >= s_l(h) is the least time if the latter read nothing of level l - 1
@@ -95,7 +95,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from solver.bound import TIME_ERROR, StorageGraph
 from solver.chain.blocks import Blocks
-from solver.chain.reversal_levels import MAX_SLOTS, Levels, levels_of
+from solver.chain.nested_reversal_levels import MAX_SLOTS, Levels, levels_of
 from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 Floats = npt.NDArray[np.float64]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from solver.bound import StorageGraph
-from solver.chain.reversal_levels import Levels, Stretch, divide
+from solver.chain.nested_reversal_levels import Levels, Stretch, divide
 from tests.support.builders import make, op
 
 
