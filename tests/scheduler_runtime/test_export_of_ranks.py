@@ -74,7 +74,7 @@ def test_collectives_run_as_often_as_the_plan_says(case: str, share: float) -> N
         assert sum(plain.calls.values()) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("n_ranks", [None, 8])
 @pytest.mark.parametrize("styles", [colwise, sequence])
 def test_at_half_of_the_activations_little_is_lost(

@@ -65,7 +65,7 @@ def at_shares(model: TrickyNet) -> list[Solution]:
     return [answer(free.variants, request) for request in requests]
 
 
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("inside", [False, True], ids=["model", "submodule"])
 @pytest.mark.parametrize("name", SAME)
 def test_same_as_eager_mode(name: str, inside: bool) -> None:

@@ -87,7 +87,7 @@ def peak_bytes(model: nn.Module, batch: Tensor) -> int:
     return measure(model, batch, optimizer=ADAMW(model.parameters()), n_steps=1).peak_bytes
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", PARTS)
 def test_half_of_the_activations(name: str) -> None:
     plain, batch = network(name)
@@ -199,7 +199,7 @@ def test_under_autocast(name: str) -> None:
     assert_equal(train(plain, batch, around=autocast), train(model, batch, around=autocast))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["several uses", "branch", "experts"])
 def test_a_module_that_is_called_several_times(name: str) -> None:
     plain, batch = network(name, n_blocks=3, shared=True)

@@ -142,7 +142,7 @@ def test_planning_anew_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "has shape [4, 16], planned for [8, 16]" in caplog.text
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", NETS)
 def test_the_least_budget_that_is_named_is_solved(name: str) -> None:
     graph = NETS[name]
