@@ -85,7 +85,7 @@ def test_the_largest_batch_is_that_of_a_rank(file, config, capsys) -> None:
         (["--ranks", "2"], "--ranks: only for DeepSpeed's ZeRO; give its stage"),
         (["--zero", "2"], "--zero 2: give the number of ranks"),
         (["--zero", "2", "--ranks", "2", "--fsdp", "2"], "--fsdp cannot be combined with --zero"),
-        (["--zero", "1", "--ranks", "2", "--verify"], "without --zero"),
+        (["--zero", "1", "--ranks", "2", "--verify"], "cannot be combined with --zero"),
         (["--zero", "1", "--ranks", "2", "--ds-config", "no.json"], "--ds-config no.json"),
     ],
 )
