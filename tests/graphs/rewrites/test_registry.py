@@ -9,7 +9,9 @@ from tests.support.models import NormAndDropout
 
 
 def test_only_the_three_words():
-    with pytest.raises(ValueError, match=r"'bitwize'; expected 'bitwise' .* 'allclose' .* or 'none'"):
+    with pytest.raises(
+        ValueError, match=r"'bitwize'; expected 'bitwise' .* 'allclose' .* or 'none'"
+    ):
         variants_of("bitwize")
     assert all(variants_of(word) for word in WORDS)
     assert variants_of("none") == variants_of("none", sharded=True) == ((),)
