@@ -267,7 +267,7 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
         what = f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
         try:
             with progress.says(what), ctrl_c_ends_searches() as interrupt:
-                solution = attempt(problem.step, request)
+                solution = attempt(problem.step, request, thorough=True)
         except (TooLargeError, MissingSolverError) as error:  # the method cannot plan this graph
             if len(arguments.methods) == 1:
                 raise UsageError(f"--method {method}: {error}") from error

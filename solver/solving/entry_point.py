@@ -138,7 +138,7 @@ def solve(
             seed=seed,
         )
         say(f"planning {name} ({counted(len(step.plain.nodes), 'op')})...")
-        solution = answer(step, request, started_s=started_s)
+        solution = answer(step, request, started_s=started_s, thorough=True)
     is_uncounted = not is_traced(problem) and not optimizer_of(solution.environment)
     tell(plan_line(solution, name=name) + ("; no optimizer is counted" if is_uncounted else ""))
     return solution

@@ -53,10 +53,13 @@ def answer(
     *,
     started_s: float | None = None,
     starts: Sequence[Schedule] = (),
+    thorough: bool = False,
 ) -> Solution:
     """`attempt`, and where nothing was found `explained`."""
     deadline = Deadline.after(request.time_limit_s)
-    found = attempt(step, request, started_s=started_s, starts=starts, deadline=deadline)
+    found = attempt(
+        step, request, started_s=started_s, starts=starts, thorough=thorough, deadline=deadline
+    )
     return explained(found, deadline=deadline)
 
 
@@ -67,6 +70,7 @@ def attempt(
     started_s: float | None = None,
     starts: Sequence[Schedule] = (),
     quick: bool = False,
+    thorough: bool = False,
     deadline: Deadline | None = None,
 ) -> Solution:
     """Run the requested method on each variant of the step, simulate its proposals, take the best.
@@ -74,6 +78,8 @@ def attempt(
     started_s: what the solution's time counts from.
     starts: schedules known for the variants, for a method that can begin from them.
     quick: with a fraction of the work, where the method can.
+    thorough: for somebody who waits for the proof: from THOROUGH_TIME_LIMIT_S on, and for one
+        variant of what is allocated only, minutes of work for the bound.
     deadline: when the answer is due (None: the request's time limit from now on).
     """
     started_s = now_s() if started_s is None else started_s
@@ -81,9 +87,13 @@ def attempt(
     variants = with_state_choices(
         step, request.places, where=request.optimizer_state, parameters=request.parameters
     )
+    # Of several variants the first would take the time of the others, and the least bound counts.
+    is_alone = len(variants.planned) == 1 and request.budget_of == "allocated"
+    thorough = thorough and is_alone and request.time_limit_s >= THOROUGH_TIME_LIMIT_S
 
     def planned(request: Request) -> Solution:
-        return _attempt(variants, request, starts=starts, quick=quick, deadline=deadline)
+        effort = {"quick": quick, "thorough": thorough}
+        return _attempt(variants, request, starts=starts, deadline=deadline, **effort)
 
     if request.budget_of == "reserved":
         found = planned_within_reserved(request, variants.plain, planned)
@@ -105,6 +115,7 @@ def _attempt(
     *,
     starts: Sequence[Schedule],
     quick: bool,
+    thorough: bool,
     deadline: Deadline,
 ) -> Solution:
     """`attempt`, for a budget of what is allocated.
@@ -129,7 +140,13 @@ def _attempt(
         due = deadline.earlier(min(0.5, KEPT_SHARE * n_later) * deadline.left_s)
         answers.append(
             _attempt_one(
-                graph, request, plain=variants.plain, starts=known, quick=quick, deadline=due
+                graph,
+                request,
+                plain=variants.plain,
+                starts=known,
+                quick=quick,
+                thorough=thorough,
+                deadline=due,
             )
         )
     return _best(answers)
@@ -210,6 +227,7 @@ def _attempt_one(
     plain: Graph,
     starts: Sequence[Schedule],
     quick: bool,
+    thorough: bool,
     deadline: Deadline,
 ) -> Solution:
     """Run the requested method on a graph and simulate its proposal."""
@@ -223,7 +241,7 @@ def _attempt_one(
         seed=request.seed,
         starts=starts,
         quick=quick,
-        thorough=request.time_limit_s >= THOROUGH_TIME_LIMIT_S and not quick,
+        thorough=thorough,
         places=request.places,
     )
     bound_s = max(proposal.lower_bound_s, graph.baseline_time_s)

@@ -39,9 +39,11 @@ def last_proof(search: Search) -> None:
     positions = {search.binding.ranked[0][0]}
     while search.gap > WORTH_GAP and not search.done:
         cuts = _solve(search, coarse, sorted(positions))
-        if cuts is None or cuts.kept is None:
+        if cuts is None:
             break
         search.prove(cuts.lost_share)
+        if cuts.kept is None:
+            break
         small = [u for u in range(folded.n_units) if folded.uses[u] and not coarse.uses[u]]
         kept = {
             p: held.union(u for u in small if folded.maker[u] < p <= folded.uses[u][-1])

@@ -121,8 +121,7 @@ def recompute_only(
         # What schedules of other budgets recompute makes the menu too long to solve: on U-Net at
         # 10 %, 32.5 % overhead in place of 29.6.
         search.menus.clear()
-        proof = (last_proof,) if thorough else ()
-        for stage in (*CHEAP_STAGES, *(QUICK_STAGES if quick else STAGES), *proof):
+        for stage in (*CHEAP_STAGES, *(QUICK_STAGES if quick else STAGES)):
             if search.done or (search.close and stage not in CHEAP_STAGES):
                 break
             if search.is_nested and search.best is not None:
@@ -130,6 +129,8 @@ def recompute_only(
             stage(search)
         if search.best is not None:  # the stages end once it is near the bound
             search.offer_improved(search.best[0])
+        if thorough and not (search.close or search.is_nested):
+            last_proof(search)
     return search.proposal()
 
 

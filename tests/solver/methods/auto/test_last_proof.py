@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from graphs.graph import Graph
+from graphs.rewrites import Variants
 from solver.bound import StorageGraph
 from solver.methods import METHODS, Proposal
 from solver.methods.auto import last_proof as module
@@ -69,7 +70,11 @@ def test_only_a_long_time_limit_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> 
     method = dataclasses.replace(METHODS["auto"], propose=propose)
     monkeypatch.setattr("solver.solving.solve_request.METHODS", {**METHODS, "auto": method})
     graph = chain(n_blocks=2)
-    for time_limit_s, quick in ((60.0, False), (300.0, False), (300.0, True)):
+    for time_limit_s, thorough in ((60.0, True), (300.0, True), (300.0, False)):
         request = Request(budget_bytes=10**9, time_limit_s=time_limit_s)
-        attempt(graph, request, quick=quick)
+        attempt(graph, request, thorough=thorough)
     assert asked == [False, True, False]
+    variants = Variants(graph, (graph, chain(n_blocks=3)))
+    attempt(variants, request, thorough=True)
+    assert len(asked) > 3
+    assert not any(asked[3:])
