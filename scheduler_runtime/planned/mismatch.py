@@ -226,8 +226,8 @@ def _opaque_difference(plan: Plan, part: Graph) -> str | None:
     for new, old in zip(here, planned, strict=False):
         if new["module"] == old.get("module") and new != old:
             return (
-                f"{new['module']!r}, which is planned as one piece, saves other memory for "
-                "backward in this call than planned"
+                f"{new['module']!r}, which is planned as one piece, saves or reads other memory in "
+                "this call than planned"
             )
     return None
 

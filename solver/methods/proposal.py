@@ -30,7 +30,7 @@ class Method:
     propose: called as the method itself, with `starts` only if it takes them.
     proves_bound: its lower bound is at least as strong as `solver.bound.lower_bound_s`.
     takes_starts: it can begin from schedules known for the graph, whether they fit or not, and be
-    quick.
+    quick or thorough.
     reaches_least_budget: it finds a schedule for the least budget that `find_obstacle` reaches.
     op_by_op: it decides op by op what is recomputed, not block by block.
     takes_places: its schedules may copy to the places that are given; no other method is given any.

@@ -162,7 +162,7 @@ def test_a_call_that_keeps_more_than_planned_is_planned_anew(
     plain = copy.deepcopy(most)
     apply(most, solution)
     assert_equal(train(plain, batch, n_steps=1), train(most, batch, n_steps=1))
-    assert "'parts.0', which is planned as one piece, saves other memory" in caplog.text
+    assert "'parts.0', which is planned as one piece, saves or reads other" in caplog.text
 
 
 @pytest.mark.slow

@@ -69,6 +69,18 @@ class FoldedSimulation:
     stage_bytes: tuple[int, ...]
     recomputed: frozenset[tuple[int, int]]
 
+    def overflowing(
+        self, budget_bytes: int, *, n_most: int, distance: int, but: Collection[int] = ()
+    ) -> list[int]:
+        """Positions, the furthest above the budget first, further apart than this distance."""
+        chosen: list[int] = []
+        for p in sorted(range(len(self.stage_bytes)), key=lambda p: (-self.stage_bytes[p], p)):
+            if self.stage_bytes[p] <= budget_bytes or len(chosen) == n_most:
+                break
+            if p not in but and all(abs(p - q) > distance for q in chosen):
+                chosen.append(p)
+        return chosen
+
 
 def fold_simulation(folded: StorageGraph, schedule: Schedule) -> FoldedSimulation:
     """Simulate the schedule and fold the trace onto the positions; the last one is the end."""

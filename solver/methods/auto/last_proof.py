@@ -36,6 +36,7 @@ def last_proof(search: Search) -> None:
     if search.best is None or not search.binding.ranked:
         return
     folded, coarse = search.folded, large_units_only(search.folded, search.budget_bytes)
+    small = [u for u in range(folded.n_units) if folded.uses[u] and not coarse.uses[u]]
     positions = {search.binding.ranked[0][0]}
     while search.gap > WORTH_GAP and not search.done:
         cuts = _solve(search, coarse, sorted(positions))
@@ -44,7 +45,6 @@ def last_proof(search: Search) -> None:
         search.prove(cuts.lost_share)
         if cuts.kept is None:
             break
-        small = [u for u in range(folded.n_units) if folded.uses[u] and not coarse.uses[u]]
         kept = {
             p: held.union(u for u in small if folded.maker[u] < p <= folded.uses[u][-1])
             for p, held in zip(cuts.positions, cuts.kept, strict=True)
@@ -52,13 +52,12 @@ def last_proof(search: Search) -> None:
         found = search.offer_cuts(kept)
         if found is None:
             break
-        new: list[int] = []
-        stage = found.stage_bytes
-        for p in sorted(range(folded.n_nodes), key=lambda p: (-stage[p], p)):
-            if stage[p] <= search.budget_bytes or len(new) == N_NEW_POSITIONS:
-                break
-            if p not in positions and all(abs(p - q) > LEAST_DISTANCE for q in new):
-                new.append(p)
+        new = found.overflowing(
+            search.budget_bytes,
+            n_most=N_NEW_POSITIONS,
+            distance=LEAST_DISTANCE,
+            but={*positions, folded.n_nodes},
+        )
         if not new:
             break
         positions.update(new)

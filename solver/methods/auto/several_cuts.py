@@ -49,16 +49,12 @@ def offer_several_cuts(
         played = search.offer_cuts(guide)
         if played is None or search.close:
             break
-        over: list[int] = []  # the furthest above the budget, not too close to each other
-        stage = played.stage_bytes
-        for p in sorted(range(len(stage)), key=lambda p: (-stage[p], p)):
-            if stage[p] <= search.budget_bytes or len(over) == N_NEW_POSITIONS:
-                break
-            if all(abs(p - q) > LEAST_DISTANCE for q in over):
-                over.append(p)
+        over = played.overflowing(
+            search.budget_bytes, n_most=N_NEW_POSITIONS, distance=LEAST_DISTANCE
+        )
         for p in over:
             if p in allowance_bytes:
-                allowance_bytes[p] += stage[p] - search.budget_bytes
+                allowance_bytes[p] += played.stage_bytes[p] - search.budget_bytes
             else:
                 allowance_bytes[p] = 0
         program = CutMilp(

@@ -22,7 +22,7 @@ On deep chains near their least budget **nested reversals** come first
 7. **Recombination**: whatever a schedule simulated so far recomputed, whether it fits or not, goes
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
    from it, on short menus. Then eviction once more, that looks less far ahead.
-8. **Last proof** (`solver.methods.auto.last_proof`), only for those who gave it minutes: cuts and
+8. **Last proof** (`solver.methods.auto.last_proof`), only where it is asked for: cuts and
    windows in one integer program sharpen the bound where a gap is left.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.

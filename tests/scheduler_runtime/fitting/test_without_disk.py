@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,11 @@ def budget(share: float) -> int:
     return int(resident_bytes + share * (plain.baseline.peak_bytes - resident_bytes))
 
 
-def fitted(directory: Path, share: float = 0.7, **options: Any) -> nn.Module:
+def fitted(directory: Path, net: Callable[[], nn.Module] = Net, **options: Any) -> nn.Module:
     host = {"host_budget": 80_000, "host_link": 1e14}
     disk = {"disk_budget": f"1GB:{directory}", "disk_rate": 1e14}
     options = {"time_limit_s": 6000, "reserve": 0, **host, **disk, **options}
-    return fit(Net(), budget=budget(share), optimizer=[], **options)
+    return fit(net(), budget=budget(0.7), optimizer=[], **options)
 
 
 def first_micro_batch(model: nn.Module, start: dict[str, torch.Tensor]) -> None:
@@ -145,10 +146,7 @@ def test_a_loss_outside_ends_the_step(tmp_path: Path) -> None:
                 x = x + F.dropout(down(F.gelu(norm(up(x)))), 0.2)
             return x
 
-    host = {"host_budget": 80_000, "host_link": 1e14}
-    disk = {"disk_budget": f"1GB:{tmp_path}", "disk_rate": 1e14}
-    options = {"optimizer": [], "reserve": 0, "time_limit_s": 6000}
-    model = fit(Outside(), budget=budget(0.7), **options, **host, **disk)
+    model = fitted(tmp_path, Outside)
     model(BATCHES[0]).square().mean().backward()
     before = state(model)
     with failing_disk("pwrite", 0), pytest.raises(DiskError, match="No gradient"):
