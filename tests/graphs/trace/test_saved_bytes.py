@@ -90,8 +90,8 @@ def test_the_page_has_what_a_layer_of_llama_3_8b_saves():
     found = saved_bytes(graph_of(LlamaLayer(h, a, n_kv, i), x, *angles))
     expected = found - sum(each.nbytes for each in angles)
     page = (ROOT / "docs" / "bytes.md").read_text()
-    assert f"{expected:,}".replace(",", " ") + " bytes a layer" in page
-    table = page.partition("| kept | bytes / (b·s) |")[2].partition("| **sum**")[0]
+    assert f"{expected:,}".replace(",", " ") + " bytes per layer" in page
+    table = page.partition("| saved | bytes / (b·s) |")[2].partition("| **sum**")[0]
     rows = [line.split("|")[2] for line in table.splitlines()[2:] if line]
     sizes = {"h": h, "i": i, "a": a, "": 1}
     terms = re.findall(r"([0-9]+)([hia]?)", " ".join(rows))
