@@ -236,7 +236,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
     model = layers()
     with pytest.raises(PipelineError, match="5 layers cannot be divided into 6 stages; give"):
         split(model, 6, budget="1MB", n_microbatches=8)
-    with pytest.raises(PipelineError, match="which 4 of the layers have"):
+    with pytest.raises(PipelineError, match=r"layer with parameters \(there are 4\)"):
         split(model, 5, budget="1MB", n_microbatches=8)
     with pytest.raises(PipelineError, match="interleaved"):
         split(model, 2, budget="1MB", schedule="interleaved")
