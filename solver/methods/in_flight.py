@@ -113,8 +113,7 @@ class _Search(BestSoFar):
         self._propose, self._replays = propose, replays
         self._starts = options.get("starts", ())
         self._takes_starts = "starts" in options
-        alone = {"starts": (), "thorough": False} if self._takes_starts else {}
-        self._options = {**options, **alone}
+        self._options = {**options, "starts": ()} if self._takes_starts else options
         self._n_left = N_PLANNED_QUICKLY if options.get("quick") else N_PLANNED
         self._caps: set[int] = set()
         self._whole = whole_span(graph, budget_bytes=budget_bytes)

@@ -30,11 +30,13 @@ class Method:
     propose: called as the method itself, with `starts` only if it takes them.
     proves_bound: its lower bound is at least as strong as `solver.bound.lower_bound_s`.
     takes_starts: it can begin from schedules known for the graph, whether they fit or not, and be
-    quick or thorough.
+    quick.
     reaches_least_budget: it finds a schedule for the least budget that `find_obstacle` reaches.
     op_by_op: it decides op by op what is recomputed, not block by block.
     takes_places: its schedules may copy to the places that are given; no other method is given any.
     needs_places: it is for steps with places; without any it does what `revolve` does.
+    prove_more: minutes of work for a sharper bound, for a step without places and with one
+    micro-batch in flight; called as `solver.methods.auto.prove_more` is.
     """
 
     propose: Callable[..., Proposal]
@@ -44,6 +46,7 @@ class Method:
     op_by_op: bool = False
     takes_places: bool = False
     needs_places: bool = False
+    prove_more: Callable[..., Proposal] | None = None
 
     def __call__(
         self,
@@ -54,7 +57,6 @@ class Method:
         seed: int,
         starts: Sequence[Schedule] = (),
         quick: bool = False,
-        thorough: bool = False,
         places: Places | None = None,
     ) -> Proposal:
         """A schedule whose peak, by the simulator, is at most `budget_bytes`, or Proposal(None).
@@ -62,15 +64,13 @@ class Method:
         Same input and seed, same answer, unless `time_limit_s` ends the search.
 
         quick: with a fraction of the work, for one of many budgets or sizes.
-        thorough: with minutes of work for the bound where a gap is left.
         places: what the schedule may copy to; its copies fit there, beside the optimizer's state if
         it is there.
         """
         if places is not None:
             places = places.beside(graph.host_state_bytes)
         common = {"budget_bytes": budget_bytes, "time_limit_s": time_limit_s, "seed": seed}
-        effort = {"starts": starts, "quick": quick, "thorough": thorough}
-        options = effort if self.takes_starts else {}
+        options = {"starts": starts, "quick": quick} if self.takes_starts else {}
         if places is not None and not self.takes_places:
             raise ValueError("a host is given, and this method copies nothing to it")
         beside = {} if places is None else {"places": places}

@@ -8,26 +8,22 @@ the signature that `methods.Method` describes and a line in `methods.METHODS`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 
-from graphs.graph import Graph, warn
+from graphs.graph import Graph
 from graphs.host_state import with_state_on_device
 from graphs.rewrites import Variants, is_stock
 from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
 from solver.methods import METHODS, find_obstacle, transferred
 from solver.schedule import (
-    IllegalScheduleError,
     Request,
     Schedule,
-    Simulation,
     Solution,
-    Status,
-    copy_layout,
     simulate,
-    simulate_unplanned,
 )
 from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
+from solver.solving.answers import best, excess_bytes, fastest, judged, time_s
+from solver.solving.more_proof import with_more_proven
 from solver.solving.state_choices import with_state_choices
 from solver.solving.within_reserved import planned_within_reserved, with_reserved
 
@@ -78,8 +74,8 @@ def attempt(
     started_s: what the solution's time counts from.
     starts: schedules known for the variants, for a method that can begin from them.
     quick: with a fraction of the work, where the method can.
-    thorough: for somebody who waits for the proof: from THOROUGH_TIME_LIMIT_S on, and for one
-        variant of what is allocated only, minutes of work for the bound.
+    thorough: for somebody who waits for the proof: minutes of work for the bound, from
+        THOROUGH_TIME_LIMIT_S on, where the method can.
     deadline: when the answer is due (None: the request's time limit from now on).
     """
     started_s = now_s() if started_s is None else started_s
@@ -87,9 +83,7 @@ def attempt(
     variants = with_state_choices(
         step, request.places, where=request.optimizer_state, parameters=request.parameters
     )
-    # Of several variants the first would take the time of the others, and the least bound counts.
-    is_alone = len(variants.planned) == 1 and request.budget_of == "allocated"
-    thorough = thorough and is_alone and request.time_limit_s >= THOROUGH_TIME_LIMIT_S
+    thorough = thorough and _may_prove_more(variants.plain, request)
 
     def planned(request: Request) -> Solution:
         effort = {"quick": quick, "thorough": thorough}
@@ -106,6 +100,16 @@ def attempt(
         solve_time_s=now_s() - started_s,
         timed_out=found.timed_out and not by_ctrl_c,
         interrupted=by_ctrl_c,
+    )
+
+
+def _may_prove_more(step: Graph, request: Request) -> bool:
+    places = request.places
+    return (
+        request.time_limit_s >= THOROUGH_TIME_LIMIT_S
+        and request.budget_of == "allocated"
+        and step.n_in_flight == 1
+        and (places is None or places.host is None)
     )
 
 
@@ -128,10 +132,10 @@ def _attempt(
     answers: list[Solution] = []
     for index, (graph, bound_s) in enumerate(ranked, 1):
         if answers:
-            best = _fastest(answers)
-            # one that is as fast is better where the best takes more than no plan at all
-            may_tie = bound_s == _time_s(best) and _excess_bytes(best) > 0
-            if bound_s >= _time_s(best) and not may_tie:
+            first = fastest(answers)
+            # one that is as fast is better where the first takes more than no plan at all
+            may_tie = bound_s == time_s(first) and excess_bytes(first) > 0
+            if bound_s >= time_s(first) and not may_tie:
                 continue
         known = [s for s in starts if s.graph_id == graph.graph_id]
         if method.takes_starts:
@@ -145,11 +149,18 @@ def _attempt(
                 plain=variants.plain,
                 starts=known,
                 quick=quick,
-                thorough=thorough,
                 deadline=due,
             )
         )
-    return _best(answers)
+    if thorough and method.prove_more is not None:
+        answers = with_more_proven(
+            answers,
+            request,
+            prove_more=method.prove_more,
+            plain=variants.plain,
+            deadline=deadline,
+        )
+    return best(answers)
 
 
 def _ranked(
@@ -189,37 +200,6 @@ def _quick_bound_s(graph: Graph, request: Request, deadline: Deadline) -> float:
     return least_time_s(graph, lost_share=lost_share)
 
 
-def _time_s(answer: Solution) -> float:
-    return math.inf if answer.simulation is None else answer.simulation.time_s
-
-
-def _excess_bytes(answer: Solution) -> int:
-    """What a plan takes above the step without a plan, which writes into memory that a plan of
-    single operators does not."""
-    if answer.simulation is None:
-        return 0
-    return max(0, answer.simulation.peak_bytes - answer.baseline.peak_bytes)
-
-
-def _fastest(answers: Sequence[Solution]) -> Solution:
-    """Of equally fast ones, or with no schedule in any, the one that takes least above the step
-    without a plan; else the first."""
-    return min(answers, key=lambda answer: (_time_s(answer), _excess_bytes(answer)))
-
-
-def _best(answers: Sequence[Solution]) -> Solution:
-    """The fastest of the variants' answers, with what is proven for all: the least bound."""
-    chosen = _fastest(answers)
-    bound_s = min(answer.lower_bound_s for answer in answers)
-    late = chosen.simulation is None and any(s.status == "time_limit" for s in answers)
-    return dataclasses.replace(
-        chosen,
-        lower_bound_s=bound_s,
-        status="time_limit" if late else chosen.status,
-        timed_out=any(answer.timed_out for answer in answers),
-    ).with_bound(bound_s)
-
-
 def _attempt_one(
     graph: Graph,
     request: Request,
@@ -227,12 +207,10 @@ def _attempt_one(
     plain: Graph,
     starts: Sequence[Schedule],
     quick: bool,
-    thorough: bool,
     deadline: Deadline,
 ) -> Solution:
     """Run the requested method on a graph and simulate its proposal."""
     started_s = now_s()
-    baseline = simulate_unplanned(plain)
     method = METHODS[request.method]
     proposal = method(
         graph,
@@ -241,7 +219,6 @@ def _attempt_one(
         seed=request.seed,
         starts=starts,
         quick=quick,
-        thorough=thorough,
         places=request.places,
     )
     bound_s = max(proposal.lower_bound_s, graph.baseline_time_s)
@@ -253,44 +230,8 @@ def _attempt_one(
             places=request.places,
         )
         bound_s = max(bound_s, cut_s)
-    simulation = _accepted(graph, request, proposal.schedule)
-    status: Status = "feasible" if simulation is not None else "infeasible"
-    if simulation is None and proposal.timed_out and not math.isinf(bound_s):
-        status = "time_limit"
-    return Solution(
-        status=status,
-        graph=graph,
-        schedule=None if simulation is None else proposal.schedule,
-        simulation=simulation,
-        request=request,
-        baseline=baseline,
-        lower_bound_s=bound_s,
-        method=request.method,
-        solve_time_s=now_s() - started_s,
-        timed_out=proposal.timed_out,
-    ).with_bound(bound_s)
-
-
-def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simulation | None:
-    """What the schedule costs; None, with a warning, if it is illegal or above the budget."""
-    if schedule is None:
-        return None
-    try:
-        simulation = simulate(graph, schedule, places=request.places)
-    except IllegalScheduleError as error:
-        reason = str(error)
-    else:
-        reason = request.excess(simulation)
-        if not reason and schedule.has_copies:  # side by side copies may take more
-            places = request.places and request.places.beside(graph.host_state_bytes)
-            reason = copy_layout(graph, schedule, places).excess(places)
-        if not reason:
-            return simulation
-    warn(
-        f"method {request.method} proposed a schedule that does not count ({reason}); "
-        "please report this as a bug"
-    )
-    return None
+    proposal = dataclasses.replace(proposal, lower_bound_s=bound_s)
+    return judged(graph, request, proposal, plain=plain, started_s=started_s)
 
 
 def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:

@@ -3,4 +3,5 @@
 from solver.methods.auto.copy_placement import Gap, find_gaps, place_side_by_side
 from solver.methods.auto.entry import auto
 from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
+from solver.methods.auto.last_proof import prove_more
 from solver.methods.auto.local_optimum import drop_recomputation

@@ -20,7 +20,6 @@ def auto(
     seed: int,
     starts: Sequence[Schedule] = (),
     quick: bool = False,
-    thorough: bool = False,
     worth_below_share: float = math.inf,
     places: Places | None = None,
 ) -> Proposal:
@@ -29,7 +28,6 @@ def auto(
     seed: not used, as for every method without randomness.
     starts: schedules known for this graph, such as those of a smaller budget.
     quick: only the stages that take about a second.
-    thorough: minutes for the bound where a gap is left. Without a place only.
     worth_below_share: of the baseline's time: no schedule that loses as much is wanted. Without a
         place only.
     places: host memory and disk that schedules may copy to.
@@ -41,7 +39,6 @@ def auto(
             time_limit_s=time_limit_s,
             starts=starts,
             quick=quick,
-            thorough=thorough,
             worth_below_share=worth_below_share,
         )
     return with_copies(

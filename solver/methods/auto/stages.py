@@ -22,8 +22,8 @@ On deep chains near their least budget **nested reversals** come first
 7. **Recombination**: whatever a schedule simulated so far recomputed, whether it fits or not, goes
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
    from it, on short menus. Then eviction once more, that looks less far ahead.
-8. **Last proof** (`solver.methods.auto.last_proof`), only where it is asked for: cuts and
-   windows in one integer program sharpen the bound where a gap is left.
+
+Who waits for it gets a sharper proof of what is found: `solver.methods.auto.last_proof`.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.
 
@@ -54,7 +54,6 @@ from solver.bound import (
     windows_share,
 )
 from solver.methods.auto.anchored_cut import offer_anchored
-from solver.methods.auto.last_proof import last_proof
 from solver.methods.auto.nested_reversals import nested_reversals
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
@@ -96,14 +95,12 @@ def recompute_only(
     time_limit_s: float,
     starts: Sequence[Schedule] = (),
     quick: bool = False,
-    thorough: bool = False,
     worth_below_share: float = math.inf,
 ) -> Proposal:
     """The best schedule found and the proven bound; see the module.
 
     starts: schedules known for this graph, such as those of a smaller budget.
     quick: only the stages that take about a second.
-    thorough: minutes for the bound where a gap is left.
     worth_below_share: of the baseline's time: no schedule that loses as much is wanted.
     """
     search = Search(
@@ -129,8 +126,6 @@ def recompute_only(
             stage(search)
         if search.best is not None:  # the stages end once it is near the bound
             search.offer_improved(search.best[0])
-        if thorough and not (search.close or search.is_nested):
-            last_proof(search)
     return search.proposal()
 
 

@@ -1,0 +1,99 @@
+"""The answers for the variants of a step: each judged by the simulator, and the best of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from graphs.graph import Graph, warn
+from solver.methods import Proposal
+from solver.schedule import (
+    IllegalScheduleError,
+    Request,
+    Schedule,
+    Simulation,
+    Solution,
+    Status,
+    copy_layout,
+    simulate,
+    simulate_unplanned,
+)
+from solver.sizes_deadlines_progress import now_s
+
+
+def judged(
+    graph: Graph, request: Request, proposal: Proposal, *, plain: Graph, started_s: float
+) -> Solution:
+    """What a method proposes for a variant of the plain step, as the simulator sees it."""
+    simulation = _accepted(graph, request, proposal.schedule)
+    bound_s = proposal.lower_bound_s
+    status: Status = "feasible" if simulation is not None else "infeasible"
+    if simulation is None and proposal.timed_out and not math.isinf(bound_s):
+        status = "time_limit"
+    return Solution(
+        status=status,
+        graph=graph,
+        schedule=None if simulation is None else proposal.schedule,
+        simulation=simulation,
+        request=request,
+        baseline=simulate_unplanned(plain),
+        lower_bound_s=bound_s,
+        method=request.method,
+        solve_time_s=now_s() - started_s,
+        timed_out=proposal.timed_out,
+    ).with_bound(bound_s)
+
+
+def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simulation | None:
+    """What the schedule costs; None, with a warning, if it is illegal or above the budget."""
+    if schedule is None:
+        return None
+    try:
+        simulation = simulate(graph, schedule, places=request.places)
+    except IllegalScheduleError as error:
+        reason = str(error)
+    else:
+        reason = request.excess(simulation)
+        if not reason and schedule.has_copies:  # side by side copies may take more
+            places = request.places and request.places.beside(graph.host_state_bytes)
+            reason = copy_layout(graph, schedule, places).excess(places)
+        if not reason:
+            return simulation
+    warn(
+        f"method {request.method} proposed a schedule that does not count ({reason}); "
+        "please report this as a bug"
+    )
+    return None
+
+
+def time_s(answer: Solution) -> float:
+    """Of its step; inf without a schedule."""
+    return math.inf if answer.simulation is None else answer.simulation.time_s
+
+
+def excess_bytes(answer: Solution) -> int:
+    """What a plan takes above the step without a plan, which writes into memory that a plan of
+    single operators does not."""
+    if answer.simulation is None:
+        return 0
+    return max(0, answer.simulation.peak_bytes - answer.baseline.peak_bytes)
+
+
+def fastest(answers: Sequence[Solution]) -> Solution:
+    """Of equally fast ones, or with no schedule in any, the one that takes least above the step
+    without a plan; else the first."""
+    return min(answers, key=lambda answer: (time_s(answer), excess_bytes(answer)))
+
+
+def best(answers: Sequence[Solution]) -> Solution:
+    """The fastest of the variants' answers, with what is proven for all: the least bound."""
+    chosen = fastest(answers)
+    bound_s = min(answer.lower_bound_s for answer in answers)
+    late = chosen.simulation is None and any(s.status == "time_limit" for s in answers)
+    return dataclasses.replace(
+        chosen,
+        lower_bound_s=bound_s,
+        status="time_limit" if late else chosen.status,
+        timed_out=any(answer.timed_out for answer in answers),
+    ).with_bound(bound_s)

@@ -1,0 +1,50 @@
+"""Minutes for the proof, once the variants of a step are planned and a gap is left.
+
+What is proven of the step is the least of its variants' bounds, so the variant with the least is
+worth the time, until it is one for which no more can be proven. One that was left out has a bound
+above the best plan, and needs none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from graphs.graph import Graph
+from solver.methods import Proposal
+from solver.schedule import Request, Solution
+from solver.sizes_deadlines_progress import Deadline, now_s
+from solver.solving.answers import fastest, judged, time_s
+
+
+def with_more_proven(
+    answers: Sequence[Solution],
+    request: Request,
+    *,
+    prove_more: Callable[..., Proposal],
+    plain: Graph,
+    deadline: Deadline,
+) -> list[Solution]:
+    """The answers, some with a higher bound, and perhaps with a faster schedule.
+
+    prove_more: as of `solver.methods.Method`.
+    """
+    answers, tried = list(answers), set[int]()
+    while not deadline.passed and fastest(answers).schedule is not None:
+        weakest = min(range(len(answers)), key=lambda index: answers[index].lower_bound_s)
+        if weakest in tried:
+            break
+        tried.add(weakest)
+        known, started_s = answers[weakest], now_s()
+        proposal = prove_more(
+            known.graph,
+            budget_bytes=request.available_bytes,
+            time_limit_s=deadline.left_s,
+            proven_s=known.lower_bound_s,
+            known_s=time_s(fastest(answers)),
+        )
+        found = judged(known.graph, request, proposal, plain=plain, started_s=started_s)
+        answers[weakest] = dataclasses.replace(
+            fastest([known, found]), timed_out=known.timed_out or found.timed_out
+        ).with_bound(found.lower_bound_s)
+    return answers
