@@ -4,96 +4,40 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.costs import CostModel, default_costs, finish_measuring
 from graphs.graph import warn
-from graphs.model_calls import Call, device_of, input_forms
-from graphs.passes import Passes
-from graphs.trace import CapturedStep
-from graphs.training_step import ACCUMULATE, FRESH, OF_PASSES
+from graphs.model_calls import Call
 from scheduler_runtime.execute import (
-    Again,
     Arrived,
     BoundProgram,
-    Others,
-    Tighter,
-    build_program,
-    kept_bytes,
 )
-from scheduler_runtime.fitting.called_part import CalledPart
 from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
-from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
-from scheduler_runtime.fitting.held_outputs import names_of_outputs
 from scheduler_runtime.fitting.in_flight import InFlight
-from scheduler_runtime.fitting.known_program import known_program
-from scheduler_runtime.fitting.loss_outside import LossBytes
 from scheduler_runtime.fitting.loss_reserve import LossReserve
-from scheduler_runtime.fitting.loss_watch import not_watched
-from scheduler_runtime.fitting.memory_beside_module import Beside
-from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
+from scheduler_runtime.fitting.options import FitError, Fitted
 from scheduler_runtime.fitting.plan_history import PlanHistory
-from scheduler_runtime.fitting.plan_notes import notes_on
-from scheduler_runtime.fitting.pressure import Pressure
-from scheduler_runtime.fitting.shared_budget import SharedBudget, where_state_may_be
-from scheduler_runtime.fitting.state_before_attempt import Attempted
-from scheduler_runtime.fitting.step_to_plan import StepToPlan
-from scheduler_runtime.fitting.tighter_plans import NOT_ALONE, Ladder, ladder_of
-from scheduler_runtime.fitting.why_another_plan import why_another
-from scheduler_runtime.fitting.without_disk import without_disk
-from scheduler_runtime.host_memory import bring_back, keep_on_host
+from scheduler_runtime.fitting.planning_part import PlanningPart
+from scheduler_runtime.fitting.tighter_plans import Ladder
+from scheduler_runtime.host_memory import bring_back
 from scheduler_runtime.measuring import resident_tensors
-from scheduler_runtime.planned import Plan, PlannedPass, Ranks, module_schedule
 from scheduler_runtime.surroundings import (
-    Buckets,
     buckets_of,
     has_gradients,
-    no_checkpoints,
-    refuse_checkpointing,
 )
-from solver.device_and_costs import WITH_OPAQUE_PARTS
-from solver.schedule import Request, Solution
-from solver.sizes_deadlines_progress import counted, now_s, tell, telling
-from solver.solving import disk_directory
 
 logger = logging.getLogger(__name__)
 
 
-class FittedForward(CalledPart):
+class FittedForward(PlanningPart):
     """Makes a plan for each kind of call, in training mode. whole, parts: as of `CalledPart`."""
 
     made_by = "fit"
     _parts: tuple[FittedForward, ...]
-
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        optimizers: tuple[torch.optim.Optimizer, ...],
-        *,
-        whole: nn.Module,
-        parts: Sequence[FittedForward],
-    ) -> None:
-        disk = disk_directory(options.disk_budget)
-        super().__init__(model, whole=whole, parts=parts, disk_directory=disk)
-        self.options = options
-        self._history = PlanHistory()
-        self._optimizers = optimizers
-        self._is_copy = False
-        self._budget = SharedBudget(options)
-        self._reached: Arrived | None = None
-        self._pressure = Pressure() if options.on_pressure == "replan" else None
-        self._first_steps = FirstSteps(LossReserve(options.loss_reserve))
-        self._ahead = MadePlans()
-        self._in_flight = InFlight(options)
-        self.attempt: Attempted | None = None
 
     @property
     def plans(self) -> tuple[Fitted, ...]:
@@ -211,217 +155,3 @@ class FittedForward(CalledPart):
             elif isinstance(found, Made):
                 self._history.of_one_step.append(found.fitted)
         return program.program() if isinstance(program, Ladder) else program
-
-    @not_watched()
-    def _planned(
-        self,
-        call: Call,
-        *,
-        held_bytes: int,
-        instead_of: Made | None = None,
-        is_ahead: bool = False,
-    ) -> Made | Ladder:
-        """is_ahead: asked for, so that another plan is no news."""
-        started_s = now_s()
-        refuse_checkpointing(self._model)
-        device, buckets = device_of(self._model), buckets_of(self._model)
-        costs = self.options.costs or default_costs(device)
-        request = self._budget.request(
-            self._model,
-            self._whole_model(),
-            call,
-            self._optimizers,
-            buckets=buckets,
-            costs=costs,
-            optimizer_state=where_state_may_be(self.options, self._history.plans),
-        )
-        name = type(self._model).__name__
-        with telling(f"tracing {name}...", in_lines=True) as say:
-            to_plan = self._to_plan(call, request, buckets, costs, held_bytes)
-            before = [] if is_ahead else self._history.solutions()
-            reason = why_another(
-                [each for each in before if not self._in_flight.is_outgrown(each)],
-                self._model,
-                call,
-                to_plan.step,
-                changed=lambda: self._programs.changed(self.kind(call), self._model),
-            )
-            if (ranks := Ranks.of(self._model)) is not None:
-                if self._pressure is not None:
-                    raise FitError(NOT_ALONE)
-                forms, traced = input_forms(call.tensors), to_plan.step.graph.graph_id
-                ranks.agree({"the batch": forms, "the traced step": traced})
-            say(f"planning {name} ({counted(len(to_plan.step.graph.nodes), 'op')})...")
-            if self._pressure is not None:
-                ladder = ladder_of(
-                    to_plan,
-                    self._pressure,
-                    title=name,
-                    device=device,
-                    started_s=started_s,
-                    solved=functools.partial(self._rung, costs),
-                    program=functools.partial(self._program, costs),
-                )
-                self._history.tell(reason, full_limit_s=self.options.time_limit_s)
-                return ladder
-            if instead_of is not None:
-                to_plan = replace(to_plan, losses=to_plan.losses[:1])
-            fitted, loss = self._solved(to_plan, costs, started_s, instead_of)
-        solution = fitted.solution
-        if solution.schedule is None:
-            raise nothing_fits(name, solution, runs_again=held_bytes > 0)
-        if instead_of is None:
-            self._history.tell(reason, full_limit_s=self.options.time_limit_s)
-        else:
-            tell(instead_of.line_for(fitted, loss))
-        program = self._program(costs, to_plan, solution)
-        return Made(
-            self.kind(call),
-            program,
-            fitted,
-            loss,
-            to_plan.outputs,
-            costs,
-            names_of_outputs(to_plan.step),
-        )
-
-    def _rung(self, costs: CostModel, to_plan: StepToPlan, started_s: float) -> Solution:
-        """The answer for a rung. Plans since the first one may have filled the host or moved the
-        optimizer's state there."""
-        to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
-        return self._solved(to_plan, costs, started_s)[0].solution
-
-    def _solved(
-        self,
-        to_plan: StepToPlan,
-        costs: CostModel,
-        started_s: float,
-        instead_of: Made | None = None,
-    ) -> tuple[Fitted, LossBytes | None]:
-        """The answer, which is kept if it is a plan, and the loss that it counts."""
-        known = self._history.known(self._first_steps.outdated) if instead_of is None else []
-        found, loss = to_plan.planned(known)
-        finish_measuring(costs)  # after planning, which may measure ops of other variants
-        solution, ranks = found.solution, Ranks.of(self._model)
-        if ranks is not None:
-            solution = ranks.with_plan_of_first(solution)
-        notes = (*(() if loss is None else (loss.note,)), *to_plan.notes)
-        fitted = Fitted(solution, notes, found.reused, took_s=now_s() - started_s)
-        if solution.schedule is not None:
-            self._history.add(fitted, instead_of=None if instead_of is None else instead_of.fitted)
-        return fitted, loss
-
-    def _step(
-        self, call: Call, request: Request, buckets: Buckets | None, costs: CostModel
-    ) -> CapturedStep:
-        """The module's own step, without rewrites."""
-        gradients = ACCUMULATE if has_gradients(self._model, buckets) else FRESH
-        with no_checkpoints():
-            step = self.traced(
-                call,
-                choose=functools.partial(
-                    gradient_outputs,
-                    reached=None if self._reached is None else self._reached.outputs,
-                    loss_outputs=self.options.loss_outputs,
-                ),
-                gradients=OF_PASSES if self._in_flight.n > 1 else gradients,
-                costs=costs,
-                rewrites=(),
-                arriving={} if self._reached is None else dict(self._reached.strides),
-                known=known_program(self._programs, self.kind(call), self._model, call),
-            )
-            step = self.rehearsed(step, call)
-        if request.places is not None and step.graph.meta.opaque_parts:
-            raise FitError(WITH_OPAQUE_PARTS)
-        return step
-
-    def _program(
-        self,
-        costs: CostModel,
-        to_plan: StepToPlan,
-        solution: Solution,
-        *,
-        tighter: Tighter | None = None,
-    ) -> BoundProgram:
-        """What runs the solution's schedule. tighter: what runs where memory is short."""
-        assert solution.schedule is not None
-        if n_parameters := Plan.of(solution).state_buckets:
-            (optimizer,) = self._optimizers
-            keep_on_host(optimizer, n_parameters, owner=self)
-        step = to_plan.step.with_rewrites(solution.graph.meta.rewrites)
-        part = step.graph.module_part()
-        returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)
-        program = BoundProgram(
-            step,
-            build_program(
-                step,
-                module_schedule(solution.schedule, part),
-                places=solution.request.places,
-                pools=self._pools,
-            ),
-            others=Others(
-                functools.partial(self._for_gradients, returned_bytes=returned_bytes),
-                tighter,
-                self._began,
-                without_disk(
-                    self._model,
-                    to_plan,
-                    solution,
-                    solved=functools.partial(self._for_one_step, costs),
-                    program=functools.partial(self._program, costs),
-                ),
-            ),
-        )
-        self._in_flight.passes.plan(program.program, PlannedPass.of_solution(solution))
-        return program
-
-    def _for_one_step(self, costs: CostModel, to_plan: StepToPlan) -> Solution:
-        to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
-        fitted, _ = self._solved(to_plan, costs, now_s())
-        if fitted.solution.schedule is not None:
-            self._history.of_one_step.append(fitted)
-        return fitted.solution
-
-    def _began(self, again: Again) -> None:
-        if self.attempt is not None:
-            self.attempt.began(again)
-
-    def _to_plan(
-        self,
-        call: Call,
-        request: Request,
-        buckets: Buckets | None,
-        costs: CostModel,
-        held_bytes: int,
-    ) -> StepToPlan:
-        """held_bytes: of a step that runs again (0: it does not)."""
-        device, whole = device_of(self._model), self._whole_model()
-        step = self._step(call, request, buckets, costs)
-        always = self._pressure is not None
-        if not held_bytes:  # the step that runs again is given what the first pass has kept
-            held_bytes = kept_bytes(step.captured, device, always=always)
-        captured = step.captured
-        outputs = tuple(captured.outputs[i].meta["val"] for i in captured.gradient_outputs)
-        returns_loss = len(outputs) == 1 and outputs[0].numel() == 1
-        losses: tuple[LossBytes, ...] = ()  # the model returns it
-        if not returns_loss or self.options.loss_outputs is not None:
-            losses = self._first_steps.loss.choices(
-                outputs,
-                device,
-                is_watched=not always,
-                n_passes=self._in_flight.n,
-                available_bytes=request.available_bytes,
-            )
-        beside = Beside.of(self._model, whole, self._optimizers, costs, buckets=buckets)
-        return StepToPlan(
-            step,
-            beside,
-            losses,
-            outputs,
-            request,
-            notes=notes_on(step, buckets, self._optimizers, is_first=not self._history.plans),
-            kept_bytes=held_bytes,
-            keeps_gradients=always,
-            passes=Passes(self._in_flight.n, accumulate=has_gradients(self._model, buckets)),
-            others_bytes=self._in_flight.others_bytes,
-        )

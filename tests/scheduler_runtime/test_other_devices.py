@@ -49,7 +49,7 @@ def test_applying_and_fitting_on_another_device_is_refused(kind, monkeypatch):
     model, batch = model_and_batch()
     solution = solve(model, batch, budget="1GB", time_limit_s=600)
     apply(model, solution)
-    for module in (stand_in, __import__("sys").modules["scheduler_runtime.fitting.forward"]):
+    for module in (stand_in, __import__("sys").modules["scheduler_runtime.fitting.planning_part"]):
         monkeypatch.setattr(module, "device_of", lambda _model: torch.device(kind))
     with pytest.raises(TraceError, match=f"the step is on {kind}; .*cpu and cuda only"):
         model(batch)
