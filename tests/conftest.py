@@ -1,4 +1,5 @@
-"""One thread for each worker, Ctrl-C as at a terminal, the lanes, and less work for `gc.collect`.
+"""One thread for each worker, no part for the clock, Ctrl-C as at a terminal, the lanes, and less
+work for `gc.collect`.
 
 Two workers of two threads wait for one another on two cores. The limit is set in the environment,
 so that tests which need no torch import none; child processes inherit it.
@@ -20,6 +21,26 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # A shell starts background jobs with SIGINT ignored, and Python keeps it so.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def searches_are_not_ended_by_the_clock() -> Iterator[None]:
+    """A time limit that is there to be enough, often the default, is enough on a busy machine.
+
+    Those of less than ENOUGH_S are there to end a search, and do.
+    """
+    from solver.sizes_deadlines_progress import Deadline  # after the number of threads is set
+
+    after = Deadline.after
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Deadline, "after", lambda s: after(s if s < ENOUGH_S else N_TIMES_AS_LONG * s)
+        )
+        yield
+
+
+ENOUGH_S = 1.0
+N_TIMES_AS_LONG = 1000
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -42,12 +42,16 @@ N_POSITIONS = 12
 
 
 def lower_bound_s(
-    graph: Graph, *, budget_bytes: int, time_limit_s: float = 10.0, places: Places | None = None
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float = math.inf,
+    places: Places | None = None,
 ) -> float:
     """Seconds of the whole step below which no schedule within the budget can come.
 
-    places: what a schedule may copy to. math.inf when nothing fits. The time limit stops the
-    sharpening; what is proven by then counts.
+    places: what a schedule may copy to. math.inf when nothing fits. The work is
+    limited by counts; the time limit ends it early, and what is proven by then counts.
     """
     deadline = Deadline.after(time_limit_s)
     places = None if places is None else places.beside(graph.host_state_bytes)
