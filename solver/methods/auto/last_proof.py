@@ -77,13 +77,16 @@ def _add_positions(search: Search) -> None:
     folded, coarse = search.folded, large_units_only(search.folded, search.budget_bytes)
     small = [u for u in range(folded.n_units) if folded.uses[u] and not coarse.uses[u]]
     positions = {search.binding.ranked[0][0]}
+    proven_before = 0.0
     while not search.done:
         cuts = _solve(search, coarse, sorted(positions))
         if cuts is None:
             break
         search.prove(cuts.lost_share)
-        if cuts.kept is None:
+        # With more positions less is proven only where the branch-and-bound nodes run out.
+        if cuts.kept is None or cuts.lost_share < proven_before - GAP:
             break
+        proven_before = cuts.lost_share
         kept = {
             p: held.union(u for u in small if folded.maker[u] < p <= folded.uses[u][-1])
             for p, held in zip(cuts.positions, cuts.kept, strict=True)
