@@ -320,7 +320,7 @@ class AppliedForward(PlannedForward):
                 available_bytes=plan.request.available_bytes,
             )
             took = format_time(now_s() - started_s)
-            tell(f"{type(model).__name__}: its step is the planned one, found in {took}")
+            tell(f"{type(model).__name__}: the traced step matches the plan ({took})")
         else:
             differences = [each for each in found if each is not None]
             reason = max(differences, key=lambda each: (each.of_values, each.is_smaller))

@@ -169,6 +169,11 @@ def verify(
     Raises ValueError without a plan or for one of another model; RuntimeError, MemoryError if the
     step cannot be run here.
     """
+    if not isinstance(solution, Solution):
+        raise TypeError(
+            f"solution is an object of type {type(solution).__name__}; give what solve returned, "
+            "or Solution.load(schedule, graph=graph)"
+        )
     for name, value in (("model", model), ("batch", batch)):
         is_module = hasattr(value, "parameters") and not isinstance(value, type)
         if not callable(value) or is_module:

@@ -23,7 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def searches_are_not_ended_by_the_clock() -> Iterator[None]:
     """A time limit that is there to be enough, often the default, is enough on a busy machine.
 

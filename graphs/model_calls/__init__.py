@@ -3,6 +3,7 @@
 from graphs.model_calls.call import (
     HOLE,
     Call,
+    NoLossError,
     TraceError,
     argument_order,
     as_call,

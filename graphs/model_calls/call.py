@@ -29,6 +29,10 @@ class TraceError(ValueError):
         self.short = short or why
 
 
+class NoLossError(TraceError):
+    """No loss is found in what the model, or the loss function, returns."""
+
+
 _BY_SUBMODULES = (
     ". A model that runs but cannot be traced can still be planned by its submodules: "
     "checkpoint_solver.fallback.plan_chain"
@@ -152,20 +156,20 @@ def find_loss(output: Any) -> torch.Tensor:
         if len(candidates) == 1 and len(_leaves_of(others)) > 2 * len(_leaves_of(candidates)):
             candidates = []
     if len(candidates) != 1 or not isinstance(candidates[0], torch.Tensor):
-        raise TraceError(
+        raise NoLossError(
             f"the model returns {_described(output)}, in which no single loss can be found; return "
             "a scalar or an object with .loss, or give a loss function of (output, batch)"
         )
     loss = candidates[0]
     if loss.numel() != 1 or not loss.is_floating_point():
-        raise TraceError(
+        raise NoLossError(
             f"the loss must be one floating-point number; it is {_described(loss)}; reduce it "
             "(mean or sum), or give a loss function of (output, batch)"
         )
     if not loss.requires_grad:
         raise TraceError(
             "the loss does not depend on any parameter that requires a gradient; is the model "
-            "frozen, or the loss detached?"
+            "frozen, the loss detached, or torch.no_grad() on?"
         )
     return loss
 

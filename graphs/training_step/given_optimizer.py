@@ -26,8 +26,8 @@ def read_optimizer(given: GivenOptimizer, model: nn.Module) -> torch.optim.Optim
         made = getattr(torch.optim, given, None)
         if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
             raise ValueError(
-                f'optimizer is {given!r}, which is not a class of torch.optim; "AdamW", say, or '
-                "the optimizer itself"
+                f"optimizer is {given!r}, which is not a class of torch.optim; give a name such as "
+                '"AdamW", or the optimizer itself'
             )
     is_function = is_made_from(made)
     if is_function:

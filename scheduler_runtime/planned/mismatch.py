@@ -151,6 +151,9 @@ def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str,
     """In words, with the names of the arguments."""
     if field == "arguments" or len(planned["shapes"]) != len(here["shapes"]):
         return _other_tensors(here["arguments"], planned.get("arguments"))
+    if field == "train":
+        now, before = _MODES[here[field]], _MODES[planned[field]]
+        return f"the module is in {now} mode, and was planned in {before} mode"
     if field not in ("shapes", "dtypes"):
         if planned[field] is None:
             return f"{field}: {here[field]}, planned without"
@@ -162,6 +165,9 @@ def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str,
     others = "" if len(differing) == 1 else f" (and {len(differing) - 1} more)"
     what = "shape" if field == "shapes" else "dtype"
     return f"argument {name}{others} has {what} {new}, planned for {old}"
+
+
+_MODES = {True: "training", False: "evaluation"}
 
 
 def _other_tensors(here: Sequence[str], planned: Sequence[str] | None) -> str:

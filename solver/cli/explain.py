@@ -145,7 +145,7 @@ def _sections(found: Explanation, name: str) -> Iterator[RenderableType]:
             terminal.heading("Op", found.op.node.name),
             terminal.pairs(_op_rows(found.op, solution)),
         )
-    step = f"{format_both(found.step_bytes)} less and more"
+    step = f"with {format_both(found.step_bytes)} less or more"
     yield from (terminal.heading("Budget", step), terminal.pairs(_budget_rows(found)))
 
 

@@ -368,8 +368,8 @@ def _planned_by_submodules(
             f"{refused.why}; real steps, to plan it by whole submodules, do not fit here: {run}"
         ) from refused
     progress.tells(
-        f"not traced: {refused.why}. Now {N_REAL_STEPS} real steps or more of the model run here, "
-        f"to plan it by whole submodules ({run})"
+        f"not traced: {refused.why}. The model now runs at least {N_REAL_STEPS} real steps here, "
+        f"to be planned by whole submodules ({run})"
     )
     try:
         return run_submodule_planner(
@@ -380,7 +380,7 @@ def _planned_by_submodules(
             time_limit_s=request.time_limit_s,
         )
     except NoRowError as error:
-        raise LoadError(f"{refused}; tried, and failed: {error}") from error
+        raise LoadError(f"{refused}; planning by submodules failed: {error}") from error
     except (Exception, SystemExit) as error:  # the code of the model may raise anything
         raise refused from error
 

@@ -64,6 +64,7 @@ def traced_step(
     tells: is told before something runs on this machine.
     """
     from graphs.capture import FailsOnBatchError, MeshError
+    from graphs.model_calls import NoLossError
     from graphs.trace import TraceError, trace_variants
     from graphs.training_step import with_optimizer
 
@@ -98,8 +99,8 @@ def traced_step(
             if not run.fits:
                 raise refused
             tells(
-                f"not traced: {refused.short}. Now the model is built with its weights, to run "
-                f"that part here and plan it as one piece ({run})"
+                f"not traced: {refused.short}. The model is now built with its weights, so "
+                f"that this part can run here and be planned as one piece ({run})"
             )
             try:
                 built, here = file.model().to(target.local_device), target.running_here()
@@ -123,6 +124,9 @@ def traced_step(
         raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
     except FailsOnBatchError as error:
         raise ModelFailsError(f"{file.source}: {error}{_called_with(error, batch)}") from error
+    except NoLossError as error:
+        where = "get_loss(output, batch)" if file.loss is None else "get_loss"
+        raise LoadError(f"{file.source}: {error}; in a model file, {where} returns it") from error
     except TraceError as error:
         called_with = _called_with(error, batch)
         raise NotTracedError(
@@ -190,9 +194,11 @@ def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> Tr
     from graphs.trace import TraceError  # here: it takes torch
 
     reason = error.why if isinstance(error, TraceError) else located(error, file.source)
-    if reason == refused.why:
+    found = [] if reason == refused.why else [f"with its weights: {reason}"]
+    found += getattr(error, "__notes__", ())  # why a part is not one piece
+    if not found:
         return refused
-    why = f"{refused.why}; with its weights: {reason}"
+    why = "; ".join((refused.why, *found))
     return TraceError(why, runs_in_eager=refused.runs_in_eager, short=refused.short)
 
 

@@ -296,7 +296,8 @@ def _theory(solution: Solution) -> Iterator[str]:
     share = solution.peaks[0].share("activations")
     method = METHODS.get(solution.method)
     where = "here on the step without rewrites" if graph.meta.rewrites else "here"
-    plan = "this plan, op by op," if method and method.op_by_op else "this plan"
+    is_op_by_op = method is not None and method.op_by_op and not graph.meta.scope
+    plan = "this plan, op by op," if is_op_by_op else "this plan"
     # nobody checkpoints single ops: it keeps nearly all, and saves next to nothing
     single = sum(len(names) == 1 for names in blocks.forward)
     of_layers = 2 * single < blocks.n_blocks

@@ -139,8 +139,12 @@ def solve(
         )
         say(f"planning {name} ({counted(len(step.plain.nodes), 'op')})...")
         solution = answer(step, request, started_s=started_s, thorough=True)
-    is_uncounted = not is_traced(problem) and not optimizer_of(solution.environment)
-    tell(plan_line(solution, name=name) + ("; no optimizer is counted" if is_uncounted else ""))
+    line = plan_line(solution, name=name)
+    if not is_traced(problem) and not optimizer_of(solution.environment):
+        line += "; no optimizer is counted"
+    if solution.environment.get("train", True) is False:
+        line += "; the model is in evaluation mode (for a training step, call model.train() first)"
+    tell(line)
     return solution
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from graphs.graph import Graph
 from graphs.trace import trace
-from scheduler_runtime import apply, remove
+from scheduler_runtime import PlanMismatchError, apply, remove
 from scheduler_runtime.measuring import measure
 from solver.methods.registry import METHODS
 from solver.schedule.ops import free_after_last_use
@@ -208,6 +208,16 @@ def test_evaluation_runs_the_module_itself() -> None:
 
 
 @pytest.mark.slow
+def test_a_plan_of_a_step_in_evaluation_mode_runs_in_that_mode_only() -> None:
+    model = Classifier().eval()
+    x, label = model.batch()
+    graph = trace(model, (x, label), loss=model.loss)
+    apply(model, solution_of(graph, keep(graph, set())))
+    model.loss(model(x, label), (x, label)).backward()
+    with pytest.raises(PlanMismatchError, match="in training mode, and was planned in evaluation"):
+        model.train()(x, label)
+
+
 def test_hooks_on_parameters_and_modules_fire_once() -> None:
     model, batch, _ = planned_language_model()
     fired: list[str] = []

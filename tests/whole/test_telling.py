@@ -133,7 +133,7 @@ def test_the_first_step_with_a_plan(solution, tmp_path, capsys):
     model(batch()).backward()
     start, end = ends(capsys.readouterr().err)
     assert start == "tracing Net..."
-    assert re.fullmatch(r"Net: its step is the planned one, found in .*s", end)
+    assert re.fullmatch(r"Net: the traced step matches the plan \(.*s\)", end)
     model(batch()).backward()
     assert capsys.readouterr().err == ""
 

@@ -147,7 +147,7 @@ def test_apply_tells_its_plans_for_other_calls(
     expected = LINE.format(shape="3, 8") + told.format(n=2, new="3, 8") + re.escape(SIZES)
     assert re.fullmatch(expected, shorter)
     expected = LINE.format(shape="6, 10") + told.format(n=3, new="6, 10")
-    expected += ". Remedy: bring the batches to a few sizes" + LARGEST_FIRST  # no padding of tokens
+    expected += ". Remedy: use batches of a few fixed sizes" + LARGEST_FIRST  # no padding of tokens
     assert re.fullmatch(expected, larger)
     # what takes long says so again, with the seconds
     traced = [message for message in caplog.messages if message == "tracing TiedLanguageModel..."]
@@ -157,4 +157,4 @@ def test_apply_tells_its_plans_for_other_calls(
 def test_batches_that_are_no_tokens_have_no_tokenizer(lines: Any) -> None:
     train(fitted(Mean()), torch.randn(2, 3, 8, 8), torch.randn(2, 3, 16, 16))
     _, (_, larger) = lines()
-    assert larger.endswith(". Remedy: bring the batches to a few sizes. Begin with the largest")
+    assert larger.endswith(". Remedy: use batches of a few fixed sizes. Begin with the largest")

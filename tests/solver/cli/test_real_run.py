@@ -49,7 +49,7 @@ def test_real_steps_are_announced_with_what_they_take(
     assert main(["--budget", "20MB", *ON_CPU, path]) == 0
     _, said, *runs = capsys.readouterr().err.splitlines()
     assert said.startswith("solve: not traced: ")
-    assert f"Now {N_REAL_STEPS} real steps or more of the model run here" in said
+    assert f"The model now runs at least {N_REAL_STEPS} real steps here" in said
     # eight layers of 32 x 32 and 32 floats with their gradients, and 64 rows of 32 floats
     assert "parameters, gradients and batch take 75.78 KB, activations come on top" in said
     assert runs.count("a real run") == N_REAL_STEPS
@@ -73,9 +73,22 @@ def test_a_part_that_runs_is_announced(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["--budget", "20MB", *ON_CPU, path]) == 0
     first, *runs = capsys.readouterr().err.splitlines()
     assert first.startswith("solve: not traced: forward reads values that the step computes")
-    assert "to run that part here and plan it as one piece" in first
+    assert "so that this part can run here and be planned as one piece" in first
     assert "parameters and batch take 29.31 KB" in first
     assert set(runs) == {"a real run"}
+
+
+@pytest.mark.slow
+def test_why_a_part_is_not_planned_as_one_piece_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    returns_its_input = PART.replace("return super().forward(x) * (2", "return x if (2").replace(
+        "else 1)", "else 1) == 1 else super().forward(x)"
+    )
+    path = write_model(tmp_path, *IN_A_PART, add=RUNS + returns_its_input)
+    main(["--budget", "20MB", *ON_CPU, path])
+    err = capsys.readouterr().err
+    assert "'part' cannot be planned as one piece: a tensor that it returns shares memory" in err
 
 
 def test_a_part_that_cannot_fit_is_not_run(
