@@ -68,7 +68,10 @@ def _remedies(resized: Resized | None, n_plans: int) -> Iterator[str]:
     if resized is None:
         return
     if resized.dimensions == {0} and not resized.is_larger and n_plans <= 3:
-        yield "A short last batch is planned once; DataLoader(drop_last=True) leaves it out"
+        yield (
+            "A short last batch is planned once (twice with gradient accumulation); "
+            "DataLoader(drop_last=True) leaves it out"
+        )
         return
     yield _TOKENS if resized.of_tokens else "Remedy: use batches of a few fixed sizes"
     if resized.is_larger:

@@ -93,7 +93,7 @@ def test_a_short_last_batch_has_another_remedy(lines: Any, accumulates: bool) ->
     assert level == logging.WARNING
     assert line.endswith(
         "argument tokens has shape [1, 10], planned for [3, 10]. A short last batch is planned "
-        "once; DataLoader(drop_last=True) leaves it out"
+        "once (twice with gradient accumulation); DataLoader(drop_last=True) leaves it out"
     )
 
 
