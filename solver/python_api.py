@@ -166,8 +166,8 @@ def verify(
     where a measured peak is above the budget that was predicted to be within it, or is not the
     predicted one (`.warnings`).
 
-    Raises ValueError without a plan or for one of another model; RuntimeError, MemoryError if the
-    step cannot be run here.
+    Raises TypeError for what is no Solution or no function; ValueError without a plan or for one of
+    another model; RuntimeError, MemoryError if the step cannot be run here.
     """
     if not isinstance(solution, Solution):
         raise TypeError(

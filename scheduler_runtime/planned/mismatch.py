@@ -151,8 +151,8 @@ def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str,
     """In words, with the names of the arguments."""
     if field == "arguments" or len(planned["shapes"]) != len(here["shapes"]):
         return _other_tensors(here["arguments"], planned.get("arguments"))
-    if field == "train":
-        now, before = _MODES[here[field]], _MODES[planned[field]]
+    if field == "train" and isinstance(planned[field], bool):
+        now, before = ("training" if mode[field] else "evaluation" for mode in (here, planned))
         return f"the module is in {now} mode, and was planned in {before} mode"
     if field not in ("shapes", "dtypes"):
         if planned[field] is None:
@@ -165,9 +165,6 @@ def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str,
     others = "" if len(differing) == 1 else f" (and {len(differing) - 1} more)"
     what = "shape" if field == "shapes" else "dtype"
     return f"argument {name}{others} has {what} {new}, planned for {old}"
-
-
-_MODES = {True: "training", False: "evaluation"}
 
 
 def _other_tensors(here: Sequence[str], planned: Sequence[str] | None) -> str:

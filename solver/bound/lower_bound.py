@@ -50,8 +50,8 @@ def lower_bound_s(
 ) -> float:
     """Seconds of the whole step below which no schedule within the budget can come.
 
-    places: what a schedule may copy to. math.inf when nothing fits. The work is
-    limited by counts; the time limit ends it early, and what is proven by then counts.
+    places: what a schedule may copy to. math.inf when nothing fits. The work is limited by counts;
+    the time limit ends it early, and what is proven by then counts.
     """
     deadline = Deadline.after(time_limit_s)
     places = None if places is None else places.beside(graph.host_state_bytes)

@@ -368,8 +368,8 @@ def _planned_by_submodules(
             f"{refused.why}; real steps, to plan it by whole submodules, do not fit here: {run}"
         ) from refused
     progress.tells(
-        f"not traced: {refused.why}. The model now runs at least {N_REAL_STEPS} real steps here, "
-        f"to be planned by whole submodules ({run})"
+        f"not traced: {refused.why}. Running at least {N_REAL_STEPS} real steps of "
+        f"the model here, to plan it by whole submodules ({run})"
     )
     try:
         return run_submodule_planner(

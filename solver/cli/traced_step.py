@@ -125,8 +125,8 @@ def traced_step(
     except FailsOnBatchError as error:
         raise ModelFailsError(f"{file.source}: {error}{_called_with(error, batch)}") from error
     except NoLossError as error:
-        where = "get_loss(output, batch)" if file.loss is None else "get_loss"
-        raise LoadError(f"{file.source}: {error}; in a model file, {where} returns it") from error
+        hint = "; define get_loss(output, batch) in the model file" if file.loss is None else ""
+        raise LoadError(f"{file.source}: {error}{hint}") from error
     except TraceError as error:
         called_with = _called_with(error, batch)
         raise NotTracedError(
@@ -195,7 +195,8 @@ def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> Tr
 
     reason = error.why if isinstance(error, TraceError) else located(error, file.source)
     found = [] if reason == refused.why else [f"with its weights: {reason}"]
-    found += getattr(error, "__notes__", ())  # why a part is not one piece
+    if isinstance(error, TraceError):
+        found += getattr(error, "__notes__", ())  # why a part is not one piece
     if not found:
         return refused
     why = "; ".join((refused.why, *found))

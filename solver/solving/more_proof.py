@@ -1,8 +1,8 @@
 """Minutes for the proof, once the variants of a step are planned and a gap is left.
 
 What is proven of the step is the least of its variants' bounds, so the variant with the least is
-worth the time, until it is one for which no more can be proven. One that was left out has a bound
-above the best plan, and needs none.
+worth the time, until it is one that has been tried. One that was left out while they were planned
+has at least the bound of the best plan, and needs none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def with_more_proven(
         proposal = prove_more(
             known.graph,
             budget_bytes=request.available_bytes,
-            time_limit_s=deadline.left_s,
+            time_limit_s=deadline.left_s / (1 + len(answers) - len(tried)),
             proven_s=known.lower_bound_s,
             known_s=time_s(fastest(answers)),
         )

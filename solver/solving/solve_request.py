@@ -15,12 +15,7 @@ from graphs.host_state import with_state_on_device
 from graphs.rewrites import Variants, is_stock
 from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
 from solver.methods import METHODS, find_obstacle, transferred
-from solver.schedule import (
-    Request,
-    Schedule,
-    Solution,
-    simulate,
-)
+from solver.schedule import Request, Schedule, Solution, simulate
 from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
 from solver.solving.answers import best, excess_bytes, fastest, judged, time_s
 from solver.solving.more_proof import with_more_proven
@@ -132,10 +127,10 @@ def _attempt(
     answers: list[Solution] = []
     for index, (graph, bound_s) in enumerate(ranked, 1):
         if answers:
-            first = fastest(answers)
-            # one that is as fast is better where the first takes more than no plan at all
-            may_tie = bound_s == time_s(first) and excess_bytes(first) > 0
-            if bound_s >= time_s(first) and not may_tie:
+            so_far = fastest(answers)
+            # one that is as fast is better where that takes more than no plan at all
+            may_tie = bound_s == time_s(so_far) and excess_bytes(so_far) > 0
+            if bound_s >= time_s(so_far) and not may_tie:
                 continue
         known = [s for s in starts if s.graph_id == graph.graph_id]
         if method.takes_starts:

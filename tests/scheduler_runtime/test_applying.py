@@ -218,6 +218,7 @@ def test_a_plan_of_a_step_in_evaluation_mode_runs_in_that_mode_only() -> None:
         model.train()(x, label)
 
 
+@pytest.mark.slow
 def test_hooks_on_parameters_and_modules_fire_once() -> None:
     model, batch, _ = planned_language_model()
     fired: list[str] = []

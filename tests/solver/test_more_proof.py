@@ -16,6 +16,7 @@ from solver.solving import attempt
 from tests.support.nets import chain
 
 FIRST, SECOND = chain(n_blocks=5), chain(n_blocks=5, size_bytes=500)
+IN_FLIGHT = dataclasses.replace(FIRST, n_in_flight=2)
 BUDGET_BYTES = simulate(FIRST, baseline(FIRST)).peak_bytes
 PLAIN_S = FIRST.baseline_time_s
 
@@ -28,7 +29,7 @@ def with_proofs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
 
     def given(**of_graph: tuple[Proposal, Proposal]) -> Asked:
         asked: Asked = []
-        names = {FIRST.graph_id: "first", SECOND.graph_id: "second"}
+        names = {FIRST.graph_id: "first", SECOND.graph_id: "second", IN_FLIGHT.graph_id: "first"}
 
         def propose(graph: Graph, **_: Any) -> Proposal:
             return of_graph[names[graph.graph_id]][0]
@@ -51,7 +52,9 @@ def planned(step: Graph | Variants, *, thorough: bool = True, **of_request: Any)
     return attempt(step, Request(**options), thorough=thorough)
 
 
-def test_for_who_waits_for_it(with_proofs: Callable[..., Asked]) -> None:
+def test_only_a_long_search_on_the_device_alone_asks_for_it(
+    with_proofs: Callable[..., Asked],
+) -> None:
     found = Proposal(baseline(FIRST), PLAIN_S)
     asked = with_proofs(first=(found, found))
     planned(FIRST, thorough=False)
@@ -59,6 +62,7 @@ def test_for_who_waits_for_it(with_proofs: Callable[..., Asked]) -> None:
     planned(FIRST, places=Places(Place(10**9, Link(1e9, 1e9))))
     planned(FIRST, budget_of="reserved")
     planned(FIRST, method="revolve")
+    planned(IN_FLIGHT, budget_bytes=10**6)
     assert not asked
     planned(FIRST)
     assert [name for name, _ in asked] == ["first"]

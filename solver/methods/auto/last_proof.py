@@ -10,9 +10,9 @@ schedule loses 29.6.
 
 Positions join as they do there: those at which the replay of the solution overflows. No bytes are
 taken from a position for what its recomputation takes, so each round is a proof. A solution that
-does not overflow is as good as the bound, and is the schedule that is proposed.
+does not overflow is about as good as the bound, and is the schedule that is proposed.
 
-Not tried where nested reversals prove far more than cuts. Of no use for deep nets of equal blocks,
+Not tried on large steps of which nested reversals prove far more than cuts. Of no use for deep nets of equal blocks,
 where the linear program of all positions proves more than this of a dozen, and for graphs of
 thousands of nodes, whose programs are too large.
 """
@@ -23,7 +23,8 @@ import math
 
 from graphs.graph import Graph
 from solver.bound import Cuts, StorageGraph, WindowCuts, large_units_only, round_bytes
-from solver.methods.auto.nested_reversals import nested_reversals
+from solver.chain import split_into_blocks
+from solver.methods.auto.nested_reversals import prove_by_reversals
 from solver.methods.auto.search import Search
 from solver.methods.auto.stages import single_cut
 from solver.methods.proposal import Proposal
@@ -63,7 +64,7 @@ def prove_more(
     )
     with search:
         search.prove(proven_s / baseline_s - 1.0)
-        nested_reversals(search)
+        prove_by_reversals(search, split_into_blocks(graph))
         if not (search.is_nested or search.done):
             single_cut(search)
             _add_positions(search)

@@ -10,7 +10,7 @@ snapshots are tried; those that overflow are replayed within the budget
 from __future__ import annotations
 
 from solver.bound import relaxed_bound
-from solver.chain import reversal_bound, split_into_blocks
+from solver.chain import Blocks, reversal_bound, split_into_blocks
 from solver.methods.auto.replay import replay_within
 from solver.methods.auto.search import Search
 from solver.methods.revolve import is_long, reversal_to_schedule
@@ -33,21 +33,30 @@ N_CUTS = 3
 
 def nested_reversals(search: Search) -> None:
     """Prove what reversals prove, and offer replays where that is far more than cuts prove."""
+    blocks = split_into_blocks(search.graph)
+    if prove_by_reversals(search, blocks):
+        _replay_reversals(search, blocks)
+
+
+def prove_by_reversals(search: Search, blocks: Blocks) -> bool:
+    """Prove what reversals prove. Whether that is far more than cuts prove."""
     folded, budget_bytes = search.folded, search.budget_bytes
     if search.done or int(folded.least_bytes.max()) > budget_bytes:
-        return
-    blocks = split_into_blocks(search.graph)
+        return False
     lost_share = reversal_bound(folded, blocks, budget_bytes=budget_bytes, deadline=search.deadline)
     search.prove(lost_share)
     if lost_share <= FAR_ABOVE:
-        return
+        return False
     by_cuts = relaxed_bound(
         folded, budget_bytes=budget_bytes, n_positions=N_CUTS, deadline=search.deadline
     )
-    if lost_share <= by_cuts + FAR_ABOVE:
-        return
-    search.is_nested = folded.n_nodes >= LARGE_NODES
-    n_replayed = 0
+    is_far_above = lost_share > by_cuts + FAR_ABOVE
+    search.is_nested = is_far_above and folded.n_nodes >= LARGE_NODES
+    return is_far_above
+
+
+def _replay_reversals(search: Search, blocks: Blocks) -> None:
+    folded, n_replayed = search.folded, 0
     for n_snapshots in range(1, min(MAX_SNAPSHOTS, blocks.n_blocks)):
         if is_long(blocks, n_snapshots):
             continue
@@ -59,7 +68,7 @@ def nested_reversals(search: Search) -> None:
         replayed, _ = replay_within(
             folded,
             schedule.order,
-            budget_bytes=budget_bytes,
+            budget_bytes=search.budget_bytes,
             max_work=WORK_PER_OP * len(schedule.order),
             deadline=search.deadline,
         )

@@ -23,7 +23,7 @@ On deep chains near their least budget **nested reversals** come first
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
    from it, on short menus. Then eviction once more, that looks less far ahead.
 
-Who waits for it gets a sharper proof of what is found: `solver.methods.auto.last_proof`.
+With a long time limit `solver.methods.auto.last_proof` then sharpens the bound.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.
 

@@ -251,7 +251,7 @@ def test_measured_costs_are_of_this_machine(model_file, capsys):
         ((("return torch.randn", "torch.randn"),), "", "get_batch() returned None"),
         ((("torch.randn(batch_size, 32)", "1 / 0"),), "", "line 19: ZeroDivisionError"),
         ((("(batch_size, 32)", "(batch_size, 31)"),), "", "get_batch() returned float32[64, 31]"),
-        ((("x.square().mean()", "x.square()"),), "", "get_loss(output, batch) returns it"),
+        ((("x.square().mean()", "x.square()"),), "", "define get_loss(output, batch)"),
         ((("x.square().mean()", "x.argmax()"),), "", "the loss must be one floating-point number"),
         ((("x.square().mean()", "x.mean().detach()"),), "", "does not depend on any parameter"),
         ((("x.square().mean()", "x.mean().item()"),), "", "model.py, line 13"),

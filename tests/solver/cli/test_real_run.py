@@ -49,7 +49,7 @@ def test_real_steps_are_announced_with_what_they_take(
     assert main(["--budget", "20MB", *ON_CPU, path]) == 0
     _, said, *runs = capsys.readouterr().err.splitlines()
     assert said.startswith("solve: not traced: ")
-    assert f"The model now runs at least {N_REAL_STEPS} real steps here" in said
+    assert f"Running at least {N_REAL_STEPS} real steps of the model here" in said
     # eight layers of 32 x 32 and 32 floats with their gradients, and 64 rows of 32 floats
     assert "parameters, gradients and batch take 75.78 KB, activations come on top" in said
     assert runs.count("a real run") == N_REAL_STEPS

@@ -60,11 +60,6 @@ class Counter:
         return float(self.looks)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def searches_are_not_ended_by_the_clock() -> None:
-    """In place of that of `conftest.py`: here the clock, a counter, does end them."""
-
-
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     found = Counter()

@@ -63,14 +63,16 @@ def test_it_ends_once_the_gap_is_not_worth_it() -> None:
     assert proposal == Proposal(None, lower_bound_s=pytest.approx(proven_s))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_solution_that_does_not_overflow_is_proposed(seed: int) -> None:
-    graph = random_dag(seed=seed, n_forward=5, n_later=3)
-    budget_bytes = least_peak_bytes(graph) + 5
-    truth_s = fastest(graph, budget_bytes=budget_bytes).time_s
-    proposal = prove_more(graph, budget_bytes=budget_bytes, time_limit_s=math.inf)
-    if proposal.schedule is None:
-        return
-    simulation = simulate(graph, proposal.schedule)
-    assert simulation.peak_bytes <= budget_bytes
-    assert truth_s <= simulation.time_s
+def test_a_solution_that_does_not_overflow_is_proposed() -> None:
+    n_proposed = 0
+    for seed in range(20):
+        graph = random_dag(seed=seed, n_forward=5, n_later=3)
+        budget_bytes = least_peak_bytes(graph) + 5
+        proposal = prove_more(graph, budget_bytes=budget_bytes, time_limit_s=math.inf)
+        if proposal.schedule is not None:
+            n_proposed += 1
+            simulation = simulate(graph, proposal.schedule)
+            assert simulation.peak_bytes <= budget_bytes
+            least_s = proposal.lower_bound_s
+            assert simulation.time_s <= least_s + 2 * module.GAP * graph.baseline_time_s
+    assert n_proposed > 10
