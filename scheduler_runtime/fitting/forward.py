@@ -11,10 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.graph import warn
 from graphs.model_calls import Call
-from scheduler_runtime.execute import (
-    Arrived,
-    BoundProgram,
-)
+from scheduler_runtime.execute import Arrived, BoundProgram
 from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
 from scheduler_runtime.fitting.in_flight import InFlight
@@ -25,10 +22,7 @@ from scheduler_runtime.fitting.planning_part import PlanningPart
 from scheduler_runtime.fitting.tighter_plans import Ladder
 from scheduler_runtime.host_memory import bring_back
 from scheduler_runtime.measuring import resident_tensors
-from scheduler_runtime.surroundings import (
-    buckets_of,
-    has_gradients,
-)
+from scheduler_runtime.surroundings import buckets_of, has_gradients
 
 logger = logging.getLogger(__name__)
 

@@ -152,8 +152,8 @@ class PlanningPart(CalledPart):
         return Made(self.kind(call), program, fitted, loss, to_plan.outputs, costs, names)
 
     def _solved_again(self, costs: CostModel, to_plan: StepToPlan, started_s: float) -> Solution:
-        """The answer for a step that was planned before, or will be again. Plans since then may have
-        filled the host or moved the optimizer's state there."""
+        """For a step that was planned before, or will be again. Plans since then may have filled
+        the host or moved the optimizer's state there."""
         to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
         return self._solved(to_plan, costs, started_s)[0].solution
 

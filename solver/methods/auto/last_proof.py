@@ -12,9 +12,9 @@ Positions join as they do there: those at which the replay of the solution overf
 taken from a position for what its recomputation takes, so each round is a proof. A solution that
 does not overflow is about as good as the bound, and is the schedule that is proposed.
 
-Not tried on large steps of which nested reversals prove far more than cuts. Of no use for deep nets of equal blocks,
-where the linear program of all positions proves more than this of a dozen, and for graphs of
-thousands of nodes, whose programs are too large.
+Not tried on large steps of which nested reversals prove far more than cuts. Of no use for deep nets
+of equal blocks, where the linear program of all positions proves more than this of a dozen, and for
+graphs of thousands of nodes, whose programs are too large.
 """
 
 from __future__ import annotations
