@@ -75,4 +75,4 @@ def test_a_solution_that_does_not_overflow_is_proposed() -> None:
             assert simulation.peak_bytes <= budget_bytes
             least_s = proposal.lower_bound_s
             assert simulation.time_s <= least_s + 2 * module.GAP * graph.baseline_time_s
-    assert n_proposed > 10
+    assert n_proposed >= 3
