@@ -126,7 +126,7 @@ def test_the_step_fits_as_simulated_and_is_bitwise_identical(name: str, share: f
     assert_same_bits(plain, model, batch)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dropout", [0.1, 0.0])
 def test_half_of_the_activations_costs_little_more_than_the_plan_itself(dropout: float) -> None:
     torch.manual_seed(0)

@@ -130,7 +130,7 @@ def _check(
         assert measured - 100 <= predicted <= (1 + within) * measured
 
 
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("name", STEPS)
 def test_peaks_are_the_predicted_ones(name: str) -> None:
     torch.manual_seed(0)

@@ -76,7 +76,7 @@ def test_the_plain_step_takes_what_the_baseline_says(name: str) -> None:
     assert difference <= max(MIB, 0.02 * taken.peak_bytes)
 
 
-@pytest.mark.slow(sample=1, keep=6)
+@pytest.mark.slow(sample=1, keep=4)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", SIZES)
 def test_gradients_are_the_same_bits_within_the_budget(name: str, share: float) -> None:

@@ -51,7 +51,7 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-@pytest.mark.slow(keep=6)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("width", [16, 50])  # 32 numbers are two registers
 @pytest.mark.parametrize("name", LAYERS)
 def test_same_bits(name: str, width: int) -> None:

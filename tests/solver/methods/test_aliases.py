@@ -51,14 +51,14 @@ def check_method(graph: Graph, truth: Truth, *, method: str, budget_bytes: int) 
         assert lost_s <= OPTIMAL_GAP * graph.baseline_time_s
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("seed", range(0, 1200, CHUNK))
 def test_random_graphs(seed: int) -> None:
     for i in range(seed, seed + CHUNK):
         check_graph(aliasing_dag(i), i)
 
 
-@pytest.mark.slow(keep=6)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("seed", range(0, 2080, CHUNK))
 def test_random_graphs_with_overwrites(seed: int) -> None:
     graphs = [overwriting_dag(i) for i in range(seed, seed + CHUNK)]

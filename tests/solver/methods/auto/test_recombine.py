@@ -187,7 +187,7 @@ def test_all_that_was_seen_comes_first_where_it_is_short(monkeypatch: pytest.Mon
     assert whole[1:] == [menu for menu in rest if menu != everything]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["u_shape", "pyramid"])
 def test_the_linear_program_of_all_menus_picks_what_it_needs(
     name: str, monkeypatch: pytest.MonkeyPatch
