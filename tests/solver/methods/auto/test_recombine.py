@@ -127,6 +127,7 @@ def test_the_menu_gives_no_worse_than_what_made_it(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_menu_is_worth_its_time_where_skips_are_long() -> None:
     search, base = searched(NETS["u_shape"], 0.15)
     before = search.gap
