@@ -126,7 +126,6 @@ def test_the_menu_gives_no_worse_than_what_made_it(name: str) -> None:
     assert {n for n, _ in fold_simulation(search.folded, search.best[0]).recomputed} <= nodes
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_menu_is_worth_its_time_where_skips_are_long() -> None:
     search, base = searched(NETS["u_shape"], 0.15)
