@@ -55,7 +55,9 @@ MOVED_TO = {
     "solver.python_api": "solver.reporting.python_api",
     "solver.reporting": "wording table page",
     "solver.reporting.plot": "plot",
-    "solver.scheduler_runtime_bridge": "solver.runtime_calls solver.runtime_hooks submodules",
+    "solver.scheduler_runtime_bridge": (
+        "solver.runtime_calls solver.runtime_hooks submodules verification"
+    ),
     "solver.schedule": "rematerialise breakdown occupancy solution",
 }
 """By new place, the old modules; those without a dot were in the same top-level package."""

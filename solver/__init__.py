@@ -10,9 +10,13 @@ verify(solution, model=make_model, batch=make_batch).passed
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
     from solver.plan_analysis import (
         Curve,
         PipelineSplit,
@@ -73,6 +77,22 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _FORMER = {"Trace": "Simulation"}
+
+
+class _MovedFinder:
+    """Asked last, for a module that is not there: loads the list of those that have moved."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        if name.partition(".")[0] == __name__:
+            from graphs.moved_imports import MovedFinder
+
+            MovedFinder().find_spec(name, path)
+
+
+sys.meta_path.append(_MovedFinder)
 
 if not TYPE_CHECKING:
 

@@ -215,6 +215,34 @@ def test_an_old_path_fails_with_the_new_one(old, new):
         importlib.import_module(old)
 
 
+OLD_PATHS = """
+import importlib
+import sys
+for path in sys.argv[1:]:
+    try:
+        importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+
+
+def test_an_old_path_of_the_solver_fails_with_the_new_one_before_anything_else_is_imported():
+    """`solver` alone loads nothing, so not the list of old paths either."""
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_PATHS, "solver.plot", "solver.nowhere", "solver.revolve"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "solver.plot has moved to solver.reporting.plot",
+        "No module named 'solver.nowhere'",
+        "solver.revolve has moved to solver.chain",
+    ]
+
+
 def test_every_module_that_moved_has_a_place():
     for new, names in MOVED_TO.items():
         assert importlib.util.find_spec(new) is not None, new

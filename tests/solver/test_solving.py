@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
+from solver.sizes_deadlines_progress import deadline
 from solver.sizes_deadlines_progress.sizes import BudgetError, parse_size
 from tests.support.nets import dense, pyramid, residual, u_shape
 
@@ -158,13 +160,15 @@ def test_the_least_budget_that_is_named_is_solved(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_that_the_clock_ended_says_so() -> None:
+def test_a_search_that_the_clock_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = NETS["pyramid"]
     least_bytes = find_obstacle(graph).reached_bytes
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = least_bytes + (peak_bytes - least_bytes) // 10
-    assert solve(graph, budget=budget_bytes, time_limit_s=0.3).timed_out
     assert not solve(graph, budget=peak_bytes).timed_out
+    looks = itertools.count()
+    monkeypatch.setattr(deadline, "now_s", lambda: float(next(looks)))
+    assert solve(graph, budget=budget_bytes, time_limit_s=20).timed_out
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 import tracemalloc
 from collections.abc import Iterator
 from functools import cache
@@ -85,8 +84,8 @@ def test_closed_form_is_the_recurrence() -> None:
 
 
 def test_closed_form_of_a_thousand_million_steps() -> None:
+    """A loop over them, 200 times, would not end."""
     n = 10**9
-    began_s = time.process_time()
     assert n_extra_steps(n_steps=n, n_snapshots=1) == n * (n - 1) // 2
     assert n_extra_steps(n_steps=n, n_snapshots=n) == n - 1
     assert n_extra_steps(n_steps=n, n_snapshots=n - 1) == n - 1
@@ -94,7 +93,6 @@ def test_closed_form_of_a_thousand_million_steps() -> None:
     assert n_extra_steps(n_steps=n, n_snapshots=n - 2) == n
     by_snapshots = [n_extra_steps(n_steps=n, n_snapshots=s) for s in range(1, 200)]
     assert by_snapshots == sorted(by_snapshots, reverse=True)
-    assert time.process_time() - began_s < 5
 
 
 def test_actions_of_a_small_chain_by_hand() -> None:
@@ -170,9 +168,8 @@ def test_memory_does_not_grow_with_the_steps(n_steps: int, n_snapshots: int) -> 
 
 @pytest.mark.parametrize("n_snapshots", [1, 2, 3, 40, 1000, 10**6, 10**9])
 def test_a_thousand_million_steps_start_at_once(n_snapshots: int) -> None:
-    began_s = time.process_time()
+    """Whatever goes through all of them would not end."""
     actions = list(islice(reversal(n_steps=10**9, n_snapshots=n_snapshots), 1000))
-    assert time.process_time() - began_s < 1
     assert actions[0] == ("store", 0, 0)
     assert actions[1][:2] == ("advance", 0)
 
