@@ -83,9 +83,7 @@ class _MovedFinder:
     """Asked last, for a module that is not there: loads the list of those that have moved."""
 
     @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> None:
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name.partition(".")[0] == __name__:
             from graphs.moved_imports import MovedFinder
 

@@ -219,7 +219,7 @@ class Verification:
     def verdict(self) -> str:
         """What came out, in a few words."""
         if self.differences:
-            return f"FAILED: {counted(len(self.differences), 'result')} not as promised"
+            return f"FAILED: {counted(len(self.differences), 'result')} not as the plan promises"
         results = _VERDICTS[self.results]
         if self.memory_failures:
             what = "above the budget" if not self.fits else "baseline above the budget"

@@ -195,9 +195,9 @@ def _reads_values(environment: Mapping[str, Any]) -> str:
     of = ", ".join(dict.fromkeys((*of_arguments, *of_buffers))) or "random numbers"
     return (
         f"forward reads values of {of} and chooses its operators by them. This plan is for the "
-        "operators chosen for this batch; a call that chooses others is planned when it comes, "
-        "within the same budget. It may need more memory, and its step fails if nothing fits: to "
-        "see its minimum budget, also solve with such a batch."
+        "operators chosen for this batch; the first call that chooses others gets a plan of its "
+        "own, within the same budget. It may need more memory, and its step fails if nothing fits: "
+        "to see its minimum budget, also solve with such a batch."
     )
 
 

@@ -149,8 +149,9 @@ def _other_dtype(optimizer: torch.optim.Optimizer) -> str:
                 )
                 return (
                     f"the optimizer {name} has a state in {of_state} for parameters in {here}, and "
-                    "cannot step: has the model been cast since? Train on with a new optimizer; "
-                    "for a plan of fit, remove(model) first and fit(model, optimizer=...) again"
+                    "cannot step: has the model been cast since? Continue training with a new "
+                    "optimizer; for a plan of fit, remove(model) first and fit(model, "
+                    "optimizer=...) again"
                 )
     return ""
 

@@ -92,8 +92,8 @@ def bring_back(optimizer: torch.optim.Optimizer, *, owner: object = None) -> Non
         if owner is not None:
             state.owners.add(owner)
         error.add_note(
-            "the state of the optimizer is still in host memory, all of it, and its steps go on as "
-            "planned: free memory of the device, and remove the plan again"
+            "all of the optimizer's state is still in host memory, and its steps continue as "
+            "planned: free memory on the device, then remove the plan again"
         )
         raise
     del _KEPT[optimizer]

@@ -59,6 +59,6 @@ def _refuse_arguments(args: Any) -> None:
     if args.n_gpu > 1:
         raise FitError(
             f"the Trainer would run copies of the model in threads on {args.n_gpu} devices "
-            "(DataParallel); start one process for each with torchrun, or show it one device "
+            "(DataParallel); start one process for each with torchrun, or make only one visible "
             "(CUDA_VISIBLE_DEVICES=0)"
         )

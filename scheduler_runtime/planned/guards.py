@@ -86,7 +86,7 @@ def kind_of(model: nn.Module, call: Call) -> Any:
 
 _TITLES = (
     *("the shapes, types or devices of the arguments", "which arguments share memory"),
-    *("an argument that is no tensor", "the structure of the arguments"),
+    *("an argument that is not a tensor", "the structure of the arguments"),
     *("autocast", "autocast's cache", "a function mode of torch (its default device, say)"),
     *("the hooks of all modules", "the cache of parametrizations", "torch's default dtype"),
     *("torch.backends.cuda.enable_flash_sdp", "torch.backends.cuda.enable_mem_efficient_sdp"),

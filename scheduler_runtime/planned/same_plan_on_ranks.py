@@ -136,12 +136,16 @@ class Ranks:
 
 _REMEDIES = {
     "the batch": "Give all ranks batches of one shape: pad them, or drop the last one.",
-    "a plan for it": "Call the model equally often, and change it, on all ranks alike.",
+    "a plan for it": (
+        "Call the model the same number of times on every rank, and change it in the same way."
+    ),
     "the plan": (
         "Solve on one rank and give all of them its file (Solution.save), or use fit, which takes "
         "the plan of the first rank everywhere."
     ),
-    "the exported plan": "Give to_torch_checkpoint the same plan on all ranks: of one budget.",
+    "the exported plan": (
+        "Give to_torch_checkpoint the same plan on all ranks, made for the same budget."
+    ),
 }
 
 

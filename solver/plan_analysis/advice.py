@@ -145,8 +145,8 @@ def _state_on_host(
     host = None if request.places is None else request.places.host
     if host is not None and optimizer_bytes > host.capacity_bytes:
         return (
-            f"; the host's {format_size(host.capacity_bytes)} have no room for the "
-            f"{format_size(optimizer_bytes)} of the optimizer's state"
+            f"; the optimizer's state ({format_size(optimizer_bytes)}) does not fit into the "
+            f"{format_size(host.capacity_bytes)} of host memory"
         )
     if request.parameters != "device" or optimizer_bytes < worth_bytes:
         return ""

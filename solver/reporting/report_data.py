@@ -99,8 +99,8 @@ def _communication(graph: Graph, sharding: Sharding) -> str:
         return "Communication is assumed to take no time."
     waits_s = math.fsum(node.time_s for node in graph.nodes if node.op.startswith("fsdp."))
     return (
-        f"A rank waits {format_time(waits_s)} for what is gathered and reduced over "
-        f"{link_named(sharding.link).title}, where operators do not hide it."
+        f"A rank waits {format_time(waits_s)} for gathers and reductions over "
+        f"{link_named(sharding.link).title} that its operators do not hide."
     )
 
 

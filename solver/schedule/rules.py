@@ -138,8 +138,8 @@ class Device:
             root = self.graph.root(node.overwrites)
             if where := self.streams.copies_of(root):
                 raise self._illegal(
-                    f"{node.name!r} overwrites {root!r}, of which the {where} has a copy; give "
-                    "that copy up first"
+                    f"{node.name!r} overwrites {root!r}, of which the {where} has a copy; drop "
+                    "that copy first"
                 )
 
     def _check_recompute(self, node: Node) -> None:

@@ -61,7 +61,7 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
         if not reason:
             return simulation
     warn(
-        f"method {request.method} proposed a schedule that does not count ({reason}); "
+        f"method {request.method} proposed an invalid schedule, which was ignored ({reason}); "
         "please report this as a bug"
     )
     return None

@@ -208,7 +208,7 @@ def test_a_proposal_that_the_simulator_refuses_is_dropped(
     schedule = replace(plain, ops=plain.ops[1:]) if wrong == "illegal" else plain
     proposal = Proposal(schedule, lower_bound_s=graph.baseline_time_s)
     monkeypatch.setitem(METHODS, "mine", Method(lambda graph, **options: proposal))
-    with pytest.warns(UserWarning, match="mine proposed a schedule that does not count"):
+    with pytest.warns(UserWarning, match="mine proposed an invalid schedule, which was ignored"):
         solution = solve(graph, budget=budget_bytes, method="mine")
     assert solution.status == "infeasible"
     assert solution.schedule is None

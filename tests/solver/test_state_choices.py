@@ -302,7 +302,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("host", "said"),
     [
         (None, '"64GB") keeps the optimizer\'s state in host memory between uses'),
-        (places(25e9, MB), "; the host's 1.00 MB have no room for the 400.0 MB of the optimizer's"),
+        (places(25e9, MB), "; the optimizer's state (400.0 MB) does not fit into the 1.00 MB of"),
     ],
     ids=["no host", "a small host"],
 )

@@ -92,7 +92,7 @@ def test_whether_to_reshard_is_chosen_by_the_budget(capsys) -> None:
     assert roomy.simulation is not None
     report(roomy)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "for what is gathered and reduced over gloo on one machine" in printed
+    assert "for gathers and reductions over gloo on one machine" in printed
     forced = solve(model, batch, budget="1GB", fsdp=Sharding(N, link="gloo"))
     assert forced.simulation is not None
     assert roomy.simulation.time_s < forced.simulation.time_s

@@ -63,7 +63,7 @@ OTHER_SHAPES = (
 )
 PLANNED_BY_ONE = (
     "RanksDisagreeError: ranks 0 and 1 have different steps: a plan for it is True on rank 0 and "
-    "False on rank 1. Call the model equally often"
+    "False on rank 1. Call the model the same number of times"
 )
 OTHER_EXPORTS = "RanksDisagreeError.*the exported plan is .* Give to_torch_checkpoint the same plan"
 WRONG = {

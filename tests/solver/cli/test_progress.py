@@ -24,7 +24,7 @@ from solver.cli.progress import Progress
 from solver.plan_analysis.pareto import sweep
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
-from tests.support.command import without_progress, write_model
+from tests.support.command import write_model
 from tests.support.paths import GPT2 as GPT2_PATH
 from tests.support.paths import ROOT
 

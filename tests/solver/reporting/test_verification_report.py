@@ -49,7 +49,7 @@ def test_a_verification_prints_readably():
     assert str(above).startswith("Verification FAILED: above the budget, bitwise identical\n")
     many = dataclasses.replace(found, differences=tuple(f"gradient of w{i}" for i in range(9)))
     first, second, *_ = lines = str(many).splitlines()
-    assert first == "Verification FAILED: 9 results not as promised"
+    assert first == "Verification FAILED: 9 results not as the plan promises"
     assert second == "  differs      gradient of w0"
     assert lines[5] == "               and 5 more"
 
