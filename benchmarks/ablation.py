@@ -36,13 +36,16 @@ def _without(name: str) -> Replacements:
 
 
 VARIANTS: dict[str, Replacements] = {
-    "all stages": {},
+    "nothing": {},
+    "nested reversals": _without("nested_reversals"),
     "anchored cut": _without("anchored_cut"),
     "other methods": _without("other_methods"),
     "eviction": _without("eviction"),
+    "windows": _without("windows"),
     "several cuts": _without("several_cuts"),
     "local optimum": {(search, "drop_recomputation"): lambda _, schedule, **_options: schedule},
     "recombination": _without("recombination"),
+    "last eviction": _without("last_eviction"),
 }
 """By the name of what is left out: attributes that are replaced."""
 

@@ -23,25 +23,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-ENOUGH_S = 1.0
-"""Time limits of less than that are there to end a search, and do."""
-TIMES_AS_BUSY, LEAST_S = 10, 60.0
-"""Of a limit that is to be enough. Far away is not never: no search may hang a worker."""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def searches_are_not_ended_by_the_clock() -> Iterator[None]:
-    """A time limit that is there to be enough, often the default, is enough on a busy machine.
-
-    In this process, and not where a test has put another clock in place of the machine's.
-    """
-    from solver.sizes_deadlines_progress import deadline  # after the number of threads is set
-
-    after, now_s = deadline.Deadline.after, deadline.now_s
-
-    def far_away(limit_s: float) -> deadline.Deadline:
-        is_enough = limit_s >= ENOUGH_S and deadline.now_s is now_s
-        return after(max(TIMES_AS_BUSY * limit_s, LEAST_S) if is_enough else limit_s)
+    """In this process; `tests/whole/test_notebooks.py` does the same in those of notebooks."""
+    from tests.support.time_limits import deadline, far_away  # after the number of threads is set
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deadline.Deadline, "after", far_away)

@@ -87,7 +87,7 @@ def peak_bytes(model: nn.Module, batch: Tensor) -> int:
     return measure(model, batch, optimizer=ADAMW(model.parameters()), n_steps=1).peak_bytes
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", PARTS)
 def test_half_of_the_activations(name: str) -> None:
     plain, batch = network(name)

@@ -98,7 +98,7 @@ def train(model: nn.Module, batches: list[Any], entry: Entry) -> dict[str, torch
     return seen | model.state_dict() | {"random state": torch.get_rng_state()}
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=7)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_way(name: str, planner: PlannerProcess, tmp_path: Path) -> None:
     entry = entry_of(name)

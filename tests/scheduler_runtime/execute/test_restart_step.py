@@ -46,7 +46,7 @@ def train(model: Any, n_steps: int = 4) -> list[torch.Tensor]:
     return [*seen, *(p.detach() for p in model.parameters()), torch.get_rng_state()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=4)  # all: PyTorch's word_language_model
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRU", "RNN", "LSTM"])
 def test_a_hidden_state_that_is_detached_gets_no_gradient(kind: str) -> None:
     plain = language_model(kind)

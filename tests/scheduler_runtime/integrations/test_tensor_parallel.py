@@ -92,10 +92,11 @@ WRONG = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", WRONG)
-def test_ranks_that_differ_all_get_an_error(case: str, disagreements: Any) -> None:
-    for each, message in zip(disagreements[case], WRONG[case], strict=True):
-        assert re.search(message, each["error"]), each
+def test_ranks_that_differ_all_get_an_error(disagreements: Any) -> None:
+    """One test for all: the ranks are started once for each worker that has one."""
+    for case, messages in WRONG.items():
+        for each, message in zip(disagreements[case], messages, strict=True):
+            assert re.search(message, each["error"]), (case, each)
 
 
 @pytest.mark.distributed

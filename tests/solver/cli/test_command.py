@@ -381,7 +381,7 @@ def test_methods_side_by_side_share_the_best_bound(tmp_path, capsys):
     graph = residual(n_blocks=6)
     graph.save(tmp_path / "g.json")
     budget_bytes = int(0.8 * simulate(graph, baseline(graph)).peak_bytes)
-    # the integer program runs until the limit, which has to end it: `tests/conftest.py`
+    # less than a second, so that it ends the integer program: `tests/support/time_limits.py`
     options = ["--budget", str(budget_bytes), "--compare", "--json", "--time-limit", "0.9"]
     assert main([*options, str(tmp_path / "g.json")]) == 0
     report = json.loads(capsys.readouterr().out)
