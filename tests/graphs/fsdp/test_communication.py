@@ -13,7 +13,7 @@ from graphs.graph import Graph
 from graphs.hardware import Link
 from solver import report, solve
 from tests.graphs.fsdp.test_fsdp import layers
-from tests.scheduler_runtime.test_export import small_gpt2, tokens
+from tests.scheduler_runtime.export.test_export import small_gpt2, tokens
 
 N = 2
 

@@ -27,7 +27,7 @@ from solver.cli.command import main
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import BudgetError
-from tests.scheduler_runtime.test_export import small_gpt2, tokens
+from tests.scheduler_runtime.export.test_export import small_gpt2, tokens
 from tests.support.paths import GPT2
 from tests.support.ranks import ranks_of
 
@@ -331,7 +331,7 @@ def test_copies_to_the_host_are_refused():
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "model.py"
     file.write_text(
-        "from tests.scheduler_runtime.test_export import small_gpt2, tokens\n"
+        "from tests.scheduler_runtime.export.test_export import small_gpt2, tokens\n"
         "def get_model(): return small_gpt2(0.0)\n"
         "def get_batch(): return tokens()\n"
     )

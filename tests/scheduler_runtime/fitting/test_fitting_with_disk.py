@@ -17,7 +17,7 @@ from torch import nn
 from scheduler_runtime import fit, plans_of, remove
 from scheduler_runtime.execute.spill_file import CopyError
 from solver.sizes_deadlines_progress import BudgetError
-from tests.scheduler_runtime.test_fitting_with_host import (
+from tests.scheduler_runtime.fitting.test_fitting_with_host import (
     adamw,
     budget_for,
     numbers,
@@ -144,7 +144,7 @@ PROCESS = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from tests.scheduler_runtime.test_fitting_with_disk import BATCH, fitted, plain, trained
+from tests.scheduler_runtime.fitting.test_fitting_with_disk import BATCH, fitted, plain, trained
 model, optimizer = fitted(Path(sys.argv[1]))
 if sys.argv[2] == "killed":
     loss = model(BATCH[0]).sum()

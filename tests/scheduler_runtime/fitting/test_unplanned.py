@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from scheduler_runtime import FitError, fit, plans_of, remove
-from tests.scheduler_runtime.test_fitting import Tower, numbers
+from tests.scheduler_runtime.fitting.test_fitting import Tower, numbers
 
 
 class Whole(nn.Module):

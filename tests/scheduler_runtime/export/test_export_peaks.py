@@ -19,8 +19,8 @@ from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from scheduler_runtime.measuring import measure
 from solver import solve
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
-from tests.scheduler_runtime.test_export import put
-from tests.scheduler_runtime.test_export_regions import regions_by_chance
+from tests.scheduler_runtime.export.test_export import put
+from tests.scheduler_runtime.export.test_export_regions import regions_by_chance
 from tests.support.same_bits import assert_same_bits
 
 N_ROWS, WIDTH, DEPTH = 512, 64, 4

@@ -32,7 +32,7 @@ from scheduler_runtime.measuring import measure
 from scheduler_runtime.planned import Plan
 from solver.schedule import Link, Place, Places, Solution, Store, keep, simulate
 from solver.sizes_deadlines_progress import BudgetError
-from tests.scheduler_runtime.test_planned_host_state import (
+from tests.scheduler_runtime.host_memory.test_planned_host_state import (
     HOST,
     WEIGHT_BYTES,
     Net,

@@ -22,7 +22,7 @@ from scheduler_runtime.export.selective_calls import may_save
 from scheduler_runtime.measuring import measure
 from solver.module_checkpointing.regions import CheckpointRegion, RegionError, dropped_by, nodes_of
 from solver.schedule.ops import Compute
-from tests.scheduler_runtime.test_export import (
+from tests.scheduler_runtime.export.test_export import (
     CASES,
     Towers,
     graph_of,

@@ -15,7 +15,7 @@ from scheduler_runtime import CheckpointedAlreadyError, FitError, apply, fit, pl
 from scheduler_runtime.fitting.options import nothing_fits
 from solver import report, solve
 from solver.sizes_deadlines_progress.sizes import BudgetError
-from tests.scheduler_runtime.test_fitting import Tower, adamw, numbers, tower
+from tests.scheduler_runtime.fitting.test_fitting import Tower, adamw, numbers, tower
 
 
 def test_a_budget_without_its_unit_is_refused() -> None:

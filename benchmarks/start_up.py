@@ -1,0 +1,89 @@
+"""What the command takes for tiny problems, nearly all of it imports.
+
+    python -m benchmarks.start_up --out benchmarks/results/start_up.json
+
+Processor seconds of a process of its own, the median of several runs in turns, beside `import
+torch`. Run once before, so that Python's bytecode is there.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.harness import Row
+
+N_RUNS = 7
+MODEL = """
+import torch
+from torch import nn
+
+def get_model():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))
+
+def get_batch():
+    return torch.randn(32, 64)
+
+def get_loss(output, batch):
+    return output.mean()
+"""
+SOLVE = ("-m", "solver.cli", "--quiet", "--budget")
+AIMS = {"model file": 1.5}
+"""In units of `import torch`."""
+AIMS_S = {"graph file": 0.5}
+
+
+def commands(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Arguments of Python by name; writes the files that they read."""
+    model, graph = str(folder / "model.py"), str(folder / "graph.json")
+    Path(model).write_text(MODEL)
+    on_cpu = ("--device", "cpu", model)
+    subprocess.run(
+        [sys.executable, *SOLVE, "1GB", "--graph-out", graph, *on_cpu],
+        check=True,
+        capture_output=True,
+    )
+    return {
+        "import torch": ("-c", "import torch"),
+        "model file": (*SOLVE, "1GB", *on_cpu),
+        "graph file": (*SOLVE, "1GB", graph),
+        "--help": ("-m", "solver.cli", "--help"),
+    }
+
+
+def processor_s(arguments: tuple[str, ...]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    given = harness.parser("start_up", __doc__).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = commands(Path(folder))
+        taken: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(N_RUNS):
+            for name, arguments in runs.items():
+                taken[name].append(processor_s(arguments))
+    torch_s = statistics.median(taken["import torch"])
+    rows: dict[str, Row] = {}
+    for name, each in taken.items():
+        seconds = statistics.median(each)
+        rows[name] = {"processor_s": seconds, "of_import_torch": seconds / torch_s}
+        aim = f"; aim {AIMS[name]:.1f}" if name in AIMS else ""
+        aim += f"; aim {AIMS_S[name]:.1f} s" if name in AIMS_S else ""
+        print(f"{name}: {seconds:.2f} s, {seconds / torch_s:.2f} of `import torch`{aim}")
+    if given.out is not None:
+        report = {"circumstances": harness.circumstances(), "runs": rows}
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
