@@ -190,7 +190,7 @@ def _lost(solution: Solution, n_others: int, stall_s: float) -> Iterator[str]:
     more_s = stall_s - solution.simulation.stall_s
     if more_s > 0:
         share = format_share(more_s / (solution.baseline.time_s or 1.0))
-        yield f"waiting for copies takes {share} more time than in the plan"
+        yield f"longer waits for copies than in the plan: {share} time"
     if n_others:
         yield f"{counted(n_others, 'tensor')} that the plan copies: not saved by autograd"
     if solution.graph.host_state_bytes:
