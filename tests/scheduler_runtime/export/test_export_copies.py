@@ -112,7 +112,7 @@ def test_what_it_says() -> None:
     }
     assert set(exported.storages) <= copied
     assert exported.overhead > solution.overhead  # type: ignore[operator]
-    assert "hold the computation up" in str(exported)
+    assert "longer waits for copies than in the plan" in str(exported)
     assert f"{len(exported.storages)} tensors" in str(exported)
     with torch.no_grad():
         model(batch())
