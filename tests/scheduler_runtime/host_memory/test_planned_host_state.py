@@ -317,7 +317,7 @@ def test_no_room_to_bring_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_state._Bucket, "fetch", short)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         remove(model)
-    assert "still in host memory, all of it" in caught.value.__notes__[0]
+    assert "all of the optimizer's state is still in host memory" in caught.value.__notes__[0]
     monkeypatch.undo()
     assert host_bytes(optimizer) == 2 * WEIGHT_BYTES
     train(plain, without, 64, 64)
