@@ -44,7 +44,7 @@ def read_graph(path: Path) -> Graph | None:
     return graph
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=100)  # all
 @pytest.mark.parametrize("seed", range(0, 50_000, CHUNK))
 def test_graphs(
     seed: int,
@@ -75,7 +75,7 @@ def test_graphs(
     capsys.readouterr()
 
 
-@pytest.mark.slow(sample=1, keep=10)
+@pytest.mark.slow(sample=1, keep=100)  # all
 @pytest.mark.parametrize("seed", range(0, 50_000, CHUNK))
 def test_schedules(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph = Graph.load(STEP)
