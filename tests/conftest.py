@@ -26,10 +26,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="module", autouse=True)
 def searches_are_not_ended_by_the_clock() -> Iterator[None]:
     """In this process; `tests/whole/test_notebooks.py` does the same in those of notebooks."""
-    from tests.support.time_limits import deadline, far_away  # after the number of threads is set
+    from tests.support.time_limits import deadline, extended  # after the number of threads is set
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deadline.Deadline, "after", far_away)
+        patch.setattr(deadline.Deadline, "after", extended)
         yield
 
 

@@ -12,10 +12,10 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 N_IMAGES = {"methods": 7, "offload": 1, "pareto": 1, "quickstart": 1, "rewrites": 1}
 STARTUP = "profile_default/startup/time_limits.py"
 TIME_LIMITS = """
-from tests.support.time_limits import deadline, far_away
+from tests.support.time_limits import deadline, extended
 
-deadline.Deadline.after = far_away
-del deadline, far_away
+deadline.Deadline.after = extended
+del deadline, extended
 """
 
 

@@ -136,7 +136,8 @@ def read_terminal(master: int, *, until: bytes | None = None) -> bytes:
 
 
 ON_TERMINALS = pytest.mark.skipif(
-    not hasattr(os, "openpty"), reason="there are no pseudo-terminals here"
+    not hasattr(os, "openpty"),
+    reason="os.openpty is missing, as on Windows, and progress is drawn on terminals only",
 )
 
 
