@@ -20,21 +20,24 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.harness import Row
 
-N_RUNS = 7
+N_RUNS = 5
 MODEL = """
 import torch
 from torch import nn
 
 def get_model():
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.GELU())]
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), *hidden, nn.Linear(256, 1))
 
 def get_batch():
-    return torch.randn(32, 64)
+    return torch.randn(4096, 64)
 
 def get_loss(output, batch):
     return output.mean()
 """
-SOLVE = ("-m", "solver.cli", "--quiet", "--budget")
+SOLVE = ("-m", "solver.cli", "--budget")
+SHARE = 0.8
+"""Of the peak without a plan. Where the step fits as it is, the command loads less."""
 
 
 def commands(folder: Path) -> dict[str, tuple[str, ...]]:
@@ -42,15 +45,18 @@ def commands(folder: Path) -> dict[str, tuple[str, ...]]:
     model, graph = str(folder / "model.py"), str(folder / "graph.json")
     Path(model).write_text(MODEL)
     on_cpu = ("--device", "cpu", model)
-    subprocess.run(
-        [sys.executable, *SOLVE, "1GB", "--graph-out", graph, *on_cpu],
+    done = subprocess.run(
+        [sys.executable, *SOLVE, "1GB", "--json", "--graph-out", graph, *on_cpu],
         check=True,
         capture_output=True,
     )
+    budget = f"{int(SHARE * json.loads(done.stdout)['baseline']['peak_bytes'])}B"
     return {
         "import torch": ("-c", "import torch"),
-        "model file": (*SOLVE, "1GB", *on_cpu),
-        "graph file": (*SOLVE, "1GB", graph),
+        "model file that fits": (*SOLVE, "1GB", *on_cpu),
+        "graph file that fits": (*SOLVE, "1GB", graph),
+        "model file": (*SOLVE, budget, *on_cpu),
+        "graph file": (*SOLVE, budget, graph),
         "--help": ("-m", "solver.cli", "--help"),
     }
 
