@@ -261,11 +261,12 @@ class CutMilp:
             # Said outright: the solver's tolerance on a row of gigabytes lets some bytes pass.
             if folded.unit_bytes[u] > room and not self.program.least[keep[u]]:
                 self.program.most[keep[u]] = 0.0
-        self.program.row(
-            [keep[u] for u in counted],
-            [folded.unit_bytes[u] / self._scale for u in counted],
-            upper=room / self._scale,
-        )
+        self.add_byte_row({keep[u]: folded.unit_bytes[u] for u in counted}, room)
+
+    def add_byte_row(self, size_bytes: Mapping[int, int], room_bytes: int) -> None:
+        """These columns, of so many bytes each, fit into the room."""
+        values = [each / self._scale for each in size_bytes.values()]
+        self.program.row([*size_bytes], values, upper=room_bytes / self._scale)
 
     def counted(self, units: Iterable[int], p: int) -> list[int]:
         """Those of the units that the row of bytes at p counts."""

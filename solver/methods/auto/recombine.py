@@ -2,13 +2,9 @@
 
 Each schedule that the search has simulated, whether it fits or not, says which nodes it recomputed
 and right before which position (the first computation of a node). All of these together are a menu.
-With a position for each place on it and for each one at which memory may run short, the program is
-that of several cuts (`solver.bound.cut`), with r[n,k] only for what is on the menu, and R[n] only
-at the position that binds. As most nodes are on the menu at one or two places, most x[u,k+1] and
-x[u,k] are one column, and all positions of the backward pass fit into a program that a MILP solver
-takes seconds for. Bytes that the recomputation itself takes between two positions are not in the
-rows: where the simulator sees an overflow, the position gets an allowance and the program is solved
-again.
+`solver.methods.auto.menu_program` finds the best of what is on it. Bytes that the recomputation
+itself takes between two positions are not in its rows: where the simulator sees an overflow, the
+position gets an allowance and the program is solved again.
 
 A short program is solved well where a long one stops at its root, so there are several menus, each
 with what the best schedule recomputes: all that was seen, if that is short; what the schedules next
@@ -27,22 +23,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
-import numpy.typing as npt
-
-from solver.bound import TIME_ERROR, CutMilp, StorageGraph, round_bytes
-from solver.methods.auto.from_cuts import FoldedSimulation, fold_simulation
+from solver.methods.auto.from_cuts import FoldedSimulation
+from solver.methods.auto.menu_program import (
+    GAP,
+    MAX_MENU,
+    Menu,
+    menu_program,
+    recomputed_by_best,
+)
 from solver.methods.auto.search import Search
 
-GAP = 2e-4
-"""The program is solved to within this share of the baseline's time."""
-NODES_TIMES_COLUMNS_SQUARED = 4_000_000
-"""Branch-and-bound nodes of one solve times its columns squared; at least the root. Beyond it HiGHS
-finds little: ResNet-50 at its least budget 43.39 % in 3 s, and in 14 s no better.
-"""
 SHORT, LONG = 150, 2.5
 """A menu that is put together from schedules has no more entries than the first, or than the
 second times those of the best schedule. Without the first the U-Net with rewrites at 20 %, whose
@@ -53,10 +45,6 @@ WHOLE = 400
 with rewrites at its least budget to 64.0 % in place of 62.9. A program of twice as many takes half
 a minute (ResNet-50).
 """
-MAX_MENU = 3_000
-"""Entries of the linear program."""
-LEAST_VALUE = 1e-6
-"""Of a column that counts as used."""
 MAX_ROUNDS = 4
 """Times that overflowing positions get an allowance."""
 
@@ -67,9 +55,6 @@ N_ROUNDS, WORTH_A_ROUND = 2, 2e-3
 
 GROWTH = 2
 """How many times as long the next menu of schedules is."""
-
-Menu = frozenset[tuple[int, int]]
-"""(node, position right before which it may be recomputed)."""
 
 
 def recombine(search: Search, *, base: int) -> None:
@@ -87,7 +72,7 @@ def recombine(search: Search, *, base: int) -> None:
 
 def _menus(search: Search, base: int) -> Iterator[Menu]:
     """Menus that begin from the best schedule at the time; once more if they gave something."""
-    everything = _recomputed_by_best(search).union(*search.menus)
+    everything = recomputed_by_best(search).union(*search.menus)
     if len(everything) <= WHOLE:
         yield everything
     for _ in range(N_ROUNDS):
@@ -102,7 +87,7 @@ def _next_to_the_best(search: Search) -> Iterator[Menu]:
     """Longer and longer menus, each of whole schedules."""
     left, length = list(search.menus), 0
     while True:
-        menu = best = _recomputed_by_best(search)
+        menu = best = recomputed_by_best(search)
         left = [each for each in left if not each <= best]
         for each in sorted(left, key=lambda each: len(each - best)):
             menu |= each  # of those that are left what recomputes the least besides
@@ -119,22 +104,16 @@ def _used_by_all(search: Search, base: int) -> Iterator[Menu]:
     left = Menu().union(*search.menus)
     before = math.inf
     while search.best_share < before - GAP or not search.best:
-        best, before = _recomputed_by_best(search), search.best_share
+        best, before = recomputed_by_best(search), search.best_share
         if len(left | best) > MAX_MENU:
             return
-        program = _program(search, left | best, base, {})
+        program = menu_program(search, left | best, base=base)
         values = program.program.solve(whole=False, deadline=search.deadline).values
         used = Menu() if values is None else program.entries(values)
         if used <= best:
             return
         yield used | best
         left -= used | best
-
-
-def _recomputed_by_best(search: Search) -> Menu:
-    if search.best is None:
-        return Menu()
-    return fold_simulation(search.folded, search.best[0]).recomputed
 
 
 def _offer_best(search: Search, menu: Menu, base: int) -> int:
@@ -146,7 +125,7 @@ def _offer_best(search: Search, menu: Menu, base: int) -> int:
     before: FoldedSimulation | None = None
     work = 0
     for _ in range(MAX_ROUNDS):
-        program = _program(search, menu, base, allowance_bytes)
+        program = menu_program(search, menu, base=base, allowance_bytes=allowance_bytes)
         if search.done:
             break
         work += program.n_columns**2
@@ -167,101 +146,3 @@ def _offer_best(search: Search, menu: Menu, base: int) -> int:
                 for q in positions[max(0, k - 1) : k + 1]:
                     allowance_bytes[q] = allowance_bytes.get(q, 0) + live_bytes - budget_bytes
     return work
-
-
-def _program(search: Search, menu: Menu, base: int, allowance_bytes: Mapping[int, int]) -> MenuMilp:
-    """Raises OutOfTimeError."""
-    folded, budget_bytes = search.folded, search.budget_bytes
-    program = MenuMilp(
-        folded,
-        menu=menu,
-        base=base,
-        positions=_positions(folded, menu, base=base, budget_bytes=budget_bytes),
-        budget_bytes=budget_bytes,
-        allowance_bytes=allowance_bytes,
-        deadline=search.deadline,
-    )
-    round_bytes(program)
-    return program
-
-
-def _positions(folded: StorageGraph, menu: Menu, *, base: int, budget_bytes: int) -> list[int]:
-    """Where something on the menu is recomputed, and where the baseline would overflow."""
-    full = {p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes}
-    places = {q for _, p in menu for q in (p - 1, p) if q >= 0}
-    first = min(folded.n_forward, base)
-    return sorted({p for p in full | places if p >= first} | {base})
-
-
-class MenuMilp(CutMilp):
-    """The program of the module."""
-
-    def __init__(
-        self, folded: StorageGraph, *, menu: Menu, base: int, positions: Sequence[int], **rest: Any
-    ) -> None:
-        """base: of the positions, the one that binds. The rest is as for CutMilp."""
-        self._menu = menu
-        self._base = base
-        super().__init__(folded, positions=positions, **rest)
-
-    def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
-        folded = self.folded
-        allowed: list[set[int]] = [set() for _ in self.positions]
-        for n, p in self._menu:
-            k = self._before(p)
-            if n < self.positions[k]:
-                allowed[k].add(n)
-        read_later: set[int] = set()
-        units = []
-        for p, nodes in zip(reversed(self.positions), reversed(allowed), strict=True):
-            self._deadline.check()
-            read_later.update(u for n in nodes for u in folded.reads[n])
-            made = min(p, folded.n_forward)
-            units.append(
-                [
-                    u
-                    for u, uses in enumerate(folded.uses)
-                    if folded.maker[u] < made and uses and (uses[-1] >= p or u in read_later)
-                ]
-            )
-        yield from zip(reversed(units), allowed, strict=True)
-
-    def _add_totals(self) -> None:
-        k = self.positions.index(self._base)
-        parts: dict[int, list[int]] = {}
-        for recompute in self.recompute[k:]:
-            for n, column in recompute.items():
-                parts.setdefault(n, []).append(column)
-        self._add_total(k, parts)
-
-    def entries(self, values: npt.NDArray[np.float64]) -> Menu:
-        """Of the menu, what is recomputed where the columns have these values."""
-        return Menu(
-            (n, p)
-            for n, p in self._menu
-            if n in self.recompute[self._before(p)]
-            and values[self.recompute[self._before(p)][n]] > LEAST_VALUE
-        )
-
-    def _before(self, p: int) -> int:
-        """The index of the last position before p."""
-        return max(0, bisect_left(self.positions, p) - 1)
-
-    def solve(self, *, below: float) -> dict[int, frozenset[int]] | None:
-        """By position, the units that the best solution found holds; None: none found that loses
-        less than this, as a share of the baseline's time.
-        """
-        program = self.program
-        answer = program.solve(
-            whole=True,
-            gap=GAP,
-            node_limit=max(1, NODES_TIMES_COLUMNS_SQUARED // max(1, self.n_columns) ** 2),
-            deadline=self._deadline,
-        )
-        values = answer.values
-        if values is None or np.dot(program.cost, values) >= below - TIME_ERROR:
-            return None
-        return {
-            p: frozenset(u for u, column in keep.items() if values[column] > 0.5)
-            for p, keep in zip(self.positions, self.keep, strict=True)
-        }

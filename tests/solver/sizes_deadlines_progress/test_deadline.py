@@ -24,7 +24,7 @@ from solver.bound.milp import Answer, Milp
 from solver.bound.storage_graph import StorageGraph
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.local_optimum import drop_recomputation
-from solver.methods.auto.recombine import MenuMilp
+from solver.methods.auto.menu_program import MenuMilp
 from solver.methods.evict import evict
 from solver.methods.ilp import ilp
 from solver.methods.ilp_variables import Stages

@@ -16,7 +16,8 @@ from solver.bound.storage_graph import StorageGraph
 from solver.methods import find_obstacle
 from solver.methods.auto import auto
 from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
-from solver.methods.auto.recombine import _program, recombine
+from solver.methods.auto.menu_program import menu_program
+from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.evict import evict
@@ -203,7 +204,7 @@ def test_the_linear_program_of_all_menus_picks_what_it_needs(
     assert best < tried[0] < everything | best
     assert len(tried[0]) < 0.8 * len(everything | best)
     whole, picked = (
-        _program(search, menu, search.folded.n_forward, {}).program.solve(whole=False).bound
+        menu_program(search, menu, base=search.folded.n_forward).program.solve(whole=False).bound
         for menu in (everything | best, tried[0])
     )
     assert picked == pytest.approx(whole, abs=1e-6)

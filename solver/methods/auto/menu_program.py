@@ -1,0 +1,152 @@
+"""What is recomputed where, from a menu: an integer program over the whole step.
+
+A menu is a set of pairs (node, position right before which it may be recomputed). With a position
+for each place on it and for each one at which memory may run short, the program is that of several
+cuts (`solver.bound.cut`), with r[n,k] only for what is on the menu, and R[n] only at the position
+that binds. As most nodes are on the menu at one or two places, most x[u,k+1] and x[u,k] are one
+column, and all positions of the backward pass fit into a program that a MILP solver takes seconds
+for.
+
+It proves nothing about schedules that recompute elsewhere.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from solver.bound import TIME_ERROR, CutMilp, StorageGraph, round_bytes
+from solver.methods.auto.from_cuts import fold_simulation
+from solver.methods.auto.search import Search
+
+GAP = 2e-4
+"""The program is solved to within this share of the baseline's time."""
+NODES_TIMES_COLUMNS_SQUARED = 4_000_000
+"""Branch-and-bound nodes of one solve times its columns squared; at least the root. Beyond it HiGHS
+finds little: ResNet-50 at its least budget 43.39 % in 3 s, and in 14 s no better.
+"""
+MAX_MENU = 3_000
+"""Entries of a program that is built at all."""
+LEAST_VALUE = 1e-6
+"""Of a column that counts as used."""
+
+Menu = frozenset[tuple[int, int]]
+"""(node, position right before which it may be recomputed)."""
+
+
+def menu_program(
+    search: Search, menu: Menu, *, base: int, allowance_bytes: Mapping[int, int] | None = None
+) -> MenuMilp:
+    """With rounded rows of bytes. base: the position that binds. Raises OutOfTimeError."""
+    folded, budget_bytes = search.folded, search.budget_bytes
+    program = MenuMilp(
+        folded,
+        menu=menu,
+        base=base,
+        positions=_positions(folded, menu, base=base, budget_bytes=budget_bytes),
+        budget_bytes=budget_bytes,
+        allowance_bytes=allowance_bytes,
+        deadline=search.deadline,
+    )
+    round_bytes(program)
+    return program
+
+
+def _positions(folded: StorageGraph, menu: Menu, *, base: int, budget_bytes: int) -> list[int]:
+    """Where something on the menu is recomputed, and where the baseline would overflow."""
+    full = {p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes}
+    places = {q for _, p in menu for q in (p - 1, p) if q >= 0}
+    first = min(folded.n_forward, base)
+    return sorted({p for p in full | places if p >= first} | {base})
+
+
+def recomputed_by_best(search: Search) -> Menu:
+    """The menu of the best schedule alone; empty without one."""
+    if search.best is None:
+        return Menu()
+    return fold_simulation(search.folded, search.best[0]).recomputed
+
+
+class MenuMilp(CutMilp):
+    """The program of the module."""
+
+    def __init__(
+        self, folded: StorageGraph, *, menu: Menu, base: int, positions: Sequence[int], **rest: Any
+    ) -> None:
+        """base: of the positions, the one that binds. The rest is as for CutMilp."""
+        self._menu = menu
+        self._base = base
+        super().__init__(folded, positions=positions, **rest)
+
+    def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
+        folded = self.folded
+        allowed: list[set[int]] = [set() for _ in self.positions]
+        for n, p in self._menu:
+            k = self._before(p)
+            if n < self.positions[k]:
+                allowed[k].add(n)
+        read_later: set[int] = set()
+        units = []
+        for p, nodes in zip(reversed(self.positions), reversed(allowed), strict=True):
+            self._deadline.check()
+            read_later.update(u for n in nodes for u in folded.reads[n])
+            made = min(p, folded.n_forward)
+            units.append(
+                [
+                    u
+                    for u, uses in enumerate(folded.uses)
+                    if folded.maker[u] < made and uses and (uses[-1] >= p or u in read_later)
+                ]
+            )
+        yield from zip(reversed(units), allowed, strict=True)
+
+    def _add_totals(self) -> None:
+        k = self.positions.index(self._base)
+        parts: dict[int, list[int]] = {}
+        for recompute in self.recompute[k:]:
+            for n, column in recompute.items():
+                parts.setdefault(n, []).append(column)
+        self._add_total(k, parts)
+
+    def entries(self, values: npt.NDArray[np.float64]) -> Menu:
+        """Of the menu, what is recomputed where the columns have these values."""
+        return Menu(
+            (n, p)
+            for n, p in self._menu
+            if n in self.recompute[self._before(p)]
+            and values[self.recompute[self._before(p)][n]] > LEAST_VALUE
+        )
+
+    def fix(self, entries: Iterable[tuple[int, int]]) -> None:
+        """Have these of the menu recomputed."""
+        for n, p in entries:
+            column = self.recompute[self._before(p)].get(n)
+            if column is not None:
+                self.program.least[column] = 1.0
+
+    def _before(self, p: int) -> int:
+        """The index of the last position before p."""
+        return max(0, bisect_left(self.positions, p) - 1)
+
+    def solve(self, *, below: float) -> dict[int, frozenset[int]] | None:
+        """By position, the units that the best solution found holds; None: none found that loses
+        less than this, as a share of the baseline's time.
+        """
+        program = self.program
+        answer = program.solve(
+            whole=True,
+            gap=GAP,
+            node_limit=max(1, NODES_TIMES_COLUMNS_SQUARED // max(1, self.n_columns) ** 2),
+            deadline=self._deadline,
+        )
+        values = answer.values
+        if values is None or np.dot(program.cost, values) >= below - TIME_ERROR:
+            return None
+        return {
+            p: frozenset(u for u, column in keep.items() if values[column] > 0.5)
+            for p, keep in zip(self.positions, self.keep, strict=True)
+        }
