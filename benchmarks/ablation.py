@@ -46,7 +46,6 @@ VARIANTS: dict[str, Replacements] = {
     "local optimum": {(search, "drop_recomputation"): lambda _, schedule, **_options: schedule},
     "recombination": _without("recombination"),
     "last eviction": _without("last_eviction"),
-    "neighbourhoods": _without("neighbourhoods"),
 }
 """By the name of what is left out: attributes that are replaced."""
 

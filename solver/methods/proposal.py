@@ -35,6 +35,8 @@ class Method:
     op_by_op: it decides op by op what is recomputed, not block by block.
     takes_places: its schedules may copy to the places that are given; no other method is given any.
     needs_places: it is for steps with places; without any it does what `revolve` does.
+    refine: a faster schedule from one that is known, for a step without places and with one
+    micro-batch in flight; called as `solver.methods.auto.refine` is.
     prove_more: minutes of work for a sharper bound, for a step without places and with one
     micro-batch in flight; called as `solver.methods.auto.prove_more` is.
     """
@@ -46,6 +48,7 @@ class Method:
     op_by_op: bool = False
     takes_places: bool = False
     needs_places: bool = False
+    refine: Callable[..., Proposal] | None = None
     prove_more: Callable[..., Proposal] | None = None
 
     def __call__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graphs.graph import Graph
-from solver.methods.auto import prove_more
+from solver.methods.auto import prove_more, refine
 from solver.methods.auto_then_chain_methods import auto_then_chain_methods
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
@@ -39,6 +39,7 @@ METHODS: Mapping[str, Method] = {
         reaches_least_budget=True,
         op_by_op=True,
         takes_places=True,
+        refine=refine,
         prove_more=prove_more,
     ),
     "none": Method(in_flight(none)),

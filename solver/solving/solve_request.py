@@ -19,6 +19,7 @@ from solver.schedule import Request, Schedule, Solution, simulate
 from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
 from solver.solving.answers import best, excess_bytes, fastest, judged, time_s
 from solver.solving.more_proof import with_more_proven
+from solver.solving.refined import with_fastest_refined
 from solver.solving.state_choices import with_state_choices
 from solver.solving.within_reserved import planned_within_reserved, with_reserved
 
@@ -99,13 +100,13 @@ def attempt(
 
 
 def _may_prove_more(step: Graph, request: Request) -> bool:
-    places = request.places
-    return (
-        request.time_limit_s >= THOROUGH_TIME_LIMIT_S
-        and request.budget_of == "allocated"
-        and step.n_in_flight == 1
-        and (places is None or places.host is None)
-    )
+    is_long = request.time_limit_s >= THOROUGH_TIME_LIMIT_S
+    return is_long and request.budget_of == "allocated" and _is_plain(step, request)
+
+
+def _is_plain(step: Graph, request: Request) -> bool:
+    """Without copies, and with one micro-batch in flight."""
+    return step.n_in_flight == 1 and (request.places is None or request.places.host is None)
 
 
 def _attempt(
@@ -146,6 +147,10 @@ def _attempt(
                 quick=quick,
                 deadline=due,
             )
+        )
+    if not quick and method.refine is not None and _is_plain(variants.plain, request):
+        answers = with_fastest_refined(
+            answers, request, refine=method.refine, plain=variants.plain, deadline=deadline
         )
     if thorough and method.prove_more is not None:
         answers = with_more_proven(

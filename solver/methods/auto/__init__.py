@@ -5,3 +5,4 @@ from solver.methods.auto.entry import auto
 from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
 from solver.methods.auto.last_proof import prove_more
 from solver.methods.auto.local_optimum import drop_recomputation
+from solver.methods.auto.neighbourhoods import refine

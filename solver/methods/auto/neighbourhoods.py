@@ -20,10 +20,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from solver.bound import large_units_only
+from graphs.graph import Graph
+from solver.bound import StorageGraph, large_units_only
 from solver.methods.auto.menu_program import MAX_MENU, Menu, menu_program, recomputed_by_best
 from solver.methods.auto.recompute_rows import add_recompute_rows
 from solver.methods.auto.search import Search
+from solver.methods.proposal import Proposal
+from solver.schedule import Schedule
 
 MAX_ENTRIES = 500
 """Nodes times positions of a window."""
@@ -33,12 +36,30 @@ MAX_WORK = 300_000_000
 """Of all windows: the columns of each program squared, 30 to 90 seconds."""
 MAX_IN_VAIN = 4
 """Windows in a row that give nothing, after which the search ends."""
+WORTH_GAP = 0.05
+"""Of the baseline's time: a smaller gap is not worth the time."""
 WORTH_A_WINDOW = 2e-3
 """Of the baseline's time: windows that lose less are not solved."""
 
 
-def search_neighbourhoods(search: Search, *, base: int) -> None:
-    """Offer the best schedule of one window after the other; base: the position that binds."""
+def refine(
+    graph: Graph, *, budget_bytes: int, time_limit_s: float, known: Schedule, proven_s: float
+) -> Proposal:
+    """A schedule at least as fast as the one that is known for this budget.
+
+    proven_s: no schedule is faster. Nothing is tried within WORTH_GAP of it.
+    """
+    search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
+    with search:
+        search.offer(known)
+        search.prove(proven_s / (graph.baseline_time_s or 1.0) - 1.0)
+        if search.gap >= WORTH_GAP:
+            search_neighbourhoods(search)
+    return search.proposal()
+
+
+def search_neighbourhoods(search: Search) -> None:
+    """Offer the best schedule of one window after the other."""
     steps, work, in_vain, tried = _Steps(search), 0, 0, set[_Window]()
     while not search.close and work <= MAX_WORK and in_vain < MAX_IN_VAIN:
         best = recomputed_by_best(search)
@@ -50,7 +71,7 @@ def search_neighbourhoods(search: Search, *, base: int) -> None:
             return
         tried.add(window)
         before = search.best_share
-        work += _offer_best(search, window, best, base)
+        work += _offer_best(search, window, best)
         in_vain = 0 if search.best_share < before else in_vain + 1
 
 
@@ -67,8 +88,9 @@ class _Window:
     lost_share: float
 
 
-def _offer_best(search: Search, window: _Window, best: Menu, base: int) -> int:
+def _offer_best(search: Search, window: _Window, best: Menu) -> int:
     """Returns the work: the columns of the program squared."""
+    base = min(window.first, search.folded.n_nodes - 1)
     program = menu_program(search, best | window.menu, base=base)
     add_recompute_rows(program, deadline=search.deadline)
     places = sorted({p for _, p in best})

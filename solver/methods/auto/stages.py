@@ -22,10 +22,10 @@ On deep chains near their least budget **nested reversals** come first
 7. **Recombination**: whatever a schedule simulated so far recomputed, whether it fits or not, goes
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
    from it, on short menus. Then eviction once more, that looks less far ahead.
-8. **Neighbourhoods.** Where a gap of WORTH_NEIGHBOURHOODS is left, the places that lose the most
-   are solved anew, with the rest of the schedule fixed (`solver.methods.auto.neighbourhoods`).
 
-With a long time limit `solver.methods.auto.last_proof` then sharpens the bound.
+Of all variants of a step the fastest is then refined where a gap is left
+(`solver.methods.auto.neighbourhoods`), and with a long time limit `solver.methods.auto.last_proof`
+sharpens the bound.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.
 
@@ -56,7 +56,6 @@ from solver.bound import (
     windows_share,
 )
 from solver.methods.auto.anchored_cut import offer_anchored
-from solver.methods.auto.neighbourhoods import search_neighbourhoods
 from solver.methods.auto.nested_reversals import nested_reversals
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
@@ -85,8 +84,6 @@ WIDE_GAP = 0.1
 """Of the baseline's time. At larger budgets windows prove less than several cuts, which are whole:
 U-Net at 10 % 25.4 % in place of 26.5.
 """
-WORTH_NEIGHBOURHOODS = 0.05
-"""Of the baseline's time."""
 MAX_LAST_WORK = 15_000_000
 """Of those with restarts, where nothing has been found: about five seconds."""
 OTHERS = (revolve, dp)
@@ -215,12 +212,6 @@ def recombination(search: Search) -> None:
     recombine(search, base=base)
 
 
-def neighbourhoods(search: Search) -> None:
-    """While a schedule is known to be far from the bound."""
-    if search.binding.ranked and WORTH_NEIGHBOURHOODS <= search.gap < math.inf:
-        search_neighbourhoods(search, base=search.binding.ranked[0][0])
-
-
 def last_eviction(search: Search) -> None:
     """Without a guide. Where that is better than all before, recombination begins from it."""
     before, search.guide = search.best_share, {}
@@ -272,7 +263,6 @@ STAGES: tuple[Callable[[Search], None], ...] = (
     several_cuts,
     recombination,
     last_eviction,
-    neighbourhoods,
 )
 """Until the gap is OPTIMAL_GAP."""
 QUICK_STAGES: tuple[Callable[[Search], None], ...] = (

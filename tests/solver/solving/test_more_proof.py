@@ -38,7 +38,9 @@ def with_proofs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
             asked.append((names[graph.graph_id], options))
             return of_graph[names[graph.graph_id]][1]
 
-        method = dataclasses.replace(METHODS["auto"], propose=propose, prove_more=prove_more)
+        method = dataclasses.replace(
+            METHODS["auto"], propose=propose, refine=None, prove_more=prove_more
+        )
         module = "solver.solving.solve_request.METHODS"
         monkeypatch.setattr(module, {**METHODS, "auto": method})
         monkeypatch.setattr("solver.solving.solve_request._quick_bound_s", lambda *_: 0.0)

@@ -12,7 +12,7 @@ from solver.bound.storage_graph import StorageGraph
 from solver.methods.auto import neighbourhoods
 from solver.methods.auto.from_cuts import fold_simulation
 from solver.methods.auto.menu_program import Menu, menu_program, recomputed_by_best
-from solver.methods.auto.neighbourhoods import search_neighbourhoods
+from solver.methods.auto.neighbourhoods import refine, search_neighbourhoods
 from solver.methods.auto.recompute_rows import add_recompute_rows
 from solver.methods.auto.search import Search
 from solver.methods.least_budget import least_schedule
@@ -56,9 +56,9 @@ def searched(graph: Graph) -> tuple[Search, int]:
 def test_plans_get_better_and_fit() -> None:
     left = []
     for graph in NETS.values():
-        search, base = searched(graph)
+        search, _ = searched(graph)
         before, gap_before = search.best_share, search.gap
-        search_neighbourhoods(search, base=base)
+        search_neighbourhoods(search)
         assert search.lost_share - 1e-6 <= search.best_share <= before
         assert search.best is not None
         assert simulate(graph, search.best[0]).peak_bytes <= search.budget_bytes
@@ -115,14 +115,14 @@ def test_far_from_the_window_the_schedule_stays_as_it_is(monkeypatch: pytest.Mon
     monkeypatch.setattr(neighbourhoods, "MAX_IN_VAIN", 1)
     monkeypatch.setattr(neighbourhoods, "MAX_ENTRIES", 30)
     monkeypatch.setattr(Search, "offer_improved", lambda *_: None)
-    search, base = searched(NETS["residual"])
+    search, _ = searched(NETS["residual"])
     before = recomputed_by_best(search)
     window = max(
         neighbourhoods._Steps(search).windows(before),
         key=lambda each: (each.lost_share, -each.first),
     )
     near = sorted({p for _, p in before if p > window.last})[: neighbourhoods.N_NEAR]
-    neighbourhoods._offer_best(search, window, before, base)
+    neighbourhoods._offer_best(search, window, before)
     assert search.best is not None
     after = fold_simulation(search.folded, search.best[0]).recomputed
     far = max([*near, window.last])
@@ -132,5 +132,35 @@ def test_far_from_the_window_the_schedule_stays_as_it_is(monkeypatch: pytest.Mon
 def test_long_schedules_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbourhoods, "MAX_MENU", neighbourhoods.MAX_ENTRIES)
     monkeypatch.setattr(neighbourhoods, "_offer_best", lambda *_: pytest.fail("solved"))
-    search, base = searched(NETS["residual"])
-    search_neighbourhoods(search, base=base)
+    search, _ = searched(NETS["residual"])
+    search_neighbourhoods(search)
+
+
+def test_refining_ends_at_once_where_the_gap_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbourhoods, "search_neighbourhoods", lambda _: pytest.fail("searched"))
+    search, _ = searched(NETS["residual"])
+    assert search.best is not None
+    schedule, simulation = search.best
+    proposal = refine(
+        search.graph,
+        budget_bytes=search.budget_bytes,
+        time_limit_s=math.inf,
+        known=schedule,
+        proven_s=simulation.time_s - 0.04 * search.graph.baseline_time_s,
+    )
+    assert proposal.schedule is schedule
+    assert not proposal.timed_out
+
+
+def test_no_time_leaves_what_is_known() -> None:
+    search, _ = searched(NETS["residual"])
+    assert search.best is not None
+    proposal = refine(
+        search.graph,
+        budget_bytes=search.budget_bytes,
+        time_limit_s=0.0,
+        known=search.best[0],
+        proven_s=0.0,
+    )
+    assert proposal.schedule is search.best[0]
+    assert proposal.timed_out

@@ -1,0 +1,91 @@
+"""Refining: for whom, which variant, and what becomes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from graphs.graph import Graph
+from graphs.rewrites import Variants
+from solver.methods import METHODS, Proposal
+from solver.schedule import Link, Place, Places, Request, Schedule, baseline, simulate
+from solver.solving import attempt
+from tests.support.nets import chain
+
+FIRST, SECOND = chain(n_blocks=5), chain(n_blocks=5, size_bytes=500)
+IN_FLIGHT = dataclasses.replace(FIRST, n_in_flight=2)
+BUDGET_BYTES = simulate(FIRST, baseline(FIRST)).peak_bytes
+PLAIN_S = FIRST.baseline_time_s
+
+Asked = list[tuple[Graph, dict[str, Any]]]
+
+
+def slow(graph: Graph, share: float = 0.8) -> Schedule:
+    budget_bytes = int(share * simulate(graph, baseline(graph)).peak_bytes)
+    found = METHODS["revolve"](graph, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0)
+    assert found.schedule is not None
+    return found.schedule
+
+
+@pytest.fixture
+def refined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
+    """`auto` finds slow schedules, and refines to the proposal that is given here."""
+
+    def given(proposal: Proposal, found: dict[str, Schedule] | None = None) -> Asked:
+        asked: Asked = []
+
+        def propose(graph: Graph, **_: Any) -> Proposal:
+            return Proposal((found or {}).get(graph.graph_id, slow(FIRST)), PLAIN_S)
+
+        def refine(graph: Graph, **options: Any) -> Proposal:
+            asked.append((graph, options))
+            return proposal
+
+        method = dataclasses.replace(METHODS["auto"], propose=propose, refine=refine)
+        monkeypatch.setattr("solver.solving.solve_request.METHODS", {**METHODS, "auto": method})
+        monkeypatch.setattr("solver.solving.solve_request._quick_bound_s", lambda *_: 0.0)
+        return asked
+
+    return given
+
+
+def request(**options: Any) -> Request:
+    return Request(**{"budget_bytes": BUDGET_BYTES, "time_limit_s": 60.0} | options)
+
+
+def test_steps_on_the_device_alone_are_refined(refined: Callable[..., Asked]) -> None:
+    asked = refined(Proposal(None))
+    attempt(FIRST, request(places=Places(Place(10**9, Link(1e9, 1e9)))))
+    attempt(FIRST, request(method="revolve"))
+    attempt(IN_FLIGHT, request(budget_bytes=10**6))
+    attempt(FIRST, request(), quick=True)
+    assert not asked
+    attempt(FIRST, request())
+    assert len(asked) == 1
+
+
+def test_what_is_faster_is_the_plan(refined: Callable[..., Asked]) -> None:
+    asked = refined(Proposal(baseline(FIRST), PLAIN_S, timed_out=True))
+    solution = attempt(FIRST, request())
+    assert solution.schedule == baseline(FIRST)
+    assert solution.timed_out
+    assert asked[0][1]["known"] == slow(FIRST)
+    assert asked[0][1]["proven_s"] == PLAIN_S
+
+
+def test_what_is_slower_or_missing_changes_nothing(refined: Callable[..., Asked]) -> None:
+    for proposal in (Proposal(None), Proposal(slow(FIRST, 0.6))):
+        refined(proposal)
+        solution = attempt(FIRST, request())
+        assert solution.schedule == slow(FIRST)
+        assert solution.lower_bound_s == PLAIN_S
+
+
+def test_only_the_fastest_variant_is_refined(refined: Callable[..., Asked]) -> None:
+    found = {FIRST.graph_id: slow(FIRST, 0.6), SECOND.graph_id: slow(SECOND)}
+    asked = refined(Proposal(None), found)
+    attempt(Variants(FIRST, (FIRST, SECOND)), request())
+    assert [graph.graph_id for graph, _ in asked] == [SECOND.graph_id]
