@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphs.graph import Graph
-from solver.bound import StorageGraph, large_units_only
+from solver.bound import StorageGraph, binding_cut, large_units_only
 from solver.methods.auto.menu_program import MAX_MENU, Menu, menu_program, recomputed_by_best
 from solver.methods.auto.recompute_rows import add_recompute_rows
 from solver.methods.auto.search import Search
@@ -54,12 +54,16 @@ def refine(
         search.offer(known)
         search.prove(proven_s / (graph.baseline_time_s or 1.0) - 1.0)
         if search.gap >= WORTH_GAP:
-            search_neighbourhoods(search)
+            binding = binding_cut(
+                search.folded, budget_bytes=budget_bytes, deadline=search.deadline
+            )
+            if binding.ranked:
+                search_neighbourhoods(search, base=binding.ranked[0][0])
     return search.proposal()
 
 
-def search_neighbourhoods(search: Search) -> None:
-    """Offer the best schedule of one window after the other."""
+def search_neighbourhoods(search: Search, *, base: int) -> None:
+    """Offer the best schedule of one window after the other; base: the position that binds."""
     steps, work, in_vain, tried = _Steps(search), 0, 0, set[_Window]()
     while not search.close and work <= MAX_WORK and in_vain < MAX_IN_VAIN:
         best = recomputed_by_best(search)
@@ -71,7 +75,7 @@ def search_neighbourhoods(search: Search) -> None:
             return
         tried.add(window)
         before = search.best_share
-        work += _offer_best(search, window, best)
+        work += _offer_best(search, window, best, base)
         in_vain = 0 if search.best_share < before else in_vain + 1
 
 
@@ -88,9 +92,8 @@ class _Window:
     lost_share: float
 
 
-def _offer_best(search: Search, window: _Window, best: Menu) -> int:
+def _offer_best(search: Search, window: _Window, best: Menu, base: int) -> int:
     """Returns the work: the columns of the program squared."""
-    base = min(window.first, search.folded.n_nodes - 1)
     program = menu_program(search, best | window.menu, base=base)
     add_recompute_rows(program, deadline=search.deadline)
     places = sorted({p for _, p in best})

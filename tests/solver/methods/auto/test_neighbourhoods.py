@@ -56,9 +56,9 @@ def searched(graph: Graph) -> tuple[Search, int]:
 def test_plans_get_better_and_fit() -> None:
     left = []
     for graph in NETS.values():
-        search, _ = searched(graph)
+        search, base = searched(graph)
         before, gap_before = search.best_share, search.gap
-        search_neighbourhoods(search)
+        search_neighbourhoods(search, base=base)
         assert search.lost_share - 1e-6 <= search.best_share <= before
         assert search.best is not None
         assert simulate(graph, search.best[0]).peak_bytes <= search.budget_bytes
@@ -115,14 +115,14 @@ def test_far_from_the_window_the_schedule_stays_as_it_is(monkeypatch: pytest.Mon
     monkeypatch.setattr(neighbourhoods, "MAX_IN_VAIN", 1)
     monkeypatch.setattr(neighbourhoods, "MAX_ENTRIES", 30)
     monkeypatch.setattr(Search, "offer_improved", lambda *_: None)
-    search, _ = searched(NETS["residual"])
+    search, base = searched(NETS["residual"])
     before = recomputed_by_best(search)
     window = max(
         neighbourhoods._Steps(search).windows(before),
         key=lambda each: (each.lost_share, -each.first),
     )
     near = sorted({p for _, p in before if p > window.last})[: neighbourhoods.N_NEAR]
-    neighbourhoods._offer_best(search, window, before)
+    neighbourhoods._offer_best(search, window, before, base)
     assert search.best is not None
     after = fold_simulation(search.folded, search.best[0]).recomputed
     far = max([*near, window.last])
@@ -132,12 +132,14 @@ def test_far_from_the_window_the_schedule_stays_as_it_is(monkeypatch: pytest.Mon
 def test_long_schedules_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbourhoods, "MAX_MENU", neighbourhoods.MAX_ENTRIES)
     monkeypatch.setattr(neighbourhoods, "_offer_best", lambda *_: pytest.fail("solved"))
-    search, _ = searched(NETS["residual"])
-    search_neighbourhoods(search)
+    search, base = searched(NETS["residual"])
+    search_neighbourhoods(search, base=base)
 
 
 def test_refining_ends_at_once_where_the_gap_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbourhoods, "search_neighbourhoods", lambda _: pytest.fail("searched"))
+    monkeypatch.setattr(
+        neighbourhoods, "search_neighbourhoods", lambda *_, **__: pytest.fail("searched")
+    )
     search, _ = searched(NETS["residual"])
     assert search.best is not None
     schedule, simulation = search.best
