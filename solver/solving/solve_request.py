@@ -19,7 +19,7 @@ from solver.schedule import Request, Schedule, Solution, simulate
 from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
 from solver.solving.answers import best, excess_bytes, fastest, judged, time_s
 from solver.solving.more_proof import with_more_proven
-from solver.solving.refined import with_fastest_refined
+from solver.solving.refined import with_plans_refined
 from solver.solving.state_choices import with_state_choices
 from solver.solving.within_reserved import planned_within_reserved, with_reserved
 
@@ -149,7 +149,7 @@ def _attempt(
             )
         )
     if not quick and method.refine is not None and _is_plain(variants.plain, request):
-        answers = with_fastest_refined(
+        answers = with_plans_refined(
             answers, request, refine=method.refine, plain=variants.plain, deadline=deadline
         )
     if thorough and method.prove_more is not None:

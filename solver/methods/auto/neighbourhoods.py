@@ -16,8 +16,9 @@ Steps with thousands of recomputed nodes are left alone: their programs are too 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphs.graph import Graph
@@ -32,8 +33,8 @@ MAX_ENTRIES = 500
 """Nodes times positions of a window."""
 N_NEAR = 2
 """Places before and after the window at which what is recomputed may be left out."""
-MAX_WORK = 300_000_000
-"""Of all windows: the columns of each program squared, 30 to 90 seconds."""
+MAX_WORK = 1_000_000_000
+"""Of all windows: the columns of each program squared, one to two minutes."""
 MAX_IN_VAIN = 4
 """Windows in a row that give nothing, after which the search ends."""
 WORTH_GAP = 0.05
@@ -43,17 +44,23 @@ WORTH_A_WINDOW = 2e-3
 
 
 def refine(
-    graph: Graph, *, budget_bytes: int, time_limit_s: float, known: Schedule, proven_s: float
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float,
+    starts: Sequence[Schedule],
+    proven_s: float,
 ) -> Proposal:
-    """A schedule at least as fast as the one that is known for this budget.
+    """A schedule at least as fast as those of `starts` that are legal and within the budget.
 
     proven_s: no schedule is faster. Nothing is tried within WORTH_GAP of it.
     """
     search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     with search:
-        search.offer(known)
+        for schedule in starts:
+            search.offer(schedule)
         search.prove(proven_s / (graph.baseline_time_s or 1.0) - 1.0)
-        if search.gap >= WORTH_GAP:
+        if WORTH_GAP <= search.gap < math.inf:
             binding = binding_cut(
                 search.folded, budget_bytes=budget_bytes, deadline=search.deadline
             )

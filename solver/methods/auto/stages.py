@@ -23,9 +23,8 @@ On deep chains near their least budget **nested reversals** come first
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
    from it, on short menus. Then eviction once more, that looks less far ahead.
 
-Of all variants of a step the fastest is then refined where a gap is left
-(`solver.methods.auto.neighbourhoods`), and with a long time limit `solver.methods.auto.last_proof`
-sharpens the bound.
+Once all variants of a step are planned, `solver.methods.auto.neighbourhoods` refines the plans
+where a gap is left, and with a long time limit `solver.methods.auto.last_proof` sharpens the bound.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.
 
