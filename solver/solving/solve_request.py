@@ -101,10 +101,10 @@ def attempt(
 
 def _may_prove_more(step: Graph, request: Request) -> bool:
     is_long = request.time_limit_s >= THOROUGH_TIME_LIMIT_S
-    return is_long and request.budget_of == "allocated" and _is_plain(step, request)
+    return is_long and request.budget_of == "allocated" and _is_one_pass_on_device(step, request)
 
 
-def _is_plain(step: Graph, request: Request) -> bool:
+def _is_one_pass_on_device(step: Graph, request: Request) -> bool:
     """Without copies, and with one micro-batch in flight."""
     return step.n_in_flight == 1 and (request.places is None or request.places.host is None)
 
@@ -148,7 +148,7 @@ def _attempt(
                 deadline=due,
             )
         )
-    if not quick and method.refine is not None and _is_plain(variants.plain, request):
+    if not quick and method.refine is not None and _is_one_pass_on_device(variants.plain, request):
         answers = with_plans_refined(
             answers, request, refine=method.refine, plain=variants.plain, deadline=deadline
         )

@@ -6,8 +6,8 @@ a place, and recombination only joins ways that were found. Here a window of pos
 anew: all nodes that matter there may be recomputed before each of its positions, what the best
 schedule recomputes near it is free too, and the rest of what that recomputes stays fixed. The
 program is that of `solver.methods.auto.menu_program` with the rows of
-`solver.methods.auto.recompute_rows`, so what it finds fits. Windows begin where the best schedule
-recomputes; the one that loses the most is next, until some in a row give nothing.
+`solver.methods.auto.recompute_rows`, so what it finds mostly fits. Windows begin where the best
+schedule recomputes; the one that loses the most is next, until some in a row give nothing.
 
 In the manner of Shaw 1998, "Using constraint programming and local search methods to solve vehicle
 routing problems". Optimal for the window where the program is solved to its end; proves nothing.
