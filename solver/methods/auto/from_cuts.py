@@ -10,7 +10,7 @@ its trace back onto the positions, so that the next cuts know where it overflows
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from solver.bound import StorageGraph
@@ -35,24 +35,48 @@ def schedule_from_cuts(
     """
     graph = folded.graph
     available = {tensor.name for tensor in graph.resident}
+    order = replay(folded, kept, range(folded.n_nodes), available, deadline=deadline)
+    order.extend(missing_computes(graph, graph.outputs, available))
+    return free_after_last_use(graph, without_dead_computes(graph, order))
+
+
+def replay(
+    folded: StorageGraph,
+    kept: Mapping[int, Collection[int]],
+    positions: range,
+    available: set[str],
+    *,
+    deadline: Deadline = NEVER,
+) -> list[str]:
+    """What runs from the first of these positions to the last, each node's recomputation before it.
+
+    available: tensors that are there when it begins; updated. Raises OutOfTimeError.
+    """
+    graph = folded.graph
     order: list[str] = []
-    for p, node in enumerate(graph.nodes):
+    for p in positions:
         deadline.check()
+        node = graph.nodes[p]
         if p in kept:
             # What the next position holds was made before it: its inputs may be gone afterwards.
             held = [folded.unit_names[u] for u in sorted(kept[p])]
             order.extend(missing_computes(graph, held, available))
-            for u, maker in enumerate(folded.maker):
-                if maker >= min(p, folded.n_forward):
-                    break
-                if u not in kept[p] and not folded.is_pinned(u, p) and folded.recomputable[maker]:
-                    storage = folded.unit_names[u]
-                    available.difference_update((storage, *graph.views.get(storage, ())))
+            available.difference_update(names_let_go(folded, kept[p], p))
         order.extend(missing_computes(graph, folded.needed_names(p), available))
         order.append(node.name)
         available.update(node.outputs)
-    order.extend(missing_computes(graph, graph.outputs, available))
-    return free_after_last_use(graph, without_dead_computes(graph, order))
+    return order
+
+
+def names_let_go(folded: StorageGraph, kept: Collection[int], p: int) -> Iterator[str]:
+    """Tensors that the device need not hold at position p, if it holds these forward units."""
+    for u, maker in enumerate(folded.maker):
+        if maker >= min(p, folded.n_forward):
+            return
+        if u not in kept and not folded.is_pinned(u, p) and folded.recomputable[maker]:
+            storage = folded.unit_names[u]
+            yield storage
+            yield from folded.graph.views.get(storage, ())
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,11 @@ Cost: linear in the order for each pass, and a few passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from solver.bound import StorageGraph
+from solver.methods.auto.runs import Runs, live_bytes
 from solver.schedule import (
-    Compute,
     IllegalScheduleError,
     Schedule,
     free_after_last_use,
@@ -57,9 +55,8 @@ def _one_pass(
     except IllegalScheduleError:
         return None
     order = schedule.order
-    runs_bytes = zip(schedule.ops, simulation.live_bytes, strict=True)
-    live = np.array([held for op, held in runs_bytes if isinstance(op, Compute)], dtype=np.int64)
-    runs = _Runs(folded, order)
+    live = live_bytes(schedule, simulation)
+    runs = Runs(folded, order)
     gone: set[int] = set()
     for i in sorted(runs.repeats, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
         if deadline.passed:
@@ -85,55 +82,3 @@ def _one_pass(
     except IllegalScheduleError:
         return None
     return shorter if fits else None
-
-
-class _Runs:
-    """The runs of an order as lives of units: from a making to the last read before the next.
-
-    nodes: by position, what runs.
-    made: by unit, positions of its makings.
-    last: by unit and making, the last read (or the making itself).
-    repeats: positions of runs that are not a node's first.
-    """
-
-    def __init__(self, folded: StorageGraph, order: Sequence[str]) -> None:
-        self.folded = folded
-        self.nodes = [folded.position[name] for name in order]
-        self.made: list[list[int]] = [[] for _ in range(folded.n_units)]
-        self.last: list[list[int]] = [[] for _ in range(folded.n_units)]
-        self.repeats: list[int] = []
-        ran: set[int] = set()
-        for i, n in enumerate(self.nodes):
-            for u in folded.reads[n]:
-                if self.last[u]:
-                    self.last[u][-1] = i
-            for u in folded.makes[n]:
-                self.made[u].append(i)
-                self.last[u].append(i)
-            if n in ran:
-                self.repeats.append(i)
-            ran.add(n)
-        for u, uses in enumerate(folded.uses):
-            if uses and uses[-1] == folded.n_nodes:
-                self.last[u][-1] = len(order)
-
-    def held_instead(self, i: int) -> list[tuple[int, int]] | None:
-        """(unit, first position after its last use) for what the run at i makes and something
-        reads; None if it makes nothing of its own (a view).
-        """
-        held = []
-        for u in self.folded.makes[self.nodes[i]]:
-            k = self.made[u].index(i)
-            if k == 0:
-                return None
-            if self.last[u][k] > i:
-                held.append((u, self.last[u][k - 1] + 1))
-        return held if self.folded.makes[self.nodes[i]] else None
-
-    def take_out(self, i: int) -> None:
-        """The life before i lasts as long as the one that i began, if anything read that."""
-        for u in self.folded.makes[self.nodes[i]]:
-            k, last = self.made[u].index(i), self.last[u]
-            if last[k] > i:
-                last[k - 1] = last[k]
-            del self.made[u][k], last[k]

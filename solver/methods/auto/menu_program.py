@@ -22,6 +22,7 @@ import numpy.typing as npt
 from solver.bound import TIME_ERROR, CutMilp, StorageGraph, round_bytes
 from solver.methods.auto.from_cuts import fold_simulation
 from solver.methods.auto.search import Search
+from solver.sizes_deadlines_progress import Deadline
 
 GAP = 2e-4
 """The program is solved to within this share of the baseline's time."""
@@ -121,32 +122,28 @@ class MenuMilp(CutMilp):
             and values[self.recompute[self._before(p)][n]] > LEAST_VALUE
         )
 
-    def fix(self, entries: Iterable[tuple[int, int]]) -> None:
-        """Have these of the menu recomputed."""
-        for n, p in entries:
-            column = self.recompute[self._before(p)].get(n)
-            if column is not None:
-                self.program.least[column] = 1.0
-
     def _before(self, p: int) -> int:
         """The index of the last position before p."""
         return max(0, bisect_left(self.positions, p) - 1)
 
-    def solve(self, *, below: float) -> dict[int, frozenset[int]] | None:
-        """By position, the units that the best solution found holds; None: none found that loses
-        less than this, as a share of the baseline's time.
-        """
-        program = self.program
-        answer = program.solve(
-            whole=True,
-            gap=GAP,
-            node_limit=max(1, NODES_TIMES_COLUMNS_SQUARED // max(1, self.n_columns) ** 2),
-            deadline=self._deadline,
-        )
-        values = answer.values
-        if values is None or np.dot(program.cost, values) >= below - TIME_ERROR:
-            return None
-        return {
-            p: frozenset(u for u, column in keep.items() if values[column] > 0.5)
-            for p, keep in zip(self.positions, self.keep, strict=True)
-        }
+
+def kept_by_best(
+    cuts: CutMilp, *, below: float, deadline: Deadline
+) -> dict[int, frozenset[int]] | None:
+    """By position, the units that the best solution found holds; None: none found that loses less
+    than this, as a share of the baseline's time.
+    """
+    program = cuts.program
+    answer = program.solve(
+        whole=True,
+        gap=GAP,
+        node_limit=max(1, NODES_TIMES_COLUMNS_SQUARED // max(1, cuts.n_columns) ** 2),
+        deadline=deadline,
+    )
+    values = answer.values
+    if values is None or np.dot(program.cost, values) >= below - TIME_ERROR:
+        return None
+    return {
+        p: frozenset(u for u, column in keep.items() if values[column] > 0.5)
+        for p, keep in zip(cuts.positions, cuts.keep, strict=True)
+    }

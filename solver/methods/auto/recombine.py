@@ -30,6 +30,7 @@ from solver.methods.auto.menu_program import (
     GAP,
     MAX_MENU,
     Menu,
+    kept_by_best,
     menu_program,
     recomputed_by_best,
 )
@@ -129,7 +130,7 @@ def _offer_best(search: Search, menu: Menu, base: int) -> int:
         if search.done:
             break
         work += program.n_columns**2
-        guide = program.solve(below=search.best_share)
+        guide = kept_by_best(program, below=search.best_share, deadline=search.deadline)
         if guide is None:
             break
         found = search.offer_cuts(guide)

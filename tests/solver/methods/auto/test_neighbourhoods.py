@@ -1,19 +1,20 @@
-"""Large neighbourhood search: what it frees, what its rows count; plans only get better."""
+"""Large neighbourhood search: which stretches it frees, in which order; plans only get better."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 
 from graphs.graph import Graph
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
 from solver.bound.storage_graph import StorageGraph
+from solver.bound.windows import large_units_only
 from solver.methods.auto import neighbourhoods
 from solver.methods.auto.from_cuts import fold_simulation
-from solver.methods.auto.menu_program import Menu, menu_program, recomputed_by_best
-from solver.methods.auto.neighbourhoods import refine, search_neighbourhoods
-from solver.methods.auto.recompute_rows import add_recompute_rows
+from solver.methods.auto.neighbourhoods import ENTRIES, N_NEAR, refine, search_neighbourhoods
 from solver.methods.auto.search import Search
 from solver.methods.least_budget import least_schedule
 from solver.schedule.recompute import baseline
@@ -29,14 +30,8 @@ NETS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbourhoods, "MAX_ENTRIES", 100)
-    monkeypatch.setattr(neighbourhoods, "MAX_IN_VAIN", 2)
-
-
-def searched(graph: Graph) -> tuple[Search, int]:
-    """A search near the least budget whose best schedule reaches it, and the position that binds.
+def searched(graph: Graph) -> Search:
+    """A search near the least budget whose best schedule reaches it.
 
     Such a schedule wastes time: it goes for few bytes alone.
     """
@@ -46,101 +41,104 @@ def searched(graph: Graph) -> tuple[Search, int]:
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = reached_bytes + (peak_bytes - reached_bytes) // 10
     search = Search(folded, budget_bytes=budget_bytes, time_limit_s=math.inf)
-    binding = binding_cut(folded, budget_bytes=budget_bytes)
-    search.prove(binding.lost_share)
+    search.prove(binding_cut(folded, budget_bytes=budget_bytes).lost_share)
     assert search.offer(schedule) is not None
-    return search, binding.ranked[0][0]
+    return search
+
+
+def plan_of(search: Search) -> neighbourhoods._Plan:
+    assert search.best is not None
+    large = large_units_only(search.folded, search.budget_bytes)
+    return neighbourhoods._Plan(search.folded, large, *search.best)
 
 
 @pytest.mark.slow
 def test_plans_get_better_and_fit() -> None:
     left = []
     for graph in NETS.values():
-        search, base = searched(graph)
+        search = searched(graph)
         before, gap_before = search.best_share, search.gap
-        search_neighbourhoods(search, base=base)
+        search_neighbourhoods(search)
         assert search.lost_share - 1e-6 <= search.best_share <= before
         assert search.best is not None
         assert simulate(graph, search.best[0]).peak_bytes <= search.budget_bytes
         left.append(search.gap / gap_before)
-    assert min(left) < 0.5
-    assert max(left) < 1.0
-
-
-@pytest.mark.slow(keep=3)
-@pytest.mark.parametrize("name", NETS)
-def test_with_its_rows_what_the_program_finds_fits_at_once(name: str) -> None:
-    """Everything that the best schedule recomputes may be recomputed at each of its places."""
-    search, base = searched(NETS[name])
-    best = recomputed_by_best(search)
-    menu = Menu((n, p) for n in {n for n, _ in best} for _, p in best)
-    program = menu_program(search, menu, base=base)
-    add_recompute_rows(program)
-    kept = program.solve(below=math.inf)
-    assert kept is not None
-    found = search.offer_cuts(kept)
-    assert found is not None
-    assert found.simulation.peak_bytes <= search.budget_bytes
-
-
-@pytest.mark.slow
-def test_without_its_rows_it_overflows_somewhere() -> None:
-    over = 0
-    for graph in NETS.values():
-        search, base = searched(graph)
-        best = recomputed_by_best(search)
-        menu = Menu((n, p) for n in {n for n, _ in best} for _, p in best)
-        kept = menu_program(search, menu, base=base).solve(below=math.inf)
-        assert kept is not None
-        found = search.offer_cuts(kept)
-        over += found is not None and found.simulation.peak_bytes > search.budget_bytes
-    assert over
+    assert min(left) < 0.2
+    assert max(left) < 0.9
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_windows_begin_where_something_is_recomputed(name: str) -> None:
-    search, _ = searched(NETS[name])
-    folded, best = search.folded, recomputed_by_best(search)
-    windows = [*neighbourhoods._Steps(search).windows(best)]
-    assert [each.first for each in windows] == sorted({p for _, p in best})
-    for each in windows:
-        positions = {p for _, p in each.menu}
-        assert len(each.menu) <= neighbourhoods.MAX_ENTRIES or len(positions) == 1
-        assert all(each.first <= p <= each.last for p in positions)
-        assert all(folded.recomputable[n] for n, _ in each.menu)
-        assert each.recomputed == {(n, p) for n, p in best if each.first <= p <= each.last}
-
-
-def test_far_from_the_window_the_schedule_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbourhoods, "MAX_IN_VAIN", 1)
-    monkeypatch.setattr(neighbourhoods, "MAX_ENTRIES", 30)
-    monkeypatch.setattr(Search, "offer_improved", lambda *_: None)
-    search, base = searched(NETS["residual"])
-    before = recomputed_by_best(search)
-    window = max(
-        neighbourhoods._Steps(search).windows(before),
-        key=lambda each: (each.lost_share, -each.first),
-    )
-    near = sorted({p for _, p in before if p > window.last})[: neighbourhoods.N_NEAR]
-    neighbourhoods._offer_best(search, window, before, base)
+def test_middles_begin_where_something_is_recomputed(name: str) -> None:
+    search = searched(NETS[name])
+    plan = plan_of(search)
     assert search.best is not None
-    after = fold_simulation(search.folded, search.best[0]).recomputed
-    far = max([*near, window.last])
-    assert {e for e in before if e[1] > far} >= {e for e in after if e[1] > far}
+    recomputed = fold_simulation(search.folded, search.best[0]).recomputed
+    assert plan.places == sorted({p for _, p in recomputed if p < search.folded.n_nodes})
+    for size, most in enumerate(ENTRIES):
+        for place in plan.places:
+            middle = plan._middle(place, size)
+            assert middle.first == middle.places[0] == place
+            assert set(plan.places) & {*range(place, middle.last + 1)} <= {*middle.places}
+            assert len(middle.places) * len(middle.nodes) <= most or len(middle.places) == 1
+            assert {n for n, p in recomputed if place <= p <= middle.last} <= {*middle.nodes}
 
 
-def test_long_schedules_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbourhoods, "MAX_MENU", neighbourhoods.MAX_ENTRIES)
-    monkeypatch.setattr(neighbourhoods, "_offer_best", lambda *_: pytest.fail("solved"))
-    search, base = searched(NETS["residual"])
-    search_neighbourhoods(search, base=base)
+@pytest.mark.parametrize("name", NETS)
+def test_around_a_middle_only_what_is_recomputed_there_is_free(name: str) -> None:
+    search = searched(NETS[name])
+    plan = plan_of(search)
+    assert search.best is not None
+    recomputed: dict[int, set[int]] = defaultdict(set)
+    for n, p in fold_simulation(search.folded, search.best[0]).recomputed:
+        recomputed[p].add(n)
+    for size, n_near in enumerate(N_NEAR):
+        middle = plan._middle(plan.places[len(plan.places) // 2], size)
+        stretch = plan.around(middle)
+        before = [p for p in stretch.menu if p < middle.first]
+        after = [p for p in stretch.menu if p > middle.last]
+        assert len(before) <= n_near
+        assert len(after) <= n_near
+        assert {*range(stretch.first, middle.first)} & {*plan.places} == {*before}
+        assert {*range(middle.last + 1, stretch.last + 1)} & {*plan.places} == {*after}
+        for p, nodes in stretch.menu.items():
+            assert {*nodes} == ({*middle.nodes} if p in middle.places else recomputed[p])
+
+
+def test_places_where_nothing_is_found_get_larger_and_larger_stretches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+    monkeypatch.setattr(
+        neighbourhoods, "_offer_planned_anew", lambda _, plan, middle: tried.append(middle) or 0
+    )
+    search = searched(NETS["residual"])
+    search_neighbourhoods(search)
+    assert len({(each.first, each.size) for each in tried}) == len(tried)
+    assert {each.size for each in tried} == {*range(len(ENTRIES))}
+    plan = plan_of(search)
+    losses = [plan.lost_share(each.first, each.last) for each in tried if each.size == 0]
+    assert losses == sorted(losses, reverse=True)
+    for place in plan.places:
+        covering = [each for each in tried if each.first <= place <= (each.first + each.last) // 2]
+        size = max((each.size + 1 for each in covering), default=0)
+        if size < len(ENTRIES):
+            lost_share = plan.lost_share(place, plan._middle(place, size).last)
+            assert lost_share < neighbourhoods.WORTH_A_STRETCH
+
+
+def test_the_search_ends_after_work_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("MAX_IN_VAIN", "MAX_WORK"):
+        tried: Iterator[None] = iter([None] * 3)
+        with monkeypatch.context() as patched:
+            patched.setattr(neighbourhoods, limit, 20)
+            patched.setattr(neighbourhoods, "_offer_planned_anew", lambda *_, t=tried: next(t) or 7)
+            search_neighbourhoods(searched(NETS["residual"]))
+        assert not [*tried]
 
 
 def test_refining_ends_at_once_where_the_gap_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        neighbourhoods, "search_neighbourhoods", lambda *_, **__: pytest.fail("searched")
-    )
-    search, _ = searched(NETS["residual"])
+    monkeypatch.setattr(neighbourhoods, "search_neighbourhoods", lambda *_: pytest.fail("searched"))
+    search = searched(NETS["residual"])
     assert search.best is not None
     schedule, simulation = search.best
     proposal = refine(
@@ -155,7 +153,7 @@ def test_refining_ends_at_once_where_the_gap_is_small(monkeypatch: pytest.Monkey
 
 
 def test_no_time_leaves_what_is_known() -> None:
-    search, _ = searched(NETS["residual"])
+    search = searched(NETS["residual"])
     assert search.best is not None
     proposal = refine(
         search.graph,

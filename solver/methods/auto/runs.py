@@ -1,0 +1,78 @@
+"""The runs of an order as lives of units: from a making to the last read before the next."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from solver.bound import StorageGraph
+from solver.schedule import Compute, Schedule, Simulation
+
+
+def live_bytes(schedule: Schedule, simulation: Simulation) -> npt.NDArray[np.int64]:
+    """By run of the schedule's order: what is on the device meanwhile."""
+    by_op = zip(schedule.ops, simulation.live_bytes, strict=True)
+    return np.array([live for op, live in by_op if isinstance(op, Compute)], dtype=np.int64)
+
+
+class Runs:
+    """The runs of an order; see the module.
+
+    nodes: by position, what runs. first: by node, the position of its first run.
+    made: by unit, positions of its makings.
+    last: by unit and making, the last read (or the making itself).
+    repeats: positions of runs that are not a node's first.
+    """
+
+    def __init__(self, folded: StorageGraph, order: Sequence[str]) -> None:
+        self.folded = folded
+        self.nodes = [folded.position[name] for name in order]
+        self.made: list[list[int]] = [[] for _ in range(folded.n_units)]
+        self.last: list[list[int]] = [[] for _ in range(folded.n_units)]
+        self.repeats: list[int] = []
+        self.first: dict[int, int] = {}
+        for i, n in enumerate(self.nodes):
+            for u in folded.reads[n]:
+                if self.last[u]:
+                    self.last[u][-1] = i
+            for u in folded.makes[n]:
+                self.made[u].append(i)
+                self.last[u].append(i)
+            if self.first.setdefault(n, i) != i:
+                self.repeats.append(i)
+        for u, uses in enumerate(folded.uses):
+            if uses and uses[-1] == folded.n_nodes:
+                self.last[u][-1] = len(order)
+
+    def held_instead(self, i: int) -> list[tuple[int, int]] | None:
+        """(unit, first position after its last use) for what the run at i makes and something
+        reads; None if it makes nothing of its own (a view).
+        """
+        held = []
+        for u in self.folded.makes[self.nodes[i]]:
+            k = self.made[u].index(i)
+            if k == 0:
+                return None
+            if self.last[u][k] > i:
+                held.append((u, self.last[u][k - 1] + 1))
+        return held if self.folded.makes[self.nodes[i]] else None
+
+    def take_out(self, i: int) -> None:
+        """The life before i lasts as long as the one that i began, if anything read that."""
+        for u in self.folded.makes[self.nodes[i]]:
+            k, last = self.made[u].index(i), self.last[u]
+            if last[k] > i:
+                last[k - 1] = last[k]
+            del self.made[u][k], last[k]
+
+    def last_read(self, u: int, i: int) -> int:
+        """Of what unit u is when the run at i ends; -1: it was not made by then."""
+        made = bisect_right(self.made[u], i)
+        return self.last[u][made - 1] if made else -1
+
+    def there_after(self, i: int) -> frozenset[int]:
+        """Units that are made by the end of the run at i and read later."""
+        return frozenset(u for u in range(len(self.made)) if self.last_read(u, i) > i)

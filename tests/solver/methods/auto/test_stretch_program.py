@@ -1,0 +1,143 @@
+"""One stretch planned anew: what stays as it is, what its program counts, and what it finds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from graphs.graph import Graph
+from solver.bound.lower_bound import proven_least_budget_bytes
+from solver.bound.storage_graph import StorageGraph
+from solver.methods.auto.runs import Runs, live_bytes
+from solver.methods.auto.stretch_program import Stretch, StretchMilp
+from solver.methods.ilp import ilp
+from solver.methods.least_budget import least_schedule
+from solver.schedule.ops import Schedule
+from solver.schedule.recompute import baseline
+from solver.schedule.simulation import IllegalScheduleError
+from solver.schedule.simulator import simulate
+from tests.support.nets import chain, dense, random_dag, residual, transformer, u_shape
+
+NETS = {
+    "transformer": transformer(n_layers=2),
+    "dense": dense(n_layers=5),
+    "residual": residual(n_blocks=5),
+    "u_shape": u_shape(depth=3),
+}
+
+
+class Planned:
+    """A schedule that recomputes much, and a budget that leaves it some room."""
+
+    def __init__(self, graph: Graph, *, share: float) -> None:
+        self.graph, self.folded = graph, StorageGraph.of(graph)
+        proven_bytes = proven_least_budget_bytes(self.folded)[0]
+        schedule, reached_bytes = least_schedule(self.folded, proven_bytes=proven_bytes)
+        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        self.budget_bytes = reached_bytes + int(share * (peak_bytes - reached_bytes))
+        self.schedule = schedule
+        self.order = schedule.order
+        self.runs = Runs(self.folded, self.order)
+
+    def program(self, first: int, last: int, *, step: int = 1) -> StretchMilp:
+        """All that can be recomputed, at every so many positions."""
+        may = [n for n in range(self.folded.n_forward) if self.folded.recomputable[n]]
+        menu = {p: [n for n in may if n < p] for p in range(first, last + 1, step)}
+        return StretchMilp(
+            self.folded,
+            Stretch(first, last, menu),
+            runs=self.runs,
+            live_bytes=live_bytes(self.schedule, simulate(self.graph, self.schedule)),
+            budget_bytes=self.budget_bytes,
+        )
+
+    def lost_share(self, schedule: Schedule) -> float:
+        return simulate(self.graph, schedule).time_s / self.graph.baseline_time_s - 1.0
+
+
+def random_stretches(n: int, *, seed: int) -> Iterator[tuple[Planned, int, int]]:
+    rng = random.Random(seed)
+    for k in range(n):
+        graph = random_dag(seed=rng.randrange(10**6), n_forward=10, n_later=8)
+        planned = Planned(graph, share=rng.choice([0.0, 0.1, 0.3]))
+        first = rng.randrange(1, len(graph.nodes))
+        yield planned, first, rng.randrange(first, min(first + 8, len(graph.nodes)))
+        assert k < n
+
+
+@pytest.mark.slow(keep=10)
+@pytest.mark.parametrize("seed", range(100))
+def test_what_is_outside_stays_and_fits(seed: int) -> None:
+    """The runs before and after it, and their bytes: only the stretch itself may overflow. What
+    aliases forbid is left to the simulator.
+    """
+    for planned, first, last in random_stretches(4, seed=seed):
+        program = planned.program(first, last)
+        found = program.schedule(planned.runs, below=math.inf)
+        if found is None:
+            continue
+        try:
+            live = live_bytes(found, simulate(planned.graph, found))
+        except IllegalScheduleError:
+            assert planned.graph.views
+            continue
+        before, after = planned.order[: program.before + 1], planned.order[program.after + 1 :]
+        n_before = found.order.index(before[-1]) + 1
+        n_until_after = len(found.order) - len(after)
+        runs = iter(before)
+        assert all(name in runs for name in found.order[:n_before])  # in this order
+        assert found.order[n_until_after:] == after
+        assert live[:n_before].max() <= planned.budget_bytes
+        assert live[n_until_after:].max(initial=0) <= planned.budget_bytes
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("name", NETS)
+def test_it_is_never_worse_and_fits(name: str) -> None:
+    graph = NETS[name]
+    planned = Planned(graph, share=0.1)
+    n = len(graph.nodes)
+    for first in range(planned.folded.n_forward, n, 5):
+        found = planned.program(first, min(first + 6, n - 1)).schedule(planned.runs, below=math.inf)
+        assert found is not None
+        assert simulate(graph, found).peak_bytes <= planned.budget_bytes
+        assert planned.lost_share(found) <= planned.lost_share(planned.schedule) + 3e-4
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+def test_the_whole_step_as_one_stretch_is_planned_as_by_the_integer_program(share: float) -> None:
+    for graph in (chain(n_blocks=4), residual(n_blocks=2)):
+        planned = Planned(graph, share=share)
+        found = planned.program(1, len(graph.nodes) - 1).schedule(planned.runs, below=math.inf)
+        assert found is not None
+        assert simulate(graph, found).peak_bytes <= planned.budget_bytes
+        best = ilp(graph, budget_bytes=planned.budget_bytes, time_limit_s=60.0, seed=0)
+        assert best.schedule is not None
+        assert planned.lost_share(found) <= planned.lost_share(best.schedule) + 3e-4
+
+
+def test_nothing_that_loses_as_much_is_returned() -> None:
+    planned = Planned(NETS["residual"], share=0.1)
+    program = planned.program(planned.folded.n_forward, len(planned.graph.nodes) - 1)
+    best = program.schedule(planned.runs, below=math.inf)
+    assert best is not None
+    lost_share = planned.lost_share(best)
+    assert program.schedule(planned.runs, below=lost_share - 1e-3) is None
+    assert program.schedule(planned.runs, below=lost_share + 1e-3) is not None
+
+
+def test_what_could_have_stayed_is_there_only_where_it_fits() -> None:
+    """It would be held since its last read, beside what the schedule holds in the meantime."""
+    seen = 0
+    for planned, first, last in random_stretches(60, seed=1):
+        live = live_bytes(planned.schedule, simulate(planned.graph, planned.schedule))
+        program = planned.program(first, last)
+        for u, since in program.held_since.items():
+            assert planned.runs.last_read(u, program.before) == since - 1 < program.before + 1
+            most = live[since : program.before + 1].max(initial=0)
+            assert most == 0 or most + planned.folded.unit_bytes[u] <= planned.budget_bytes
+            seen += since <= program.before
+    assert seen > 20
