@@ -45,7 +45,6 @@ VARIANTS: dict[str, Replacements] = {
     "several cuts": _without("several_cuts"),
     "local optimum": {(search, "drop_recomputation"): lambda _, schedule, **_options: schedule},
     "recombination": _without("recombination"),
-    "last eviction": _without("last_eviction"),
 }
 """By the name of what is left out: attributes that are replaced."""
 

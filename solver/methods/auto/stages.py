@@ -21,7 +21,7 @@ On deep chains near their least budget **nested reversals** come first
 6. **Tiny graphs**, of some ten nodes, are solved by the integer program of `solver.methods.ilp`.
 7. **Recombination**: whatever a schedule simulated so far recomputed, whether it fits or not, goes
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
-   from it, on short menus. Then eviction once more, that looks less far ahead.
+   from it, on short menus.
 
 Once all variants of a step are planned, `solver.methods.auto.neighbourhoods` refines the plans
 where a gap is left, and with a long time limit `solver.methods.auto.last_proof` sharpens the bound.
@@ -74,10 +74,6 @@ ROOM_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 MAX_WORK, WORK_PER_NODE = 2_000_000, 4_000
 """Of the evictions of one round: a second, or 2 ms for each node where that is more. With a second
 for all, Llama with 32 layers at 33 GB had the first eviction only: 120 % overhead in place of 18.
-"""
-LAST_PATIENCE = 0.1
-"""Tried at last: near the least budget of long chains much the best. Before the recombination it
-led ResNet-50 and the U-Net astray: 46 and 75 % at their least budgets in place of 43 and 71.
 """
 WIDE_GAP = 0.1
 """Of the baseline's time. At larger budgets windows prove less than several cuts, which are whole:
@@ -211,14 +207,6 @@ def recombination(search: Search) -> None:
     recombine(search, base=base)
 
 
-def last_eviction(search: Search) -> None:
-    """Without a guide. Where that is better than all before, recombination begins from it."""
-    before, search.guide = search.best_share, {}
-    _evict_each(search, [LAST_PATIENCE], max_work=search.work + 1)
-    if search.best_share < before:
-        recombination(search)
-
-
 def _evict(search: Search) -> None:
     """Offer the schedule of each patience, taken to its local optimum, while there is work left."""
     most = max(MAX_WORK, WORK_PER_NODE * len(search.graph.nodes))
@@ -261,7 +249,6 @@ STAGES: tuple[Callable[[Search], None], ...] = (
     windows,
     several_cuts,
     recombination,
-    last_eviction,
 )
 """Until the gap is OPTIMAL_GAP."""
 QUICK_STAGES: tuple[Callable[[Search], None], ...] = (

@@ -13,7 +13,7 @@ from solver.methods.auto.search import Search
 from solver.methods.least_budget import PATIENCE, find_obstacle
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
-from tests.support.nets import recurrent, residual, u_shape
+from tests.support.nets import recurrent, u_shape
 
 
 @pytest.mark.parametrize(("n_steps", "n_tried"), [(20, 1), (300, len(PATIENCE))])
@@ -35,20 +35,6 @@ def test_large_graphs_have_work_for_each_patience(
         search.lost_share = -1.0  # far from the bound: something is left to search
         stages._evict(search)
     assert tried == list(PATIENCE[:n_tried])
-
-
-def test_last_eviction_takes_the_place_of_what_is_slower() -> None:
-    graph = residual(n_blocks=12)
-    budget_bytes = simulate(graph, baseline(graph)).peak_bytes * 3 // 4
-    search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=math.inf)
-    with search:
-        stages.last_eviction(search)
-        found = search.best_share
-        assert 0.0 < found < 0.5
-        search.offer(baseline(graph))  # above the budget
-        stages.last_eviction(search)
-    assert search.best_share <= found
-    assert search.proposal().schedule is not None
 
 
 @pytest.mark.slow

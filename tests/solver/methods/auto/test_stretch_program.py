@@ -68,7 +68,7 @@ def random_stretches(n: int, *, seed: int) -> Iterator[tuple[Planned, int, int]]
         assert k < n
 
 
-@pytest.mark.slow(keep=10)
+@pytest.mark.slow(sample=10, keep=10)
 @pytest.mark.parametrize("seed", range(100))
 def test_what_is_outside_stays_and_fits(seed: int) -> None:
     """The runs before and after it, and their bytes: only the stretch itself may overflow. What
@@ -94,7 +94,7 @@ def test_what_is_outside_stays_and_fits(seed: int) -> None:
         assert live[n_until_after:].max(initial=0) <= planned.budget_bytes
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(sample=1, keep=3)
 @pytest.mark.parametrize("name", NETS)
 def test_it_is_never_worse_and_fits(name: str) -> None:
     graph = NETS[name]
@@ -107,7 +107,8 @@ def test_it_is_never_worse_and_fits(name: str) -> None:
         assert planned.lost_share(found) <= planned.lost_share(planned.schedule) + 3e-4
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("share", [0.2, 0.0, 0.5])
 def test_the_whole_step_as_one_stretch_is_planned_as_by_the_integer_program(share: float) -> None:
     for graph in (chain(n_blocks=4), residual(n_blocks=2)):
         planned = Planned(graph, share=share)
@@ -120,11 +121,12 @@ def test_the_whole_step_as_one_stretch_is_planned_as_by_the_integer_program(shar
 
 
 def test_nothing_that_loses_as_much_is_returned() -> None:
-    planned = Planned(NETS["residual"], share=0.1)
+    planned = Planned(chain(n_blocks=4), share=0.1)
     program = planned.program(planned.folded.n_forward, len(planned.graph.nodes) - 1)
     best = program.schedule(planned.runs, below=math.inf)
     assert best is not None
     lost_share = planned.lost_share(best)
+    assert lost_share > 0.0
     assert program.schedule(planned.runs, below=lost_share - 1e-3) is None
     assert program.schedule(planned.runs, below=lost_share + 1e-3) is not None
 
