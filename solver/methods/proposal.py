@@ -35,7 +35,7 @@ class Method:
     op_by_op: it decides op by op what is recomputed, not block by block.
     takes_places: its schedules may copy to the places that are given; no other method is given any.
     needs_places: it is for steps with places; without any it does what `revolve` does.
-    refine: a faster schedule from some that are known, for a step without places and with one
+    refine: a faster schedule from one that is known, for a step without places and with one
     micro-batch in flight; called as `solver.methods.auto.refine` is.
     prove_more: minutes of work for a sharper bound, for a step without places and with one
     micro-batch in flight; called as `solver.methods.auto.prove_more` is.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,17 +54,16 @@ def refine(
     *,
     budget_bytes: int,
     time_limit_s: float,
-    starts: Sequence[Schedule],
+    start: Schedule,
     proven_s: float,
 ) -> Proposal:
-    """A schedule at least as fast as those of `starts` that are legal and within the budget.
+    """A schedule at least as fast as this one, which is legal and within the budget.
 
     proven_s: no schedule is faster. Nothing is tried within WORTH_GAP of it.
     """
     search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     with search:
-        for schedule in starts:
-            search.offer(schedule)
+        search.offer(start)
         search.prove(proven_s / (graph.baseline_time_s or 1.0) - 1.0)
         if WORTH_GAP <= search.gap < math.inf:
             search_neighbourhoods(search)

@@ -72,7 +72,7 @@ def test_what_is_faster_is_the_plan(refined: Callable[..., Asked]) -> None:
     solution = attempt(FIRST, request())
     assert solution.schedule == baseline(FIRST)
     assert solution.timed_out
-    assert asked[0][1]["starts"] == [slow(FIRST), slow(FIRST)]
+    assert asked[0][1]["start"] == slow(FIRST)
     assert asked[0][1]["proven_s"] == PLAIN_S
 
 
@@ -84,19 +84,31 @@ def test_what_is_slower_or_missing_changes_nothing(refined: Callable[..., Asked]
         assert solution.lower_bound_s == PLAIN_S
 
 
-def test_each_variant_begins_from_the_fastest_plan(refined: Callable[..., Asked]) -> None:
+def test_only_the_fastest_variant_is_refined(refined: Callable[..., Asked]) -> None:
     found = {FIRST.graph_id: slow(FIRST, 0.6), SECOND.graph_id: slow(SECOND)}
-    asked = refined(Proposal(None), found)
-    attempt(Variants(FIRST, (FIRST, SECOND)), request())
-    assert [graph.graph_id for graph, _ in asked] == [FIRST.graph_id, SECOND.graph_id]
-    (own, others), (fastest, same) = (options["starts"] for _, options in asked)
-    assert own == slow(FIRST, 0.6)
-    assert others.order == slow(SECOND).order
-    assert others.graph_id == FIRST.graph_id
-    assert fastest.order == same.order == slow(SECOND).order
+    asked = refined(Proposal(baseline(SECOND), PLAIN_S), found)
+    solution = attempt(Variants(FIRST, (FIRST, SECOND)), request())
+    assert [graph.graph_id for graph, _ in asked] == [SECOND.graph_id]
+    assert asked[0][1]["start"].order == slow(SECOND).order
+    assert solution.schedule == baseline(SECOND)
 
 
-def test_what_cannot_become_the_fastest_is_not_refined(refined: Callable[..., Asked]) -> None:
-    asked = refined(Proposal(baseline(FIRST), PLAIN_S), {SECOND.graph_id: slow(SECOND)})
-    attempt(Variants(FIRST, (FIRST, SECOND)), request())
-    assert len(asked) == 1
+@pytest.mark.parametrize("far_gap", [0.0, 10.0])
+def test_plans_far_from_their_bounds_are_no_starts(
+    monkeypatch: pytest.MonkeyPatch, far_gap: float
+) -> None:
+    starts: list[list[Schedule]] = []
+
+    def propose(graph: Graph, **options: Any) -> Proposal:
+        starts.append(options["starts"])
+        return Proposal(dataclasses.replace(slow(FIRST), graph_id=graph.graph_id), PLAIN_S)
+
+    method = dataclasses.replace(METHODS["auto"], propose=propose)
+    monkeypatch.setattr("solver.solving.solve_request.METHODS", {"auto": method})
+    monkeypatch.setattr("solver.solving.solve_request._quick_bound_s", lambda *_: 0.0)
+    monkeypatch.setattr("solver.solving.solve_request.FAR_GAP", far_gap)
+    attempt(Variants(FIRST, (FIRST, SECOND)), request(), quick=True)
+    assert [[start.order for start in each] for each in starts] == [
+        [],
+        [slow(FIRST).order] if far_gap else [],
+    ]

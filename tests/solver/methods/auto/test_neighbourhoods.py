@@ -145,7 +145,7 @@ def test_refining_ends_at_once_where_the_gap_is_small(monkeypatch: pytest.Monkey
         search.graph,
         budget_bytes=search.budget_bytes,
         time_limit_s=math.inf,
-        starts=[schedule],
+        start=schedule,
         proven_s=simulation.time_s - 0.04 * search.graph.baseline_time_s,
     )
     assert proposal.schedule is schedule
@@ -159,7 +159,7 @@ def test_no_time_leaves_what_is_known() -> None:
         search.graph,
         budget_bytes=search.budget_bytes,
         time_limit_s=0.0,
-        starts=[search.best[0]],
+        start=search.best[0],
         proven_s=0.0,
     )
     assert proposal.schedule is search.best[0]
