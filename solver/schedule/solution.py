@@ -164,7 +164,10 @@ class Solution:
         if self.obstacle is None:
             return ""
         text = f"; minimum budget found: {format_size_up(self.minimum_budget_bytes or 0)}"
-        if proven_bytes := self.proven_minimum_bytes:
+        proven_bytes = self.proven_minimum_bytes
+        if proven_bytes == self.minimum_budget_bytes:
+            text += ", proven to be the least"
+        elif proven_bytes:
             text += f", proven: at least {format_size(proven_bytes)}"
         if self.request.reserve_bytes:
             text += ", reserve included"

@@ -35,12 +35,12 @@ def schedule_from_cuts(
     """
     graph = folded.graph
     available = {tensor.name for tensor in graph.resident}
-    order = replay(folded, kept, range(folded.n_nodes), available, deadline=deadline)
+    order = just_in_time(folded, kept, range(folded.n_nodes), available, deadline=deadline)
     order.extend(missing_computes(graph, graph.outputs, available))
     return free_after_last_use(graph, without_dead_computes(graph, order))
 
 
-def replay(
+def just_in_time(
     folded: StorageGraph,
     kept: Mapping[int, Collection[int]],
     positions: range,

@@ -1,29 +1,31 @@
 """Large neighbourhood search: plan one stretch of the step after the other anew, the rest fixed.
 
-Near the least budget most of the time is lost in a few places: on DenseNet-121 two thirds of it
+Near the least budget most of the time is lost in a few stretches: on DenseNet-121 two thirds of it
 while the first of four dense blocks runs backward. Eviction and cuts each find one way through such
-a place, and recombination only joins ways that were found. Here a stretch of positions is planned
-anew by an integer program (`solver.methods.auto.stretch_program`). At the positions in its middle
-all nodes that matter there may be recomputed; at those where the best schedule recomputes before
-and after, only what it recomputes there.
+a stretch, and recombination only joins ways that were found. Here a stretch is planned anew by an
+integer program (`solver.methods.auto.stretch_program`). In its middle, all nodes that matter there
+may be recomputed before each position at which the best schedule recomputes or a backward node
+reads; before and after the middle, only what the best schedule recomputes.
 
-A stretch begins where the best schedule recomputes. Short ones are solved in hundredths of a second
-and come first; where one gives nothing, the places in its first half get one twice as large, four
-times at most. Of all, the one whose middle loses the most is next, large ones counting less. Where
-one gives something, the places begin again with a smaller size.
+A middle begins where the best schedule recomputes and is as long as its size allows. Next is the
+one that loses the most, but a size must lose LOSS_PER_SIZE times as much as the size below it: the
+programs of small ones are solved in hundredths of a second, those of the largest in ten seconds.
+Where nothing is found, what lies in the first half of the middle goes on to the next size; where
+something is, all that the stretch covers goes back to the size below.
 
 In the manner of Shaw 1998, "Using constraint programming and local search methods to solve vehicle
-routing problems". Where it ends by itself, no stretch of the largest size can be improved as far as
-the root of branch and bound shows; it proves nothing about the whole.
+routing problems". It ends where no middle that is left loses enough, or after work in vain, and
+proves nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+
+import numpy as np
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph, large_units_only
@@ -34,17 +36,18 @@ from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, Simulation
 
 ENTRIES = (150, 300, 600, 1200)
-"""Nodes times places of a stretch's middle, by its size."""
+"""Of a middle's menu, nodes times positions, by its size."""
+MAX_NODES = 5_000
+"""Of a middle at one position, whatever its size: 1000 residual blocks recompute 3000 at once."""
 N_NEAR = (0, 4, 8, 12)
-"""Places before and after the middle at which what is recomputed may be left out, by its size."""
-WORSE_BY_SIZE = 1.5
-"""Powers of two that a size must lose more than the one before it to come first."""
+"""By size: positions before the middle, and after it, whose recomputation may change as well."""
+LOSS_PER_SIZE = 2**1.5
 MAX_WORK = 500_000_000
 """Of all programs: the columns of each squared, about a minute."""
-MAX_IN_VAIN = 100_000_000
+MAX_IN_VAIN = 150_000_000
 """Of programs in a row that give nothing, after which the search ends."""
 WORTH_GAP = 0.05
-"""Of the baseline's time: a smaller gap is not worth the time."""
+"""Of the baseline's time: with a smaller gap nothing is begun."""
 WORTH_A_STRETCH = 2e-3
 """Of the baseline's time: middles that lose less are not solved."""
 
@@ -57,9 +60,9 @@ def refine(
     start: Schedule,
     proven_s: float,
 ) -> Proposal:
-    """A schedule at least as fast as this one, which is legal and within the budget.
+    """A schedule at least as fast as `start`, which is legal and within the budget.
 
-    proven_s: no schedule is faster. Nothing is tried within WORTH_GAP of it.
+    proven_s: no schedule is faster.
     """
     search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     with search:
@@ -73,7 +76,7 @@ def refine(
 def search_neighbourhoods(search: Search) -> None:
     """Offer what each stretch of the best schedule can be made; see the module."""
     work, in_vain = 0, 0
-    sizes: dict[int, int] = defaultdict(int)
+    sizes: dict[int, int] = defaultdict(int)  # by position, the least that was not in vain
     large = large_units_only(search.folded, search.budget_bytes)
     plan: _Plan | None = None
     while not search.close and search.best and work <= MAX_WORK and in_vain <= MAX_IN_VAIN:
@@ -82,21 +85,20 @@ def search_neighbourhoods(search: Search) -> None:
         middle = plan.next_middle(sizes)
         if middle is None:
             return
-        cost = _offer_planned_anew(search, plan, middle)
+        stretch = plan.around(middle)
+        cost = _offer_planned_anew(search, plan, stretch)
         work, in_vain = work + cost, in_vain + cost
-        size = sizes[middle.first]
         if plan.schedule is search.best[0]:
-            for p in range(middle.first, (middle.first + middle.last) // 2 + 1):
-                sizes[p] = max(sizes[p], size + 1)
+            for p in middle.menu_at[: (len(middle.menu_at) + 1) // 2]:
+                sizes[p] = max(sizes[p], middle.size + 1)
         else:
-            in_vain, stretch = 0, plan.around(middle)
+            in_vain = 0
             for p in range(stretch.first, stretch.last + 1):
-                sizes[p] = min(sizes[p], max(0, size - 1))
+                sizes[p] = min(sizes[p], max(0, middle.size - 1))
 
 
-def _offer_planned_anew(search: Search, plan: _Plan, middle: _Middle) -> int:
+def _offer_planned_anew(search: Search, plan: _Plan, stretch: Stretch) -> int:
     """Returns the work: the columns of the program squared."""
-    stretch = plan.around(middle)
     program = StretchMilp(
         search.folded,
         stretch,
@@ -105,8 +107,7 @@ def _offer_planned_anew(search: Search, plan: _Plan, middle: _Middle) -> int:
         budget_bytes=search.budget_bytes,
         deadline=search.deadline,
     )
-    lost_share = plan.lost_share(stretch.first, stretch.last)
-    found = program.schedule(plan.runs, below=lost_share, deadline=search.deadline)
+    found = program.schedule(below=plan.lost_share(stretch.first, stretch.last))
     if found is not None and search.is_faster(found.order):
         search.offer_improved(found)
     return program.n_columns**2
@@ -114,17 +115,18 @@ def _offer_planned_anew(search: Search, plan: _Plan, middle: _Middle) -> int:
 
 @dataclass(frozen=True)
 class _Middle:
-    """Positions from first to last. places: those of them at which nodes may be recomputed."""
+    """Of a stretch. menu_at: positions right before which these nodes may be recomputed."""
 
-    first: int
-    last: int
-    places: tuple[int, ...]
+    menu_at: tuple[int, ...]
     nodes: tuple[int, ...]
     size: int
 
 
 class _Plan:
-    """A schedule, and by position what it recomputes right before it."""
+    """A schedule, and where it recomputes.
+
+    recompute_at: positions, except the end, right before which it recomputes, in order.
+    """
 
     def __init__(
         self,
@@ -138,58 +140,60 @@ class _Plan:
         self.runs = Runs(folded, schedule.order)
         self.live_bytes = live_bytes(schedule, simulation)
         self._large = large
-        baseline_s = folded.graph.baseline_time_s or 1.0
-        self._time_share = [time_s / baseline_s for time_s in folded.time_s]
         self._recomputed: dict[int, list[int]] = defaultdict(list)
-        self._middles: dict[tuple[int, int], _Middle] = {}
+        lost_s = np.zeros(folded.n_nodes + 1)
         n_first_runs = 0
         for i, n in enumerate(self.runs.nodes):
-            if self.runs.first[n] == i:
+            if self.runs.first_run[n] == i:
                 n_first_runs += 1
             elif n_first_runs < folded.n_nodes:
                 self._recomputed[n_first_runs].append(n)
-
-    @cached_property
-    def places(self) -> list[int]:
-        """Positions, but the end, before which something is recomputed."""
-        return sorted(self._recomputed)
+                lost_s[n_first_runs] += folded.time_s[n]
+        self.recompute_at = sorted(self._recomputed)
+        self._lost_share_until = np.cumsum(lost_s) / (folded.graph.baseline_time_s or 1.0)
+        self._middles: dict[tuple[int, int], _Middle | None] = {}
 
     def lost_share(self, first: int, last: int) -> float:
-        """Time that is lost from one position to another, as a share of the baseline's."""
-        return sum(
-            self._time_share[n] for p in range(first, last + 1) for n in self._recomputed.get(p, ())
-        )
+        """Time that is lost from one position, at least 1, to another, as a share of the
+        baseline's.
+        """
+        return float(self._lost_share_until[last] - self._lost_share_until[first - 1])
 
-    def next_middle(self, sizes: dict[int, int]) -> _Middle | None:
-        """sizes: by place."""
-        middles = (self._middle(p, sizes[p]) for p in self.places if sizes[p] < len(ENTRIES))
-        worth = ((self.lost_share(each.first, each.last), each) for each in middles)
+    def next_middle(self, sizes: Mapping[int, int]) -> _Middle | None:
+        """sizes: by position, the least that is tried. None: nothing is worth it."""
         ranked = (
-            (lost_share / 2 ** (WORSE_BY_SIZE * each.size), each)
-            for lost_share, each in worth
-            if lost_share >= WORTH_A_STRETCH
+            (self._lost_share_in(middle) / LOSS_PER_SIZE**middle.size, -middle.menu_at[0], middle)
+            for middle in self._smallest_worth_solving(sizes)
         )
-        return max(ranked, key=lambda each: (each[0], -each[1].first), default=(0.0, None))[1]
+        return max(ranked, key=lambda each: each[:2], default=(0.0, 0, None))[2]
 
-    def _middle(self, first: int, size: int) -> _Middle:
-        """From this place as far as it goes with the entries of its size."""
-        if (first, size) not in self._middles:
-            self._middles[first, size] = self._found_middle(first, size)
-        return self._middles[first, size]
+    def _smallest_worth_solving(self, sizes: Mapping[int, int]) -> Iterator[_Middle]:
+        for p in self.recompute_at:
+            for size in range(sizes[p], len(ENTRIES)):
+                if (p, size) not in self._middles:
+                    self._middles[p, size] = self._middle(p, size)
+                middle = self._middles[p, size]
+                if middle is not None and self._lost_share_in(middle) >= WORTH_A_STRETCH:
+                    yield middle
+                    break
 
-    def _found_middle(self, first: int, size: int) -> _Middle:
-        wanted = set[int]()
-        found = _Middle(first, first, (), (), size)
-        places: tuple[int, ...] = ()
+    def _lost_share_in(self, middle: _Middle) -> float:
+        return self.lost_share(middle.menu_at[0], middle.menu_at[-1])
+
+    def _middle(self, first: int, size: int) -> _Middle | None:
+        """From this position as far as it goes; None: there are too many nodes."""
+        wanted, found = set[int](), None
+        menu_at: tuple[int, ...] = ()
         for p in range(first, self._large.n_nodes):
             here = {*self._makers_read(p), *self._recomputed.get(p, ())}
-            if here:
-                places = (*places, p)
-                wanted |= here
-                nodes = self._with_makers(wanted)
-                if found.places and len(places) * len(nodes) > ENTRIES[size]:
-                    break
-            found = _Middle(first, p, places, nodes, size)
+            if not here:
+                continue
+            wanted |= here
+            menu_at = (*menu_at, p)
+            nodes = self._with_makers(wanted)
+            if len(menu_at) * len(nodes) > (ENTRIES[size] if found else MAX_NODES):
+                break
+            found = _Middle(menu_at, nodes, size)
         return found
 
     def _makers_read(self, p: int) -> Iterator[int]:
@@ -204,11 +208,11 @@ class _Plan:
         return tuple(sorted(n for n in found if n >= earliest and self._large.recomputable[n]))
 
     def around(self, middle: _Middle) -> Stretch:
-        """With the places before and after it."""
-        n_near = N_NEAR[middle.size]
-        before = [p for p in self.places if p < middle.first]
-        after = [p for p in self.places if p > middle.last][:n_near]
-        before = before[len(before) - n_near :] if n_near else []
-        menu = {p: tuple(sorted(set(self._recomputed[p]))) for p in (*before, *after)}
-        menu |= dict.fromkeys(middle.places, middle.nodes)
-        return Stretch(min([*before, middle.first]), max([*after, middle.last]), menu)
+        """With the positions near it at which the schedule recomputes."""
+        first, last, n_near = middle.menu_at[0], middle.menu_at[-1], N_NEAR[middle.size]
+        before = [p for p in self.recompute_at if p < first]
+        after = [p for p in self.recompute_at if p > last]
+        near = [*before[max(0, len(before) - n_near) :], *after[:n_near]]
+        menu = {p: tuple(sorted(set(self._recomputed[p]))) for p in near}
+        menu |= dict.fromkeys(middle.menu_at, middle.nodes)
+        return Stretch(min(menu), max(menu), menu)

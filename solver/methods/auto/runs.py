@@ -21,10 +21,10 @@ def live_bytes(schedule: Schedule, simulation: Simulation) -> npt.NDArray[np.int
 class Runs:
     """The runs of an order; see the module.
 
-    nodes: by position, what runs. first: by node, the position of its first run.
-    made: by unit, positions of its makings.
-    last: by unit and making, the last read (or the making itself).
-    repeats: positions of runs that are not a node's first.
+    nodes: by run, what runs. first_run: by node.
+    made: by unit, the runs that make it.
+    last: by unit and making, the last run that reads it (or the making itself).
+    repeats: runs that are not a node's first.
     """
 
     def __init__(self, folded: StorageGraph, order: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class Runs:
         self.made: list[list[int]] = [[] for _ in range(folded.n_units)]
         self.last: list[list[int]] = [[] for _ in range(folded.n_units)]
         self.repeats: list[int] = []
-        self.first: dict[int, int] = {}
+        self.first_run: dict[int, int] = {}
         for i, n in enumerate(self.nodes):
             for u in folded.reads[n]:
                 if self.last[u]:
@@ -41,7 +41,7 @@ class Runs:
             for u in folded.makes[n]:
                 self.made[u].append(i)
                 self.last[u].append(i)
-            if self.first.setdefault(n, i) != i:
+            if self.first_run.setdefault(n, i) != i:
                 self.repeats.append(i)
         for u, uses in enumerate(folded.uses):
             if uses and uses[-1] == folded.n_nodes:
@@ -69,10 +69,12 @@ class Runs:
             del self.made[u][k], last[k]
 
     def last_read(self, u: int, i: int) -> int:
-        """Of what unit u is when the run at i ends; -1: it was not made by then."""
+        """The last run that reads what unit u holds when run i ends, or else made it; -1: it was
+        not made by then.
+        """
         made = bisect_right(self.made[u], i)
         return self.last[u][made - 1] if made else -1
 
     def there_after(self, i: int) -> frozenset[int]:
-        """Units that are made by the end of the run at i and read later."""
+        """Units that are made by the end of run i and read later."""
         return frozenset(u for u in range(len(self.made)) if self.last_read(u, i) > i)

@@ -23,8 +23,9 @@ On deep chains near their least budget **nested reversals** come first
    on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
    from it, on short menus.
 
-Once all variants of a step are planned, `solver.methods.auto.neighbourhoods` refines the plans
-where a gap is left, and with a long time limit `solver.methods.auto.last_proof` sharpens the bound.
+Once all variants of a step are planned, `solver.methods.auto.neighbourhoods` refines the fastest
+plan where a gap is left, and with a long time limit `solver.methods.auto.last_proof` sharpens the
+bound.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.
 
@@ -208,13 +209,10 @@ def recombination(search: Search) -> None:
 
 
 def _evict(search: Search) -> None:
-    """Offer the schedule of each patience, taken to its local optimum, while there is work left.
-
-    What is known already does not count: with a slow plan of another variant as the reason to leave
-    restarts out, DenseNet-121 with rewrites lost 90 % at its least budget in place of 44.
-    """
+    """Offer the schedule of each patience, taken to its local optimum, while there is work left."""
     most = max(MAX_WORK, WORK_PER_NODE * len(search.graph.nodes))
-    if not _evict_each(search, PATIENCE, max_work=most):
+    _evict_each(search, PATIENCE, max_work=most)
+    if search.best is None:
         # Restarts only here: what is made ahead of time costs more, and is in the way on the menu.
         most = search.work + MAX_LAST_WORK
         _evict_each(search, LEAST_PATIENCE, max_work=most, n_restarts=MAX_RESTARTS)
@@ -222,12 +220,10 @@ def _evict(search: Search) -> None:
 
 def _evict_each(
     search: Search, patiences: Iterable[float], *, max_work: int, n_restarts: int = 0
-) -> bool:
-    """Whether any fits. All are tried until one does, then while there is work left."""
-    found = False
+) -> None:
     for patience in patiences:
-        if search.close or (found and search.work >= max_work):
-            break
+        if search.close or (search.work >= max_work and search.best is not None):
+            continue
         schedule, work = evict(
             search.folded,
             budget_bytes=search.budget_bytes,
@@ -240,8 +236,6 @@ def _evict_each(
         if schedule is not None:
             search.work += 10 * len(schedule.order)
             search.offer_improved(schedule)
-            found = True
-    return found
 
 
 CHEAP_STAGES: tuple[Callable[[Search], None], ...] = (

@@ -149,10 +149,14 @@ def test_the_report_in_python_names_what_writes_the_schedule_there(solution) -> 
 
 
 def test_an_answer_without_a_plan_says_what_is_in_the_way(graph):
-    words = repr(solve(graph, budget=graph.resident_bytes))
+    solution = solve(graph, budget=graph.resident_bytes)
+    words = repr(solution)
     assert "infeasible" in words
     assert "minimum budget found: " in words
-    assert ", proven: at least " in words
+    assert ", proven to be the least" in words
+    assert solution.obstacle is not None
+    less = dataclasses.replace(solution.obstacle, proven_bytes=solution.obstacle.proven_bytes - 1)
+    assert ", proven: at least " in repr(dataclasses.replace(solution, obstacle=less))
     assert "bottleneck op: " in words
     reserved = solve(graph, budget=graph.resident_bytes, reserve=1000)
     assert "reserve included" in repr(reserved)

@@ -1,56 +1,40 @@
-"""The stages of `auto` one by one: how much eviction there is, and what the last one is for."""
+"""The stages of `auto` one by one: how much eviction there is, and when windows are solved."""
 
 import math
 from typing import Any
 
 import pytest
 
-from graphs.graph import Graph
 from solver.bound.lower_bound import binding_cut
 from solver.bound.storage_graph import StorageGraph
 from solver.bound.windows import windows_share
 from solver.methods.auto import stages
 from solver.methods.auto.search import Search
-from solver.methods.least_budget import LEAST_PATIENCE, PATIENCE, find_obstacle
-from solver.schedule.ops import Schedule
+from solver.methods.least_budget import PATIENCE, find_obstacle
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.nets import recurrent, u_shape
-
-
-def patiences(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch, *, found: Schedule | None
-) -> list[float]:
-    """What is tried where each eviction takes the work of a round, and a plan is known."""
-    tried: list[float] = []
-
-    def costly(*_: object, patience: float, **__: Any) -> tuple[Schedule | None, int]:
-        tried.append(patience)
-        return found, stages.MAX_WORK
-
-    monkeypatch.setattr(stages, "evict", costly)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    search = Search(StorageGraph.of(graph), budget_bytes=peak_bytes, time_limit_s=math.inf)
-    with search:
-        search.offer(baseline(graph))
-        search.lost_share = -1.0  # far from the bound: something is left to search
-        stages._evict(search)
-    return tried
 
 
 @pytest.mark.parametrize(("n_steps", "n_tried"), [(20, 1), (300, len(PATIENCE))])
 def test_large_graphs_have_work_for_each_patience(
     n_steps: int, n_tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tried: list[float] = []
+
+    def costly(*_: object, patience: float, **__: Any) -> tuple[None, int]:
+        tried.append(patience)
+        return None, stages.MAX_WORK
+
+    monkeypatch.setattr(stages, "evict", costly)
     graph = recurrent(n_steps=n_steps)
-    assert patiences(graph, monkeypatch, found=baseline(graph)) == list(PATIENCE[:n_tried])
-
-
-def test_a_plan_that_is_known_is_no_reason_to_leave_restarts_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tried = patiences(recurrent(n_steps=20), monkeypatch, found=None)
-    assert tried == [*PATIENCE, *LEAST_PATIENCE]
+    least_bytes = simulate(graph, baseline(graph)).peak_bytes
+    search = Search(StorageGraph.of(graph), budget_bytes=least_bytes, time_limit_s=math.inf)
+    with search:
+        search.offer(baseline(graph))
+        search.lost_share = -1.0  # far from the bound: something is left to search
+        stages._evict(search)
+    assert tried == list(PATIENCE[:n_tried])
 
 
 @pytest.mark.slow

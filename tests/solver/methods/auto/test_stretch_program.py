@@ -42,10 +42,10 @@ class Planned:
         self.order = schedule.order
         self.runs = Runs(self.folded, self.order)
 
-    def program(self, first: int, last: int, *, step: int = 1) -> StretchMilp:
-        """All that can be recomputed, at every so many positions."""
+    def program(self, first: int, last: int) -> StretchMilp:
+        """All that can be recomputed, at every position."""
         may = [n for n in range(self.folded.n_forward) if self.folded.recomputable[n]]
-        menu = {p: [n for n in may if n < p] for p in range(first, last + 1, step)}
+        menu = {p: [n for n in may if n < p] for p in range(first, last + 1)}
         return StretchMilp(
             self.folded,
             Stretch(first, last, menu),
@@ -60,12 +60,11 @@ class Planned:
 
 def random_stretches(n: int, *, seed: int) -> Iterator[tuple[Planned, int, int]]:
     rng = random.Random(seed)
-    for k in range(n):
+    for _ in range(n):
         graph = random_dag(seed=rng.randrange(10**6), n_forward=10, n_later=8)
         planned = Planned(graph, share=rng.choice([0.0, 0.1, 0.3]))
         first = rng.randrange(1, len(graph.nodes))
         yield planned, first, rng.randrange(first, min(first + 8, len(graph.nodes)))
-        assert k < n
 
 
 @pytest.mark.slow(sample=10, keep=10)
@@ -76,7 +75,7 @@ def test_what_is_outside_stays_and_fits(seed: int) -> None:
     """
     for planned, first, last in random_stretches(4, seed=seed):
         program = planned.program(first, last)
-        found = program.schedule(planned.runs, below=math.inf)
+        found = program.schedule(below=math.inf)
         if found is None:
             continue
         try:
@@ -84,7 +83,10 @@ def test_what_is_outside_stays_and_fits(seed: int) -> None:
         except IllegalScheduleError:
             assert planned.graph.views
             continue
-        before, after = planned.order[: program.before + 1], planned.order[program.after + 1 :]
+        before, after = (
+            planned.order[: program.last_before + 1],
+            planned.order[program.last_inside + 1 :],
+        )
         n_before = found.order.index(before[-1]) + 1
         n_until_after = len(found.order) - len(after)
         runs = iter(before)
@@ -101,7 +103,7 @@ def test_it_is_never_worse_and_fits(name: str) -> None:
     planned = Planned(graph, share=0.1)
     n = len(graph.nodes)
     for first in range(planned.folded.n_forward, n, 5):
-        found = planned.program(first, min(first + 6, n - 1)).schedule(planned.runs, below=math.inf)
+        found = planned.program(first, min(first + 6, n - 1)).schedule(below=math.inf)
         assert found is not None
         assert simulate(graph, found).peak_bytes <= planned.budget_bytes
         assert planned.lost_share(found) <= planned.lost_share(planned.schedule) + 3e-4
@@ -112,7 +114,7 @@ def test_it_is_never_worse_and_fits(name: str) -> None:
 def test_the_whole_step_as_one_stretch_is_planned_as_by_the_integer_program(share: float) -> None:
     for graph in (chain(n_blocks=4), residual(n_blocks=2)):
         planned = Planned(graph, share=share)
-        found = planned.program(1, len(graph.nodes) - 1).schedule(planned.runs, below=math.inf)
+        found = planned.program(1, len(graph.nodes) - 1).schedule(below=math.inf)
         assert found is not None
         assert simulate(graph, found).peak_bytes <= planned.budget_bytes
         best = ilp(graph, budget_bytes=planned.budget_bytes, time_limit_s=60.0, seed=0)
@@ -123,12 +125,12 @@ def test_the_whole_step_as_one_stretch_is_planned_as_by_the_integer_program(shar
 def test_nothing_that_loses_as_much_is_returned() -> None:
     planned = Planned(chain(n_blocks=4), share=0.1)
     program = planned.program(planned.folded.n_forward, len(planned.graph.nodes) - 1)
-    best = program.schedule(planned.runs, below=math.inf)
+    best = program.schedule(below=math.inf)
     assert best is not None
     lost_share = planned.lost_share(best)
     assert lost_share > 0.0
-    assert program.schedule(planned.runs, below=lost_share - 1e-3) is None
-    assert program.schedule(planned.runs, below=lost_share + 1e-3) is not None
+    assert program.schedule(below=lost_share - 1e-3) is None
+    assert program.schedule(below=lost_share + 1e-3) is not None
 
 
 def test_what_could_have_stayed_is_there_only_where_it_fits() -> None:
@@ -138,8 +140,12 @@ def test_what_could_have_stayed_is_there_only_where_it_fits() -> None:
         live = live_bytes(planned.schedule, simulate(planned.graph, planned.schedule))
         program = planned.program(first, last)
         for u, since in program.held_since.items():
-            assert planned.runs.last_read(u, program.before) == since - 1 < program.before + 1
-            most = live[since : program.before + 1].max(initial=0)
+            assert (
+                planned.runs.last_read(u, program.last_before)
+                == since - 1
+                < program.last_before + 1
+            )
+            most = live[since : program.last_before + 1].max(initial=0)
             assert most == 0 or most + planned.folded.unit_bytes[u] <= planned.budget_bytes
-            seen += since <= program.before
+            seen += since <= program.last_before
     assert seen > 20
