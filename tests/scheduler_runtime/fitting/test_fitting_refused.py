@@ -26,9 +26,7 @@ def test_a_budget_without_its_unit_is_refused() -> None:
 def test_nothing_fits_is_an_error_with_the_least_budget_and_the_op() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
     fit(model, budget="20KB", optimizer=adamw(model.parameters()))
-    with pytest.raises(
-        FitError, match=r"minimum budget found: .*, proven.*; bottleneck op: "
-    ):
+    with pytest.raises(FitError, match=r"minimum budget found: .*, proven.*; bottleneck op: "):
         model(numbers(512)[0])
 
 
