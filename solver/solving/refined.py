@@ -1,8 +1,8 @@
 """The fastest plan of a step's variants, refined, once all are planned and a gap is left.
 
 Not each variant in its turn: that would take the time that later ones need, which may be faster.
-And not the others afterwards: the one that is fastest mostly is the one with the most room, where
-their plans would find nothing more.
+And not the others afterwards: the fastest variant usually is the one with the most room, so their
+plans would hardly become faster than its own.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A stretch of the step planned anew: an integer program, with all before and after it as it is.
 
-The stretch reaches from one position to another. The runs of a schedule before and after it stay
-(but those that only served the old stretch), and what later runs read without making it the stretch
-leaves on the device. It begins with units that are there, or that could have stayed there since
-their last read: over the runs since then they fit beside what the schedule holds. The program is
-that of cuts (`solver.bound.cut`) at all positions of the stretch, with r[n,k] only where a menu
-says so, and with the rows of `solver.methods.auto.recompute_rows`, so what it finds mostly fits.
+The stretch reaches from one position to another. The runs of a schedule before and after it stay,
+except those that only served the old stretch. It begins with units that are on the device, or that
+could have stayed there since their last read: over the runs since then they fit beside what the
+schedule holds. It ends with what later runs read without making it. The program is that of cuts
+(`solver.bound.cut`) at all positions of the stretch, with r[n,k] only where a menu says so, and
+with the rows of `solver.methods.auto.recompute_rows`, so what it finds mostly fits.
 
 As nothing else takes part, programs of a stretch have some hundred to some thousand columns however
 long the step is, and branch and bound solves most of them at its root.
