@@ -27,6 +27,7 @@ from solver.methods.auto.stretch_program import Stretch
 from solver.methods.least_budget import least_schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
+from tests.support.builders import odd_graph
 from tests.support.nets import dense, pyramid, residual, transformer, u_shape
 
 NETS = {
@@ -210,3 +211,26 @@ def test_no_time_leaves_what_is_known() -> None:
     )
     assert proposal.schedule is search.best[0]
     assert proposal.timed_out
+
+
+@pytest.mark.slow(sample=4, keep=8)
+@pytest.mark.parametrize("seed", range(40))
+def test_strange_steps_are_refined_without_a_crash(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aliases, huge and empty tensors, several outputs: legal, within the budget, no slower."""
+    for name, value in {"WORTH_GAP": 0.0, "WORTH_A_STRETCH": 0.0, "MAX_WORK": 10**6}.items():
+        monkeypatch.setattr(neighbourhoods, name, value)
+    for graph in (odd_graph(20 * seed + k) for k in range(20)):
+        folded = StorageGraph.of(graph)
+        proven_bytes, _ = proven_least_budget_bytes(folded)
+        start, reached_bytes = least_schedule(folded, proven_bytes=proven_bytes)
+        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        budget_bytes = reached_bytes + (peak_bytes - reached_bytes) // 5
+        refined = refine(
+            graph, budget_bytes=budget_bytes, time_limit_s=math.inf, start=start, proven_s=0.0
+        )
+        assert refined.schedule is not None
+        simulation = simulate(graph, refined.schedule)
+        assert simulation.peak_bytes <= budget_bytes
+        assert simulation.time_s <= simulate(graph, start).time_s
