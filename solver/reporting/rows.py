@@ -166,7 +166,9 @@ def answer_rows(report: Report) -> Iterator[Row]:
     if solution.gap is not None:
         yield "gap", f"{format_percent(solution.gap)} of the baseline step time"
     if simulation is not None:
-        yield "recomputed ops", str(simulation.n_recomputed)
+        fits = solution.baseline.peak_bytes <= solution.request.available_bytes
+        unneeded = "; the step fits without a plan" if fits else ""
+        yield "recomputed ops", f"{simulation.n_recomputed}{unneeded}"
         yield from _state_rows(solution)
         yield from _copy_rows(solution, simulation)
     ended = "; the search stopped at its share of the time limit" if solution.timed_out else ""
@@ -308,8 +310,9 @@ def _obstacle_rows(solution: Solution, reader: Reader) -> Iterator[Row]:
         found = f"the smallest at which {solution.method} found a plan{of_what}"
         yield "minimum budget", f"{minimum}, {found}"
     if proven_bytes := solution.proven_minimum_bytes:
-        floor = format_both(proven_bytes)
-        yield "proven", f"no schedule{scope} fits below {floor}"
+        is_least = proven_bytes == solution.minimum_budget_bytes
+        floor = "in less" if is_least else f"below {format_both(proven_bytes)}"
+        yield "proven", f"no schedule{scope} fits {floor}"
     if solution.fits_without_plan:
         yield "however", solution.without_plan_text
     if (node := graph.node_by_name.get(obstacle.op)) is not None:

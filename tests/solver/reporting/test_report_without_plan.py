@@ -41,6 +41,13 @@ def test_what_stands_in_the_way_is_named(gpt2):
     assert "minimum budget 20.00 GB" in text
 
 
+def test_a_minimum_budget_that_is_proven_is_not_given_twice(gpt2):
+    obstacle = Obstacle(10**10, 10**10, None, gpt2.nodes[5].name, ())
+    text = " ".join(shown(report_of(nothing_found(gpt2, obstacle=obstacle))).split())
+    assert "minimum budget 10.00 GB" in text
+    assert "no schedule fits in less" in text
+
+
 @pytest.mark.parametrize("cut_short", [False, True])
 def test_a_least_budget_that_the_clock_cut_short_says_so(gpt2, cut_short):
     obstacle = Obstacle(10**10, 2 * 10**10, None, gpt2.nodes[-1].name, (), cut_short=cut_short)
