@@ -84,13 +84,6 @@ def verified() -> Verification:
     [chain(n_blocks=5), residual(n_blocks=4), Graph.load(GPT2)],
     ids=["chain", "res", "gpt"],
 )
-def test_a_step_that_needs_no_plan_says_so(gpt2, planned):
-    peak_bytes = simulate(gpt2, baseline(gpt2)).peak_bytes
-    text = shown(report_of(solve(gpt2, budget=peak_bytes, method="none")))
-    assert "0; the step fits without a plan" in text
-    assert "fits without a plan" not in shown(report_of(planned))
-
-
 def test_the_parts_add_up_to_the_judges_figure_at_every_op(graph):
     budget_bytes = int(0.85 * simulate(graph, baseline(graph)).peak_bytes)
     schedules = [baseline(graph)]
@@ -204,6 +197,13 @@ def test_a_reserve_is_told_with_its_reason(gpt2):
     text = shown(report_of(solution, reserve_reason="for the context"))
     assert "1.00 GB (953.67 MiB) (for the context)" in text
     assert "available           6.00 GB" in text
+
+
+def test_a_step_that_needs_no_plan_says_so(gpt2, planned):
+    peak_bytes = simulate(gpt2, baseline(gpt2)).peak_bytes
+    text = shown(report_of(solve(gpt2, budget=peak_bytes, method="none")))
+    assert "0; the step fits without a plan" in text
+    assert "fits without a plan" not in shown(report_of(planned))
 
 
 def test_a_plan_that_recomputes_nothing_has_one_column(gpt2):
