@@ -93,6 +93,20 @@ def test_only_the_fastest_variant_is_refined(refined: Callable[..., Asked]) -> N
     assert solution.schedule == baseline(SECOND)
 
 
+def test_the_fastest_plan_is_refined_where_it_is_fastest(refined: Callable[..., Asked]) -> None:
+    nodes = (dataclasses.replace(node, time_s=0.9 * node.time_s) for node in SECOND.nodes)
+    quicker = dataclasses.replace(SECOND, nodes=tuple(nodes))
+    found = {FIRST.graph_id: slow(FIRST), quicker.graph_id: slow(FIRST)}  # the latter is illegal
+    asked = refined(Proposal(None), found)
+    with pytest.warns(UserWarning, match="made for another graph"):
+        solution = attempt(Variants(FIRST, (FIRST, quicker)), request())
+    assert [graph.graph_id for graph, _ in asked] == [quicker.graph_id]
+    assert asked[0][1]["start"].order == slow(FIRST).order
+    assert solution.graph.graph_id == quicker.graph_id
+    assert solution.simulation is not None
+    assert solution.simulation.time_s == pytest.approx(0.9 * simulate(FIRST, slow(FIRST)).time_s)
+
+
 @pytest.mark.parametrize("far_gap", [0.0, 10.0])
 def test_plans_far_from_their_bounds_are_no_starts(
     monkeypatch: pytest.MonkeyPatch, far_gap: float
