@@ -2,8 +2,8 @@
 
 Not each variant in its turn: that would take the time that later ones need, which may be faster.
 And not the others afterwards: the fastest plan usually is one of the variant with the most room, so
-those of others would hardly become faster. To that end the fastest plan is first carried over to
-each variant; of those in which it fits and is no slower, the last rewrites the most.
+those of others would hardly become faster. So the fastest plan is first carried over to each
+variant; of those in which it fits and is no slower, the last, which rewrites the most, is refined.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from graphs.graph import Graph
 from solver.methods import Proposal, transferred
-from solver.schedule import IllegalScheduleError, Request, Solution, simulate
+from solver.schedule import IllegalScheduleError, Request, Schedule, Solution, simulate
 from solver.sizes_deadlines_progress import Deadline, now_s
 from solver.solving.answers import fastest, judged, time_s
 
@@ -33,9 +33,9 @@ def with_fastest_refined(
     so_far = fastest(answers)
     if so_far.schedule is None or deadline.passed:
         return [*answers]
-    answers = [_carried_over(so_far, answer) for answer in answers]
+    most_s = time_s(so_far)
+    answers = [_carried_over(so_far.schedule, each, most_s=most_s) for each in answers]
     known = min(reversed(answers), key=time_s)
-    assert known.schedule is not None  # the fastest has one
     started_s = now_s()
     proposal = refine(
         known.graph,
@@ -51,18 +51,18 @@ def with_fastest_refined(
     return [refined if answer is known else answer for answer in answers]
 
 
-def _carried_over(so_far: Solution, answer: Solution) -> Solution:
-    """The answer with the schedule of another variant, if that is legal here, fits, and is no
-    slower than there.
+def _carried_over(schedule: Schedule, answer: Solution, *, most_s: float) -> Solution:
+    """The answer with this schedule of another variant, if that is legal here, fits, and takes no
+    longer than this.
     """
-    if so_far.schedule is None:
+    if schedule is answer.schedule:
         return answer
-    moved = transferred(answer.graph, so_far.schedule)
+    moved = transferred(answer.graph, schedule)
     try:
         simulation = simulate(answer.graph, moved)
     except IllegalScheduleError:
         return answer
-    if answer.request.excess(simulation) or simulation.time_s > time_s(so_far):
+    if answer.request.excess(simulation) or simulation.time_s > most_s:
         return answer
     found = dataclasses.replace(answer, schedule=moved, simulation=simulation, status="feasible")
     return found.with_bound(answer.lower_bound_s)

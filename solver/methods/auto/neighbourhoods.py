@@ -42,6 +42,7 @@ MAX_NODES = 5_000
 N_NEAR = (0, 4, 8, 12)
 """By size: positions before the middle, and after it, whose recomputation may change as well."""
 LOSS_PER_SIZE = 2**1.5
+"""How many times as much a middle must lose as one of the size below to be as urgent."""
 MAX_WORK = 500_000_000
 """Of all programs: the columns of each squared, about a minute."""
 MAX_IN_VAIN = 150_000_000
