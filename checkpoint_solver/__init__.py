@@ -99,6 +99,6 @@ def _names(packages: Sequence[str] = _PACKAGES) -> list[str]:
 
 
 def __dir__() -> list[str]:
-    """Without torch, what plans graph files."""
+    """The public names; without torch, those that plan graph files."""
     is_whole = find_spec("torch") is not None
-    return sorted({*globals(), *_names(_PACKAGES if is_whole else _PACKAGES[:-1])})
+    return _names(_PACKAGES if is_whole else _PACKAGES[:-1])

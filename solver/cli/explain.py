@@ -253,7 +253,9 @@ def _budget_rows(found: Explanation) -> Iterator[tuple[str, str]]:
         if solution.overhead is not None:
             bound = format_share(solution.lower_bound_overhead)
             result = f"{format_share(solution.overhead)} (lower bound {bound})"
-        result += "; ended by the time limit, results may vary" if solution.timed_out else ""
+        if solution.timed_out:
+            limit = format_time(solution.request.time_limit_s)
+            result += f"; ended by the time limit of {limit}, results may vary"
         result += "; interrupted" if solution.interrupted else ""
         yield name, f"{format_size(solution.request.budget_bytes)}: {result}"
     step, here = format_size(found.step_bytes), found.solution.overhead or 0.0

@@ -22,6 +22,10 @@ from solver.sizes_deadlines_progress import Deadline, check_time_limit, interrup
 from solver.solving import attempt, with_state_choices
 
 N_BUDGETS = 20
+CROWDING = 1.5
+"""Budgets lie at these powers of even shares, closest to each other at the minimum, where curves
+bend most: a few percent more memory than that can halve the overhead.
+"""
 LIKE = Request(budget_bytes=0, time_limit_s=10.0)
 
 
@@ -136,7 +140,8 @@ def default_budgets(
     n_budgets: int = N_BUDGETS,
     places: Places | None = None,
 ) -> tuple[int, ...]:
-    """Evenly spaced budgets from the least feasible one found to the peak without checkpointing.
+    """Budgets from the least feasible one found to the peak without checkpointing, closest to each
+    other at the least.
 
     method: the one that searches for the least budget, for at most time_limit_s in all; the least
     that was found by then counts.
@@ -172,9 +177,9 @@ def _spread(
     reached_bytes = min(obstacle.reached_bytes for obstacle in obstacles)
     may_copy = places is not None and places.host is not None
     least_bytes = min(o.proven_bytes for o in obstacles) if may_copy else reached_bytes
-    steps = max(1, n_budgets - 1)
-    span_bytes = peak_bytes - least_bytes
-    sizes = {peak_bytes - span_bytes * (steps - step) // steps for step in range(steps + 1)}
+    n_steps = max(1, n_budgets - 1)
+    shares = ((n / n_steps) ** CROWDING for n in range(n_steps + 1))
+    sizes = {least_bytes + int(share * (peak_bytes - least_bytes)) for share in shares}
     return tuple(reserve_bytes + size for size in sorted(sizes | {reached_bytes}))
 
 

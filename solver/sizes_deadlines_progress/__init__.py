@@ -1,6 +1,11 @@
 """Sizes and number formats, deadlines and C code that Ctrl-C can end, lines on what runs."""
 
-from solver.sizes_deadlines_progress.c_calls import calls_are_left, end_idle_calls, interruptible
+from solver.sizes_deadlines_progress.c_calls import (
+    at_once,
+    calls_are_left,
+    end_idle_calls,
+    interruptible,
+)
 from solver.sizes_deadlines_progress.cli_or_python_wording import IN_PYTHON, OF_THE_COMMAND, Reader
 from solver.sizes_deadlines_progress.deadline import (
     NEVER,

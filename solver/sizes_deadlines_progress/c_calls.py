@@ -4,7 +4,7 @@ Python runs the handler of a signal in the main thread between two of its instru
 before a call of C code returns, and one linear program may take as long as the whole search may.
 Such a call runs in another thread, and the main thread waits for it, which a signal does interrupt.
 Nothing can stop the call itself: it runs on to its own time limit. The end of the process waits for
-it a moment only.
+it a moment only. Several such calls run at once, as far as there are processors.
 
 That helps with C code that lets go of the interpreter, as HiGHS does in SciPy from 1.15 on and in
 highspy.
@@ -13,10 +13,13 @@ highspy.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -32,8 +35,8 @@ _R = TypeVar("_R")
 
 
 class _Worker:
-    """Runs one call after another. One thread for all of them: HiGHS starts helpers for each
-    thread that it is called in."""
+    """Runs one call after another, in one thread: HiGHS starts helpers for each that it is called
+    in."""
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -51,49 +54,83 @@ class _Worker:
             del given, future, call
 
 
-_idle: _Worker | None = None
-"""A worker without a call; of the main thread alone."""
+_idle: list[_Worker] = []
+"""Workers without a call; of the main thread alone."""
 _left: list[_Worker] = []
 """Workers whose call nobody waits for any more."""
 
 
 def interruptible(call: Callable[[], _R]) -> _R:
-    """What `call` returns or raises, with Ctrl-C as in Python code.
+    """What `call` returns or raises, with Ctrl-C as in Python code; see `at_once`."""
+    return at_once([call])[0]
 
-    Outside of the main thread, where no signal arrives, it is called directly.
 
-    Raises KeyboardInterrupt; OutOfTimeError once Ctrl-C has ended the searches
+def at_once(calls: Sequence[Callable[[], _R]]) -> list[_R]:
+    """What each of the calls returns, with Ctrl-C as in Python code.
+
+    Outside of the main thread, where no signal arrives, they are called directly, in turn.
+
+    Raises what a call raises; KeyboardInterrupt; OutOfTimeError once Ctrl-C has ended the searches
     (`ctrl_c_ends_searches`).
     """
-    global _idle
     if threading.current_thread() is not threading.main_thread():
-        return call()
-    worker, _idle = _idle, None
-    if worker is None or not worker.thread.is_alive():  # threads do not survive a fork
-        worker = _Worker()
-    future: Future[_R] = Future()
+        return [call() for call in calls]
+    left, results = deque(enumerate(calls)), dict[int, _R]()
+    run_left = partial(_run_those_left, left, results)
+    workers = _taken(min(len(calls), _n_processors()))
+    futures = [Future[None]() for _ in workers]
     try:
-        worker.calls.put((future, call))
-        while not wait((future,), timeout=POLL_S).done:
+        for worker, future in zip(workers, futures, strict=True):
+            worker.calls.put((future, run_left))
+        while wait(futures, timeout=POLL_S).not_done:
             if interrupted():
                 raise OutOfTimeError
     except BaseException:
+        left.clear()
         atexit.unregister(_wait_for_left)  # once is enough
         atexit.register(_wait_for_left)
-        _left.append(worker)
-        worker.calls.put(None)
+        _left.extend(workers)
+        for worker in workers:
+            worker.calls.put(None)
         raise
-    _idle = worker
-    return future.result()
+    _idle.extend(workers)
+    for future in futures:
+        future.result()
+    return [results[index] for index in range(len(calls))]
+
+
+def _run_those_left(left: deque[tuple[int, Callable[[], _R]]], results: dict[int, _R]) -> None:
+    """Of calls with their numbers, in one of the threads that do so."""
+    while True:
+        try:
+            index, call = left.popleft()
+        except IndexError:
+            return
+        results[index] = call()
+
+
+def _taken(n_workers: int) -> list[_Worker]:
+    found = [_idle.pop() for _ in range(min(n_workers, len(_idle)))]
+    alive = [worker for worker in found if worker.thread.is_alive()]  # not after a fork
+    return alive + [_Worker() for _ in range(n_workers - len(alive))]
+
+
+def _n_processors() -> int:
+    """Those that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS, Windows
+        return os.cpu_count() or 1
 
 
 def end_idle_calls() -> None:
-    """End the thread that waits for the next call; that call starts another. Of the main thread."""
-    global _idle
-    if _idle is not None and threading.current_thread() is threading.main_thread():
-        worker, _idle = _idle, None
-        worker.calls.put(None)
-        worker.thread.join()
+    """End the threads that wait for the next call; it starts another. Of the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        for worker in _idle:
+            worker.calls.put(None)
+        for worker in _idle:
+            worker.thread.join()
+        _idle.clear()
 
 
 atexit.register(end_idle_calls)  # before the interpreter goes, in which no thread ends cleanly

@@ -7,11 +7,12 @@ integer program (`solver.methods.auto.stretch_program`). In its middle, all node
 may be recomputed before each position at which the best schedule recomputes or a backward node
 reads; before and after the middle, only what the best schedule recomputes.
 
-A middle begins where the best schedule recomputes and is as long as its size allows. Next is the
-one that loses the most, but a size must lose LOSS_PER_SIZE times as much as the size below it: the
-programs of small ones are solved in hundredths of a second, those of the largest in ten seconds.
-Where nothing is found, what lies in the first half of the middle goes on to the next size; where
-something is, all that the stretch covers goes back to the size below.
+A middle begins where the best schedule recomputes and is as long as its size allows. Next are
+those that lose the most and do not overlap, solved side by side. But a size must lose LOSS_PER_SIZE
+times as much as the size below it: the programs of small ones are solved in hundredths of a second,
+those of the largest in ten seconds. Where nothing is found, what lies in the first half of the
+middle goes on to the next size; where something is, all that the stretch covers goes back to the
+size below.
 
 In the manner of Shaw 1998, "Using constraint programming and local search methods to solve vehicle
 routing problems". It ends where no middle that is left loses enough, or after work in vain, and
@@ -21,9 +22,11 @@ proves nothing.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -34,6 +37,7 @@ from solver.methods.auto.search import Search
 from solver.methods.auto.stretch_program import Stretch, StretchMilp
 from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, Simulation
+from solver.sizes_deadlines_progress import at_once
 
 ENTRIES = (150, 300, 600, 1200)
 """Of a middle's menu, nodes times positions, by its size."""
@@ -41,6 +45,8 @@ MAX_NODES = 5_000
 """Of a middle at one position, whatever its size: 1000 residual blocks recompute 3000 at once."""
 N_NEAR = (0, 4, 8, 12)
 """By size: positions before the middle, and after it, whose recomputation may change as well."""
+AT_ONCE = 4
+"""Stretches that are solved at once, whatever the number of processors: so is what is found."""
 LOSS_PER_SIZE = 2**1.5
 """How many times as much a middle must lose as one of the size below to be as urgent."""
 MAX_WORK = 500_000_000
@@ -78,7 +84,7 @@ def refine(
 
 
 def search_neighbourhoods(search: Search) -> None:
-    """Offer what each stretch of the best schedule can be made; see the module."""
+    """Offer what the stretches of the best schedule can be made; see the module."""
     work, in_vain = 0, 0
     sizes: dict[int, int] = defaultdict(int)  # by position, the least that was not in vain
     large = large_units_only(search.folded, search.budget_bytes)
@@ -86,23 +92,30 @@ def search_neighbourhoods(search: Search) -> None:
     while not search.close and search.best and work <= MAX_WORK and in_vain <= MAX_IN_VAIN:
         if plan is None or plan.schedule is not search.best[0]:
             plan = _Plan(search.folded, large, *search.best)
-        middle = plan.next_middle(sizes)
-        if middle is None:
+        middles = plan.next_middles(sizes)
+        if not middles:
             return
-        stretch, before = plan.around(middle), search.best_share
-        cost = _offer_planned_anew(search, plan, stretch)
-        work += cost
-        in_vain = 0 if search.best_share <= before - LEAST_GAIN else in_vain + cost
-        if plan.schedule is search.best[0]:
-            for p in middle.menu_at[: (len(middle.menu_at) + 1) // 2]:
-                sizes[p] = max(sizes[p], middle.size + 1)
-        else:
-            for p in range(stretch.first, stretch.last + 1):
-                sizes[p] = min(sizes[p], max(0, middle.size - 1))
+        solved = at_once([partial(_solved, search, plan, middle) for middle in middles])
+        for middle, (program, kept) in zip(middles, solved, strict=True):
+            before, cost = search.best_share, program.n_columns**2
+            was_best = search.best[0]
+            if kept is not None:
+                _offer_spliced(search, program, kept)
+            work += cost
+            in_vain = 0 if search.best_share <= before - LEAST_GAIN else in_vain + cost
+            if search.best[0] is not was_best:
+                for p in range(middle.stretch.first, middle.stretch.last + 1):
+                    sizes[p] = min(sizes[p], max(0, middle.size - 1))
+            elif kept is None or was_best is plan.schedule:  # else it is tried again
+                for p in middle.menu_at[: (len(middle.menu_at) + 1) // 2]:
+                    sizes[p] = max(sizes[p], middle.size + 1)
 
 
-def _offer_planned_anew(search: Search, plan: _Plan, stretch: Stretch) -> int:
-    """Returns the work: the columns of the program squared."""
+def _solved(
+    search: Search, plan: _Plan, middle: _Middle
+) -> tuple[StretchMilp, dict[int, frozenset[int]] | None]:
+    """The program of its stretch, and what the best solution found keeps."""
+    stretch = middle.stretch
     program = StretchMilp(
         search.folded,
         stretch,
@@ -111,19 +124,28 @@ def _offer_planned_anew(search: Search, plan: _Plan, stretch: Stretch) -> int:
         budget_bytes=search.budget_bytes,
         deadline=search.deadline,
     )
-    found = program.schedule(below=plan.lost_share(stretch.first, stretch.last))
-    if found is not None and search.is_faster(found.order):
+    return program, program.kept(below=plan.lost_share(stretch.first, stretch.last))
+
+
+def _offer_spliced(
+    search: Search, program: StretchMilp, kept: Mapping[int, frozenset[int]]
+) -> None:
+    """In the best schedule there is now."""
+    assert search.best is not None
+    found = program.spliced(kept, Runs(search.folded, search.best[0].order))
+    if search.is_faster(found.order):
         search.offer_improved(found)
-    return program.n_columns**2
 
 
 @dataclass(frozen=True)
 class _Middle:
-    """Of a stretch. menu_at: positions right before which these nodes may be recomputed."""
+    """menu_at: positions right before which all nodes that matter there may be recomputed.
+    stretch: with the positions near it.
+    """
 
     menu_at: tuple[int, ...]
-    nodes: tuple[int, ...]
     size: int
+    stretch: Stretch
 
 
 class _Plan:
@@ -163,13 +185,23 @@ class _Plan:
         """
         return float(self._lost_share_until[last] - self._lost_share_until[first - 1])
 
-    def next_middle(self, sizes: Mapping[int, int]) -> _Middle | None:
-        """sizes: by position, the least that is tried. None: nothing is worth it."""
-        ranked = (
-            (self._lost_share_in(middle) / LOSS_PER_SIZE**middle.size, -middle.menu_at[0], middle)
-            for middle in self._smallest_worth_solving(sizes)
-        )
-        return max(ranked, key=lambda each: each[:2], default=(0.0, 0, None))[2]
+    def next_middles(self, sizes: Mapping[int, int]) -> list[_Middle]:
+        """Those that lose the most, at most AT_ONCE, whose stretches do not overlap.
+
+        sizes: by position, the least that is tried. None of them: nothing is worth it.
+        """
+        ranked = sorted(self._smallest_worth_solving(sizes), key=self._urgency, reverse=True)
+        found: list[_Middle] = []
+        for middle in ranked:
+            if all(_are_apart(middle.stretch, other.stretch) for other in found):
+                found.append(middle)
+            if len(found) == AT_ONCE:
+                break
+        return found
+
+    def _urgency(self, middle: _Middle) -> tuple[float, int]:
+        """Of two as urgent, the earlier one is first."""
+        return self._lost_share_in(middle) / LOSS_PER_SIZE**middle.size, -middle.menu_at[0]
 
     def _smallest_worth_solving(self, sizes: Mapping[int, int]) -> Iterator[_Middle]:
         for p in self.recompute_at:
@@ -186,19 +218,19 @@ class _Plan:
 
     def _middle(self, first: int, size: int) -> _Middle | None:
         """From this position as far as it goes; None: there are too many nodes."""
-        wanted, found = set[int](), None
+        wanted = set[int]()
         menu_at: tuple[int, ...] = ()
+        nodes: tuple[int, ...] = ()
         for p in range(first, self._large.n_nodes):
             here = {*self._makers_read(p), *self._recomputed.get(p, ())}
             if not here:
                 continue
             wanted |= here
-            menu_at = (*menu_at, p)
-            nodes = self._with_makers(wanted)
-            if len(menu_at) * len(nodes) > (ENTRIES[size] if found else MAX_NODES):
+            longer = self._with_makers(wanted)
+            if (len(menu_at) + 1) * len(longer) > (ENTRIES[size] if menu_at else MAX_NODES):
                 break
-            found = _Middle(menu_at, nodes, size)
-        return found
+            menu_at, nodes = (*menu_at, p), longer
+        return _Middle(menu_at, size, self._around(menu_at, nodes, size)) if menu_at else None
 
     def _makers_read(self, p: int) -> Iterator[int]:
         """Forward nodes whose outputs node p reads."""
@@ -211,12 +243,15 @@ class _Plan:
         earliest = min(wanted)
         return tuple(sorted(n for n in found if n >= earliest and self._large.recomputable[n]))
 
-    def around(self, middle: _Middle) -> Stretch:
-        """With the positions near it at which the schedule recomputes."""
-        first, last, n_near = middle.menu_at[0], middle.menu_at[-1], N_NEAR[middle.size]
-        before = [p for p in self.recompute_at if p < first]
-        after = [p for p in self.recompute_at if p > last]
-        near = [*before[max(0, len(before) - n_near) :], *after[:n_near]]
+    def _around(self, menu_at: Sequence[int], nodes: tuple[int, ...], size: int) -> Stretch:
+        """A middle with the positions near it at which the schedule recomputes."""
+        n_near, places = N_NEAR[size], self.recompute_at
+        before, after = bisect_left(places, menu_at[0]), bisect_right(places, menu_at[-1])
+        near = [*places[max(0, before - n_near) : before], *places[after : after + n_near]]
         menu = {p: tuple(sorted(set(self._recomputed[p]))) for p in near}
-        menu |= dict.fromkeys(middle.menu_at, middle.nodes)
+        menu |= dict.fromkeys(menu_at, nodes)
         return Stretch(min(menu), max(menu), menu)
+
+
+def _are_apart(one: Stretch, other: Stretch) -> bool:
+    return one.last < other.first or other.last < one.first

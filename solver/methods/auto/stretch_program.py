@@ -123,16 +123,21 @@ class StretchMilp(CutMilp):
             room = self.budget_bytes - int(self._live_bytes[since:until].max())
             self.add_byte_row(held, room)
 
-    def schedule(self, *, below: float) -> Schedule | None:
-        """The best schedule found; None: none that loses less than this in the stretch, as a share
-        of the baseline's time. The simulator says whether it is legal.
+    def kept(self, *, below: float) -> dict[int, frozenset[int]] | None:
+        """By position, the units that the best solution found holds; None: none found that loses
+        less than this in the stretch, as a share of the baseline's time.
         """
-        kept = kept_by_best(self, below=below, deadline=self._deadline)
-        if kept is None:
-            return None
+        return kept_by_best(self, below=below, deadline=self._deadline)
+
+    def spliced(self, kept: Mapping[int, frozenset[int]], runs: Runs) -> Schedule:
+        """The solution in the place of the stretch in these runs, which may be others by now. The
+        simulator says whether it is legal.
+        """
         folded, graph, begin = self.folded, self.folded.graph, self.positions[0]
-        names = [graph.nodes[n].name for n in self._runs.nodes]
-        before, after = names[: self.last_before + 1], names[self.last_inside + 1 :]
+        last_before = runs.first_run[self._stretch.first - 1]
+        last_inside = runs.first_run[self._stretch.last]
+        names = [graph.nodes[n].name for n in runs.nodes]
+        before, after = names[: last_before + 1], names[last_inside + 1 :]
         available = {tensor.name for tensor in graph.resident}
         for name in before:
             for output in graph.node_by_name[name].outputs:

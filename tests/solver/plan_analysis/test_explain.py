@@ -280,7 +280,7 @@ def test_a_search_that_the_clock_ended_is_told(saved, capsys, monkeypatch):
     monkeypatch.setattr(solver.cli.explain, "neighbours", hurried)
     assert main(["explain", *saved]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert told.count("ended by the time limit, results may vary") == 1
+    assert told.count("ended by the time limit of 10.0 s, results may vary") == 1
     assert main(["explain", "--json", *saved]) == 0
     budgets = json.loads(capsys.readouterr().out)["budgets"]
     assert [each["cut_short"] for each in budgets] == [True, False, False]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -16,6 +17,7 @@ from solver.bound.windows import large_units_only
 from solver.methods.auto import neighbourhoods
 from solver.methods.auto.from_cuts import fold_simulation
 from solver.methods.auto.neighbourhoods import (
+    AT_ONCE,
     ENTRIES,
     LOSS_PER_SIZE,
     N_NEAR,
@@ -23,7 +25,6 @@ from solver.methods.auto.neighbourhoods import (
     search_neighbourhoods,
 )
 from solver.methods.auto.search import Search
-from solver.methods.auto.stretch_program import Stretch
 from solver.methods.least_budget import least_schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -55,6 +56,10 @@ def searched(graph: Graph) -> Search:
     search.prove(binding_cut(folded, budget_bytes=budget_bytes).lost_share)
     assert search.offer(schedule) is not None
     return search
+
+
+def nodes_of(middle: neighbourhoods._Middle) -> Sequence[int]:
+    return middle.stretch.menu[middle.menu_at[0]]
 
 
 def plan_of(search: Search) -> neighbourhoods._Plan:
@@ -91,11 +96,16 @@ def test_middles_begin_where_the_plan_recomputes_and_are_as_long_as_they_may(nam
             menu_at = middle.menu_at
             assert menu_at[0] == first
             assert {*plan.recompute_at} & {*range(first, menu_at[-1] + 1)} <= {*menu_at}
-            assert {n for n, p in recomputed if first <= p <= menu_at[-1]} <= {*middle.nodes}
-            assert len(menu_at) * len(middle.nodes) <= most or len(menu_at) == 1
+            assert {n for n, p in recomputed if first <= p <= menu_at[-1]} <= {*nodes_of(middle)}
+            assert len(menu_at) * len(nodes_of(middle)) <= most or len(menu_at) == 1
             if larger is not None and len(larger.menu_at) > len(menu_at):  # one more is too much
-                longer = [plan._with_makers({*middle.nodes}), larger.menu_at[: len(menu_at) + 1]]
-                assert len(larger.nodes) * len(longer[1]) > most or larger.nodes == longer[0]
+                longer = [
+                    plan._with_makers({*nodes_of(middle)}),
+                    larger.menu_at[: len(menu_at) + 1],
+                ]
+                assert (
+                    len(nodes_of(larger)) * len(longer[1]) > most or nodes_of(larger) == longer[0]
+                )
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -110,35 +120,47 @@ def test_near_a_middle_only_what_the_plan_recomputes_may_be_recomputed(name: str
         for first in plan.recompute_at:
             middle = plan._middle(first, size)
             assert middle is not None
-            stretch = plan.around(middle)
+            stretch = middle.stretch
             before = [p for p in plan.recompute_at if p < first]
             after = [p for p in plan.recompute_at if p > middle.menu_at[-1]]
             near = [*before[::-1][:n_near], *after[:n_near]]
             assert {*stretch.menu} == {*middle.menu_at, *near}
             assert (stretch.first, stretch.last) == (min(stretch.menu), max(stretch.menu))
             for p, nodes in stretch.menu.items():
-                assert {*nodes} == ({*middle.nodes} if p in middle.menu_at else recomputed[p])
+                assert {*nodes} == ({*nodes_of(middle)} if p in middle.menu_at else recomputed[p])
+
+
+@dataclasses.dataclass
+class Program:
+    """n_columns: whose square counts as work."""
+
+    n_columns: int
+
+
+Solved = tuple[Program, dict[int, frozenset[int]] | None]
 
 
 def tried(
-    search: Search, monkeypatch: pytest.MonkeyPatch, *, gain_at: int | None = None
+    search: Search,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    gain_at: int | None = None,
+    n_columns: int = 0,
 ) -> list[neighbourhoods._Middle]:
     """The middles, in order, where only the attempt of this number finds something."""
     middles: list[neighbourhoods._Middle] = []
-    around = neighbourhoods._Plan.around
 
-    def watched(plan: neighbourhoods._Plan, middle: neighbourhoods._Middle) -> Stretch:
+    def solved(_search: Search, _plan: object, middle: neighbourhoods._Middle) -> Solved:
         middles.append(middle)
-        return around(plan, middle)
+        return Program(n_columns), {} if len(middles) - 1 == gain_at else None
 
-    def offer(search: Search, *_: object) -> int:
-        if len(middles) - 1 == gain_at:
-            assert search.best is not None
-            search.best = dataclasses.replace(search.best[0]), search.best[1]
-        return 0
+    def offer(search: Search, *_: object) -> None:
+        assert search.best is not None
+        search.best = dataclasses.replace(search.best[0]), search.best[1]
 
-    monkeypatch.setattr(neighbourhoods._Plan, "around", watched)
-    monkeypatch.setattr(neighbourhoods, "_offer_planned_anew", offer)
+    monkeypatch.setattr(neighbourhoods, "at_once", lambda calls: [call() for call in calls])
+    monkeypatch.setattr(neighbourhoods, "_solved", solved)
+    monkeypatch.setattr(neighbourhoods, "_offer_spliced", offer)
     search_neighbourhoods(search)
     return middles
 
@@ -175,12 +197,18 @@ def test_where_something_is_found_smaller_middles_are_next(monkeypatch: pytest.M
 
 def test_the_search_ends_after_work_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("MAX_IN_VAIN", "MAX_WORK"):
-        attempts: Iterator[int] = iter([7] * 3)
         with monkeypatch.context() as patched:
             patched.setattr(neighbourhoods, limit, 20)
-            patched.setattr(neighbourhoods, "_offer_planned_anew", lambda *_, t=attempts: next(t))
-            search_neighbourhoods(searched(NETS["residual"]))
-        assert not [*attempts]
+            patched.setattr(neighbourhoods, "AT_ONCE", 1)
+            assert len(tried(searched(NETS["residual"]), patched, n_columns=3)) == 3
+
+
+def test_stretches_that_are_solved_at_once_do_not_overlap() -> None:
+    for name, graph in NETS.items():
+        middles = plan_of(searched(graph)).next_middles(defaultdict(int))
+        assert 0 < len(middles) <= AT_ONCE, name
+        ends = sorted((each.stretch.first, each.stretch.last) for each in middles)
+        assert all(last < first for (_, last), (first, _) in pairwise(ends)), name
 
 
 def test_refining_ends_at_once_where_the_gap_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
