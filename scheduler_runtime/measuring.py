@@ -293,10 +293,12 @@ def resident_tensors(
 
 
 def bytes_of(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Bytes of the tensors' storages on this device (of several, with its index), each once."""
+    """Bytes of the tensors' storages on this device (of several, with its index), each once; none
+    of sparse tensors, with which nothing is planned.
+    """
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in map(local_part, tensors)
-        if t.device == device
+        if t.device == device and t.layout == torch.strided
     }
     return sum(storages.values())

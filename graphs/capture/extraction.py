@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphs.capture.as_eager import own_generator
 from graphs.capture.buffer_writes import Write, part_writes
 from graphs.capture.captured_step import Capture
 from graphs.capture.opaque import OpaqueForward
@@ -199,13 +198,6 @@ class _Extraction:
                 if isinstance(argument, torch.fx.Node) and argument in self.layout.storage
             )
         )
-        constants = (
-            getattr(self.captured.module, str(item.target), None)
-            for item in leaves
-            if isinstance(item, torch.fx.Node) and item.op == "get_attr"
-        )
-        if any(isinstance(item, torch.Generator) for item in (*leaves, *constants)):
-            raise own_generator(node.target)
         cost = self.cost(node)
         phase: Phase = "backward" if is_backward(node) else "forward"
         self.layout.calls[node.name] = node

@@ -24,26 +24,21 @@ import contextlib
 import functools
 import itertools
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import annotate
 
 from graphs.capture.as_eager import eager_branches, eager_kernels, no_cache, refuse_fast_path
 from graphs.capture.backward_rehearsal import Rehearsed, compared, saved_by_functions
 from graphs.capture.captured_step import Capture, read_joint
+from graphs.capture.direct_checkpoints import reentrant_called_directly
 from graphs.capture.eager_calls import EagerCalls
 from graphs.capture.extraction import Layout
 from graphs.capture.filled_once import Filled, SetBeforeRead, filled_once, put_meanwhile
@@ -51,12 +46,12 @@ from graphs.capture.forward_rehearsal import held_by_variables
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_most, with_opaque_parts
 from graphs.capture.own_failure import failures_not_logged
 from graphs.capture.refuse import (
-    SideEffectError,
     around_module_calls,
     attributes_unchanged,
     refuse_hooks,
     refuse_parametrization_cache,
 )
+from graphs.capture.refused_trace import refused
 from graphs.capture.same_program import Described, described
 from graphs.capture.same_steps import Recorded, same_steps
 from graphs.capture.shell import Shell
@@ -132,7 +127,8 @@ def capture(
         captured, filled = _with_filled(model, call, device, run, standing)
         return replace(captured, filled=filled)
 
-    captured, opaque = with_opaque_parts(model, call, device, traced, planned=planned)
+    with reentrant_called_directly():  # where the model runs for its parts that are not traced, too
+        captured, opaque = with_opaque_parts(model, call, device, traced, planned=planned)
     refuse_most(captured.graph, opaque)
     return replace(captured, opaque=opaque)
 
@@ -149,7 +145,8 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
 
         return _with_filled(model, call, device, run, standing)[0]
 
-    output, _ = with_opaque_parts(model, call, device, traced)
+    with reentrant_called_directly():
+        output, _ = with_opaque_parts(model, call, device, traced)
     return output
 
 
@@ -310,14 +307,20 @@ def _tracing(model: nn.Module, standing: Sequence[StandIn]) -> Iterator[None]:
 
     standing: for modules that are not traced.
     """
-    with failures_not_logged(), eager_branches(), refuse_fast_path(), no_cache(model):
+    with (
+        failures_not_logged(),
+        eager_branches(),
+        refuse_fast_path(),
+        no_cache(model),
+        reentrant_called_directly(),
+    ):
         try:
             refuse_hooks(model, but=[each.module for each in standing])
             yield
         except TraceError:
             raise
         except Exception as error:
-            raise _refused(model, error) from error
+            raise refused(model, error) from error
 
 
 @contextlib.contextmanager
@@ -364,29 +367,3 @@ def _name_modules_of_copying_functions(graph: torch.fx.Graph) -> None:
             path = (forward.get(number + 1) or {}).get("module_path")
             if path is not None:
                 node.meta["custom"] = {"module_path": path}
-
-
-def _refused(model: nn.Module, error: Exception) -> TraceError:
-    """In one line: what failed, and where in the user's code."""
-    name, place = type(model).__name__, ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        path = frame.f_code.co_filename
-        ours = Path(path).is_relative_to(Path(__file__).parents[1])
-        at_exit = path == contextlib.__file__  # found when forward had ended
-        if "/torch/" not in path and not ours and not at_exit and not path.startswith("<"):
-            place = f" ({path}, line {line})"
-    if isinstance(error, SideEffectError):
-        why = f"{name} cannot be planned{place}: {error}"
-        return TraceError(why, runs_in_eager=True, short=str(error))
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    what, advice = f"{type(error).__name__}: {lines[0] if lines else 'no message'}", ""
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        what = "forward reads values that the step computes"
-        advice = (
-            " (an `if` on a tensor, .item(), int(), indexing by a computed mask), so different "
-            "steps could run different operators; a plan is for one fixed sequence. Use "
-            "torch.where, multiply by a mask, or branch on values of the batch or of buffers, "
-            "which forward may read"
-        )
-    why = f"{name} cannot be traced{place}: {what}{advice}"
-    return TraceError(why, runs_in_eager=True, short=f"{what}{place}")

@@ -20,7 +20,12 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
-from graphs.capture.refuse import RefusingMixedDtypes, SideEffectError, attributes_unchanged
+from graphs.capture.refuse import (
+    RefusingMixedDtypes,
+    SideEffectError,
+    attributes_unchanged,
+    objects_unchanged,
+)
 from graphs.model_calls import Call, TraceError, named_state, strided_like
 
 
@@ -46,7 +51,12 @@ def refuse_own_failure(model: nn.Module, call: Call, error: TraceError) -> None:
     state = {name: meta[id(tensor)] for name, tensor in own.items()}
     alone: Exception | None = None
     try:
-        with attributes_unchanged(model), torch.device("meta"), RefusingMixedDtypes():
+        with (
+            attributes_unchanged(model),
+            objects_unchanged(model),
+            torch.device("meta"),
+            RefusingMixedDtypes(),
+        ):
             torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
     except Exception as raised:  # noqa: BLE001 - the model's code may raise anything
         alone = raised

@@ -29,9 +29,12 @@ from graphs.capture.called_losses import calls_noted
 from graphs.capture.opaque import StandIn
 from graphs.capture.refuse import (
     SideEffectError,
+    attributes_unchanged,
     buffers_of,
     no_unseen_changes,
+    no_untraced_calls,
     random_states_untouched,
+    refuse_own_generator,
     refuse_replaced_buffers,
 )
 from graphs.capture.shared_outputs import for_trace
@@ -69,6 +72,7 @@ class _Forward(_WithoutHooks):
         with (
             random_states_untouched(inner),
             no_unseen_changes(inner),
+            no_untraced_calls(inner),
             _NotedCalls(),
             calls_noted(),
         ):
@@ -179,7 +183,11 @@ class Shell(_WithoutHooks):
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
         own = self._own()
         leaves = [*own.values(), *tensors]
-        with casts_once(leaves, cache_enabled=self._cache_enabled):
+        # A trace calls forward more than once: the next call would find what this one has left.
+        with (
+            casts_once(leaves, cache_enabled=self._cache_enabled),
+            attributes_unchanged(self.model),
+        ):
             output = self._call(tensors, own)
         flat, self.spec = nested.flatten(output)
         flat = nested.once(flat)
@@ -266,11 +274,13 @@ _OBSERVES_FIRST = (
 
 class _NotedCalls(TorchDispatchMode):
     """Records in an fx node's meta that the module's operator overwrites its first argument, which
-    the functional graph no longer shows; refuses operators that read what the step computes."""
+    the functional graph no longer shows; refuses operators that read what the step computes, or
+    draw from a generator of their own."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        refuse_own_generator(func, args, kwargs or {})
         if func is torch.ops.aten._linalg_check_errors.default:
             raise TraceError(_CHECKS_RESULT)
         is_eig = func is torch.ops.aten.linalg_eig.default

@@ -7,32 +7,35 @@ from collections.abc import Sequence
 
 import torch
 
+from graphs.costs.channels_last_workspace import (
+    channels_last_convolution,
+    channels_last_convolution_backward,
+    is_in_channels_last,
+)
+from graphs.costs.convolution_shapes import (
+    BLOCK,
+    OF_IMAGES,
+    WIDEST_UNROLLED,
+    has_group_blocks,
+    is_computed_directly,
+    is_depthwise,
+    is_without_onednn,
+    matrix_bytes,
+    n_threads,
+    patches_bytes,
+    plain_bytes,
+    up_to_blocks,
+    weight_is_blocked,
+)
 from graphs.costs.operators import OpCall
-
-_BLOCK = 16
-"""Channels per block of oneDNN's layouts with AVX-512 (8 with AVX2, which takes no more)."""
-
-_OF_IMAGES = (1, 3)
-"""Channels of inputs that are read as they lie."""
-
-_WIDEST_UNROLLED = 14
-"""Columns of a convolution kernel; wider ones are computed as matrix products."""
 
 
 def _blocked(tensor: torch.Tensor, *channels: int) -> int:
     """Bytes of a tensor with the dimensions `channels` padded to whole blocks."""
     shape = [
-        _up_to_blocks(size) if dim in channels else size for dim, size in enumerate(tensor.shape)
+        up_to_blocks(size) if dim in channels else size for dim, size in enumerate(tensor.shape)
     ]
     return math.prod(shape) * tensor.element_size()
-
-
-def _up_to_blocks(n_channels: int) -> int:
-    return -(-n_channels // _BLOCK) * _BLOCK
-
-
-def plain_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def strided_bytes(*tensors: torch.Tensor) -> int:
@@ -47,11 +50,12 @@ def convolution(call: OpCall) -> int:
     """Reordered input and weight and the blocked result, then the result is reordered."""
     x, weight, _, stride, _, _, transposed, _, groups = call.args
     out = call.outputs()[0]
-    if keeps_channels_last(x):
-        copies = 1 if _is_depthwise(weight, groups) else 2
-        return copies * _blocked(weight, 0) + out.shape[1] * out.element_size()  # and the bias
-    if not transposed and _is_without_onednn(x, weight, groups):
-        return strided_bytes(x) + _patches(weight, out)
+    if is_in_channels_last(x, weight):
+        return channels_last_convolution(call)
+    if not transposed and is_without_onednn(x, weight, groups):
+        return strided_bytes(x) + patches_bytes(weight, out)
+    if not transposed and _is_of_matrices(x, weight, groups):
+        return strided_bytes(x) + max(plain_bytes(out), _of_patches(weight, out))
     blocked = _input(x, weight, groups) + _weight(x, weight, groups) + _blocked(out, 1)
     if transposed or x.dtype != torch.float32:
         return strided_bytes(x) + max(blocked - plain_bytes(out), 2 * _blocked(out, 1))
@@ -62,62 +66,72 @@ def convolution(call: OpCall) -> int:
 
 def convolution_backward(call: OpCall) -> int:
     """First the gradient of the input, then that of the weight, beside it."""
-    gradient, x, weight, _, stride, _, _, transposed, _, groups, mask = call.args
-    if keeps_channels_last(x):
-        is_laid_out = gradient.is_contiguous(memory_format=torch.channels_last)
-        copied = 0 if is_laid_out else plain_bytes(gradient)
-        is_small = math.prod(weight.shape[2:]) <= 9
-        if _is_depthwise(weight, groups) and not is_small:
-            # kernels larger than 3 x 3 (ConvNeXt's) are summed in 256 partial results, whatever the
-            # number of threads
-            of_weight = 257 * plain_bytes(weight)
-        else:
-            of_weight = (2 if _is_depthwise(weight, groups) else 3) * _blocked(weight, 0)
-        of_bias: int = gradient.shape[1] * gradient.element_size()
-        return copied + of_weight + of_bias
+    gradient: torch.Tensor = call.args[0]
+    x: torch.Tensor = call.args[1]
+    weight: torch.Tensor = call.args[2]
+    transposed, groups, mask = call.args[7], int(call.args[9]), call.args[10]
+    if is_in_channels_last(x, weight):
+        return channels_last_convolution_backward(call)
     of_x, of_weight = (plain_bytes(x) if mask[0] else 0), (plain_bytes(weight) if mask[1] else 0)
-    if not transposed and _is_without_onednn(x, weight, groups):
-        return strided_bytes(gradient, x) + _patches(weight, gradient)
-    of_bias = mask[2] * 3 * _up_to_blocks(gradient.shape[1]) * gradient.element_size()
+    if not transposed and is_without_onednn(x, weight, groups):
+        return strided_bytes(gradient, x) + patches_bytes(weight, gradient)
     peaks = [0]
     if mask[0]:
-        padded = _blocked(weight, 0, 1) if groups == 1 else plain_bytes(weight)
-        blocked = _blocked(gradient, 1) + padded + _strided_scratch(weight, stride)
-        peaks.append(_blocked(x, 1) + max(blocked, of_x))
-        if any(step > 1 for step in stride):
-            peaks.append(3 * _blocked(x, 1))
-    sizes = zip(weight.shape[2:], x.shape[2:], strict=True)
-    is_larger = x.shape[1] < _BLOCK and any(kernel > size for kernel, size in sizes)
-    if mask[1] and groups == 1 and (weight.shape[-1] > _WIDEST_UNROLLED or is_larger):
-        # as matrix products (the patches of a ViT): wide kernels, and of few channels those larger
-        # than the image; per thread, four copies of the weight and the patches of one image
-        per_thread = 4 * plain_bytes(weight) + _patches(weight, gradient)
-        peaks.append(of_x + of_weight + torch.get_num_threads() * per_thread + 256)
-    if mask[1] and (groups != 1 or weight.shape[-1] <= _WIDEST_UNROLLED):
-        of_threads = _sums_of_threads(weight) if groups == 1 else 0
-        small = _weight(x, weight, groups)
-        blocked = _input(x, weight, groups) + _blocked(gradient, 1) + small + of_threads
-        peaks.append(of_x + max(blocked, small + of_weight))
+        peaks.append(_of_input(call))
+    if mask[1]:
+        peaks.append(of_x + _of_weight(call))
+    of_bias = int(mask[2]) * 3 * up_to_blocks(gradient.shape[1]) * gradient.element_size()
     return strided_bytes(gradient, x) + max(0, max(peaks) - of_x - of_weight) + of_bias
 
 
-_LARGEST_WITHOUT_ONEDNN = 20480
-"""Elements of a single image (`use_mkldnn` of ATen/native/Convolution.cpp)."""
+def _of_input(call: OpCall) -> int:
+    """Bytes at the peak of computing the input's gradient, which is among them."""
+    gradient: torch.Tensor = call.args[0]
+    x: torch.Tensor = call.args[1]
+    weight: torch.Tensor = call.args[2]
+    stride, transposed, groups = (call.args[at] for at in (4, 7, 9))
+    is_of_pixels = groups > 1 and math.prod(weight.shape[2:]) == 1
+    of_pixels = 2 * plain_bytes(weight) if is_of_pixels else 0
+    if not transposed and _is_of_matrices(x, weight, groups):
+        return plain_bytes(x) + max(plain_bytes(x), _of_patches(weight, gradient)) + of_pixels
+    padded = _blocked(weight, 0, 1) if groups == 1 else _weight(x, weight, groups)
+    is_alone = is_depthwise(weight, groups) and not transposed
+    scratch = 0 if is_alone else _strided_scratch(weight, stride)
+    blocked = _blocked(gradient, 1) + padded + scratch
+    n_copies = 3 if any(step > 1 for step in stride) and not is_alone else 1
+    of_images = max(n_copies * _blocked(x, 1), _blocked(x, 1) + max(blocked, plain_bytes(x)))
+    return of_images + of_pixels
 
 
-def _is_without_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    """Small kernels over one small image are computed as matrix products of their patches."""
-    return (
-        x.dtype == torch.float32
-        and groups == 1
-        and x.shape[0] == 1
-        and x.numel() <= _LARGEST_WITHOUT_ONEDNN
-        and (x.dim() < 4 or min(weight.shape[-2:]) <= 3)
-    )
+def _of_weight(call: OpCall) -> int:
+    """Bytes at the peak of computing the weight's gradient, which is among them."""
+    gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = call.args
+    if is_depthwise(weight, groups):
+        is_direct = is_computed_directly(x, weight, stride, padding, dilation)
+    else:
+        has_blocks = groups == 1 or has_group_blocks(weight, groups, 8)
+        is_direct = has_blocks and weight_is_blocked(x, weight, call)
+    as_matrices = 0 if is_direct else plain_bytes(weight) + matrix_bytes(weight, gradient)
+    if groups > 1 and math.prod(weight.shape[2:]) == 1:  # one group of all images after the other
+        as_matrices += (plain_bytes(x) + plain_bytes(gradient)) // groups
+    # of few channels either way, which the shape does not tell
+    is_either = groups == 1 and x.shape[1] < BLOCK and weight.shape[-1] <= WIDEST_UNROLLED
+    if not (is_direct or is_either or transposed) and x.dtype == torch.float32:
+        return as_matrices
+    of_threads = _sums_of_threads(weight) if groups == 1 else 0
+    small = _weight(x, weight, groups)
+    blocked = _input(x, weight, groups) + _blocked(gradient, 1) + small + of_threads
+    return max(blocked, small + plain_bytes(weight), as_matrices)
 
 
-def _patches(weight: torch.Tensor, out: torch.Tensor) -> int:
-    return math.prod(weight.shape[1:]) * math.prod(out.shape[2:]) * out.element_size()
+def _is_of_matrices(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+    """Groups whose channels fill no block of four; measured with 1 to 40 channels for each."""
+    is_grouped = groups > 1 and not is_depthwise(weight, groups)
+    return is_grouped and x.dtype == torch.float32 and not has_group_blocks(weight, groups, 4)
+
+
+def _of_patches(weight: torch.Tensor, out: torch.Tensor) -> int:
+    return n_threads() * patches_bytes(weight, out) + 128
 
 
 def _strided_scratch(weight: torch.Tensor, stride: Sequence[int]) -> int:
@@ -127,17 +141,16 @@ def _strided_scratch(weight: torch.Tensor, stride: Sequence[int]) -> int:
     n_phases = math.prod(stride)
     if n_phases == 1:
         return 0
-    n_channels = min(128, max(32, _up_to_blocks(weight.shape[0])))
-    n_threads = torch.get_num_threads()
-    return 2048 * (n_phases - 1) * (n_threads + 1) + n_threads * (8216 + 512 * n_channels)
+    n_channels = min(128, max(32, up_to_blocks(weight.shape[0])))
+    return 2048 * (n_phases - 1) * (n_threads() + 1) + n_threads() * (8216 + 512 * n_channels)
 
 
 def _sums_of_threads(weight: torch.Tensor) -> int:
     """Of the weight's gradient where there are fewer blocks of channels than threads, which then
     share the images and have a sum each. At most: measured with 2 and 4 threads."""
-    n_blocks = math.prod(_up_to_blocks(size) // _BLOCK for size in weight.shape[:2])
+    n_blocks = math.prod(up_to_blocks(size) // BLOCK for size in weight.shape[:2])
     n_sums = -(-torch.get_num_threads() // max(1, n_blocks // 2)) - 1
-    of_bias = 2 * _up_to_blocks(weight.shape[0]) * weight.element_size()
+    of_bias = 2 * up_to_blocks(weight.shape[0]) * weight.element_size()
     return n_sums * (_blocked(weight, 0) + of_bias) + 24704 if n_sums else 0
 
 
@@ -145,33 +158,16 @@ def _input(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
     """Bytes of the reordered input, if it is reordered."""
     if not _is_read_in_place(x, weight, groups):
         return _blocked(x, 1)
-    return 0 if x.shape[1] in _OF_IMAGES else plain_bytes(x)
+    return 0 if x.shape[1] in OF_IMAGES else plain_bytes(x)
 
 
 def _weight(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
     """Bytes of the reordered weight."""
     if groups != 1:
-        return plain_bytes(weight)
+        return _blocked(weight, 0) if is_depthwise(weight, groups) else plain_bytes(weight)
     return _blocked(weight, 0) if _is_read_in_place(x, weight, groups) else _blocked(weight, 0, 1)
 
 
 def _is_read_in_place(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
     """Inputs of few channels are not padded, and images not reordered either."""
-    return x.shape[1] < _BLOCK and groups == 1 and math.prod(weight.shape[2:]) > 1
-
-
-def keeps_channels_last(x: torch.Tensor) -> bool:
-    """Convolutions of channels-last inputs stay in that layout.
-
-    An image of one pixel is contiguous in every layout; its strides decide.
-    """
-    return (
-        x.dim() == 4
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and x.stride(1) == 1
-        and x.stride(3) == x.shape[1] > 1
-    )
-
-
-def _is_depthwise(weight: torch.Tensor, groups: int) -> bool:
-    return groups == weight.shape[0] and weight.shape[1] == 1
+    return x.shape[1] < BLOCK and groups == 1 and math.prod(weight.shape[2:]) > 1

@@ -14,6 +14,14 @@ from typing import Any
 
 import torch
 
+from graphs.costs.layouts import (
+    as_suggested,
+    copied_bytes,
+    given,
+    in_order,
+    roll_bytes,
+    suggested_format,
+)
 from graphs.costs.operators import OpCall, aten
 from graphs.costs.workspace import masked_rows_bytes, matrix_exp_bytes
 
@@ -86,20 +94,34 @@ _MOST_MULTIPROCESSORS = 148
 
 
 def _norm_backward(call: OpCall) -> int:
-    """Partial sums of the gradients of weight and bias, where rows are many and short.
+    """Copies of a gradient and an input that are not in order (expect_contiguous), and partial sums
+    of the gradients of weight and bias, where rows are many and short.
 
     cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel, also of RMSNorm: a sum for each
     32 rows, or fewer. How short depends on the card's multiprocessors; with the most of them, here,
     at most 8 MiB are counted that other cards do not take.
     """
     x: torch.Tensor = call.args[1]
-    width = math.prod(call.args[2])
+    width: int = math.prod(call.args[2])
     n_rows = x.numel() // max(1, width)
+    copied = copied_bytes(call.args[0], x)
     if n_rows <= _MANY_ROWS or width // _WARP >= _MOST_MULTIPROCESSORS // 2:
-        return 0
+        return copied
     n_sums = min(_MOST_BLOCKS // math.ceil(width / _WARP), math.ceil(n_rows / _WARP))
     gradients = [each for each in call.value[1:] if isinstance(each, torch.Tensor)]
-    return sum(n_sums * width * each.element_size() for each in gradients)
+    return copied + sum(int(n_sums * width) * each.element_size() for each in gradients)
+
+
+def _pool_backward(*positions: int) -> Callable[[OpCall], int]:
+    """Copies of these arguments in the layout that the input's strides suggest, the gradient and
+    the input among them (avg_pool2d_backward_out_cuda in cuda/AveragePool2d.cu,
+    max_pool2d_with_indices_backward_out_cuda in cuda/DilatedMaxPool2d.cu)."""
+    return lambda call: copied_bytes(*given(call, positions), into=suggested_format(call.args[1]))
+
+
+def _roll(call: OpCall) -> int:
+    """roll_cuda in cuda/TensorTransformations.cu reads in order."""
+    return max(roll_bytes(call), copied_bytes(call.args[0]))
 
 
 def _up(size: int, step: int) -> int:
@@ -113,6 +135,21 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     # a factor and an offset for each channel of each image (a, b): cuda/group_norm_kernel.cu
     aten.native_group_norm: lambda call: 2 * _FLOAT_BYTES * int(call.args[3]) * int(call.args[4]),
     aten.native_group_norm_backward: _group_norm_backward,
+    # input, weight and bias in order: layer_norm_cuda, _fused_rms_norm_cuda
+    # (cuda/layer_norm_kernel.cu)
+    aten.native_layer_norm: in_order(0, 2, 3),
+    aten._fused_rms_norm: in_order(0, 2),
+    # host_softmax, host_softmax_backward (cuda/SoftMax.cu): `.contiguous()`
+    aten._softmax: in_order(0),
+    aten._log_softmax: in_order(0),
+    aten._softmax_backward_data: in_order(0, 1),
+    aten._log_softmax_backward_data: in_order(0, 1),
+    # avg_pool2d_out_cuda, max_pool2d_with_indices_out_cuda: `.contiguous(memory_format)`
+    aten.avg_pool2d: as_suggested,
+    aten.max_pool2d_with_indices: as_suggested,
+    aten.avg_pool2d_backward: _pool_backward(0, 1),
+    aten.max_pool2d_with_indices_backward: _pool_backward(0, 1, 7),
+    aten.roll: _roll,
     aten.native_layer_norm_backward: _norm_backward,
     aten._fused_rms_norm_backward: _norm_backward,
     **{

@@ -19,10 +19,10 @@ import torch
 from graphs.costs.convolution_workspace import (
     convolution,
     convolution_backward,
-    keeps_channels_last,
     plain_bytes,
     strided_bytes,
 )
+from graphs.costs.layouts import COPIES, copied_bytes, suggested_format
 from graphs.costs.matrix_workspace import MATRICES
 from graphs.costs.operators import OpCall, aten
 from graphs.costs.promotion import promotion_bytes
@@ -112,7 +112,8 @@ def masked_rows_bytes(call: OpCall) -> int:
     dropout or a mask, where it is not one kernel."""
     x, dim = call.args[0], call.args[1]
     n_rows = x.numel() // max(1, x.shape[dim])
-    return int(x.numel() + n_rows + call.outputs()[0].element_size())
+    masks = int(x.numel() + n_rows + call.outputs()[0].element_size())
+    return max(masks, copied_bytes(x))  # the softmax is done before
 
 
 def _sort(call: OpCall) -> int:
@@ -140,7 +141,11 @@ def _upsample(call: OpCall) -> int:
     (`_use_vectorized_kernel_cond_2d` of ATen/native/cpu/UpSampleKernel.cpp)."""
     x, out = call.args[0], call.outputs()[0]
     is_small = out.shape[-2] + out.shape[-1] <= _LARGEST_VECTORIZED
-    return plain_bytes(x) + plain_bytes(out) if is_small and not keeps_channels_last(x) else 0
+    if not is_small:
+        return 0
+    if suggested_format(x) == torch.channels_last:
+        return copied_bytes(x, into=torch.channels_last)
+    return plain_bytes(x) + plain_bytes(out)
 
 
 def _trilinear(call: OpCall) -> int:
@@ -184,6 +189,7 @@ def matrix_exp_bytes(call: OpCall) -> int:
 
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     **MATRICES,
+    **COPIES,
     aten.convolution: convolution,
     aten._trilinear: _trilinear,
     aten.linalg_matrix_exp: matrix_exp_bytes,

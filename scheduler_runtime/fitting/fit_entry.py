@@ -235,9 +235,9 @@ def _parts_with_all(model: nn.Module) -> list[nn.Module]:
         each
         for each in model.modules()
         if each is not model
+        and not isinstance(each, torch.jit.ScriptModule)
         and type(each).forward is not nn.Module.forward  # a ModuleList cannot be called
         and trained <= {id(p) for p in each.parameters()}
-        and not isinstance(each, torch.jit.ScriptModule)
         and why_not_planned(each) is None
         and not isinstance(each.__dict__.get("forward"), ReplacedForward)
         and not has_checkpoints(each)

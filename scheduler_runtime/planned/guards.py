@@ -140,7 +140,7 @@ def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
     return tuple(
         (
             type(module),
-            type(module).forward,
+            getattr(type(module), "forward", None),  # a ScriptModule has none
             of_class[type(module)],
             module.training,
             tuple(len(getattr(module, hooks)) for hooks in HOOKS),

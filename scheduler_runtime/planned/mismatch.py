@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from torch import nn
@@ -213,7 +214,12 @@ def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> Differen
             words += f"chooses {rows[1]} rows by them (a boolean mask, nonzero)"
             return Difference(words, of_values=True, remedy=_OF_ROWS)
         return Difference(f"{words}reads {each['seen']}", of_values=True)
-    left_out = next(each for each in planned if each not in here)
+    left_out = next((each for each in planned if each not in here), None)
+    if left_out is None:  # the same values, in another order
+        pairs = zip_longest(here, planned)
+        each = next(now or before for now, before in pairs if now != before)
+        words = f"{holders(each)} has other values than when planned: forward reads {each['seen']}"
+        return Difference(f"{words} at another place", of_values=True)
     words = (
         f"forward read a value of {holders(left_out)} when the step was planned, and does not read "
         "it in this call"

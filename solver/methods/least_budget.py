@@ -49,6 +49,8 @@ LEAST_PATIENCE = (1.0, 0.5, 0.25, 2.0)
 """Those tried for the least budget."""
 SAVED_SHARES = (0.25, 0.0, 0.5, 0.1, 0.75)
 """Of what a step can save within a budget: the caps that are tried."""
+LATE_S = 0.5
+"""For the search where the deadline has passed before it: else it would find the plain step."""
 BASE_WORK, WORK_PER_NODE = 15_000_000, 3_000
 """Of all evictions together, as `evict` counts it: five seconds, and 1 ms for a node."""
 
@@ -66,7 +68,8 @@ def find_obstacle(
 
     method: the one that has to reach it (None: whatever does).
     above_bytes: the reached budget is only of interest above these.
-    deadline: the obstacle is what was proven and found by then, and says that it was cut short.
+    deadline: the obstacle is what was proven and found by then, or within LATE_S where that has
+        passed, and says that it was cut short.
     places: what schedules may copy to; then only what one op itself needs is proven, and what is
         reached is reached without copies.
     """
@@ -86,8 +89,9 @@ def find_obstacle(
     if graph.n_in_flight > 1:
         schedule, reached_bytes = _least_in_flight(graph, proven_bytes, deadline=deadline)
     elif method is None or method.reaches_least_budget:
+        search_by = Deadline.after(LATE_S) if deadline.passed else deadline
         schedule, reached_bytes = least_schedule(
-            folded, proven_bytes=proven_bytes, deadline=deadline
+            folded, proven_bytes=proven_bytes, deadline=search_by
         )
     else:
 

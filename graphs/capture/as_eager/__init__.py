@@ -5,6 +5,13 @@ from graphs.capture.as_eager.autocast import casts_once
 from graphs.capture.as_eager.checked_values import CheckError, checks_noted
 from graphs.capture.as_eager.drawn_values import generator_states
 from graphs.capture.as_eager.gradients import outside_of_functions
-from graphs.capture.as_eager.kernels import eager_kernels, own_generator
-from graphs.capture.as_eager.known_values import Guard, KnowingMode, Leaf, Recipe, evaluate
+from graphs.capture.as_eager.kernels import eager_kernels
+from graphs.capture.as_eager.known_values import (
+    Guard,
+    KnowingMode,
+    Leaf,
+    ReadsRandomNumbers,
+    Recipe,
+    evaluate,
+)
 from graphs.capture.as_eager.transformers_branches import caching_configs, eager_branches, no_cache

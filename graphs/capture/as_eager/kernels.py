@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.capture.as_eager import rnn
 from graphs.capture.as_eager.gradients import gradients_of_eager
-from graphs.model_calls import TraceError, strided_like
+from graphs.capture.refuse import own_generator
+from graphs.model_calls import strided_like
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +37,15 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _UPSAMPLING = """
     upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
-    upsample_trilinear3d upsample_bicubic2d
+    upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
 """
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 """Their decompositions sum the terms in another order."""
 _PRODUCT_OF_MATRICES = (torch.ops.aten.matmul.default, torch.ops.aten.matmul.out)
 """Its decomposition chooses between one product and a batch of them by other rules: a frozen weight
 and rows of a longer sequence, or part of the columns, give the other kernel."""
+_FOURIER = (torch.ops.aten.stft.center, torch.ops.aten.istft.default)
+"""The gradient of the latter's decomposition has other strides."""
 _SHRINKS = ("softshrink", "hardshrink")
 """Eager mode keeps their input for the backward pass; their decompositions keep a mask."""
 
@@ -110,14 +113,6 @@ def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 _AUTOGRAD = DispatchKey.AutogradCPU
-
-
-def own_generator(operator: object) -> TraceError:
-    """The error for a call that is given a generator."""
-    return TraceError(
-        f"{operator} draws from a generator of its own, which recomputation cannot replay; leave "
-        "generator= out: the default generator is replayed"
-    )
 
 
 def _fill(
@@ -207,7 +202,8 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
         for key in _KEYS
     }
     replaced |= {
-        (operator, DispatchKey.CompositeImplicitAutograd): None for operator in _PRODUCT_OF_MATRICES
+        (operator, DispatchKey.CompositeImplicitAutograd): None
+        for operator in (*_PRODUCT_OF_MATRICES, *_FOURIER)
     }
     key = DispatchKey.AutogradCUDA if device.type == "cuda" else _AUTOGRAD
     replaced |= {(operator, key): kernel for operator, kernel in gradients_of_eager(device).items()}

@@ -19,14 +19,18 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.capture.as_eager.drawn_values import Drawn, Draws, Replay, key_of
 from graphs.capture.as_eager.fake_kernels import as_by_cpu_kernel, cpu_kernel_result
-from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes
+from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes, refuse_written
 from graphs.costs import OpCall
 from graphs.model_calls import is_distributed_class, strided_like
 
@@ -92,6 +96,10 @@ class Guard:
         return {"of": leaves, "seen": str(self.seen)}
 
 
+class ReadsRandomNumbers(DataDependentOutputException):
+    """Random numbers are read, and not only a condition on them."""
+
+
 class KnowingMode(FakeTensorMode):
     """Fake tensors that carry the recipes of their values, if known.
 
@@ -124,6 +132,8 @@ class KnowingMode(FakeTensorMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FunctionalTensor):
             return args[0].elem.device
         self.read.note(func, (*args, *(kwargs or {}).values()))
+        if func._schema.is_mutable:
+            refuse_written(OpCall(func, tuple(args), kwargs or {}, None).mutated())
         refuse_mixed_dtypes(func, args, kwargs or {})
         recipe = self._recipe(func, args, kwargs or {})
         if recipe is not None:
@@ -142,6 +152,8 @@ class KnowingMode(FakeTensorMode):
                 with self:
                     result = pytree.tree_map_only(torch.Tensor, strided_like, result)
                 return _with_recipe(result, recipe)
+            if is_value or torch.Tag.dynamic_output_shape in func.tags:
+                raise ReadsRandomNumbers(func)
         result = cpu_kernel_result(self, func, args, kwargs or {})
         if result is NotImplemented:
             result = super().dispatch(func, types, args, kwargs or {})

@@ -1,9 +1,9 @@
 """Which parts of a model cannot be traced, found by tracing.
 
-A trace that fails names the module call in which it failed. That module becomes one piece, with all
-others of its class, which run the same line, and the model is traced again. A module that cannot be
-one piece (`NotOpaqueError` says why) leaves that to the module that contains it; in the end the
-trace fails as it did at first.
+A trace that fails names the module call in which it failed. That module becomes one piece, with
+those of its class that are expected to fail as well (`graphs.capture.opaque.alike`), and the model
+is traced again. A module that cannot be one piece (`NotOpaqueError` says why) leaves that to the
+module that contains it; in the end the trace fails as it did at first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
+from graphs.capture.opaque.alike import alike
 from graphs.capture.opaque.forms import OpaqueCall, RandomSources
 from graphs.capture.opaque.functions import is_function, outermost_function
 from graphs.capture.opaque.methods import method_on_the_way, method_that_draws, paths_of
@@ -38,8 +39,6 @@ MOST_RUNS = 4
 
 MOST = 0.75
 """Of the bytes that a step keeps for backward."""
-
-_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 _R = TypeVar("_R")
 
@@ -116,16 +115,23 @@ def with_opaque_parts(
         try:
             return _attempt(model, call, where, whys, trace)
         except NotOpaqueError as refused:
-            first.add_note(str(refused))
+            _note(first, str(refused))
             whys = _enclosing(model, refused.path, whys)
         except TraceError as error:
-            first.add_note(error.why)
+            _note(first, error.why)
             whys = _failing(model, call, where, error, whys)
         except Exception as error:  # the model's code may raise anything
             refuse_same_failure(model, first, error)
             first.add_note(f"{type(error).__name__} when it was run: {error}")
             raise first from error
+    _note(first, f"given up after {MOST_TRACES} more traces, each of which failed elsewhere")
     raise first
+
+
+def _note(error: TraceError, text: str) -> None:
+    """Add it once; of many modules that fail alike, all say the same."""
+    if text not in (error.why, *getattr(error, "__notes__", ())):
+        error.add_note(text)
 
 
 def _attempt(
@@ -202,11 +208,9 @@ def _failing(
         return {}
     if path in whys:
         return _enclosing(model, path, whys)
-    # a class of PyTorch's own does something else in each place, but for attention
-    alike = [path]
-    if not type(module).__module__.startswith("torch.") or isinstance(module, _ATTENTION):
-        alike = [p for p, m in model.named_modules() if _kind(m) == _kind(module)]
-    return _outermost({**whys, **dict.fromkeys(alike, error.short)})
+    failed_before = [p for p, why in whys.items() if why == error.short]
+    paths = alike(model, call, device, path, failed_before)
+    return _outermost({**whys, **dict.fromkeys(paths, error.short)})
 
 
 def _methods(
@@ -219,13 +223,6 @@ def _methods(
     else:
         name = method_on_the_way(owner, error)
     return [] if name is None else paths_of(model, owner, name)
-
-
-def _kind(module: nn.Module) -> tuple[object, ...]:
-    """Equal for modules that are expected to run the same line."""
-    if not isinstance(module, _ATTENTION):
-        return (type(module),)
-    return type(module), module.training, any(p.requires_grad for p in module.parameters())
 
 
 def _enclosing(model: nn.Module, path: str, whys: Mapping[str, str]) -> dict[str, str]:

@@ -1,8 +1,13 @@
 """Checks that refuse what cannot be traced faithfully; each error says why."""
 
 from graphs.capture.refuse.aliasing import refuse_overlapping, sharing
-from graphs.capture.refuse.constants import HeldTensor, ReadTensors
-from graphs.capture.refuse.generators import generators_of, put_back
+from graphs.capture.refuse.constants import HeldTensor, ReadTensors, refuse_written
+from graphs.capture.refuse.generators import (
+    generators_of,
+    own_generator,
+    put_back,
+    refuse_own_generator,
+)
 from graphs.capture.refuse.generators import state_of as state_of_generator
 from graphs.capture.refuse.mixed_dtypes import RefusingMixedDtypes, refuse_mixed_dtypes
 from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replaced_forwards
@@ -24,3 +29,4 @@ from graphs.capture.refuse.side_effects import (
     refuse_replaced_buffers,
 )
 from graphs.capture.refuse.unseen_changes import no_unseen_changes
+from graphs.capture.refuse.untraced_calls import no_untraced_calls

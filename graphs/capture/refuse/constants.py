@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from graphs.capture.refuse.side_effects import SideEffectError
 from graphs.costs import tensors_in
 from graphs.model_calls import TraceError, nested
 
@@ -90,6 +91,19 @@ class ReadTensors:
                         "would read those of the first call: pass the tensors directly, in a dict "
                         "or in a dataclass"
                     )
+
+
+def refuse_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise SideEffectError where one has values: the trace would change them.
+
+    So does a backward pass that calls a module of the model once more, on its own tensors.
+    """
+    if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise SideEffectError(
+            "the step changes in place a tensor that it has not made (in a plain attribute, or a "
+            "buffer in the backward pass of an autograd.Function); make it a buffer, and change "
+            "it in forward"
+        )
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -1,10 +1,10 @@
-"""Random generators of Python and NumPy that a forward pass may use, and their states.
+"""Random generators that a forward pass may use, besides torch's default ones, and their states.
 
-torch's generators are seen operator by operator. Numbers from these would be constants of a traced
-step. Besides the two global generators, they are searched for where a forward pass finds them: in
-attributes of modules and of their classes, in containers there, in attributes of plain objects
-there, and among the globals and closures that a forward names, or a function or method that it
-names, and so on.
+torch's default generators are seen operator by operator. Numbers from others would be constants of
+a traced step. Besides the two global ones of Python and NumPy, they are searched for where a
+forward pass finds them: in attributes of modules and of their classes, in containers there, in
+attributes of plain objects there, and among the globals and closures that a forward names, or a
+function or method that it names, and so on.
 """
 
 from __future__ import annotations
@@ -14,21 +14,40 @@ import functools
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphs.model_calls import TraceError
 
 _PYTHONS: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of the module `random`."""
+
+
+def own_generator(operator: object) -> TraceError:
+    """The error for a call that is given a generator."""
+    return TraceError(
+        f"{operator} draws from a generator of its own, which recomputation cannot replay; leave "
+        "generator= out: the default generator is replayed"
+    )
+
+
+def refuse_own_generator(operator: object, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises TraceError."""
+    if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+        raise own_generator(operator)
 
 
 def generators_of(model: nn.Module) -> dict[str, Any]:
     """The generators by their name for messages: "the random.Random in 'mask.rng'"."""
     found: dict[int, tuple[str, Any]] = {}
     found[id(_PYTHONS)] = ("Python's random", _PYTHONS)
-    kinds: tuple[type, ...] = (random.Random,)  # SystemRandom has no state
+    kinds: tuple[type, ...] = (random.Random, torch.Generator)  # SystemRandom has no state
+    torchs = {id(each) for each in (torch.default_generator, *torch.cuda.default_generators)}
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpys = numpy_random.mtrand._rand
         found[id(numpys)] = ("numpy.random", numpys)
@@ -37,7 +56,9 @@ def generators_of(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         for name, value in _named(module, followed):
             for each in _inside(value):
-                if isinstance(each, kinds) and not isinstance(each, random.SystemRandom):
+                if id(each) in torchs or isinstance(each, random.SystemRandom):
+                    continue
+                if isinstance(each, kinds):
                     kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
                     where = f"{path}.{name}" if path else name
                     found.setdefault(id(each), (f"the {kind} in {where!r}", each))
@@ -48,6 +69,9 @@ def state_of(generator: Any) -> Any:
     """Its state, as a comparable value."""
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        with _disable_current_modes():  # else it is a fake tensor while a step is traced
+            return generator.get_state().numpy().tobytes()
     has_own = hasattr(generator, "get_state")
     return pickle.dumps(generator.get_state() if has_own else _bits(generator).state)
 
@@ -56,6 +80,9 @@ def put_back(generator: Any, state: Any) -> None:
     """Restore a state."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        with _disable_current_modes():
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif hasattr(generator, "set_state"):
         generator.set_state(pickle.loads(state))
     else:

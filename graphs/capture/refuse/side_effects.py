@@ -24,11 +24,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from graphs.capture.refuse.generators import generators_of, put_back, state_of
+from graphs.capture.refuse.tensors_in_attributes import tensors_put_back
 from graphs.capture.refuse.traced_hooks import (
     capturing_hooks_as_before,
     computed_weights,
     is_traced,
 )
+from graphs.model_calls import nested
 
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -39,7 +41,14 @@ HOOKS = {
 
 
 class SideEffectError(ValueError):
-    """The forward pass has a side effect that a planned step would skip; says what and where."""
+    """The forward pass has a side effect that a planned step would skip; says what and where.
+
+    short: the same without advice.
+    """
+
+    def __init__(self, why: str, *, short: str = "") -> None:
+        super().__init__(why)
+        self.short = short or why
 
 
 class HookError(SideEffectError):
@@ -142,20 +151,20 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         changed = [
-            (module, attribute)
+            (module, attribute, vars(module).get(attribute))
             for module, attributes in before.items()
             for attribute in {**attributes, **vars(module)}
             if not _same(attributes.get(attribute, _MISSING), vars(module).get(attribute, _MISSING))
         ]
-        for module, attribute in changed:
+        for module, attribute, _ in changed:
             if attribute in before[module]:  # it keeps its place
                 vars(module)[attribute] = before[module][attribute]
             else:
                 del vars(module)[attribute]
-        changed += [(each.module, each.attribute) for each in contents if each.put_back()]
+        changed += _put_back(contents)
     changed = [
-        (module, attribute)
-        for module, attribute in changed
+        (module, attribute, value)
+        for module, attribute, value in changed
         if (attribute not in _RNN_BOOKKEEPING or not isinstance(module, nn.RNNBase))
         and attribute not in computed_weights(module)
     ]
@@ -166,26 +175,49 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
 def objects_unchanged(model: nn.Module) -> Iterator[None]:
     """As `attributes_unchanged`, for the attributes of plain objects that attributes hold.
 
-    A config object, say, in which forward counts its calls.
+    A config object, say, in which forward counts its calls. And for what is written into tensors in
+    attributes.
     """
     contents = list(_contents_of(model, in_objects=True))
-    try:
-        yield
-    finally:
-        changed = [(each.module, each.attribute) for each in contents if each.put_back()]
-    _refuse(model, changed)
+    with tensors_put_back(model) as written:
+        try:
+            yield
+        finally:
+            changed = _put_back(contents)
+    _refuse(model, changed + written)
 
 
-def _refuse(model: nn.Module, changed: list[tuple[nn.Module, str]]) -> None:
+_Changed = list[tuple[nn.Module, str, Any]]
+"""Modules, their attributes, and what was left there."""
+
+
+def _put_back(contents: Iterable[_Contents]) -> _Changed:
+    """Restore all of them; returns those that had changed."""
+    changed = []
+    for each in contents:
+        now = list(_items(each.container))
+        if each.put_back():
+            changed.append((each.module, each.attribute, now))
+    return changed
+
+
+def _refuse(model: nn.Module, changed: _Changed) -> None:
     """Raise SideEffectError for the first of these attributes, if there is one."""
     if changed:
         names = {module: name for name, module in model.named_modules()}
-        module, attribute = changed[0]
+        module, attribute, value = changed[0]
         where = names.get(module) or type(module).__name__
         raise SideEffectError(
             f"forward changes the attribute {attribute!r} of {where!r}, which a planned step would "
             "not do; keep it in a buffer that is updated in place, or outside of forward"
+            + (_STATE if nested.tensors(value) else "")
         )
+
+
+_STATE = (
+    ". A state for the next call can be returned, and passed in with the next batch; what the "
+    "first call alone computes (a cache) is there if the model is called once before it is planned"
+)
 
 
 @dataclass(frozen=True)
@@ -250,7 +282,8 @@ def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -
         if before.get(name) is not tensor:
             raise SideEffectError(
                 f"forward replaces buffer {name!r} by another tensor; update it in place "
-                f"(self.{name.rpartition('.')[2]}.copy_(...))"
+                f"(self.{name.rpartition('.')[2]}.copy_(...)), or, where the first call alone "
+                "replaces it, call the model once before it is planned"
             )
 
 

@@ -3,14 +3,15 @@
 A trace runs hooks of tensors and nodes of the autograd graph, and records what they compute. It
 does not run those of saved tensors, nor those that a parameter calls when its gradient is
 accumulated. A hook that forward puts on a parameter stays there, one more in each step. A tensor
-that is put in another's `.data` is no operator, and in a trace no parameter has a `.grad`.
+that is put in another's `.data` is no operator, and in a trace no parameter has a `.grad`: a
+backward pass inside of forward would fill it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from graphs.capture.refuse.side_effects import SideEffectError
+from graphs.model_calls import nested
 
 _CHECKPOINTS = torch.utils.checkpoint.__name__
 _SAVED_TENSORS = (
@@ -44,6 +46,23 @@ _GRAD = (
     "forward reads or changes the .grad of a parameter, which a planned step would not do; keep "
     "what it needs in a buffer, or do this outside of forward"
 )
+_BACKWARD = (
+    "forward calls backward(), which adds to the .grad of parameters in the middle of the step; a "
+    "plan has one backward pass, after forward: use torch.autograd.grad there, or divide the step "
+    "into two, each with a model of its own"
+)
+
+
+def refused(why: Callable[..., str | None], original: Callable[..., Any]) -> Any:
+    """The function, but SideEffectError in this thread where `why` of the arguments says why."""
+    here = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == here and (message := why(*args, **kwargs)) is not None:
+            raise SideEffectError(message)
+        return original(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -52,24 +71,25 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
 
     module: whose parameters may not get hooks.
     """
-    here = threading.get_ident()
-
-    def refused(why: Callable[..., str | None], original: Callable[..., Any]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == here and (message := why(*args)) is not None:
-                raise SideEffectError(message)
-            return original(*args, **kwargs)
-
-        return call
 
     def on_parameter(message: str) -> Callable[..., str | None]:
-        def why(tensor: torch.Tensor, *_: Any) -> str | None:
+        def why(tensor: torch.Tensor, *_: Any, **__: Any) -> str | None:
             return message if any(tensor is p for p in module.parameters()) else None
 
         return why
 
     def after_backward(name: str) -> Callable[..., str]:
-        return lambda *_: _AFTER_BACKWARD.format(name=name)
+        return lambda *_, **__: _AFTER_BACKWARD.format(name=name)
+
+    def on_backward(tensors: Any, *_: Any, inputs: Any = None, **__: Any) -> str | None:
+        if inputs is not None:
+            return None
+        reached = _functions_of(nested.tensors(tensors))
+        # a parameter is a leaf where the model runs, and made by a function in a trace
+        own = {id(p) for p in module.parameters()}
+        made = {p.grad_fn for p in module.parameters()}
+        is_reached = any(f in made or id(getattr(f, "variable", None)) in own for f in reached)
+        return _BACKWARD if is_reached else None
 
     data: Any = torch._C.TensorBase.data
     grad: Any = torch._C.TensorBase.grad
@@ -84,6 +104,7 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
         (torch.Tensor, "register_hook", on_parameter(_ON_PARAMETER)),
         (torch.Tensor, accumulated, after_backward(accumulated)),
         (torch.autograd.graph, several, after_backward(several)),
+        (torch.autograd, "backward", on_backward),
     ]
     with contextlib.ExitStack() as stack:
         for place, name, why in refusals:
@@ -121,6 +142,18 @@ class _DataSetter:
                 tensor.copy_(value)
         else:
             self._refused(tensor, value)
+
+
+def _functions_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Those that a backward pass from these would run; a leaf's has it as its `variable`."""
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = {None}
+    while stack:
+        function = stack.pop()
+        if function not in seen:
+            seen.add(function)
+            yield function
+            stack += [before for before, _ in function.next_functions]
 
 
 def _of_saved_tensors(pack: Callable[..., Any], _unpack: Any) -> str | None:

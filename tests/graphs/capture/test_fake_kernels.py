@@ -126,6 +126,14 @@ def test_a_step_with_such_operators_runs_and_has_eagers_bits() -> None:
     assert_equal(one_step(plain, (x,), 3), one_step(model, (x,), 3))
 
 
+def _through_frequencies(x: Tensor) -> Tensor:
+    """Where the gradient's strides decide how the convolution before it rounds."""
+    window = torch.hann_window(16)
+    spectrum = torch.stft(x.flatten(), 16, 4, window=window, return_complex=True)
+    mask = F.conv1d(spectrum.abs()[None], torch.full((9, 9, 3), 0.1), padding=1)
+    return torch.istft(spectrum * mask[0], 16, 4, window=window).square().sum()
+
+
 TAKEN_APART: dict[str, Callable[[Tensor], Tensor]] = {
     "multi margin": lambda x: F.multi_margin_loss(x[:, 0], torch.tensor([1, 0, 2, 1])),
     "multilabel margin": lambda x: F.multilabel_margin_loss(
@@ -137,6 +145,10 @@ TAKEN_APART: dict[str, Callable[[Tensor], Tensor]] = {
     "antialiased": lambda x: (
         F.interpolate(x[None], size=5, mode="bilinear", antialias=True).square().sum()
     ),
+    "antialiased bicubic": lambda x: (
+        F.interpolate(x[None], size=5, mode="bicubic", antialias=True).square().sum()
+    ),
+    "istft": _through_frequencies,
 }
 
 

@@ -1,4 +1,4 @@
-"""Random generators of NumPy and Python are found where a forward pass reaches them."""
+"""Random generators other than torch's default ones are found where a forward pass reaches them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.same_bits import keeping_nothing
 from graphs.capture.refuse import generators_of
-from scheduler_runtime import fit
+from graphs.trace import trace
+from scheduler_runtime import apply, fit
 
 NUMPYS = np.random.default_rng(0)
 
@@ -134,3 +136,61 @@ def test_planned_steps_draw_what_plain_training_draws(kind: type[Scaling]) -> No
             seen.append([p.grad.clone() for p in model.parameters()])
     assert all(map(torch.equal, seen[0] + seen[1], seen[2] + seen[3]))
     assert not torch.equal(seen[0][0], seen[1][0])
+
+
+FILLS: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
+    "normal": lambda x, own: torch.empty_like(x).normal_(generator=own),
+    "exponential": lambda x, own: torch.empty_like(x).exponential_(generator=own),
+    "a number": lambda x, own: x * float(torch.rand((), generator=own)),
+}
+
+
+class WithTorchs(nn.Module):
+    """Draws from a `torch.Generator` of its own, for which it is planned as one piece."""
+
+    def __init__(self, fill: str) -> None:
+        super().__init__()
+        self.fill = FILLS[fill]
+        self.own = torch.Generator().manual_seed(3)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + self.fill(x, self.own))
+
+    def __deepcopy__(self, _memo: object) -> WithTorchs:
+        copied = WithTorchs(next(name for name, fill in FILLS.items() if fill is self.fill))
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_piece_draws_from_its_own_generator_as_in_plain_training(
+    fill: str, is_recomputed: bool
+) -> None:
+    """Measuring it and recomputing it leave the generator where one run leaves it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Linear(8, 32), nn.ReLU(), WithTorchs(fill), nn.ReLU(), nn.Linear(32, 8)
+    )
+    planned, batch, seen = copy.deepcopy(plain), torch.randn(64, 8), []
+    if is_recomputed:
+        step = trace(planned, batch, loss=lambda out, _: out.square().sum())
+        apply(planned, keeping_nothing(step))
+    else:
+        fit(planned, budget="1MB", optimizer=[])
+    for model in (plain, planned):
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(batch).square().sum()
+            loss.backward()
+            seen.append([loss, *(p.grad for p in model.parameters())])
+    for expected, got in zip(seen[:3], seen[3:], strict=True):
+        assert all(map(torch.equal, expected, got))
+
+
+def test_torchs_default_generator_in_an_attribute_is_none_of_them() -> None:
+    model = nn.Linear(2, 2)
+    model.generator = torch.default_generator
+    assert all(each is not torch.default_generator for each in generators_of(model).values())

@@ -97,3 +97,54 @@ def test_the_cpu_has_its_own_estimates():
     assert on_cpu != CARD.cost(call).workspace_bytes
     product = OpCall(aten.mm.default, (meta(4, 4), meta(4, 4)), {}, meta(4, 4))
     assert CARD.cost(product).workspace_bytes == 0
+
+
+def _bytes_on_card(target: object, *args: object, made: tuple[torch.Tensor, ...]) -> int:
+    return CARD.cost(OpCall(target, args, {}, made)).workspace_bytes
+
+
+def test_norms_and_softmax_copy_what_is_not_in_order():
+    x = meta(4, 8, 8, 32)
+    turned, n_bytes = meta(4, 32, 8, 8).permute(0, 2, 3, 1), 2 * 4 * 8 * 8 * 32
+    figures, weight = meta(4, 8, 8, 1), meta(32)
+    of_softmax, of_log = aten._softmax.default, aten._log_softmax_backward_data.default
+    for given, n_copies in ((x, 0), (turned, 1)):
+        made = (torch.empty_like(x), figures, figures)
+        target, args = aten.native_layer_norm.default, (given, [32], weight, weight, 1e-5)
+        assert _bytes_on_card(target, *args, made=made) == n_copies * n_bytes
+        target = aten._fused_rms_norm.default
+        assert _bytes_on_card(target, given, [32], weight, 1e-5, made=made[:2]) == (
+            n_copies * n_bytes
+        )
+        assert _bytes_on_card(of_softmax, given, -1, False, made=made[:1]) == n_copies * n_bytes
+        found = _bytes_on_card(of_log, given, given, -1, torch.bfloat16, made=made[:1])
+        assert found == 2 * n_copies * n_bytes
+        target = aten.native_layer_norm_backward.default
+        args = (x, given, [32], figures, figures, weight, weight, [True] * 3)
+        assert _bytes_on_card(target, *args, made=made) == n_copies * n_bytes
+
+
+def test_pools_copy_what_is_neither_in_order_nor_in_channels_last():
+    shape, pooled = (2, 8, 6, 10), (2, 8, 3, 5)
+    n_bytes, n_pooled = 2 * 2 * 8 * 6 * 10, 2 * 8 * 3 * 5
+    last = torch.channels_last
+    forward, backward = aten.avg_pool2d.default, aten.max_pool2d_with_indices_backward.default
+    gradient, indices = meta(*pooled), meta(*pooled, dtype=torch.int64)
+    for x, of_x, of_pooled in (
+        (meta(*shape), 0, 0),
+        (meta(*shape).contiguous(memory_format=last), 0, n_pooled * (2 + 8)),
+        (meta(2, 16, 6, 10)[:, 8:], n_bytes, 0),
+        (meta(2, 6, 10, 16)[..., 8:].permute(0, 3, 1, 2), n_bytes, n_pooled * (2 + 8)),
+    ):
+        assert _bytes_on_card(forward, x, [2, 2], [2, 2], made=(gradient,)) == of_x
+        args = (gradient, x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
+        made = (torch.empty_like(x),)
+        assert _bytes_on_card(backward, *args, made=made) == of_x + of_pooled
+
+
+def test_rolls_keep_the_results_of_all_dimensions_but_the_last():
+    x, turned, n_bytes = meta(4, 6), meta(6, 4).t(), 2 * 4 * 6
+    target = aten.roll.default
+    assert _bytes_on_card(target, x, [1], [0], made=(x.clone(),)) == 0
+    assert _bytes_on_card(target, turned, [1], [0], made=(x.clone(),)) == n_bytes
+    assert _bytes_on_card(target, x, [1, 1], [0, 1], made=(x.clone(),)) == n_bytes

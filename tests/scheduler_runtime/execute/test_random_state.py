@@ -91,6 +91,7 @@ def test_a_fill_puts_eagers_numbers_in_eagers_places(fill: str, strides: str) ->
         lambda: torch.ones(N_ROWS, N_COLUMNS).normal_(generator=torch.Generator()),
         lambda: torch.ones(N_COLUMNS, N_ROWS).t().bernoulli_(generator=torch.Generator()),
         lambda: torch.ones(N_ROWS, N_COLUMNS).random_(1, 5, generator=torch.Generator()),
+        lambda: torch.ones(N_ROWS, N_COLUMNS).exponential_(generator=torch.Generator()),
     ],
 )
 def test_a_generator_of_its_own_is_refused_by_name(draw: Callable[[], torch.Tensor]) -> None:

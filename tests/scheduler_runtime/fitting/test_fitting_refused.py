@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+from graphs.model_calls import TraceError
 from scheduler_runtime import CheckpointedAlreadyError, FitError, apply, fit, plans_of, remove
 from scheduler_runtime.fitting.options import nothing_fits
 from solver import report, solve
@@ -151,6 +152,43 @@ def test_a_module_that_must_be_compiled_whole_afterwards_is_refused() -> None:
 
 
 @pytest.mark.slow
+class _Graph(nn.Module):
+    """A sparse matrix of edges in a buffer."""
+
+    edges: torch.Tensor
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("edges", torch.eye(16).to_sparse(layout=layout))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.edges @ self.linear(x)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_is_refused_by_name(layout: torch.layout) -> None:
+    model = fit(_Graph(layout), budget="1GB", optimizer=[])
+    with pytest.raises(TraceError, match=f"layout {layout} is not supported"):
+        model(torch.randn(16, 8))
+
+
+def test_a_scripted_submodule_is_planned() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.GELU()))
+    model = nn.Sequential(scripted, nn.Linear(32, 1))
+    x = numbers(16)[0]
+    expected = model(x)
+    expected.sum().backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    fit(model, budget="1GB", optimizer=[])
+    output = model(x)
+    output.sum().backward()
+    assert torch.equal(output, expected)
+    assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+
+
 def test_options_that_are_none_are_refused() -> None:
     model = tower()
     with pytest.raises(ValueError, match="method is 'best'"):

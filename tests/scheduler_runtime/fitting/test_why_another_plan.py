@@ -50,3 +50,35 @@ def test_a_buffer_that_forward_reads_is_named(caplog: pytest.LogCaptureFixture) 
     (many,) = [text for text in told if "kinds of call" in text]
     assert "forward reads values of buffer 'position'" in many
     assert "pass the value as a tensor" not in many
+
+
+class FirstOrLater(nn.Module):
+    """Asks a counter twice: the answers are the same two in the next step, in another order."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if self.count == 0:
+            y = 2 * y
+        if self.count > 0:
+            y = 3 * y
+        self.count += 1
+        return y.square().mean()
+
+
+def test_the_same_values_in_another_order_are_another_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, plain, x = FirstOrLater(), FirstOrLater(), torch.randn(2, 4)
+    plain.load_state_dict(model.state_dict())
+    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        assert torch.equal(model(x), plain(x))
+    told = "buffer 'count' has other values than when planned: forward reads False at another place"
+    assert sum(told in record.getMessage() for record in caplog.records) == 1

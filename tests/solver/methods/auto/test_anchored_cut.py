@@ -13,7 +13,7 @@ from graphs.synthetic import nets
 from solver.bound.cut import solve_cuts
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
 from solver.bound.storage_graph import StorageGraph
-from solver.methods.auto import auto
+from solver.methods.auto import auto, stages
 from solver.methods.auto.anchored_cut import offer_anchored
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.search import Search
@@ -52,8 +52,9 @@ def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> 
     assert search.gap <= gap
 
 
-def test_the_time_limit_leaves_a_known_schedule() -> None:
+def test_the_time_limit_leaves_a_known_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the clock leaves no time to find anything, what was known is handed back."""
+    monkeypatch.setattr(stages, "_in_no_time", lambda *_, **__: None)
     budget_bytes = budget_at(RECURRENT, 0.5)
     known = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=600, seed=0).schedule
     assert known is not None
@@ -65,7 +66,10 @@ def test_the_time_limit_leaves_a_known_schedule() -> None:
     assert simulate(RECURRENT, hurried.schedule).time_s <= simulate(RECURRENT, known).time_s
 
 
-def test_a_known_schedule_that_does_not_fit_is_not_handed_back() -> None:
+def test_a_known_schedule_that_does_not_fit_is_not_handed_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stages, "_in_no_time", lambda *_, **__: None)
     budget_bytes = budget_at(RECURRENT, 0.5)
     found = auto(
         RECURRENT,

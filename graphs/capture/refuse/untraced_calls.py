@@ -1,0 +1,55 @@
+"""Refuses calls that a trace cannot record, but that a part of the model may make where it is run.
+
+Of what is inside of torch they end in an error that does not say what forward does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from graphs.capture.refuse.side_effects import SideEffectError
+from graphs.capture.refuse.unseen_changes import refused
+
+_REQUIRES_GRAD = "forward switches requires_grad of a parameter"
+_ONE_SET = (
+    "; a plan is for one set of parameters that get gradients. Detach where no gradient is wanted "
+    "(torch.func.functional_call with detached parameters), or do this in a submodule, which is "
+    "planned as one piece"
+)
+_SUBCLASS = "forward makes a tensor of the class {name} (as_subclass)"
+_NOT_RECORDED = (
+    ", whose operators cannot be recorded; use plain tensors, or do this in a submodule, which is "
+    "planned as one piece"
+)
+
+
+@contextlib.contextmanager
+def no_untraced_calls(model: nn.Module) -> Iterator[None]:
+    """Raise SideEffectError for such calls inside and in this thread, where they are made."""
+
+    def on_switch(tensor: torch.Tensor, requires_grad: bool = True) -> None:
+        is_switched = tensor.requires_grad != requires_grad
+        if is_switched and any(tensor is each for each in model.parameters()):
+            raise SideEffectError(_REQUIRES_GRAD + _ONE_SET, short=_REQUIRES_GRAD)
+
+    flag: Any = torch._C.TensorBase.requires_grad
+    calls: dict[str, Any] = {
+        "requires_grad_": refused(on_switch, torch.Tensor.requires_grad_),
+        "requires_grad": property(flag.__get__, refused(on_switch, flag.__set__)),
+        "as_subclass": refused(_of_subclass, torch.Tensor.as_subclass),
+    }
+    with mock.patch.multiple(torch.Tensor, **calls):
+        yield
+
+
+def _of_subclass(_tensor: torch.Tensor, cls: type) -> None:
+    """Classes of PyTorch are those of traces, and parameters."""
+    if cls.__module__.partition(".")[0] != "torch":
+        what = _SUBCLASS.format(name=cls.__name__)
+        raise SideEffectError(what + _NOT_RECORDED, short=what)

@@ -1,0 +1,76 @@
+"""What ended a trace, as a TraceError in one line: what failed, and where in the user's code."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+from graphs.capture.as_eager import ReadsRandomNumbers
+from graphs.capture.refuse import SideEffectError
+from graphs.model_calls import TraceError
+
+_READS_VALUES = (
+    " (an `if` on a tensor, .item(), int(), indexing by a computed mask), so different steps could "
+    "run different operators; a plan is for one fixed sequence. Use torch.where, multiply by a "
+    "mask, or branch on values of the batch or of buffers, which forward may read"
+)
+_READS_RANDOM_NUMBERS = (
+    " (.item(), int(), indexing by a random mask), so that each step could run other operators; a "
+    "plan is for one fixed sequence. Compute with the tensor itself; to decide by chance, compare "
+    "before .item(), as in `if torch.rand([]) < p`; or draw outside of forward and pass the number "
+    "with the batch"
+)
+_COMPILED = (
+    ", whose operators cannot be recorded; call the function as it was before (`f`, not "
+    "`torch.compile(f)`), or call it in a submodule, which is planned as one piece"
+)
+_NESTED = ", which cannot be recorded; pad to one length and pass a mask instead"
+_TORCH = Path(torch.__file__).parent
+
+
+def refused(model: nn.Module, error: Exception) -> TraceError:
+    """The TraceError for an error that the model, or what records it, has raised."""
+    name, place = type(model).__name__, _place(error)
+    if isinstance(error, SideEffectError):
+        why = f"{name} cannot be planned{place}: {error}"
+        return TraceError(why, runs_in_eager=True, short=error.short)
+    what, advice = _what(error)
+    why = f"{name} cannot be traced{place}: {what}{advice}"
+    return TraceError(why, runs_in_eager=True, short=f"{what}{place}")
+
+
+def _what(error: Exception) -> tuple[str, str]:
+    """What failed, and advice."""
+    if isinstance(error, ReadsRandomNumbers):
+        return "forward reads random numbers that it draws", _READS_RANDOM_NUMBERS
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return "forward reads values that the step computes", _READS_VALUES
+    # These errors speak of what is inside of torch. Much of torch passes the file of torch.compile,
+    # but what it raises there is about the compiled function.
+    passed = [Path(f.f_code.co_filename) for f, _ in traceback.walk_tb(error.__traceback__)]
+    if any(path.is_relative_to(_TORCH / "nested") for path in passed):
+        return "forward computes with a nested tensor (torch.nested)", _NESTED
+    if passed and passed[-1] == _TORCH / "_dynamo" / "eval_frame.py":
+        return "forward calls a function compiled by torch.compile", _COMPILED
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}", ""
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the user's code that the error has left; "": none."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        ours = Path(path).is_relative_to(Path(__file__).parents[1])
+        at_exit = path == contextlib.__file__  # found when forward had ended
+        if "/torch/" not in path and not ours and not at_exit and not path.startswith("<"):
+            place = f" ({path}, line {line})"
+    return place

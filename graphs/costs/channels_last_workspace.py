@@ -1,0 +1,201 @@
+"""Workspace of convolutions in the channels-last layout on the CPU.
+
+There oneDNN reads images as they lie and blocks the weight alone. What it allocates was measured
+with torch 2.13 and AVX-512: dense and grouped convolutions of 1 to 320 channels, 1 to 40 for each
+group, kernels of 1 to 7, strides to 4, dilations to 4, images of 1 to 28 pixels, 1 and 2 threads.
+`tests/graphs/costs/test_convolution_layouts.py` repeats a part.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from graphs.costs.convolution_shapes import (
+    BLOCK,
+    is_computed_directly,
+    is_depthwise,
+    is_without_onednn,
+    matrix_bytes,
+    n_threads,
+    patches_bytes,
+    plain_bytes,
+    up_to_blocks,
+    weight_is_blocked,
+)
+from graphs.costs.layouts import copied_bytes, suggested_format
+from graphs.costs.operators import OpCall
+
+_LAST = torch.channels_last
+
+_OF_PIXELS = 4096
+"""At most what kernels of one pixel take besides, which skip pixels."""
+
+
+def is_in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Where the strides of either are so (`mkldnn_conv_use_channels_last` of
+    ATen/native/ConvUtils.h). A weight of one pixel has no such strides."""
+    return x.dim() == 4 and _LAST in (suggested_format(x), suggested_format(weight))
+
+
+def channels_last_convolution(call: OpCall) -> int:
+    x: torch.Tensor = call.args[0]
+    weight: torch.Tensor = call.args[1]
+    stride, dilation, transposed, groups = (call.args[at] for at in (3, 5, 6, 8))
+    out = call.outputs()[0]
+    copied = copied_bytes(x, weight, into=_LAST) + int(out.shape[1]) * out.element_size()
+    if transposed:
+        of_pixels = plain_bytes(out) if _is_of_pixels(weight) else 0
+        return copied + max(of_pixels, _of_input(out, x, weight, stride, dilation, groups))
+    of_patches = patches_bytes(weight, out) if is_without_onednn(x, weight, groups) else 0
+    return copied + max(of_patches, _of_output(out, weight, stride, groups))
+
+
+def _of_output(out: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int) -> int:
+    n_in, n_out = weight.shape[1], weight.shape[0] // groups
+    if _is_of_pixels(weight) and groups > 1:
+        return plain_bytes(out)
+    if is_depthwise(weight, groups):
+        return _across_groups(weight) + 256  # which kernels with gaps take on small images
+    if groups > 1 and n_in % 4 == 0 and n_in < BLOCK and n_out in (4, 8):
+        return plain_bytes(weight)  # blocks of as many channels as a group has
+    if _is_matrix_product(weight, stride):
+        return 0
+    if groups > 1 and n_in <= BLOCK:
+        return _blocks(weight, groups)
+    return n_in * _wide(n_out) * groups * _taps_bytes(weight) + _scratch()
+
+
+def channels_last_convolution_backward(call: OpCall) -> int:
+    """The gradient of the input, then that of the weight."""
+    gradient: torch.Tensor = call.args[0]
+    x: torch.Tensor = call.args[1]
+    weight: torch.Tensor = call.args[2]
+    stride, dilation, groups, mask = (call.args[at] for at in (4, 6, 9, 10))
+    of_bias = int(gradient.shape[1]) * gradient.element_size()
+    copied = copied_bytes(gradient, x, into=_LAST) + of_bias
+    reordered = copied_bytes(weight, into=_LAST)
+    peaks = [0]
+    if mask[0]:
+        peaks.append(reordered + _of_input(x, gradient, weight, stride, dilation, groups))
+    if mask[1]:
+        peaks.append(reordered + _of_weight(call))
+    if is_without_onednn(x, weight, groups):
+        peaks.append(reordered + patches_bytes(weight, gradient))
+    return copied + max(peaks)
+
+
+def _of_input(
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    stride: list[int],
+    dilation: list[int],
+    groups: int,
+) -> int:
+    n_in, n_out = weight.shape[1], weight.shape[0] // groups
+    if _is_of_pixels(weight) and groups > 1:
+        return plain_bytes(x) + plain_bytes(weight)
+    if is_depthwise(weight, groups):
+        has_gaps, is_strided = (any(step > 1 for step in steps) for steps in (dilation, stride))
+        if has_gaps and is_strided:
+            image = plain_bytes(x) // max(1, x.shape[0] * groups)
+            of_thread = patches_bytes(weight, gradient) + image
+            return _across_groups(weight) + n_threads() * of_thread + 256
+        return _blocks(weight, groups) if has_gaps else _across_groups(weight)
+    if _is_matrix_product(weight, stride):
+        return 0
+    if groups > 1 and n_out <= BLOCK:
+        return _blocks(weight, groups)
+    scratch = max(_strided_scratch(gradient, weight, stride, groups), _scratch() + 128)
+    return _wide(n_in) * n_out * groups * _taps_bytes(weight) + scratch
+
+
+def _strided_scratch(
+    gradient: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int
+) -> int:
+    """Per thread, one image of the gradient with the margin that a phase of the kernel needs. At
+    most: measured with 8 to 256 channels, strides to 4, kernels to 7, 10 to 112 pixels a side."""
+    n_phases = math.prod(stride)
+    if n_phases == 1:
+        return 0
+    sides = zip(gradient.shape[2:], weight.shape[2:], stride, strict=True)
+    n_pixels = math.prod(
+        size + (kernel - 1 if step % 2 else -(-kernel // step)) for size, kernel, step in sides
+    )
+    n_channels = max(64, weight.shape[0] // groups)
+    image = max(128, -(-n_pixels // 64) * 64) * n_channels * gradient.element_size()
+    of_thread = 8216 + (image if groups == 1 else 2 * image + 8192)
+    return 2048 * (n_phases - 1) * (n_threads() + 1) + n_threads() * of_thread
+
+
+def _of_weight(call: OpCall) -> int:
+    """A copy of the weight beside the sums in blocks of 16 channels. A group has a block of its
+    own, also where it has one channel: 257 weights for depthwise kernels that are not computed
+    directly, such as ConvNeXt's of 7 x 7."""
+    gradient: torch.Tensor = call.args[0]
+    x: torch.Tensor = call.args[1]
+    weight: torch.Tensor = call.args[2]
+    stride, padding, dilation = call.args[4:7]
+    groups: int = call.args[9]
+    if _is_of_pixels(weight) and groups > 1:
+        images = plain_bytes(x) + plain_bytes(gradient)
+        return images // groups + plain_bytes(weight)
+    if is_depthwise(weight, groups) and is_computed_directly(x, weight, stride, padding, dilation):
+        return 2 * _across_groups(weight)
+    if _is_matrix_product(weight, stride):
+        return 0
+    image = plain_bytes(x) // max(1, x.shape[0] * groups)
+    as_matrices = matrix_bytes(weight, gradient) + n_threads() * image + 128
+    has_gaps = any(step > 1 for step in dilation)
+    if is_depthwise(weight, groups) and has_gaps and any(step > 1 for step in stride):
+        return as_matrices
+    is_blocked = is_depthwise(weight, groups) or weight_is_blocked(x, weight, call)
+    if groups == 1 and not is_blocked:
+        return as_matrices
+    if groups == 1 and weight.shape[1] < BLOCK:
+        blocked = weight.shape[1] * up_to_blocks(weight.shape[0]) * _taps_bytes(weight)
+    else:
+        blocked = _blocks(weight, groups)
+    blocked += plain_bytes(weight) + (_OF_PIXELS if _is_of_pixels(weight) else 0)
+    if is_depthwise(weight, groups) and 1 in weight.shape[2:]:  # a row or a column
+        blocked += plain_bytes(weight) + 128
+    return blocked if is_blocked else max(blocked, as_matrices)
+
+
+def _is_of_pixels(weight: torch.Tensor) -> bool:
+    return math.prod(weight.shape[2:]) == 1
+
+
+def _is_matrix_product(weight: torch.Tensor, stride: list[int]) -> bool:
+    """Of a dense convolution of single pixels nothing is copied in 32 bits."""
+    is_plain = weight.dtype == torch.float32 and all(step == 1 for step in stride)
+    return is_plain and _is_of_pixels(weight)
+
+
+def _blocks(weight: torch.Tensor, groups: int) -> int:
+    """Each group in blocks of 16 channels."""
+    n_channels = up_to_blocks(weight.shape[1]) * up_to_blocks(weight.shape[0] // groups)
+    return groups * n_channels * _taps_bytes(weight)
+
+
+def _across_groups(weight: torch.Tensor) -> int:
+    """Depthwise: 16 groups are a block."""
+    return up_to_blocks(weight.shape[0]) * _taps_bytes(weight)
+
+
+def _taps_bytes(weight: torch.Tensor) -> int:
+    return math.prod(weight.shape[2:]) * weight.element_size()
+
+
+def _wide(n_channels: int) -> int:
+    """In blocks of 64 or 32 channels, whichever waste least; some are in blocks of 48, which take
+    no more."""
+    if n_channels <= BLOCK:
+        return BLOCK
+    return min(-(-n_channels // width) * width for width in (64, 32))
+
+
+def _scratch() -> int:
+    return 4096 + 4120 * n_threads()

@@ -1,0 +1,190 @@
+"""Workspace of kernels on the CPU that first copy inputs which lie otherwise than they are read.
+
+Most kernels read any strides. Those below do not: they copy what is permuted, sliced or expanded.
+Which do, and into which layout, was measured with torch 2.13: tensors of 1 to 5 dimensions in 13
+layouts (both dense ones, transposed, rotated, parts and expansions of either), gradients in all
+pairs of layouts, in float32 and bfloat16. `tests/graphs/costs/test_layouts.py` repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphs.costs.operators import OpCall, aten
+
+_TRANSPOSED_BLOCK = 60 * 60
+"""Numbers of the block through which a transposed matrix is copied (native/Copy.cpp)."""
+
+
+def suggested_format(x: torch.Tensor) -> torch.memory_format:
+    """As `suggest_memory_format` of c10/core/TensorImpl.h: the order of the strides decides, so
+    that channels split from a tensor in channels last are in that layout too."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if channels_last is None or x.stride(1) == 0:
+        return torch.contiguous_format
+    least = 0
+    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+        # an image of one channel and one pixel, whose strides say nothing, is not
+        is_ambiguous = dim == 0 and least == x.stride(1)
+        if x.shape[dim] == 0 or x.stride(dim) < least or is_ambiguous:
+            return torch.contiguous_format
+        least = x.stride(dim) * max(1, x.shape[dim])
+    return channels_last
+
+
+def copied_bytes(
+    *tensors: torch.Tensor | None, into: torch.memory_format = torch.contiguous_format
+) -> int:
+    """Bytes of the copies of those that are not laid out so."""
+    missing = [x for x in tensors if x is not None and not x.is_contiguous(memory_format=into)]
+    return sum((x.numel() + _block(x)) * x.element_size() for x in missing)
+
+
+def _block(x: torch.Tensor) -> int:
+    is_transposed = x.dim() == 2 and x.stride() == (1, x.shape[0])
+    return _TRANSPOSED_BLOCK if is_transposed and x.numel() >= _TRANSPOSED_BLOCK else 0
+
+
+def in_order(*positions: int) -> Callable[[OpCall], int]:
+    """These arguments are read in order."""
+    return lambda call: copied_bytes(*given(call, positions))
+
+
+def as_suggested(call: OpCall) -> int:
+    """The input is read in order or in channels last, whichever its strides are closer to."""
+    x: torch.Tensor = call.args[0]
+    return copied_bytes(x, into=suggested_format(x))
+
+
+def _as_the_gradient(*positions: int) -> Callable[[OpCall], int]:
+    """The gradient's strides decide the layout; a result of another layout is copied at the end."""
+
+    def estimate(call: OpCall) -> int:
+        layout = suggested_format(call.args[0])
+        return copied_bytes(*given(call, positions), call.outputs()[0], into=layout)
+
+    return estimate
+
+
+def given(call: OpCall, positions: tuple[int, ...]) -> list[torch.Tensor | None]:
+    return [call.args[at] for at in positions if at < len(call.args)]
+
+
+def _layer_norm_backward(call: OpCall) -> int:
+    """Copies of gradient, input and weight; per thread, sums of the gradients of the parameters
+    (native/cpu/layer_norm_kernel.cpp)."""
+    gradient, x, shape = call.args[:3]
+    width = torch.Size(shape).numel()
+    sums = 2 * torch.get_num_threads() * width * x.element_size() if any(call.args[7][1:]) else 0
+    return copied_bytes(gradient, x, call.args[5]) + sums
+
+
+def _adaptive_max_pool_backward(call: OpCall) -> int:
+    gradient, x, indices = call.args
+    return copied_bytes(gradient, indices, into=suggested_format(x))
+
+
+def roll_bytes(call: OpCall) -> int:
+    """Dimension by dimension (native/TensorTransformations.cpp, roll_common): all results but the
+    last exist until the end. Without dimensions, a copy of what is not contiguous."""
+    x: torch.Tensor = call.args[0]
+    n_shifts = len(call.args[1])
+    dims = call.args[2] if len(call.args) > 2 else call.kwargs.get("dims", ())
+    if not dims:
+        return copied_bytes(x)
+    return (n_shifts - 1) * x.numel() * x.element_size()
+
+
+def _index_select(call: OpCall) -> int:
+    """A copy along the second dimension only (index_select_out_cpu_dim1_)."""
+    x, dim = call.args[:2]
+    return copied_bytes(x) if x.dim() > 1 and dim % x.dim() == 1 else 0
+
+
+_OF_ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _gelu_backward(call: OpCall) -> int:
+    """Of a contiguous input, oneDNN's, which makes a contiguous result of a contiguous gradient."""
+    gradient, x = call.args[:2]
+    is_exact = call.kwargs.get("approximate", "none") == "none"
+    if not (is_exact and x.is_contiguous() and x.dtype in _OF_ONEDNN):
+        return 0
+    return copied_bytes(gradient, call.outputs()[0])
+
+
+_MADE_IN_ORDER = (aten.upsample_nearest3d_backward, aten._upsample_nearest_exact3d_backward)
+
+
+def _upsample_backward(call: OpCall) -> int:
+    """Dense gradients are read as they lie. Others are copied in order, and where they suggest
+    channels last for the result, so is that."""
+    gradient: torch.Tensor = call.args[0]
+    out = call.outputs()[0]
+    layout = suggested_format(gradient)
+    if gradient.is_contiguous(memory_format=layout):
+        return copied_bytes(out) if call.packet in _MADE_IN_ORDER else 0
+    return copied_bytes(gradient, out)
+
+
+COPIES: Mapping[Any, Callable[[OpCall], int]] = {
+    **dict.fromkeys(
+        (
+            *(aten._softmax, aten._log_softmax, aten.avg_pool3d, aten.fractional_max_pool2d),
+            *(aten.reflection_pad1d, aten.replication_pad1d),
+            *(aten.reflection_pad1d_backward, aten.replication_pad1d_backward),
+            *(aten.avg_pool3d_backward, aten._adaptive_avg_pool3d_backward),
+            *(aten.upsample_nearest1d_backward, aten._upsample_nearest_exact1d_backward),
+            *(aten.upsample_linear1d_backward, aten.upsample_bicubic2d_backward),
+            *(aten.embedding_dense_backward, aten.grid_sampler_2d_backward),
+        ),
+        in_order(0),
+    ),
+    **dict.fromkeys(
+        (
+            *(aten._softmax_backward_data, aten._log_softmax_backward_data),
+            *(aten.nll_loss_forward, aten.nll_loss2d_forward, aten._cdist_forward),
+        ),
+        in_order(0, 1),
+    ),
+    aten.native_layer_norm: in_order(0, 2, 3),
+    aten.native_layer_norm_backward: _layer_norm_backward,
+    **dict.fromkeys(
+        (
+            *(aten.avg_pool2d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices),
+            *(aten._adaptive_avg_pool2d, aten.adaptive_max_pool2d),
+            *(aten.pixel_shuffle, aten.pixel_unshuffle),
+            *(aten.channel_shuffle, aten.native_channel_shuffle),
+            *(aten.reflection_pad2d, aten.reflection_pad3d),
+            *(aten.replication_pad2d, aten.replication_pad3d),
+        ),
+        as_suggested,
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.avg_pool2d_backward, aten._adaptive_avg_pool2d_backward),
+            *(aten.reflection_pad2d_backward, aten.reflection_pad3d_backward),
+            *(aten.replication_pad2d_backward, aten.replication_pad3d_backward),
+        ),
+        _as_the_gradient(0),
+    ),
+    **dict.fromkeys(
+        (aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward),
+        _as_the_gradient(0, 7),
+    ),
+    aten.adaptive_max_pool2d_backward: _adaptive_max_pool_backward,
+    **dict.fromkeys(
+        (
+            *(aten.upsample_nearest2d_backward, aten._upsample_nearest_exact2d_backward),
+            *(aten.upsample_nearest3d_backward, aten._upsample_nearest_exact3d_backward),
+            *(aten.upsample_bilinear2d_backward, aten.upsample_trilinear3d_backward),
+        ),
+        _upsample_backward,
+    ),
+    aten.roll: roll_bytes,
+    aten.index_select: _index_select,
+    aten.gelu_backward: _gelu_backward,
+}

@@ -1,0 +1,173 @@
+"""The workspace of convolutions by layout, groups, gaps and strides, against what is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphs.costs import cpu_peak_bytes
+from graphs.costs.operators import OpCall, aten
+from graphs.costs.workspace import cpu_workspace_bytes
+
+
+def _image(n: int, c: int, height: int, width: int, layout: str) -> torch.Tensor:
+    if layout == "in order":
+        return torch.randn(n, c, height, width)
+    if layout == "channels last":
+        return torch.randn(n, height, width, c).permute(0, 3, 1, 2)
+    return torch.randn(n, height, width, 2 * c)[..., c:].permute(0, 3, 1, 2)  # split channels
+
+
+def _assert_estimated(call: OpCall, *, over: float, extra_bytes: int) -> None:
+    """Never too low; with AVX-512, which the figures are made for, not much too high."""
+    with torch.no_grad():
+        peak_bytes = cpu_peak_bytes(lambda: call.target(*call.args)).peak_bytes
+    measured, estimated = peak_bytes - call.made_bytes(), cpu_workspace_bytes(call)
+    assert estimated >= measured, (call.args[-8:], estimated, measured)
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert estimated <= over * measured + extra_bytes, (call.args[-8:], estimated, measured)
+
+
+def _assert_both_passes(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gradient_layout: str | None = None,
+    *,
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
+    over: float = 1.05,
+    extra_bytes: int = 20_000,
+) -> None:
+    padding = [dilation * (size // 2) for size in weight.shape[2:]]
+    options = ([stride] * 2, padding, [dilation] * 2, False, [0, 0], groups)
+    target: Any = aten.convolution.default
+    out = target(x, weight, None, *options)
+    forward = OpCall(target, (x, weight, None, *options), {}, out)
+    gradient = out if gradient_layout is None else _image(*out.shape, gradient_layout)
+    calls, target = [forward], aten.convolution_backward.default
+    for mask in ([True, True, True], [False, True, False], [True, False, False]):
+        args = (gradient, x, weight, [weight.shape[0]], *options, mask)
+        calls.append(OpCall(target, args, {}, target(*args)))
+    for call in calls[:3]:
+        _assert_estimated(call, over=over, extra_bytes=extra_bytes)
+    # alone, gradients of inputs take less with few channels for each group
+    _assert_estimated(calls[3], over=8 * over, extra_bytes=20 * extra_bytes)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+@pytest.mark.parametrize("layout", ["channels last", "split channels"])
+@pytest.mark.parametrize("gradient_layout", ["in order", "channels last", "split channels"])
+def test_strides_decide_the_layout(layout: str, gradient_layout: str, kernel: int) -> None:
+    """Channels that were split from a tensor in channels last are computed in that layout."""
+    x = _image(4, 64, 12, 12, layout)
+    if kernel > 1:
+        _assert_both_passes(x, torch.randn(64, 1, kernel, kernel), gradient_layout, groups=64)
+    _assert_both_passes(x, torch.randn(64, 64, kernel, kernel), gradient_layout)
+
+
+def test_a_weight_in_channels_last_decides_too() -> None:
+    weight = torch.randn(64, 64, 3, 3).contiguous(memory_format=torch.channels_last)
+    _assert_both_passes(_image(4, 64, 12, 12, "in order"), weight, "in order")
+
+
+@pytest.mark.slow(sample=16)
+@pytest.mark.parametrize("layout", ["in order", "channels last"])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("stride", [1, 2, 3, 4])
+@pytest.mark.parametrize("side", [2, 3, 4, 5, 8, 16])
+def test_depthwise_kernels_on_small_images_with_gaps_and_strides(
+    layout: str, dilation: int, stride: int, side: int
+) -> None:
+    """In channels last, 257 sums of the weight where the kernel is not computed directly."""
+    x, weight = _image(4, 64, side, side, layout), torch.randn(64, 1, 3, 3)
+    is_at_most = side < 5 and dilation > 1  # images of few pixels are matrix products
+    options = {"stride": stride, "dilation": dilation, "over": 70 if is_at_most else 1.05}
+    _assert_both_passes(x, weight, layout, **options, groups=64)
+
+
+@pytest.mark.parametrize("layout", ["in order", "channels last"])
+@pytest.mark.parametrize("shape", [(5, 1), (1, 5), (3, 1), (1, 3), (7, 7), (2, 2)])
+@pytest.mark.parametrize("side", [4, 8])
+def test_depthwise_kernels_of_other_shapes(layout: str, shape: tuple[int, int], side: int) -> None:
+    x, weight = _image(4, 64, side, side, layout), torch.randn(64, 1, *shape)
+    _assert_both_passes(x, weight, layout, groups=64)
+
+
+@pytest.mark.slow(sample=6)
+@pytest.mark.parametrize("layout", ["in order", "channels last"])
+@pytest.mark.parametrize("side", [2, 4, 5, 8, 12])
+@pytest.mark.parametrize("dilation", [2, 3, 4])
+@pytest.mark.parametrize(("n_in", "n_out"), [(128, 128), (16, 48), (64, 8), (20, 64), (8, 32)])
+def test_dense_kernels_with_gaps(
+    n_in: int, n_out: int, dilation: int, side: int, layout: str
+) -> None:
+    """Four copies of the weight where the kernel is larger than the image."""
+    x, weight = _image(2, n_in, side, side, layout), torch.randn(n_out, n_in, 3, 3)
+    over = 1.05 if n_in >= 16 else 5  # one of two ways, which the shape does not tell
+    extra_bytes = 40_000 + weight.nbytes  # kernels of which the image meets one pixel take less
+    _assert_both_passes(x, weight, layout, dilation=dilation, over=over, extra_bytes=extra_bytes)
+
+
+@pytest.mark.parametrize("size", [(4, 16), (16, 4)])
+def test_the_rows_of_an_image_decide_whether_it_is_smaller_than_the_kernel(
+    size: tuple[int, int],
+) -> None:
+    x, weight = _image(2, 64, *size, "in order"), torch.randn(64, 64, 3, 3)
+    _assert_both_passes(x, weight, dilation=2)
+    _assert_both_passes(_image(2, 64, 8, 8, "in order"), weight, dilation=2, stride=2)
+
+
+@pytest.mark.parametrize("size", [(1, 2, 2), (2, 4, 4), (4, 8, 8)])
+def test_kernels_with_a_depth_larger_than_the_volume(size: tuple[int, int, int]) -> None:
+    x, weight = torch.randn(2, 64, *size), torch.randn(64, 64, 3, 3, 3)
+    options = ([1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
+    gradient, target = torch.randn(2, 64, *size), aten.convolution_backward.default
+    args = (gradient, x, weight, [0], *options, [True, True, False])
+    call = OpCall(target, args, {}, target(*args))
+    _assert_estimated(call, over=1.05, extra_bytes=8 * x.nbytes)
+
+
+@pytest.mark.slow(sample=6)
+@pytest.mark.parametrize("layout", ["in order", "channels last"])
+@pytest.mark.parametrize(
+    ("n_in", "n_out"),
+    [
+        *((1, 2), (1, 4), (2, 1), (2, 2), (4, 4), (4, 8), (8, 8), (12, 16)),
+        *((16, 16), (16, 24), (20, 20), (24, 24), (32, 16), (32, 32), (40, 32)),
+    ],
+)
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (5, 1), (1, 1)])
+def test_groups_of_few_channels(
+    n_in: int, n_out: int, kernel: int, stride: int, layout: str
+) -> None:
+    """Such as a channel multiplier: in channels last each group has a block of 16 by 16 channels,
+    in order they are matrix products."""
+    x, weight = _image(4, 8 * n_in, 9, 9, layout), torch.randn(8 * n_out, n_in, kernel, kernel)
+    over = 1.5 if layout == "channels last" else 2.2
+    _assert_both_passes(
+        x, weight, layout, stride=stride, groups=8, over=over, extra_bytes=max(40_000, 2 * x.nbytes)
+    )
+
+
+@pytest.mark.slow(sample=4)
+@pytest.mark.parametrize("side", [16, 32, 64, 112])
+@pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (3, 2), (7, 2), (4, 4), (5, 3)])
+@pytest.mark.parametrize(("n_in", "n_out"), [(3, 64), (64, 64), (16, 128)])
+def test_strides_in_channels_last(
+    n_in: int, n_out: int, kernel: int, stride: int, side: int
+) -> None:
+    """One image of the gradient beside the weight."""
+    x = _image(1, n_in, side, side, "channels last")
+    weight = torch.randn(n_out, n_in, kernel, kernel)
+    _assert_both_passes(x, weight, "channels last", stride=stride, over=1.6, extra_bytes=350_000)
