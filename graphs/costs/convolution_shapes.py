@@ -112,6 +112,6 @@ def is_without_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> boo
         x.dtype == torch.float32
         and groups == 1
         and x.shape[0] == 1
-        and x.numel() <= _LARGEST_WITHOUT_ONEDNN
+        and math.prod(x.shape[:4]) <= _LARGEST_WITHOUT_ONEDNN  # of 3-d images without the width
         and (x.dim() < 4 or min(weight.shape[-2:]) <= 3)
     )

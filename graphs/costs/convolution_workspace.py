@@ -74,7 +74,9 @@ def convolution_backward(call: OpCall) -> int:
         return channels_last_convolution_backward(call)
     of_x, of_weight = (plain_bytes(x) if mask[0] else 0), (plain_bytes(weight) if mask[1] else 0)
     if not transposed and is_without_onednn(x, weight, groups):
-        return strided_bytes(gradient, x) + patches_bytes(weight, gradient)
+        # kernels with gaps compute the bias's gradient, which is then computed once more
+        of_bias = int(mask[2]) * gradient.shape[1] * gradient.element_size()
+        return strided_bytes(gradient, x) + patches_bytes(weight, gradient) + of_bias
     peaks = [0]
     if mask[0]:
         peaks.append(_of_input(call))

@@ -22,7 +22,7 @@ def plan_line(
     found = solution.simulation
     if found is None:
         searched = f"nothing fits {format_size(solution.request.budget_bytes)} ({solution.status})"
-        return f"{name}: {searched}{solution.obstacle_text}; searched for {took}"
+        return f"{name}: {searched}{solution.obstacle_text}; {took} in all"
     peaks = f"{format_size(solution.baseline.peak_bytes)} -> {format_size(found.peak_bytes)}"
     if found.host_peak_bytes:
         peaks += f" and {format_size(found.host_peak_bytes)} on the host"

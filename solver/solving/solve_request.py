@@ -135,10 +135,9 @@ def _attempt(
     what was found.
     """
     method = METHODS[request.method]
-    is_refined = (
-        not quick and method.refine is not None and _is_one_pass_on_device(variants.plain, request)
-    )
-    planned_by = deadline.earlier(REFINED_SHARE * deadline.left_s) if is_refined else deadline
+    may_refine = not quick and _is_one_pass_on_device(variants.plain, request)
+    refine = method.refine if may_refine else None
+    planned_by = deadline if refine is None else deadline.earlier(REFINED_SHARE * deadline.left_s)
     ranked = _ranked(variants.planned, request, deadline)
     answers: list[Solution] = []
     for index, (graph, bound_s) in enumerate(ranked, 1):
@@ -163,9 +162,9 @@ def _attempt(
                 deadline=due,
             )
         )
-    if is_refined and method.refine is not None:
+    if refine is not None:
         answers = with_fastest_refined(
-            answers, request, refine=method.refine, plain=variants.plain, deadline=deadline
+            answers, request, refine=refine, plain=variants.plain, deadline=deadline
         )
     if thorough and method.prove_more is not None:
         answers = with_more_proven(

@@ -42,7 +42,8 @@ def _assert_both_passes(
     extra_bytes: int = 20_000,
 ) -> None:
     padding = [dilation * (size // 2) for size in weight.shape[2:]]
-    options = ([stride] * 2, padding, [dilation] * 2, False, [0, 0], groups)
+    n = len(padding)
+    options = ([stride] * n, padding, [dilation] * n, False, [0] * n, groups)
     target: Any = aten.convolution.default
     out = target(x, weight, None, *options)
     forward = OpCall(target, (x, weight, None, *options), {}, out)
@@ -171,3 +172,14 @@ def test_strides_in_channels_last(
     x = _image(1, n_in, side, side, "channels last")
     weight = torch.randn(n_out, n_in, kernel, kernel)
     _assert_both_passes(x, weight, "channels last", stride=stride, over=1.6, extra_bytes=350_000)
+
+
+@pytest.mark.slow(sample=3)
+@pytest.mark.parametrize(("stride", "dilation"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("n_in", "side"), [(8, 16), (8, 32), (1, 32), (64, 16)])
+def test_single_volumes_are_computed_from_their_patches(
+    n_in: int, side: int, stride: int, dilation: int
+) -> None:
+    """Volumes far larger than images that are: what counts is one slice of the width."""
+    x, weight = torch.randn(1, n_in, side, side, side), torch.randn(8, n_in, 3, 3, 3)
+    _assert_both_passes(x, weight, stride=stride, dilation=dilation)
