@@ -103,15 +103,16 @@ def matrix_bytes(weight: torch.Tensor, gradient: torch.Tensor) -> int:
 
 
 _LARGEST_WITHOUT_ONEDNN = 20480
-"""Elements of a single image (`use_mkldnn` of ATen/native/Convolution.cpp)."""
+"""Of a single image, by its first four sizes (`use_mkldnn` of ATen/native/Convolution.cpp)."""
 
 
 def is_without_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    """Small kernels over one small image are computed as matrix products of their patches."""
+    """Small kernels over one small image are computed as matrix products of their patches. Of a
+    volume one slice of the width counts, so large ones are, too."""
     return (
         x.dtype == torch.float32
         and groups == 1
         and x.shape[0] == 1
-        and math.prod(x.shape[:4]) <= _LARGEST_WITHOUT_ONEDNN  # of 3-d images without the width
+        and math.prod(x.shape[:4]) <= _LARGEST_WITHOUT_ONEDNN
         and (x.dim() < 4 or min(weight.shape[-2:]) <= 3)
     )

@@ -124,7 +124,7 @@ def _n_processors() -> int:
 
 
 def end_idle_calls() -> None:
-    """End the threads that wait for the next call; it starts another. Of the main thread."""
+    """End the threads that wait for calls; the next call starts others. Of the main thread."""
     if threading.current_thread() is threading.main_thread():
         for worker in _idle:
             worker.calls.put(None)

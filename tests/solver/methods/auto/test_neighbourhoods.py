@@ -28,6 +28,7 @@ from solver.methods.auto.search import Search
 from solver.methods.least_budget import least_schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
+from solver.sizes_deadlines_progress import c_calls
 from tests.support.builders import odd_graph
 from tests.support.nets import dense, pyramid, residual, transformer, u_shape
 
@@ -209,6 +210,22 @@ def test_stretches_that_are_solved_at_once_do_not_overlap() -> None:
         assert 0 < len(middles) <= AT_ONCE, name
         ends = sorted((each.stretch.first, each.stretch.last) for each in middles)
         assert all(last < first for (_, last), (first, _) in pairwise(ends)), name
+
+
+@pytest.mark.slow
+def test_the_plan_does_not_depend_on_the_number_of_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    orders = []
+    for n_processors in (1, 4):
+        monkeypatch.setattr(c_calls, "_n_processors", lambda n=n_processors: n)
+        search = searched(NETS["residual"])
+        before = search.best_share
+        search_neighbourhoods(search)
+        assert search.best is not None
+        assert search.best_share < before
+        orders.append(search.best[0].order)
+    assert orders[0] == orders[1]
 
 
 def test_refining_ends_at_once_where_the_gap_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
