@@ -35,7 +35,7 @@ def get_batch():
 def get_loss(output, batch):
     return output.mean()
 """
-SOLVE = ("-m", "solver.cli", "--budget")
+SOLVE = ("-m", "checkpoint_solver", "--budget")
 SHARE = 0.8
 """Of the peak without a plan. Where the step fits as it is, the command loads less."""
 
@@ -57,7 +57,7 @@ def commands(folder: Path) -> dict[str, tuple[str, ...]]:
         "graph file that fits": (*SOLVE, "1GB", graph),
         "model file": (*SOLVE, budget, *on_cpu),
         "graph file": (*SOLVE, budget, graph),
-        "--help": ("-m", "solver.cli", "--help"),
+        "--help": ("-m", "checkpoint_solver", "--help"),
     }
 
 

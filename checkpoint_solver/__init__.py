@@ -49,7 +49,8 @@ _FROM_FOLDERS = {
     "trace": "graphs.trace",
     "trace_variants": "graphs.trace",
 }
-_MODULES = {found.name for found in iter_modules(__path__) if found.name != "__main__"}
+_MODULES = {found.name for found in iter_modules(__path__)} - {"__main__", "cli"}
+"""The public ones; `cli` is the command."""
 
 
 def _refuse_other_packages() -> None:

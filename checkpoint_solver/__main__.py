@@ -2,6 +2,6 @@
 
 import sys
 
-from solver.cli import process
+from checkpoint_solver.cli import process
 
 sys.exit(process())

@@ -1,5 +1,5 @@
 """Planning a model that cannot be traced, of `scheduler_runtime.fallback`."""
 
-from scheduler_runtime.fallback import SubmoduleSolution, plan_chain
+from scheduler_runtime.fallback import FallbackError, SubmoduleSolution, plan_chain
 
-__all__ = ["SubmoduleSolution", "plan_chain"]
+__all__ = ["FallbackError", "SubmoduleSolution", "plan_chain"]

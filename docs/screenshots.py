@@ -53,7 +53,7 @@ def take_screenshot(browser: str, page: Path, image: Path, *, dark: bool) -> Non
 
 def main() -> int:
     sys.path.insert(0, str(ROOT))
-    from solver.cli import main as solve
+    from checkpoint_solver.cli import main as solve
     from tests.support.browser import find
 
     parser = argparse.ArgumentParser(description="Make the images of the documentation.")

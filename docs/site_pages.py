@@ -133,7 +133,7 @@ def _mathml(match: re.Match[str]) -> str:
 def _help() -> str:
     sys.path.insert(0, str(ROOT))
     try:
-        from solver.cli.arguments import help_text
+        from checkpoint_solver.cli.arguments import help_text
     finally:
         sys.path.remove(str(ROOT))
     return help_text()

@@ -8,6 +8,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 MOVED_TO = {
+    "checkpoint_solver.cli": "solver.cli solver.usage",
     "graphs.graph": "graphs.eager eager_memory meta parts",
     "graphs.hardware": "links",
     "graphs.host_state": "parameter_loads",
@@ -30,7 +31,10 @@ MOVED_TO = {
     "scheduler_runtime": "apply fit measure verify",
     "scheduler_runtime.export": "export_copies exportable selective_calls",
     "scheduler_runtime.host_memory": "host_state host_parameters on_host",
-    "scheduler_runtime.rounding_errors": "errors",
+    "scheduler_runtime.verifying": (
+        "errors rounding_errors solver.scheduler_runtime_bridge solver.runtime_calls "
+        "solver.runtime_hooks solver.submodules solver.verification"
+    ),
     "scheduler_runtime.by_submodule": "coarse observe eager_step submodule_solution",
     "scheduler_runtime.execute": (
         "program piece function random_state checkpointed segmented cuda_graph"
@@ -43,7 +47,6 @@ MOVED_TO = {
     "solver.plan_analysis": "solver.analysis pareto largest explain advice block_table",
     "solver.bound": "step highs cut bounds",
     "solver.chain": "blocks dp revolve block_chain playback",
-    "solver.cli": "usage solver.cli.hugging_face solver.cli.maximise solver.cli.submodules",
     "solver.sizes_deadlines_progress": "solver.common budget clock figures",
     "solver.device_and_costs": "solver.device solver.target_device target trace_target",
     "solver.methods": "proposal fastest every_block sqrt chain_methods ilp stages evict least",
@@ -55,9 +58,6 @@ MOVED_TO = {
     "solver.python_api": "solver.reporting.python_api",
     "solver.reporting": "wording table page",
     "solver.reporting.plot": "plot",
-    "solver.scheduler_runtime_bridge": (
-        "solver.runtime_calls solver.runtime_hooks submodules verification"
-    ),
     "solver.schedule": "rematerialise breakdown occupancy solution",
 }
 """By new place, the old modules; those without a dot were in the same top-level package."""

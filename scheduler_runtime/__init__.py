@@ -15,6 +15,7 @@ from scheduler_runtime.pipeline_steps import steps_together
 from scheduler_runtime.planned import ReplanError
 from scheduler_runtime.ranks import RanksDisagreeError, on_all_ranks
 from scheduler_runtime.surroundings import CheckpointedAlreadyError
+from scheduler_runtime.verifying import verify
 
 __all__ = [
     "CheckpointedAlreadyError",
@@ -40,4 +41,5 @@ __all__ = [
     "remove",
     "steps_together",
     "uncompile",
+    "verify",
 ]

@@ -1,5 +1,5 @@
 """Planning a model that cannot be traced, by its submodules: the public name of `by_submodule`."""
 
-from scheduler_runtime.by_submodule import SubmoduleSolution, plan_chain, planned_for_command
+from scheduler_runtime.by_submodule import FallbackError, SubmoduleSolution, plan_chain
 
-__all__ = ["SubmoduleSolution", "plan_chain", "planned_for_command"]
+__all__ = ["FallbackError", "SubmoduleSolution", "plan_chain"]

@@ -4,7 +4,6 @@ solution = solve(model, batch, budget="16GB")     # a Solution
 report(solution)                                  # print it
 draw(solution, "memory.png")                      # the memory over the step
 draw(sweep(solution), "pareto.png")               # what other budgets cost
-verify(solution, model=make_model, batch=make_batch).passed
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
         share_rank_budget,
         split_pipeline,
     )
-    from solver.python_api import draw, report, sweep, verify
+    from solver.python_api import draw, report, sweep
     from solver.schedule import (
         Compute,
         Free,
@@ -60,7 +59,6 @@ __all__ = [
     "solve",
     "split_pipeline",
     "sweep",
-    "verify",
 ]
 
 _HOMES = {
@@ -68,7 +66,7 @@ _HOMES = {
         *("Curve", "PipelineSplit", "RankPlans", "rank_peak_bytes", "share_rank_budget"),
         "split_pipeline",
     ),
-    "python_api": ("draw", "report", "sweep", "verify"),
+    "python_api": ("draw", "report", "sweep"),
     "schedule": (
         *("Compute", "Free", "IllegalScheduleError", "Request", "Schedule", "Simulation"),
         *("Solution", "simulate"),

@@ -1,23 +1,21 @@
-"""The outputs of the command in Python: report, draw, sweep budgets, verify.
+"""The outputs of the command in Python: report, draw, sweep budgets.
 
-torch and Matplotlib are imported only when `verify` and `draw` are called.
+Matplotlib is imported only when `draw` is called.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from graphs.graph import Graph, warn
-from graphs.host_state import optimizer_of
+from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.plan_analysis import Curve, SizeSearch, advise, pareto
 from solver.reporting import Report, describe_costs, step_notes
 from solver.schedule import Request, Solution
-from solver.scheduler_runtime_bridge import Verification, run_verifier
 from solver.sizes_deadlines_progress import (
     IN_PYTHON,
     counted,
@@ -30,9 +28,7 @@ from solver.sizes_deadlines_progress import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn, optim
-
-    from graphs.training_step import GivenOptimizer
+    pass
 
 PLOT_SUFFIXES = (".png", ".svg")
 
@@ -140,75 +136,3 @@ def sweep(
     budgets_tried = counted(len({p.request.budget_bytes for p in curve.points}), "budget")
     tell(f"{name}: {plans} for {budgets_tried} in {format_time(now_s() - started_s)}")
     return curve
-
-
-@names_checked
-def verify(
-    solution: Solution,
-    *,
-    model: Callable[[], nn.Module],
-    batch: Callable[[], Any],
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    inputs: Callable[[Any], Any] | None = None,
-    optimizer: GivenOptimizer | None = None,
-    device: str = "cpu",
-    autocast: str | None = None,
-) -> Verification:
-    """Run the step with and without the plan here, and compare peaks, times and every bit.
-
-    model, batch: functions that create them.
-    loss, inputs, optimizer: as in `solve`. One that is given must be of the parameters of
-        `model()`; its own state is not changed. None: the planned class with its default options,
-        or none where the plan counts none.
-    autocast: "bf16", "fp16" or None.
-
-    Needs the memory of the step without the plan. `.passed` of the result is the verdict. Warns
-    where a measured peak is above the budget that was predicted to be within it, or is not the
-    predicted one (`.warnings`).
-
-    Raises TypeError for what is no Solution or no function; ValueError without a plan or for one of
-    another model; RuntimeError, MemoryError if the step cannot be run here.
-    """
-    if not isinstance(solution, Solution):
-        raise TypeError(
-            f"solution is an object of type {type(solution).__name__}; give what solve returned, "
-            "or Solution.load(schedule, graph=graph)"
-        )
-    for name, value in (("model", model), ("batch", batch)):
-        is_module = hasattr(value, "parameters") and not isinstance(value, type)
-        if not callable(value) or is_module:
-            raise TypeError(
-                f"{name} is an object of type {type(value).__name__}; give a function that creates "
-                f"it ({name}=lambda: ...), as both runs start from the same state"
-            )
-    name = solution.graph.meta.model or "graph"
-    with telling(f"verifying the plan of {name}...") as say:
-        found = run_verifier(
-            solution,
-            model=model,
-            batch=batch,
-            loss=loss,
-            inputs=inputs,
-            optimizer=_maker(optimizer or optimizer_of(solution.environment).get("name")),
-            device=device,
-            autocast=autocast,
-            say=lambda what: say(f"verifying the plan of {name}: {what}"),
-        )
-    tell(f"{name}: {found.line}")
-    for line in (*found.memory_failures, *found.warnings):
-        warn(line)
-    return found
-
-
-def _maker(given: GivenOptimizer | None) -> Callable[[nn.Module], optim.Optimizer | None]:
-    """The function from a model to a new optimizer of it. Raises what `solve` raises, and names."""
-    from graphs.training_step import check_parameters, read_optimizer, without_state
-
-    def made(model: nn.Module) -> optim.Optimizer | None:
-        if given is None:
-            return None
-        optimizer = read_optimizer(given, model)
-        check_parameters(optimizer, model)
-        return without_state(optimizer)
-
-    return made

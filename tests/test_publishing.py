@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from solver.cli import parser
+from checkpoint_solver.cli import parser
 from tests.support.paths import INSTALLED, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

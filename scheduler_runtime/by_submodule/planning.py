@@ -56,9 +56,7 @@ from solver.schedule import (
     plan_line,
     simulate,
 )
-from solver.scheduler_runtime_bridge import NoRowError, Planned
 from solver.sizes_deadlines_progress import (
-    counted,
     format_size,
     names_checked,
     now_s,
@@ -71,7 +69,7 @@ N_CORRECTIONS = 4
 """How often a step that takes more than predicted is planned again."""
 
 
-class FallbackError(NoRowError):
+class FallbackError(ValueError):
     """The model cannot be planned by submodules either; says why."""
 
 
@@ -276,39 +274,3 @@ def _left_alone(observed: Observed) -> tuple[str, ...]:
         )
         notes.append(f"the inputs of these are overwritten in place, so they {how}: {overwritten}")
     return tuple(notes)
-
-
-def planned_for_command(
-    *,
-    model: Callable[[], nn.Module],
-    batch: Callable[[], Any],
-    loss: Callable[[Any, Any], torch.Tensor] | None,
-    inputs: Callable[[Any], Any] | None,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    device: str,
-    budget_bytes: int,
-    reserve_bytes: int,
-    time_limit_s: float,
-) -> Planned:
-    """For the command `solve`. See solver.scheduler_runtime_bridge.run_submodule_planner."""
-    real = model().to(device)
-    example = nested.map_tensors(lambda tensor: tensor.to(device), batch())
-    solution = plan_chain(
-        real,
-        example,
-        budget=budget_bytes,
-        reserve=reserve_bytes,
-        loss=loss,
-        inputs=inputs,
-        optimizer=optimizer(real),
-        time_limit_s=time_limit_s,
-    )
-    n_blocks = counted(len(solution.blocks), "submodule")
-    said = f"Planned by submodules, measured in eager mode: {n_blocks}."
-    notes = [said, *solution.parts, *solution.left_alone]
-    if solution.schedule is not None:
-        notes.append(
-            "This schedule cannot be run from a file: in the training script, call "
-            "apply(model, checkpoint_solver.fallback.plan_chain(model, batch, budget=...))."
-        )
-    return Planned(solution, tuple(note[:1].upper() + note[1:] for note in notes))

@@ -5,3 +5,4 @@ from solver.reporting.html import write_page
 from solver.reporting.memory_rows import part
 from solver.reporting.report_data import Report, best, describe_costs, step_notes, to_json
 from solver.reporting.snapshot import write_snapshot
+from solver.reporting.verification import Verification

@@ -17,6 +17,7 @@ from graphs.rewrites import PROGRAM_REWRITES, results_of
 from graphs.zero import zero_words
 from solver.module_checkpointing.for_other_frameworks import Emitted
 from solver.plan_analysis import Advice, Curve, SizeSearch, overhead_range
+from solver.reporting.verification import Verification
 from solver.schedule import (
     PeakMemory,
     Schedule,
@@ -26,7 +27,6 @@ from solver.schedule import (
     reserved_by_setting,
     simulate,
 )
-from solver.scheduler_runtime_bridge import Verification
 from solver.sizes_deadlines_progress import OF_THE_COMMAND, Reader, counted, format_time
 
 FORMAT = "report/1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from solver.reporting.rows import N_SHOWN, Row, Table
-from solver.scheduler_runtime_bridge import Verification
+from solver.reporting.verification import Verification
 from solver.sizes_deadlines_progress import (
     Reader,
     counted,

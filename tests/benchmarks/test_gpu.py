@@ -22,7 +22,7 @@ from graphs.costs import attention_seeds as seeds
 from solver import solve
 from tests.support.paths import ROOT
 
-verify = importlib.import_module("scheduler_runtime.verifying")
+both_steps = importlib.import_module("scheduler_runtime.verifying.both_steps")
 CPU = torch.device("cpu")
 SETTINGS = Settings(CPU, backend="aot_eager", time_limit_s=600)
 
@@ -283,13 +283,13 @@ def test_batch_norm_of_cudnn_is_planned_by_an_operator_that_tells_what_it_writes
 def test_what_differs_without_a_plan_as_well_is_told_apart(monkeypatch):
     made = lambda: SMALL["llama"].made(CPU)  # noqa: E731
     model, batch = made()
-    own, count = verify._Bench.bits, iter(range(10))
+    own, count = both_steps._Bench.bits, iter(range(10))
 
     def bits(self):
         return {**own(self), "gradient of noise": torch.tensor(next(count))}
 
-    monkeypatch.setattr(verify._Bench, "bits", bits)
-    found = verify.verify(
+    monkeypatch.setattr(both_steps._Bench, "bits", bits)
+    found = both_steps.run_both_steps(
         solve(model, batch, budget="1GB", time_limit_s=600),
         model=lambda: made()[0],
         batch=lambda: made()[1],

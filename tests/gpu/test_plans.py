@@ -22,7 +22,7 @@ from graphs.costs import CostCache, Measured
 from graphs.graph import Graph
 from graphs.trace import trace
 from scheduler_runtime.measuring import emptied
-from scheduler_runtime.verifying import differences, verify
+from scheduler_runtime.verifying import differences, run_both_steps
 from solver.schedule import baseline
 
 N_EAGER = 8
@@ -199,7 +199,7 @@ def test_an_optimizer_takes_what_is_predicted(device, kind, options, finding):
 def test_verify_finds_no_difference(device, finding):
     subject = tiny("batch norm", device)
     model, batch = subject.made(device)
-    found = verify(
+    found = run_both_steps(
         tight_plan(model, batch, optimizer=optimizer_of(model)),
         model=lambda: subject.made(device)[0],
         batch=lambda: subject.made(device)[1],

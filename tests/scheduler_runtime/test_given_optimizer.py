@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from graphs.trace import trace
-from scheduler_runtime import fit, measure, plans_of
+from scheduler_runtime import fit, measure, plans_of, verify
 from scheduler_runtime.compiler import compile as compile_within
 from scheduler_runtime.compiler import compile_reports
-from solver import solve, verify
+from solver import solve
 
 SGD = torch.optim.SGD
 FORMS: dict[str, Callable[[nn.Module], Any]] = {

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scheduler_runtime import apply, measure
-from solver import report, solve, verify
+from scheduler_runtime import apply, measure, verify
+from solver import report, solve
 from solver.schedule import Solution
 
 N_ROWS, WIDTH, DEPTH = 1024, 128, 5

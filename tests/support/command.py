@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from solver.cli.command import main
+from checkpoint_solver.cli.command import main
 
 MODEL = """
     import torch

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
-from solver.cli.command import main
+from checkpoint_solver.cli.command import main
 from tests.support.paths import ROOT
 
 

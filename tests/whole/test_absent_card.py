@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from checkpoint_solver.cli import main
 from graphs.capture import can_trace_absent
 from scheduler_runtime import PlanMismatchError, apply
 from solver import solve
-from solver.cli import main
 from solver.device_and_costs import find_target
 from tests.support.paths import ROOT
 

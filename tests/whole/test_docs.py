@@ -19,9 +19,9 @@ import torch
 from matplotlib.image import imread
 
 import checkpoint_solver
+from checkpoint_solver.cli.arguments import help_text
+from checkpoint_solver.cli.command import main
 from docs import screenshots
-from solver.cli.arguments import help_text
-from solver.cli.command import main
 from tests.support.browser import path_or_skip
 from tests.support.paths import ROOT
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_solver.cli.command import Exit, main
 from graphs.files import FormatError
 from graphs.graph import Graph, GraphError
 from solver import solve
-from solver.cli.command import Exit, main
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import IllegalScheduleError, simulate
 from solver.schedule.solution import SavedSchedule, Solution

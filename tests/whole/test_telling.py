@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from scheduler_runtime import apply, compile, fit
+from checkpoint_solver.cli.command import main
+from scheduler_runtime import apply, compile, fit, verify
 from scheduler_runtime.fallback import plan_chain
-from solver import Solution, solve, sweep, verify
-from solver.cli.command import main
+from solver import Solution, solve, sweep
 from solver.schedule import plan_line
 from solver.sizes_deadlines_progress.progress_in_python import logger
 from tests.support.command import without_progress, write_model

@@ -11,8 +11,8 @@ from torch import nn
 
 from benchmarks.same_bits import keeping_nothing
 from graphs.trace import TraceError, trace
-from scheduler_runtime import apply, fit, plans_of
-from solver import solve, verify
+from scheduler_runtime import apply, fit, plans_of, verify
+from solver import solve
 
 WIDTH = 16
 

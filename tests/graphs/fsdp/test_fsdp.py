@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from checkpoint_solver.cli.command import main
 from graphs.fsdp.module_blocks import default_groups
 from graphs.fsdp.spec import Sharding, ShardingError, sharding_of
 from graphs.fsdp.transform import GLOO_SCALARS_BYTES, sharded
@@ -23,7 +24,6 @@ from scheduler_runtime import apply
 from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.fsdp import shard
 from solver import report, solve
-from solver.cli.command import main
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import BudgetError

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from checkpoint_solver.cli.command import main
 from graphs.fsdp.spec import MixedPrecision, Sharding, ShardingError, sharding_of
 from graphs.fsdp.transform import sharded
 from graphs.graph import Graph
 from graphs.model_calls import TraceError
 from graphs.trace import trace
 from solver import solve
-from solver.cli.command import main
 from tests.graphs.fsdp.test_fsdp import N, held, layers
 
 

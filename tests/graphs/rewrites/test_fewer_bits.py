@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from checkpoint_solver.cli import main
 from graphs.costs import Measured
 from graphs.graph import Graph
 from graphs.rewrites import FEWER_BITS, fewer_bits, results_of, variants_of
@@ -22,10 +23,9 @@ from graphs.trace import trace, trace_variants
 from scheduler_runtime import apply, fit
 from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.measuring import measure
-from scheduler_runtime.verifying import verify
+from scheduler_runtime.verifying import run_both_steps
 from solver import solve
 from solver.bound import lower_bound_s
-from solver.cli import main
 from solver.reporting.report_data import rewritten
 from solver.schedule import (
     Link,
@@ -315,7 +315,7 @@ def test_errors_are_measured_and_the_class_is_named(model: nn.Module) -> None:
     graph = variants.planned[-1]
     assert tuple(graph.meta.rewrites) == EVERYTHING
     solution = solution_of(graph, baseline(graph))
-    found = verify(
+    found = run_both_steps(
         solution,
         model=Masked,
         batch=batch,

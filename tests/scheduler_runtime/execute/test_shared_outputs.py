@@ -13,9 +13,9 @@ from torch import nn
 
 from graphs.model_calls import nested
 from graphs.trace import TraceError
-from scheduler_runtime import apply, fit, plans_of
+from scheduler_runtime import apply, fit, plans_of, verify
 from scheduler_runtime.execute.cuda_graph import CudaGraphError, check_program
-from solver import solve, verify
+from solver import solve
 
 N = 24
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from checkpoint_solver.cli.command import Exit, main
 from graphs.graph import Graph, GraphError
 from graphs.synthetic.nets import chain
 from solver.bound import bounded, halves, of_step, sharpened, span_graph, whole_span
-from solver.cli.command import Exit, main
 from solver.methods import METHODS, Proposal, find_obstacle
 from solver.methods.in_flight import in_flight
 from solver.schedule import Compute, Free, Schedule, Solution, baseline, simulate

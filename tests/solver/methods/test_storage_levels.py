@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
 from solver import solve
-from solver.cli.command import main
 from solver.methods import METHODS, storage_levels
 from solver.methods import auto_then_chain_methods as after_auto
 from solver.methods.proposal import Proposal

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-import solver.cli.explain
+import checkpoint_solver.cli.explain
+from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
 from graphs.synthetic.nets import residual
-from solver.cli.command import main
 from solver.plan_analysis.explain import (
     most_recomputed,
     neighbours,
@@ -230,7 +230,7 @@ def test_ctrl_c_leaves_out_the_neighbours_alone(saved, capsys, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(solver.cli.explain, "neighbours", interrupted)
+    monkeypatch.setattr(checkpoint_solver.cli.explain, "neighbours", interrupted)
     assert main(["explain", *saved]) == 0
     text = capsys.readouterr().out
     assert "peak op" in text
@@ -277,7 +277,7 @@ def test_a_search_that_the_clock_ended_is_told(saved, capsys, monkeypatch):
         less, more = neighbours(solution, **options)
         return None if less is None else dataclasses.replace(less, timed_out=True), more
 
-    monkeypatch.setattr(solver.cli.explain, "neighbours", hurried)
+    monkeypatch.setattr(checkpoint_solver.cli.explain, "neighbours", hurried)
     assert main(["explain", *saved]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert told.count("ended by the time limit of 10.0 s, results may vary") == 1

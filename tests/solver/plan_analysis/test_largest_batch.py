@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import solver.cli.largest_batch
+import checkpoint_solver.cli.largest_batch
 import solver.plan_analysis.largest_batch
+from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
 from graphs.synthetic.nets import residual
-from solver.cli.command import main
 from solver.plan_analysis.largest_batch import (
     SameStepError,
     SizeNotTraceableError,
@@ -367,7 +367,7 @@ def test_ctrl_c_reports_the_largest_so_far(tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
         return attempt(graph, request, **options)
 
-    monkeypatch.setattr(solver.cli.largest_batch, "attempt", interrupted)
+    monkeypatch.setattr(checkpoint_solver.cli.largest_batch, "attempt", interrupted)
     assert main(["--max-batch", "--budget", "1MB", write_model(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "largest 4" in text

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
 from graphs.synthetic.nets import residual
 from solver.chain.blocks import split_into_blocks
-from solver.cli.command import main
 from solver.plan_analysis.advice import advise
 from solver.plan_analysis.by_block import block_rows
 from solver.plan_analysis.largest_batch import Candidate, SizeSearch

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import solver
+from checkpoint_solver.cli.command import main
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.trace import TraceError, trace
-from scheduler_runtime import PlanMismatchError, apply, measure
-from solver import IllegalScheduleError, Solution, draw, report, solve, sweep, verify
-from solver.cli.command import main
+from scheduler_runtime import PlanMismatchError, apply, measure, verify
+from solver import IllegalScheduleError, Solution, draw, report, solve, sweep
 from solver.reporting import rows
 from solver.sizes_deadlines_progress.sizes import BudgetError
 from tests.support.command import failed, write_model
@@ -219,7 +219,14 @@ def test_what_is_no_graph_is_told():
 def test_a_module_of_the_working_directory_is_taken(tmp_path, capsys):
     write_model(tmp_path, name="hybrid_of_two.py")
     done = subprocess.run(
-        [sys.executable, "-m", "solver.cli", "--budget", "1GB", "hybrid_of_two:get_model"],
+        [
+            sys.executable,
+            "-m",
+            "checkpoint_solver.cli",
+            "--budget",
+            "1GB",
+            "hybrid_of_two:get_model",
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -264,7 +271,7 @@ def test_a_bare_number_that_was_meant_in_gigabytes(graph: Graph, capsys, tmp_pat
 
 def test_the_package_is_the_command_too() -> None:
     told = subprocess.run(
-        [sys.executable, "-m", "solver", "--version"],
+        [sys.executable, "-m", "checkpoint_solver", "--version"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ from graphs.graph import Graph, Tensor
 from graphs.synthetic.nets import chain, residual
 from solver.methods.registry import METHODS
 from solver.plan_analysis.advice import Advice
-from solver.reporting import rows
+from solver.reporting import Verification, rows
 from solver.reporting.memory_rows import dtype_table, memory_table
 from solver.reporting.report_data import Report, best, rewritten, step_notes, to_json
 from solver.reporting.terminal import show
@@ -24,7 +24,6 @@ from solver.schedule.memory import CATEGORIES, memory_at, node_at
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Solution
-from solver.scheduler_runtime_bridge import Verification
 from solver.sizes_deadlines_progress import IN_PYTHON, OF_THE_COMMAND, format_size
 from solver.sizes_deadlines_progress.format import describe_op, format_share, format_time
 from solver.solving import solve

@@ -8,9 +8,9 @@ import pickletools
 
 import pytest
 
+from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
 from graphs.synthetic.nets import residual
-from solver.cli.command import main
 from solver.reporting.snapshot import snapshot, write_snapshot
 from solver.schedule import Solution, baseline, simulate
 from solver.solving import solve

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from checkpoint_solver.cli.command import Exit, main
 from graphs.files import FormatError
 from graphs.graph import Graph
 from solver import solve
-from solver.cli.command import Exit, main
 from solver.plan_analysis.by_block import block_rows
 from solver.plan_analysis.explain import peak, why_recomputed
 from solver.schedule.host_and_disk import Link, Place, Places

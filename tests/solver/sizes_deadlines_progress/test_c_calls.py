@@ -1,4 +1,4 @@
-"""Calls that Ctrl-C can end, several of them at once. What Ctrl-C does: `tests/solver/cli`."""
+"""Calls that Ctrl-C can end, several of them at once. What Ctrl-C does: `tests/cli`."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_solver.cli.command import main
 from graphs.hardware import DISKS
 from solver import solve
-from solver.cli.command import main
 from solver.plan_analysis import copies
 from solver.reporting.copy_rows import trip_table
 from solver.schedule import Link, Place, Places, Solution, baseline, simulate

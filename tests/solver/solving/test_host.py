@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from checkpoint_solver.cli.command import main
 from graphs.hardware import HostCopies, named
 from solver import solve, sweep
-from solver.cli.command import main
 from solver.device_and_costs import host_beside
 from solver.plan_analysis import copies
 from solver.reporting.copy_rows import N_TRIPS

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_solver.cli import main
 from graphs.graph import Graph
 from graphs.host_state import (
     host_parameter_bytes,
@@ -17,7 +18,6 @@ from graphs.host_state import (
 )
 from graphs.synthetic.nets import residual
 from solver.bound import StorageGraph
-from solver.cli import main
 from solver.schedule import Link, Place, Places, Request, Solution, baseline
 from solver.solving import answer, with_state_choices
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from checkpoint_solver.cli import main
 from graphs.graph import Graph
 from graphs.host_state import StateBucket, state_copies_s, with_state_on_host
 from graphs.synthetic.nets import residual
 from solver.bound import StorageGraph
-from solver.cli import main
 from solver.plan_analysis import advise
 from solver.plan_analysis.pareto import sweep
 from solver.reporting.report_data import Report, to_json

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_solver.cli import main
 from graphs.graph import Graph
 from solver import Solution, solve
-from solver.cli import main
 from solver.schedule import Request, least_capacity_bytes, reserved
 from solver.solving import answer
 from tests.support.builders import make, op

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.emitted_settings import N_LAYERS, checked, layered_graph
+from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
 from graphs.trace import trace
 from scheduler_runtime.measuring import measure
-from solver.cli.command import main
 from solver.module_checkpointing.for_other_frameworks.closest_setting import nearest
 from solver.module_checkpointing.for_other_frameworks.model_layers import NoLayersError, layers
 from solver.module_checkpointing.for_other_frameworks.systems import SYSTEMS

@@ -1,0 +1,103 @@
+"""The command `solve`. Nothing of it is loaded before it is needed: `--version` answers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+    from collections.abc import Iterator, Sequence
+
+INTERRUPTED = 128 + int(signal.SIGINT)
+"""The exit code after Ctrl-C."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in this process and leave it as it was; returns the exit code.
+
+    argv: without the name of the program (None: that of this process).
+    """
+    if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
+        return _say_version()
+    from checkpoint_solver.cli import command
+
+    return command.main(argv)
+
+
+def process() -> int:
+    """Run the command as a process of its own (`solve`, `python -m checkpoint_solver`).
+
+    Ctrl-C ends it from the first import on, and its settings of the process stay.
+    """
+    try:
+        if sys.argv[1:] == ["--version"]:
+            return _say_version()
+        with _ctrl_c_ends_it():
+            from checkpoint_solver.cli import command
+        return command.process()
+    except KeyboardInterrupt:  # before or after what `command.main` watches
+        _say_interrupted()
+        return INTERRUPTED
+
+
+def version() -> str:
+    """The installed version, or "0 (not installed)" in a source tree."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("checkpoint-solver")
+    except metadata.PackageNotFoundError:
+        return "0 (not installed)"
+
+
+def _say_version() -> int:
+    print(f"solve {version()}")
+    return 0
+
+
+@contextlib.contextmanager
+def _ctrl_c_ends_it() -> Iterator[None]:
+    """End the process at once, while modules are loaded: some of them catch whatever is raised.
+
+    Without effect where Ctrl-C does something else than to raise KeyboardInterrupt.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def end(_signal: int, _frame: object) -> None:
+        try:
+            _say_interrupted()
+        finally:
+            os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _say_interrupted() -> None:
+    """As the command says it where it has been loaded."""
+    print("solve: interrupted", file=sys.stderr, flush=True)
+    if "--json" in sys.argv[1:]:
+        answer = f'{{"status": "error", "error": "interrupted", "exit_code": {INTERRUPTED}}}'
+        print(answer, flush=True)
+
+
+def parser() -> ArgumentParser:
+    """The parser of the command line; `shtab checkpoint_solver.cli.parser` writes completions.
+
+    It takes several files, for `solve explain schedule.json graph.json`.
+    """
+    from checkpoint_solver.cli import arguments
+
+    command = arguments.parser()
+    (problem,) = command._get_positional_actions()
+    problem.nargs = "*"
+    return command

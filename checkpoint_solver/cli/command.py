@@ -1,0 +1,388 @@
+"""The command `solve`: from a model or graph and a budget to a report, a schedule and plots.
+
+    solve --budget 8GB examples/gpt2.py
+
+A saved graph is planned without loading torch or Matplotlib: they are imported only to trace a
+model or to draw a plot. Every user error ends in one line on stderr and an exit code (`Exit`),
+never in a traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import gc
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from checkpoint_solver.cli import explain, outputs
+from checkpoint_solver.cli.arguments import Arguments
+from checkpoint_solver.cli.ctrl_c import Watch, leave
+from checkpoint_solver.cli.exit_codes import Exit, exit_code, why
+from checkpoint_solver.cli.largest_batch import WHAT, maximised, size_notes
+from checkpoint_solver.cli.model_file import CONFIGURATION, LoadError, SizeError
+from checkpoint_solver.cli.pipeline_stages import failing_stage
+from checkpoint_solver.cli.problem import Problem, opened_problem
+from checkpoint_solver.cli.progress import Progress
+from checkpoint_solver.cli.reading_arguments import parse
+from checkpoint_solver.cli.usage import UsageError
+from graphs.files import FormatError
+from graphs.graph import Graph, GraphError
+from solver.device_and_costs import DeviceError
+from solver.methods import MissingSolverError, TooLargeError
+from solver.module_checkpointing.for_other_frameworks import NoLayersError, layers
+from solver.plan_analysis import SizeSearch, advise
+from solver.reporting import Report, best, terminal, to_json, write_snapshot
+from solver.schedule import Solution
+from solver.sizes_deadlines_progress import (
+    OF_THE_COMMAND,
+    BudgetError,
+    calls_are_left,
+    counted,
+    ctrl_c_ends_searches,
+    end_idle_calls,
+    reject_missing_unit,
+    untold,
+)
+from solver.solving import attempt, explained
+
+EXPLAIN = "explain"
+"""Never a problem to plan: files end in .py or .json, and modules have a dot or a colon."""
+OBJECTS_BETWEEN_COLLECTIONS = 100_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code, and leaves the process as it was.
+
+    argv: without the name of the program (None: that of this process).
+    """
+    try:
+        return _run_words(list(sys.argv[1:] if argv is None else argv), Watch())
+    except BrokenPipeError:  # the reader of the pipe has closed it
+        return Exit.SOLVED
+    finally:
+        end_idle_calls()
+
+
+def process() -> int:
+    """`main` where the process is the command's own: its settings stay until the process ends."""
+    _own_process()
+    words = sys.argv[1:]
+    watch = Watch()
+    watch.say = partial(_interrupted, as_json="--json" in words, out=sys.stdout)
+    watch.start()
+    try:
+        code = _run_words(words, watch)
+    except BrokenPipeError:
+        # Keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = Exit.SOLVED
+    if watch.heard or calls_are_left():
+        leave(code)
+    return code
+
+
+def _run_words(words: list[str], watch: Watch) -> int:
+    """Run the command, and turn user errors into exit codes."""
+    run: Callable[[], int]
+    if words[:1] == [EXPLAIN]:
+        run, as_json = partial(explain.main, words[1:]), "--json" in words
+    else:
+        try:
+            arguments = parse(words)
+        except UsageError as error:
+            return _failed(Exit.USAGE, str(error), as_json=False)
+        run, as_json = partial(_run, arguments, watch), arguments.json
+    # What is loaded in the main thread may print elsewhere meanwhile.
+    watch.say = partial(_interrupted, as_json=as_json, out=sys.stdout)
+    try:
+        with untold():  # `Progress` says what runs
+            return run()
+    except (UsageError, BudgetError, DeviceError, SizeError) as error:
+        return _failed(Exit.USAGE, str(error), as_json=as_json)
+    except (LoadError, FormatError, GraphError) as error:
+        return _failed(Exit.NOT_LOADED, str(error), as_json=as_json)
+    except KeyboardInterrupt:
+        return watch.last_word(partial(_interrupted, as_json=as_json))
+
+
+def _own_process() -> None:
+    """Settings of the whole process."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What C code prints (HiGHS now and then prints a line, whatever it is told) must stay out
+        # of the report and the JSON object: they get a descriptor of their own, and 1 is stderr.
+        # A character that the terminal cannot encode must not end the report.
+        is_line_buffered = sys.stdout.line_buffering
+        own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace")
+        own.reconfigure(line_buffering=is_line_buffered)
+        sys.stdout = own
+        os.dup2(2, 1)
+    # Importing PyTorch makes a million objects that stay. Looking for garbage among them took a
+    # third of the time of a small problem, half of it at exit.
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    atexit.register(gc.freeze)
+
+
+def _failed(code: Exit, message: str, *, as_json: bool, out: TextIO | None = None) -> int:
+    """One line on stderr, and with --json an object on stdout (`out`) as well."""
+    line = " ".join(message.split())
+    print(f"solve: {line}", file=sys.stderr)
+    if as_json:
+        answer = {"status": "error", "error": line, "exit_code": int(code)}
+        print(json.dumps(answer), file=out, flush=True)
+    return code
+
+
+_interrupted = partial(_failed, Exit.INTERRUPTED, "interrupted")
+
+
+def _check_fits_problem(arguments: Arguments, graph: Graph) -> None:
+    """Raise UsageError for options that this step rules out, before it is planned."""
+    resident_bytes = graph.resident_bytes
+    reject_missing_unit(arguments.budget, resident_bytes=resident_bytes)
+    reject_missing_unit(arguments.host, resident_bytes=resident_bytes, what="host budget")
+    disk = (arguments.disk or "").partition(":")[0]
+    reject_missing_unit(disk, resident_bytes=resident_bytes, what="disk budget")
+    if arguments.emit is not None:
+        if made_with := graph.meta.rewrites:
+            raise UsageError(
+                f"--emit {arguments.emit}: the graph was made with {', '.join(made_with)}, and "
+                "other systems run the plain step; write its graph file with --rewrites none"
+            )
+        try:
+            layers(graph)
+        except NoLayersError as error:
+            raise UsageError(f"--emit {arguments.emit}: {error}") from error
+
+
+def _run(arguments: Arguments, watch: Watch) -> int:
+    progress = Progress(quiet=arguments.quiet)
+    printed = _Printed(is_off=arguments.json or arguments.quiet)
+    with opened_problem(arguments, progress) as problem:
+        _check_fits_problem(arguments, problem.graph)
+        with ctrl_c_ends_searches() as interrupt:  # what has been found is saved in any case
+            if arguments.largest is not None:
+                on_fit = partial(_fitting, arguments, watch, printed)
+                problem, search = maximised(arguments, problem, progress, on_fit=on_fit)
+                is_configuration = arguments.problem.startswith(CONFIGURATION)
+                report = _of_largest(problem, search, progress, knows_longest=is_configuration)
+            else:
+                report = _plan(arguments, problem, progress)
+            watch.say = partial(_told, arguments, report, printed)
+            report = _saved(arguments, report, problem.stages)
+            watch.say = partial(_told, arguments, report, printed)
+            if not interrupt.is_set():
+                advice = advise(report.best, reader=OF_THE_COMMAND)
+                report = dataclasses.replace(report, advice=advice)
+            report = dataclasses.replace(report, interrupted=interrupt.is_set())
+        for each in outputs.FOLLOWING:
+            if not (options := arguments.given(*each.options)):
+                continue
+            watch.say = partial(_told, arguments, each.without(report, options), printed)
+            try:
+                if each.takes_minutes or report.interrupted:
+                    _show(report, printed, watch)
+                if report.interrupted and not each.is_short:
+                    raise KeyboardInterrupt
+                report = each.make(arguments, problem, report, progress)
+                if each.takes_minutes:
+                    _show(report, printed, watch)
+            except KeyboardInterrupt:
+                report = each.without(report, options)
+    with ctrl_c_ends_searches():  # said in any case
+        return watch.last_word(partial(_told, arguments, report, printed))
+
+
+def _fitting(arguments: Arguments, watch: Watch, printed: _Printed, size: int) -> None:
+    """The largest size found to fit so far, for what is said where nobody gets to the report."""
+    assert arguments.largest is not None
+    words = f"interrupted; the largest {WHAT[arguments.largest]} found to fit is {size}"
+    watch.say = partial(_failed, Exit.INTERRUPTED, words, as_json=arguments.json, out=printed.out)
+
+
+def _show(report: Report, printed: _Printed, watch: Watch) -> None:
+    """What is known so far. Ctrl-C waits until it is printed."""
+    with watch.speaking(), ctrl_c_ends_searches() as interrupt:
+        printed.show(report)
+    if interrupt.is_set():
+        raise KeyboardInterrupt
+
+
+def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
+    """Print what has not been printed of the report; returns the exit code."""
+    code = exit_code(report)
+    if arguments.json:
+        answer = {**to_json(report), "exit_code": int(code)}
+        print(json.dumps(answer, indent=1, allow_nan=False), file=printed.out, flush=True)
+    printed.show(report)
+    if report.verification is not None:
+        for line in report.verification.warnings:
+            print(f"solve: warning: --verify: {line}", file=sys.stderr)
+    if code is not Exit.SOLVED:
+        words = why(code, report, of_what=failing_stage(arguments, report.best))
+        print(f"solve: {words}", file=sys.stderr)
+    return code
+
+
+class _Printed:
+    """The report on stdout: first all that is known, then what came since."""
+
+    def __init__(self, *, is_off: bool) -> None:
+        # While the problem is open, what a model file prints goes elsewhere: stdout as it is now.
+        self.out = sys.stdout
+        self._console = Console(file=self.out, highlight=False, emoji=False, markup=False)
+        self._is_off = is_off
+        self._shown: Report | None = None
+
+    def show(self, report: Report) -> None:
+        if self._is_off:
+            return
+        if self._shown is None:
+            terminal.show(report, self._console)
+        else:
+            terminal.show_added(report, self._shown, self._console)
+        self._shown = report
+
+
+def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
+    """Search with every method, unless the model has been planned by submodules.
+
+    Ctrl-C gives the best so far; raises KeyboardInterrupt if nothing has been found by then.
+    """
+    if problem.planned is not None:
+        return _of_one(problem, problem.planned, progress)
+    solutions: list[Solution] = []
+    refused: list[tuple[str, str]] = []
+    interrupted = False
+    for method in arguments.methods:
+        request = dataclasses.replace(problem.request, method=method)
+        what = f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
+        try:
+            with progress.says(what), ctrl_c_ends_searches() as interrupt:
+                solution = attempt(problem.step, request, thorough=True)
+        except (TooLargeError, MissingSolverError) as error:  # the method cannot plan this graph
+            if len(arguments.methods) == 1:
+                raise UsageError(f"--method {method}: {error}") from error
+            refused.append((method, str(error)))
+        else:
+            if solution.schedule is not None or not solution.interrupted:
+                solutions.append(solution)
+        interrupted = interrupt.is_set()
+        if interrupted:
+            break
+    found = bool(solutions) and best(solutions).schedule is not None
+    if interrupted and not found:
+        raise KeyboardInterrupt
+    if not interrupted:
+        bound_s = max(solution.lower_bound_s for solution in solutions)
+        solutions = [solution.with_bound(bound_s) for solution in solutions]
+        if not found:
+            solutions[0], interrupted = _explained(solutions[0], progress)
+    notes = ["Interrupted: the best plan found so far." if found else _NO_MINIMUM]
+    return _report(
+        problem,
+        solutions,
+        notes=notes if interrupted else [],
+        refused=tuple(refused),
+        interrupted=interrupted,
+    )
+
+
+_NO_MINIMUM = "Interrupted while searching for the minimum budget."
+
+
+def _report(
+    problem: Problem, solutions: Sequence[Solution], *, notes: Sequence[str] = (), **fields: Any
+) -> Report:
+    return Report(
+        problem=problem.name,
+        device=problem.device,
+        costs=problem.costs,
+        solutions=tuple(solutions),
+        notes=(*problem.notes, *notes),
+        reserve_reason=problem.reserve_reason,
+        not_traced=problem.not_traced,
+        **fields,
+    )
+
+
+def _of_largest(
+    problem: Problem, search: SizeSearch, progress: Progress, *, knows_longest: bool
+) -> Report:
+    """The report of the largest size that fits, or of the smallest if none does."""
+    chosen = search.largest or search.candidates[0]
+    notes = ["Interrupted: the largest size found to fit so far."] if search.interrupted else []
+    notes += size_notes(search, knows_longest=knows_longest)
+    return _of_one(
+        problem,
+        chosen.solution,
+        progress,
+        notes=notes,
+        interrupted=search.interrupted,
+        sizes=search,
+    )
+
+
+def _of_one(
+    problem: Problem,
+    solution: Solution,
+    progress: Progress,
+    *,
+    notes: Sequence[str] = (),
+    interrupted: bool = False,
+    **fields: Any,
+) -> Report:
+    """The report of a plan that is there already; without a schedule, with the obstacle."""
+    solution, unexplained = _explained(solution, progress)
+    if unexplained:
+        notes = [_NO_MINIMUM, *notes]
+    interrupted = interrupted or unexplained
+    return _report(problem, [solution], notes=notes, interrupted=interrupted, **fields)
+
+
+def _saved(arguments: Arguments, report: Report, stages: Sequence[Solution]) -> Report:
+    """Write schedule and graph first, as what follows may take long or be interrupted.
+
+    stages: of a pipeline, for each of which there are files.
+    """
+    files = list(report.files)
+    all_fit = all(solution.schedule is not None for solution in stages or (report.best,))
+    if arguments.output is not None and all_fit:
+        for what, path, solution in _by_stage("schedule", arguments.output, report, stages):
+            solution.save(path)
+            files.append((what, path))
+    if arguments.snapshot is not None and report.best.schedule is not None:
+        write_snapshot(report.best, arguments.snapshot)
+        files.append(("snapshot", arguments.snapshot))
+    if arguments.graph_out is not None:
+        for what, path, solution in _by_stage("graph", arguments.graph_out, report, stages):
+            solution.graph.save(path)
+            files.append((what, path))
+    return dataclasses.replace(report, files=tuple(files))
+
+
+def _by_stage(
+    what: str, path: Path, report: Report, stages: Sequence[Solution]
+) -> Iterator[tuple[str, Path, Solution]]:
+    """For each stage what is written (that of the reported one is the report's own), its file and
+    its plan; without stages the plan of the report."""
+    if not stages:
+        yield what, path, report.best
+    for stage, solution in enumerate(stages):
+        is_reported = solution.graph is report.best.graph
+        of_stage = path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
+        yield what if is_reported else f"{what} of stage {stage}", of_stage, solution
+
+
+def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
+    """With the obstacle, if there is no schedule; and whether Ctrl-C cut its search short."""
+    with progress.says("searching for the minimum budget"), ctrl_c_ends_searches() as interrupt:
+        return explained(solution), interrupt.is_set()

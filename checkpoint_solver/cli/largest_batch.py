@@ -1,0 +1,109 @@
+"""`--max-batch` and `--max-seq`: trace and plan one size after another of a model file quickly, and
+the largest that fits thoroughly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from checkpoint_solver.cli.arguments import Arguments
+from checkpoint_solver.cli.model_file import LoadError
+from checkpoint_solver.cli.problem import Problem
+from checkpoint_solver.cli.progress import Progress
+from checkpoint_solver.cli.usage import UsageError
+from solver.methods import METHODS, MissingSolverError, TooLargeError
+from solver.plan_analysis import (
+    Candidate,
+    SameStepError,
+    SizeNotTraceableError,
+    SizeSearch,
+    largest,
+)
+from solver.schedule import Solution
+from solver.sizes_deadlines_progress import ctrl_c_ends_searches, ctrl_c_raises
+from solver.solving import attempt, explained
+
+OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
+WHAT = {"batch_size": "batch", "seq_length": "sequence"}
+
+
+def maximised(
+    arguments: Arguments, problem: Problem, progress: Progress, *, on_fit: Callable[[int], None]
+) -> tuple[Problem, SizeSearch]:
+    """The problem at the largest size that fits, or at the smallest that was tried if none does.
+
+    problem: traced at the first size. on_fit: told each size that is the largest found to fit.
+
+    Raises UsageError, LoadError; KeyboardInterrupt before any size was found to fit.
+    """
+    name, resize = arguments.largest, problem.resized
+    assert name is not None
+    assert resize is not None
+    assert problem.size is not None
+    first = problem.size
+    problems = {first: problem}
+    request = dataclasses.replace(problem.request, method=arguments.methods[0])
+
+    def plan(size: int) -> Solution:
+        if size not in problems:
+            try:
+                with ctrl_c_raises():  # tracing asks no deadline
+                    problems[size] = resize(size)
+            except LoadError as error:
+                raise SizeNotTraceableError(str(error)) from error
+        if (planned := problems[size].planned) is not None:
+            return planned
+        found = attempt(problems[size].step, request, quick=True)
+        if found.proven_infeasible or not METHODS[request.method].reaches_least_budget:
+            return found
+        return explained(found)
+
+    fitting = 0
+
+    def tried(found: Candidate) -> None:
+        nonlocal fitting
+        fits = found.solution.schedule is not None
+        if fits and found.size > fitting:
+            fitting = found.size
+            on_fit(fitting)
+        say(f"{found.size} {'fits' if fits else 'does not fit'}")
+
+    what = f"searching for the largest {WHAT[name]}"
+    try:
+        with progress.says(what, always=True) as say, ctrl_c_ends_searches():
+            search = largest(plan, size=name, first=first, on_candidate=tried)
+            chosen = search.largest or search.candidates[0]
+            quick = chosen.solution
+            is_quick = problems[chosen.size].planned is None and not search.interrupted
+            if quick.schedule and quick.status == "feasible" and is_quick:
+                say(f"planning {chosen.size} thoroughly")
+                thorough = attempt(problems[chosen.size].step, request, starts=[quick.schedule])
+                search = search.with_solution(chosen.size, thorough)
+            replanned = problems[chosen.size].thorough
+            if quick.schedule and replanned is not None and not search.interrupted:
+                say(f"planning {chosen.size} thoroughly")
+                with ctrl_c_raises():  # it traces first
+                    again = replanned()
+                if again.slowest_s <= problems[chosen.size].slowest_s and again.planned is not None:
+                    problems[chosen.size] = again
+                    search = search.with_solution(chosen.size, again.planned)
+    except SameStepError as error:
+        raise UsageError(f"{OPTIONS[name]}: {error}; see get_batch of {problem.name}") from error
+    except (TooLargeError, MissingSolverError) as error:
+        raise UsageError(f"--method {arguments.methods[0]}: {error}") from error
+    return problems[chosen.size], search
+
+
+def size_notes(search: SizeSearch, *, knows_longest: bool) -> Iterator[str]:
+    """Sentences for the report. knows_longest: what the model cannot take is refused."""
+    if late := [str(c.size) for c in search.candidates if c.solution.timed_out]:
+        yield f"The time limit ended the search for size {', '.join(late)}."
+    if search.refused:
+        size, reason = search.refused[0]
+        yield f"Size {size} could not be traced: {reason}."
+    if search.size == "seq_length" and search.largest is not None and not knows_longest:
+        yield (
+            "Tracing does not check whether the model supports sequences of this length: its table "
+            "of positions may be shorter."
+        )

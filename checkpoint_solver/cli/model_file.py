@@ -1,0 +1,385 @@
+"""Load a model file and call what it defines.
+
+A model file defines `get_model()` and `get_batch()`, each of which may accept batch_size and
+seq_length, and optionally `get_loss(output, batch)`, `get_inputs(batch)` (the part of the batch
+that the model is called with), `get_optimizer(model)` and `parallelize(model, mesh)` (which
+distributes the model over ranks of tensor parallelism). Errors in it are reported in one line with
+file, line and reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from checkpoint_solver.cli import hf_config
+
+EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
+SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)
+SEED = 0
+"""Of the batch: what `--verify` runs has the values that were planned for."""
+PARALLELIZE = "parallelize"
+"""The function of a model file that distributes a model: `parallelize(model, mesh)`."""
+CONFIGURATION = "hf:"
+"""The prefix of the path of a Hugging Face configuration."""
+_NAME = r"[A-Za-z_]\w*"
+_PLACE_AND_FACTORY = re.compile(rf"(.*\.py|{_NAME}(?:\.{_NAME})*)(?::({_NAME}))?", re.DOTALL)
+
+
+class LoadError(ValueError):
+    """The model file, or a function in it, fails; the message names file and line."""
+
+
+class SizeError(ValueError):
+    """A batch size or sequence length that the file does not accept, or that is missing."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The file or importable module of a model, and the name of its factory.
+
+    is_configuration: the file is a Hugging Face configuration.
+    """
+
+    place: Path | str
+    factory: str = "get_model"
+    is_configuration: bool = False
+
+    def __str__(self) -> str:
+        return f"{CONFIGURATION}{self.place}" if self.is_configuration else str(self.place)
+
+
+def parse_source(text: str) -> ModelSource | None:
+    """`model.py[:factory]`, `package.module[:factory]` or `hf:config.json`; None for others."""
+    if text.startswith(CONFIGURATION):
+        return ModelSource(Path(text.removeprefix(CONFIGURATION)), is_configuration=True)
+    match = _PLACE_AND_FACTORY.fullmatch(text)
+    if match is None:
+        return None
+    place, factory = match.groups(default="")
+    is_file = place.endswith(".py")
+    if not is_file and not factory and ("." not in place or Path(place).exists()):
+        return None
+    return ModelSource(Path(place) if is_file else place, factory or "get_model")
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A loaded model file.
+
+    sizes: the batch size and sequence length that were given.
+    varied: the size for which get_batch will be called with many values ("": none).
+    title: the name of the model, if it is not that of its class.
+    notes: sentences for the report.
+    mesh: that models are distributed over (None: they are not).
+    """
+
+    source: ModelSource
+    module: ModuleType
+    sizes: Mapping[str, int]
+    varied: str = ""
+    title: str = ""
+    notes: tuple[str, ...] = ()
+    mesh: Any = None
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The functions that create the parts of a step, as `run_both_steps` takes them."""
+        names = ("model", "batch", "loss", "inputs", "optimizer")
+        return {name: getattr(self, name) for name in names}
+
+    def model(self) -> Any:
+        """Call the factory, and distribute what it returns. Raises LoadError, SizeError."""
+        from torch import nn
+
+        name = self.source.factory
+        model = self._call(name, self._sizes_for(name))
+        if not isinstance(model, nn.Module):
+            raise self._returned(f"{name}()", model, "a torch.nn.Module")
+        return model if self.mesh is None else self._distributed(model)
+
+    def _distributed(self, model: Any) -> Any:
+        """By `parallelize(model, mesh)`, which changes the model or returns another."""
+        from torch import nn
+        from torch.distributed.tensor import DTensor
+
+        returned = self._call(PARALLELIZE, {}, model, self.mesh)
+        model = model if returned is None else returned
+        if not isinstance(model, nn.Module):
+            raise self._returned(f"{PARALLELIZE}(model, mesh)", model, "a torch.nn.Module or None")
+        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise LoadError(
+                f"{self._place(PARALLELIZE)}: {PARALLELIZE}(model, mesh) has distributed no "
+                "parameter; it calls torch.distributed.tensor.parallel.parallelize_module(model, "
+                "mesh, {...}) with a style for each submodule that is split"
+            )
+        return model
+
+    def batch(self) -> Any:
+        """Call get_batch, with the same random numbers each time. Raises LoadError, SizeError."""
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            batch = self._call("get_batch", self._sizes_for("get_batch"))
+        if batch is None:
+            what = "a tensor, or a tuple or dict, that the model is called with"
+            raise self._returned("get_batch()", None, what)
+        return batch
+
+    @property
+    def loss(self) -> Callable[[Any, Any], Any] | None:
+        """get_loss(output, batch); None: the model returns its loss."""
+        return self._function("get_loss") if hasattr(self.module, "get_loss") else None
+
+    @property
+    def inputs(self) -> Callable[[Any], Any] | None:
+        """get_inputs(batch), which raises LoadError; None: the whole batch is the input."""
+        return self._inputs if hasattr(self.module, "get_inputs") else None
+
+    def _inputs(self, batch: Any) -> Any:
+        inputs = self._call("get_inputs", {}, batch)
+        if inputs is None:
+            what = (
+                "the part of the batch that the model is called with: a tensor, a tuple or a dict"
+            )
+            raise self._returned("get_inputs(batch)", None, what)
+        return inputs
+
+    def optimizer(self, model: Any) -> Any:
+        """The optimizer of the file for `model`, by default AdamW. Raises LoadError."""
+        import torch
+
+        if not hasattr(self.module, "get_optimizer"):
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            if not parameters:
+                raise LoadError(f"{self.source}: no parameter of the model requires a gradient")
+            return torch.optim.AdamW(parameters)
+        try:
+            optimizer = self._call("get_optimizer", {}, model)
+        except LoadError as error:
+            if not isinstance(error.__cause__, TypeError | AttributeError):
+                raise
+            what = "it is called with the model, whose parameters are model.parameters()"
+            raise LoadError(f"{error}; {what}") from error
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise self._returned("get_optimizer(model)", optimizer, "a torch.optim.Optimizer")
+        return optimizer
+
+    def _returned(self, call: str, value: object, expected: str) -> LoadError:
+        place = self._place(call.partition("(")[0])
+        return LoadError(f"{place}: {call} returned {_kind(value)}; it must return {expected}")
+
+    def checked(self) -> ModelFile:
+        """Check what can be checked without calling anything. Raises LoadError, SizeError."""
+        of_model, of_batch = self._sizes_for(self.source.factory), self._sizes_for("get_batch")
+        if self.varied and self.varied not in of_batch:
+            raise SizeError(
+                f"{self._place('get_batch')}: get_batch does not accept {self.varied}; define it "
+                f"as get_batch({self.varied}={EXAMPLE_OF_SIZE[self.varied]}) and create tensors of "
+                "that size"
+            )
+        for name, size in self.sizes.items():
+            if name not in of_model | of_batch:
+                raise SizeError(
+                    f"--{name.replace('_', '-')} {size} has no effect: neither "
+                    f"{self.source.factory} nor get_batch of {self.source} accepts {name}"
+                )
+        for name in ("get_loss", "get_inputs", "get_optimizer"):
+            if hasattr(self.module, name):
+                self._function(name)
+        return self
+
+    def on_mesh(self, mesh: Any) -> ModelFile:
+        """The same file, its models distributed. Raises LoadError where it does not say how."""
+        self._function(PARALLELIZE)
+        return dataclasses.replace(self, mesh=mesh)
+
+    def resized(self, name: str, size: int) -> ModelFile:
+        """The same file with another size."""
+        return dataclasses.replace(self, sizes={**self.sizes, name: size})
+
+    def default_of(self, name: str) -> int | None:
+        """The size that get_batch has by default; None: none."""
+        try:
+            parameter = inspect.signature(self._function("get_batch")).parameters.get(name)
+        except (TypeError, ValueError):  # builtins have no signature
+            return None
+        return parameter.default if parameter and isinstance(parameter.default, int) else None
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        function = getattr(self.module, name, None)
+        if function is None:
+            rule = "a model file defines get_model() and get_batch()"
+            if name == PARALLELIZE:
+                rule = f"for --tensor it defines {PARALLELIZE}(model, mesh)"
+            if name == self.source.factory and isinstance(self.source.place, str):
+                rule = f"add the function that creates the model: {self.source}:factory"
+            raise LoadError(
+                f"{self.source} defines no {name}(); {rule}; it defines: {_defined(self.module)}"
+            )
+        if not callable(function):
+            raise LoadError(f"{self.source}: {name} is {_kind(function)}; it must be a function")
+        return function  # type: ignore[no-any-return]
+
+    def _sizes_for(self, name: str) -> dict[str, int]:
+        """The sizes that the function accepts."""
+        function = self._function(name)
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # builtins have no signature
+            return {}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return dict(self.sizes)
+        for parameter in parameters:
+            optional = parameter.kind is parameter.VAR_POSITIONAL or (
+                parameter.default is not parameter.empty
+            )
+            if optional or parameter.name in self.sizes:
+                continue
+            if parameter.name in SIZE_NAMES:
+                option = parameter.name.replace("_", "-")
+                raise SizeError(f"{name} of {self.source} needs {parameter.name}: give --{option}")
+            raise LoadError(
+                f"{self._place(name)}: {name} requires an argument {parameter.name!r}, which solve "
+                "does not pass; give it a default"
+            )
+        taken = {parameter.name for parameter in parameters}
+        return {key: size for key, size in self.sizes.items() if key in taken}
+
+    def _call(self, name: str, sizes: Mapping[str, int], *args: Any) -> Any:
+        function = self._function(name)
+        try:
+            return function(*args, **sizes)
+        except hf_config.ConfigurationError as error:
+            # What is too large ends a search for the largest size, not the command.
+            raise (LoadError if self.varied else SizeError)(str(error)) from error
+        except (Exception, SystemExit) as error:
+            raise LoadError(f"{located(error, self.source)} (in {name})") from error
+
+    def _place(self, name: str) -> str:
+        code = getattr(getattr(self.module, name), "__code__", None)
+        return str(self.source) if code is None else f"{self.source}, line {code.co_firstlineno}"
+
+
+@contextlib.contextmanager
+def opened(
+    source: ModelSource, *, sizes: Mapping[str, int], varied: str = ""
+) -> Iterator[ModelFile]:
+    """Load a model file; inside the context its directory is on sys.path.
+
+    Raises LoadError (missing file, invalid Python, missing function, error in it) and SizeError.
+    """
+    if source.is_configuration:
+        assert isinstance(source.place, Path)
+        try:
+            module, title, notes = hf_config.load(source.place)
+        except hf_config.ConfigurationError as error:
+            raise LoadError(str(error)) from error
+        yield ModelFile(source, module, sizes, varied, title, notes).checked()
+        return
+    path = source.place if isinstance(source.place, Path) else None
+    directory = str(Path.cwd() if path is None else path.resolve().parent)
+    sys.path.insert(0, directory)
+    try:
+        module = _import(source) if path is None else _load_file(path, source)
+        yield ModelFile(source, module, sizes, varied).checked()
+    finally:
+        if directory in sys.path:
+            sys.path.remove(directory)
+
+
+def _load_file(path: Path, source: ModelSource) -> ModuleType:
+    if path.is_dir():
+        raise LoadError(f"{path}: is a directory; give a model file (model.py)")
+    if not path.exists():
+        raise LoadError(f"{path}: no such file; give a model file (model.py) or graph.json")
+    # A distinct name, so that a file called torch.py does not become the module torch.
+    name = f"model_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise LoadError(f"{path}: cannot be loaded as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and pickle look it up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
+        raise LoadError(located(error, source)) from error
+    return module
+
+
+def _import(source: ModelSource) -> ModuleType:
+    name = str(source.place)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise LoadError(
+                f"{name}: no module {missing!r} in the working directory or among the installed "
+                "packages; a model file ends in .py, a graph file in .json"
+            ) from error
+        raise LoadError(located(error, source)) from error
+
+
+def located(error: BaseException, source: ModelSource) -> str:
+    """File, line and reason of an error in the user's code, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if isinstance(error, SyntaxError):
+        place = f"{_shown(error.filename, source)}, line {error.lineno}" if error.lineno else source
+        return f"{place}: SyntaxError: {error.msg}"
+    if isinstance(error, SystemExit):
+        reason = f"called sys.exit({error.code!r})"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if _is_user_code(frame.filename, source)]
+    if not theirs:
+        return f"{source}: {reason}"
+    return f"{_shown(theirs[-1].filename, source)}, line {theirs[-1].lineno}: {reason}"
+
+
+def _shown(filename: str | None, source: ModelSource) -> str:
+    """The file as given on the command line, if it is that one."""
+    if filename is None or isinstance(source.place, str):
+        return filename or str(source)
+    return str(source) if Path(filename).resolve() == source.place.resolve() else filename
+
+
+def _is_user_code(filename: str, source: ModelSource) -> bool:
+    """Whether a frame is in the model file or a file beside it, not in a library or in ours."""
+    if filename.startswith("<"):  # generated code, or Python's own
+        return False
+    file = Path(filename).resolve()
+    libraries = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    libraries += [root for module in ("solver", "graphs") for root in sys.modules[module].__path__]
+    if any(file.is_relative_to(Path(directory).resolve()) for directory in libraries):
+        return False
+    if isinstance(source.place, Path):
+        return file.is_relative_to(source.place.resolve().parent)
+    module = sys.modules.get(source.place.partition(".")[0])
+    roots = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+    return any(root is not None and file.is_relative_to(Path(root).resolve()) for root in roots)
+
+
+def _defined(module: ModuleType) -> str:
+    functions = {name: value for name, value in vars(module).items() if callable(value)}
+    own = [n for n, f in functions.items() if getattr(f, "__module__", None) == module.__name__]
+    names = [name for name in own if not name.startswith("_")]
+    return ", ".join(names[:8]) or "no function"
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"

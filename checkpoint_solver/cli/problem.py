@@ -1,0 +1,332 @@
+"""From the command line to a Graph, a device and a budget.
+
+A graph file is read. A model file is loaded, its model built on the meta device, so that no weights
+are allocated, and one training step of it is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpoint_solver.cli import hf_config
+from checkpoint_solver.cli.arguments import Arguments
+from checkpoint_solver.cli.model_file import (
+    CONFIGURATION,
+    SIZE_NAMES,
+    LoadError,
+    ModelFile,
+    ModelSource,
+    opened,
+    parse_source,
+)
+from checkpoint_solver.cli.pipeline_stages import reported_stage, split_stages, stage_notes
+from checkpoint_solver.cli.progress import Progress
+from checkpoint_solver.cli.running_here import planned_by_submodules, verified
+from checkpoint_solver.cli.traced_step import ModelFailsError, NotTracedError, traced_step
+from checkpoint_solver.cli.usage import UsageError
+from graphs.files import FormatError
+from graphs.graph import Graph
+from graphs.hardware import Hardware
+from graphs.rewrites import Variants
+from solver.device_and_costs import (
+    check_asked_of,
+    check_budget_of,
+    find_hardware,
+    find_target,
+    host_beside,
+)
+from solver.plan_analysis import FIRST, SECOND
+from solver.reporting import Verification, describe_costs, step_notes
+from solver.schedule import Request, Solution
+from solver.sizes_deadlines_progress import OF_THE_COMMAND, Say, parse_budget
+from solver.solving import default_disk_rate, disk_behind
+
+if TYPE_CHECKING:
+    from graphs.costs import CostModel
+
+
+NOTE_ON_ALLOCATOR = (
+    "Train with PYTORCH_ALLOC_CONF=expandable_segments:True: without it the allocator loses more "
+    "memory to fragmentation, which the reserve may not cover."
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned.
+
+    name, device, costs, notes: for the report.
+    step: its variants to plan.
+    verify: runs the model with and without the plan, and says what runs (None for a graph file).
+    size: that is maximized (None: nothing is). resized: the problem at another one.
+    thorough: the same problem planned in all of the time, where `planned` is a quick plan.
+    request: what is asked of every method.
+    planned: the plan, where there is one already: by submodules of a model that cannot be traced,
+        or of a stage of a pipeline.
+    stages: the plans of all stages of a pipeline, of which `planned` is one (--stage: none).
+    slowest_s: of a pipeline's stages with their plans, for a micro-batch (inf: one has none).
+    not_traced: why it cannot be, and what to do.
+    """
+
+    name: str
+    step: Variants
+    device: str
+    costs: str
+    request: Request
+    reserve_reason: str = ""
+    notes: tuple[str, ...] = ()
+    verify: Callable[[Solution, Say], Verification] | None = None
+    size: int | None = None
+    resized: Callable[[int], Problem] | None = None
+    thorough: Callable[[], Problem] | None = None
+    planned: Solution | None = None
+    stages: tuple[Solution, ...] = ()
+    slowest_s: float = math.inf
+    not_traced: str = ""
+
+    @property
+    def graph(self) -> Graph:
+        """The plain step: what is said of the problem itself."""
+        return self.step.plain
+
+
+@contextlib.contextmanager
+def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem]:
+    """Load or trace the problem; inside the context a model file can import its neighbours.
+
+    Raises UsageError, BudgetError, SizeError; LoadError, FormatError.
+    """
+    is_configuration = arguments.problem.startswith(CONFIGURATION)
+    if arguments.problem.endswith(".json") and not is_configuration:
+        with progress.says("reading the graph"):
+            problem = _graph_problem(arguments)
+        yield problem
+        return
+    source = parse_source(arguments.problem)
+    if source is None:
+        near = Path(f"{arguments.problem}.py")
+        hint = f"; did you mean {near}?" if near.is_file() else ""
+        raise LoadError(
+            f"invalid problem {arguments.problem!r}: expected model.py[:function], "
+            f"package.module[:function], hf:config.json or graph.json{hint}"
+        )
+    # Whatever a model file prints must stay out of the report and the JSON object.
+    quiet = contextlib.redirect_stdout(sys.stderr)
+    with quiet, _model_problem(arguments, source, progress) as problem:
+        yield problem
+
+
+def _graph_problem(arguments: Arguments) -> Problem:
+    given = arguments.given(
+        *("costs", "batch_size", "seq_length", "autocast", "accumulate"),
+        *("fsdp", "tensor", "pipeline", "passes"),
+        *("verify", "max_batch", "max_seq"),
+    )
+    if given:
+        raise UsageError(
+            f"{given}: not possible with a graph file, which is already traced and contains no "
+            "model; give the model file instead"
+        )
+    hardware = None if arguments.device is None else find_hardware(arguments.device)
+    asked = _asked(arguments, hardware)
+    try:
+        graph = Graph.load(arguments.problem)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LoadError(f"{arguments.problem}: {reason}; a graph file is expected") from error
+    except FormatError as error:
+        if hf_config.is_configuration(Path(arguments.problem)):
+            raise LoadError(
+                f"{arguments.problem} is a Hugging Face configuration, not a graph file: write "
+                f"hf:{arguments.problem}"
+            ) from error
+        raise
+    with_host = arguments.host is not None
+    check_asked_of(graph, with_host=with_host, budget_of=arguments.budget_of)
+    made_with = graph.meta.rewrites
+    if (given := arguments.given("rewrites")) and (made_with or arguments.rewrites != "none"):
+        made = f"made with {', '.join(made_with)}" if made_with else "the plain step"
+        raise UsageError(
+            f"{given} {arguments.rewrites}: not possible with a graph file, which is planned as it "
+            f"is ({made}); write another from the model file with {given} and --graph-out"
+        )
+    device = "not specified; sizes and times are those of the graph file"
+    return Problem(
+        name=arguments.problem,
+        step=Variants.of(graph),
+        device=device if hardware is None else hardware.title,
+        costs=describe_costs(graph.meta.cost_model),
+        notes=tuple(step_notes(graph)),
+        **asked,
+    )
+
+
+def _asked(
+    arguments: Arguments, hardware: Hardware | None, costs: CostModel | None = None
+) -> dict[str, Any]:
+    """The fields of a Problem for the request, of a step without rewrites, and the reason of a
+    default reserve."""
+    capacity_bytes = None if hardware is None else hardware.capacity_bytes
+    if arguments.budget is None and capacity_bytes is None:
+        raise UsageError(
+            "--budget is required, as the memory of the device is unknown; give it, or name a "
+            "device (--device h100)"
+        )
+    on_cuda = hardware is not None and hardware.kind == "cuda"
+    check_budget_of(arguments.budget_of, kind=None if hardware is None else hardware.kind)
+    budget_bytes, reserve_bytes = parse_budget(
+        "100%" if arguments.budget is None else arguments.budget,
+        arguments.reserve,
+        capacity_bytes=capacity_bytes,
+        on_cuda=on_cuda,
+        reader=OF_THE_COMMAND,
+    )
+    is_default = on_cuda and arguments.reserve is None
+    reason = "CUDA context and fragmentation; set with --reserve" if is_default else ""
+    request = Request(
+        budget_bytes=budget_bytes,
+        reserve_bytes=reserve_bytes,
+        time_limit_s=arguments.time_limit,
+        seed=arguments.seed,
+        places=disk_behind(
+            host_beside(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
+            arguments.disk,
+            arguments.disk_rate or default_disk_rate(arguments.disk, costs),
+        ),
+        budget_of=arguments.budget_of,
+        optimizer_state=arguments.optimizer_state,
+        parameters=arguments.parameters,
+    )
+    return {"request": request, "reserve_reason": reason}
+
+
+@contextlib.contextmanager
+def _model_problem(
+    arguments: Arguments, source: ModelSource, progress: Progress
+) -> Iterator[Problem]:
+    with progress.says("loading PyTorch"):
+        target = find_target(arguments.device, arguments.costs, runs_here=arguments.verify)
+    asked, largest = _asked(arguments, target.hardware, target.costs), arguments.largest
+    plain: Request = asked["request"]
+    allocator = (NOTE_ON_ALLOCATOR,) if target.hardware.kind == "cuda" else ()
+    sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
+    if largest is not None:
+        sizes.setdefault(largest, FIRST[largest])
+    if largest == "seq_length" and arguments.problem.startswith(CONFIGURATION):
+        sizes.setdefault("batch_size", FIRST["batch_size"])
+
+    of_first: list[str] = []  # notes on the first size
+
+    def problem_of(file: ModelFile, step: Variants, size: str = "", **fields: Any) -> Problem:
+        title = file.title or step.plain.meta.model or "model"
+        of_trace = {
+            "device": target.hardware.title,
+            "costs": describe_costs(step.plain.meta.cost_model),
+            "request": dataclasses.replace(plain, rewrites=arguments.rewrites),
+        }
+        return Problem(
+            name=f"{arguments.problem} ({title}{size})",
+            step=step,
+            verify=partial(verified, file, target, arguments.autocast),
+            size=None if largest is None else file.sizes[largest],
+            **{**asked, **of_trace, **fields},
+        )
+
+    def size_text(file: ModelFile) -> str:
+        return "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
+
+    def traced(file: ModelFile, optimizer: Mapping[str, Any] | None = None) -> Problem:
+        step, notes = traced_step(file, target, arguments, optimizer, tells=progress.tells)
+        optimizer = step.plain.meta.environment.get("optimizer")
+        size = size_text(file)
+        if largest == "seq_length" and "batch_size" in file.sizes:
+            size += f", batch size {file.sizes['batch_size']}"
+        return problem_of(
+            file,
+            step,
+            size,
+            notes=(*allocator, *of_first, *notes),
+            resized=None
+            if largest is None
+            else lambda n: traced(file.resized(largest, n), optimizer),
+        )
+
+    def first_traced(file: ModelFile) -> Problem:
+        try:
+            return traced(file)
+        except ModelFailsError as failed:
+            if largest is None or getattr(arguments, largest):  # the user has given the size
+                raise
+            usual = file.default_of(largest)
+            size = SECOND.get(largest) if usual is None else usual
+            if size is None or size == FIRST[largest]:
+                raise
+            what, whose = largest.replace("_", " "), "" if usual is None else ", that of get_batch"
+            of_first.append(
+                f"The search began with {what} {size}{whose}: with {what} {FIRST[largest]} the "
+                f"model itself fails ({failed})."
+            )
+            return traced(file.resized(largest, size))
+
+    def staged(file: ModelFile, say: Say | None = None, *, quick: bool = False) -> Problem:
+        notes = list(file.notes)
+        split = split_stages(file, target, arguments, plain, notes=notes, on_stage=say, quick=quick)
+        stage = reported_stage(split, arguments.stage)
+        solution = split.solutions[stage]
+        step = Variants.of(solution.variants or solution.graph)
+        return problem_of(
+            file,
+            step,
+            f"{size_text(file)}, stage {stage} of {len(split.sizes)}",
+            notes=(*stage_notes(split, stage), *allocator, *notes, *step_notes(step.plain)),
+            planned=solution,
+            stages=split.solutions if arguments.stage is None else (),
+            slowest_s=math.inf if split.slowest_s is None else split.slowest_s,
+            resized=None
+            if largest is None
+            else lambda n: staged(file.resized(largest, n), quick=True),
+            thorough=partial(staged, file) if quick else None,
+        )
+
+    def measured(file: ModelFile, refused: NotTracedError) -> Problem:
+        solution, notes = planned_by_submodules(file, target, arguments, plain, refused, progress)
+        return problem_of(
+            file,
+            Variants.of(solution.graph),
+            device="the CPU of this machine"
+            if target.local_device == "cpu"
+            else target.hardware.title,
+            costs="measured on this machine, by submodule",
+            request=plain,
+            notes=(*notes, *file.notes),
+            planned=solution,
+            not_traced=refused.why,
+        )
+
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(opened(source, sizes=sizes, varied=largest or ""))
+        if arguments.tensor is not None:
+            from graphs.trace import fake_mesh  # here: it takes torch
+
+            file = file.on_mesh(stack.enter_context(fake_mesh(arguments.tensor)))
+        if arguments.pipeline is not None:
+            what = f"dividing {arguments.problem} into {arguments.pipeline} stages"
+            with progress.says(what) as say:
+                problem = staged(file, say, quick=largest is not None)
+            yield problem
+            return
+        try:
+            with progress.says(f"tracing {arguments.problem}"):
+                problem = first_traced(file)
+        except NotTracedError as refused:
+            with progress.says("not traceable: measuring real steps to plan by submodules"):
+                problem = measured(file, refused)
+        yield problem

@@ -1,0 +1,216 @@
+"""The command line read and checked: sizes, what goes together, files to write."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpoint_solver.cli.arguments import AUTO, Arguments, parser
+from checkpoint_solver.cli.usage import UsageError
+from solver.methods import METHODS
+from solver.sizes_deadlines_progress import (
+    BudgetError,
+    UnknownCapacityError,
+    parse_rate,
+    parse_size,
+    reject_share,
+)
+from solver.solving import given_rates
+
+PLOT_SUFFIXES = (".png", ".svg")
+PAGE_SUFFIXES = (".html", ".htm")
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Read and check the command line.
+
+    Raises UsageError. `--help` and `--version` print and raise SystemExit(0), as argparse does.
+    """
+    # argparse takes the -5GB of `--budget -5GB` for an option; the size parser knows better.
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] in ("--budget", "--reserve") and re.match(r"-\.?[0-9]", word):
+            words[-1] += "=" + word
+        else:
+            words.append(word)
+    given = vars(parser().parse_args(words))
+    arguments = Arguments(**given, command=shlex.join(("solve", *argv)))
+    largest = arguments.largest is not None
+    if arguments.budget is None and not largest:
+        raise UsageError("the following arguments are required: --budget (see solve --help)")
+    if largest and arguments.compare:
+        raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
+    if arguments.fsdp is not None and arguments.host is not None:
+        raise UsageError(
+            "--host: FSDP2 runs exported plans, and an exported plan cannot copy during the "
+            "computation; leave out --host or --fsdp"
+        )
+    if arguments.verify and (over := arguments.given("fsdp", "tensor", "zero")):
+        raise UsageError(
+            f"--verify runs the step in one process and cannot be combined with {over}"
+        )
+    if arguments.emit is not None and arguments.tensor is not None:
+        raise UsageError(
+            "--emit finds settings for whole models only; leave out --tensor or --emit"
+        )
+    of_fsdp = arguments.given("fsdp_precision", "fsdp_reshard", "fsdp_replicas", "fsdp_link")
+    if of_fsdp and arguments.fsdp is None:
+        raise UsageError(f"{of_fsdp}: only for FSDP2; give the number of ranks, --fsdp 8")
+    _check_zero(arguments)
+    _check_pipeline(arguments)
+    _check_passes(arguments)
+    _check_sizes(arguments)
+    _check_copying(arguments)
+    if arguments.disk is not None and ":" not in arguments.disk:
+        raise UsageError(
+            f"--disk {arguments.disk}: name a directory on the disk: "
+            f"--disk {arguments.disk}:/scratch"
+        )
+    if arguments.host is not None and arguments.emit is not None:
+        raise UsageError(
+            "--emit: other systems have no setting for copies to the host; leave out --host"
+        )
+    if arguments.pareto and arguments.budget_of == "reserved":
+        raise UsageError("--pareto sweeps budgets of allocated memory; leave out --budget-of")
+    if arguments.throughput is not None and not largest:
+        raise UsageError("--throughput requires --max-batch or --max-seq")
+    _check_outputs(arguments)
+    return arguments
+
+
+def _check_pipeline(arguments: Arguments) -> None:
+    """Raises UsageError for a part of a pipeline's options, and for those that it rules out."""
+    n_stages, stage = arguments.pipeline, arguments.stage
+    if n_stages is None:
+        if given := arguments.given("microbatches", "schedule", "stage"):
+            raise UsageError(
+                f"{given}: only for a pipeline; give its number of stages, --pipeline 4"
+            )
+        return
+    if arguments.microbatches is None:
+        raise UsageError(
+            f"--pipeline {n_stages}: give the number of micro-batches of a step, --microbatches 8"
+        )
+    if arguments.fsdp_reshard == "yes":
+        raise UsageError(
+            "--fsdp-reshard yes: a stage of a pipeline keeps whole parameters; give no or auto"
+        )
+    if stage is not None and n_stages == AUTO:
+        raise UsageError(
+            f"--stage {stage} needs a fixed number of stages, not --pipeline auto; give "
+            "--pipeline 4"
+        )
+    if stage is not None and isinstance(n_stages, int) and stage >= n_stages:
+        raise UsageError(
+            f"--stage {stage} does not exist: the {n_stages} stages are numbered 0 to "
+            f"{n_stages - 1}"
+        )
+    others = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
+    others += "" if stage is None else " max_batch max_seq"
+    if given := arguments.given(*others.split()):
+        what = "--pipeline" if stage is None else "--pipeline with --stage"
+        raise UsageError(f"{given} cannot be combined with {what}")
+
+
+def _check_zero(arguments: Arguments) -> None:
+    """Raises UsageError for a part of its options, and for those that it rules out."""
+    if arguments.zero is None:
+        if given := arguments.given("ranks", "ds_config"):
+            raise UsageError(f"{given}: only for DeepSpeed's ZeRO; give its stage, --zero 2")
+        return
+    if arguments.ranks is None:
+        raise UsageError(f"--zero {arguments.zero}: give the number of ranks, --ranks 8")
+    others = "fsdp tensor pipeline passes accumulate emit"
+    if given := arguments.given(*others.split()):
+        raise UsageError(f"{given} cannot be combined with --zero")
+
+
+def _check_passes(arguments: Arguments) -> None:
+    """Raises UsageError for options that are for one forward pass at a time."""
+    if arguments.passes > 1 and (
+        given := arguments.given("verify", "fsdp", "host", "disk", "budget_of", "emit")
+    ):
+        raise UsageError(f"{given} cannot be combined with --passes")
+
+
+def _check_sizes(arguments: Arguments) -> None:
+    """Refuse what is no size or rate before PyTorch is loaded; the size of a share waits for it."""
+    directory_apart = None if arguments.disk is None else arguments.disk.partition(":")[0]
+    of_device = ((arguments.budget, "budget", 1), (arguments.reserve, "reserve", 0))
+    beside_it = ((arguments.host, "host budget"), (directory_apart, "disk budget"))
+    try:
+        for size, what, least_bytes in of_device:
+            if size is not None:
+                with contextlib.suppress(UnknownCapacityError):  # the device waits for PyTorch
+                    parse_size(size, what=what, least_bytes=least_bytes)
+        for size, what in beside_it:
+            if size is not None:
+                reject_share(size, what=what)
+                parse_size(size, what=what)
+        for each in () if arguments.host_link is None else arguments.host_link.split(","):
+            parse_rate(each, what="host link")
+        if arguments.disk_rate is not None:
+            given_rates(arguments.disk_rate)
+    except BudgetError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_copying(arguments: Arguments) -> None:
+    """Raises UsageError for a host without a method for it, and the reverse."""
+    if arguments.optimizer_state == "host" and arguments.host is None:
+        raise UsageError("--optimizer-state host: give the memory for it, --host 64GB")
+    if arguments.parameters != "device" and arguments.host is None:
+        raise UsageError(
+            f"--parameters {arguments.parameters}: give the memory for them, --host 64GB"
+        )
+    if arguments.parameters != "device" and arguments.optimizer_state == "device":
+        raise UsageError(
+            f"--parameters {arguments.parameters}: parameters leave the device with the "
+            "optimizer's state; leave out --optimizer-state device"
+        )
+    if arguments.compare:
+        return
+    method = METHODS[arguments.method or "auto"]
+    if arguments.host is not None and not method.takes_places:
+        copying = ", ".join(name for name, each in METHODS.items() if each.takes_places)
+        raise UsageError(
+            f"--host: method {arguments.method} copies nothing to the host; leave out --method, or "
+            f"name one of {copying}"
+        )
+    if arguments.host is None and method.needs_places:
+        raise UsageError(
+            f"--method {arguments.method} is for host memory and disks beside the device; give "
+            "--host 64GB, and --disk 500GB:/scratch --disk-rate 5GB/s,6GB/s for a disk behind it"
+        )
+
+
+def _check_outputs(arguments: Arguments) -> None:
+    """Reject files that cannot be written before minutes are spent on solving."""
+    option_of: dict[Path, str] = {}
+    for entry in dataclasses.fields(arguments):
+        path = getattr(arguments, entry.name)
+        if not isinstance(path, Path):
+            continue
+        option = entry.metadata["flags"][0]
+        if "(.png, .svg)" in entry.metadata["help"] and path.suffix.lower() not in PLOT_SUFFIXES:
+            raise UsageError(f"{option} {path}: the name must end in .png or .svg")
+        if option == "--report" and path.suffix.lower() not in PAGE_SUFFIXES:
+            raise UsageError(f"{option} {path}: the name must end in .html")
+        try:
+            if path.is_dir():
+                raise UsageError(f"{option} {path}: is a directory; name a file in it")
+            if not path.parent.is_dir():
+                raise UsageError(f"{option} {path}: no such directory: {path.parent}")
+            # Files are written beside their place and renamed, so the directory must be writable.
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+                pass
+        except OSError as error:
+            raise UsageError(f"{option} {path}: cannot be written ({error.strerror})") from error
+        other = option_of.setdefault(path.resolve(), option)
+        if other != option:
+            raise UsageError(f"{other} and {option} name the same file, {path}")

@@ -1,0 +1,274 @@
+"""From a model file to the traced variants of its training step, with notes for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from checkpoint_solver.cli.arguments import AUTO, Arguments
+from checkpoint_solver.cli.model_file import LoadError, ModelFile, located
+from checkpoint_solver.cli.real_run import ModelSizes, estimated
+from checkpoint_solver.cli.usage import UsageError
+from graphs.files import FormatError
+from graphs.fsdp import MixedPrecision, Sharding, ShardingError
+from graphs.graph import Graph
+from graphs.rewrites import Variants
+from graphs.zero import Zero, ZeroError
+from solver.device_and_costs import Target
+from solver.reporting import step_notes
+from solver.sizes_deadlines_progress import format_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from graphs.trace import TraceError
+
+NOTABLE_OUTPUT_SHARE = 0.01
+NOTABLE_OUTPUT_BYTES = 10**6
+"""The report notes tensors returned beside the loss that are larger than both."""
+
+
+MOST_BATCH_BYTES = 2**30
+"""Of a batch that is built for its values."""
+
+
+class NotTracedError(LoadError):
+    """The step of the model cannot be captured as one graph.
+
+    why: the message without the alternative that it ends with.
+    sizes: of model and batch (None: unknown).
+    """
+
+    def __init__(self, message: str, *, why: str, sizes: ModelSizes | None) -> None:
+        super().__init__(message)
+        self.why = why
+        self.sizes = sizes
+
+
+class ModelFailsError(LoadError):
+    """The forward pass of the model fails on the batch of its file."""
+
+
+def traced_step(
+    file: ModelFile,
+    target: Target,
+    arguments: Arguments,
+    optimizer_costs: Mapping[str, Any] | None,
+    *,
+    tells: Callable[[str], None],
+) -> tuple[Variants, list[str]]:
+    """Build on the meta device and trace; also returns notes for the report.
+
+    optimizer_costs: as a graph of this model at another size has them (None: not known).
+    tells: is told before something runs on this machine.
+    """
+    from graphs.capture import FailsOnBatchError, MeshError
+    from graphs.model_calls import NoLossError
+    from graphs.trace import TraceError, trace_variants
+    from graphs.training_step import with_optimizer
+
+    zero = _zero(arguments)
+    if zero is not None:  # its figures are those of the engine's step too
+        optimizer_costs = None
+    notes = list(file.notes)
+    batch = with_values(file, target.local_device, notes)
+
+    def variants(model: nn.Module, target: Target) -> Variants:
+        optimizer = file.optimizer(model) if optimizer_costs is None else None
+        with in_autocast(arguments.autocast, target.local_device):
+            return trace_variants(
+                model,
+                batch,
+                loss=file.loss,
+                inputs=file.inputs,
+                optimizer=optimizer,
+                gradients="accumulate" if arguments.accumulate else "fresh",
+                device=target.torch_device,
+                costs=target.costs,
+                fsdp=sharding_of(arguments),
+                passes=arguments.passes,
+                zero=zero,
+                rewrites=arguments.rewrites,
+            )
+
+    def with_weights(refused: TraceError) -> tuple[Variants, Target]:
+        """A part that cannot be traced is run and measured, which takes values."""
+        if refused.runs_in_eager:
+            run = estimated(sizes, target.local_device, with_gradients=False)
+            if not run.fits:
+                raise refused
+            tells(
+                f"not traced: {refused.short}. The model is now built with its weights, so "
+                f"that this part can run here and be planned as one piece ({run})"
+            )
+            try:
+                built, here = file.model().to(target.local_device), target.running_here()
+                return variants(built, here), here
+            except Exception as error:  # the code of the model may raise anything
+                raise _refused_again(refused, error, file) from error
+        raise refused
+
+    model = on_meta(file.model, "the model", notes)
+    sizes = ModelSizes.of(model, batch)
+    try:
+        try:
+            step, traced_for = target.traced_with(lambda to: variants(model, to))
+        except TraceError as error:
+            step, traced_for = with_weights(error)
+    except ShardingError as error:
+        raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
+    except ZeroError as error:
+        raise UsageError(f"--zero {arguments.zero}: {error}") from error
+    except MeshError as error:
+        raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
+    except FailsOnBatchError as error:
+        raise ModelFailsError(f"{file.source}: {error}{_called_with(error, batch)}") from error
+    except NoLossError as error:
+        hint = "; define get_loss(output, batch) in the model file" if file.loss is None else ""
+        raise LoadError(f"{file.source}: {error}{hint}") from error
+    except TraceError as error:
+        called_with = _called_with(error, batch)
+        raise NotTracedError(
+            f"{file.source}: {error}{called_with}",
+            why=f"{file.source}: {error.why}{called_with}",
+            sizes=sizes,
+        ) from error
+    if arguments.host is not None and step.plain.meta.opaque_parts:
+        raise UsageError(
+            "--host: a part of the model is planned as one piece, which cannot be copied; leave "
+            "out --host"
+        )
+    plain, *planned = (with_optimizer(g, optimizer_costs) for g in (step.plain, *step.planned))
+    step = Variants(plain, tuple(planned))
+    notes[:0] = traced_for.notes
+    notes.extend(step_notes(step.plain))
+    notes.extend(_note_on_outputs(step.plain))
+    return step, notes
+
+
+def with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
+    """The batch on the device, for models that read it (is the padding mask all ones?).
+
+    A batch of more than MOST_BATCH_BYTES is not allocated: it stays on the meta device.
+    """
+    from graphs.model_calls import nested  # here: it takes torch
+
+    described = on_meta(file.batch, "the batch", notes)
+    size_bytes = sum(t.numel() * t.element_size() for t in nested.tensors(described))
+    if size_bytes > MOST_BATCH_BYTES:
+        notes.append(
+            f"The batch of {format_size(size_bytes)} was not allocated, so its values are unknown: "
+            "if forward reads them, apply plans again at the first step."
+        )
+        return described
+    return nested.map_tensors(lambda tensor: tensor.to(device), file.batch())
+
+
+def on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
+    """Build on the meta device; what needs values to be built is built with real memory."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return build()
+    except LoadError as error:
+        built = build()  # raises the real reason, if there is one
+        notes.append(
+            f"{what.capitalize()} was built in real memory, because building it on the meta device "
+            f"failed: {error}."
+        )
+        return built
+
+
+def in_autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
+    """torch.autocast to "bf16" or "fp16" on the device; None: no autocast."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[name]
+    return torch.autocast(device, dtype=dtype, enabled=name is not None)
+
+
+def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> TraceError:
+    """The refusal, with what happened when the model was built with its weights, if that is new."""
+    from graphs.trace import TraceError  # here: it takes torch
+
+    reason = error.why if isinstance(error, TraceError) else located(error, file.source)
+    found = [] if reason == refused.why else [f"with its weights: {reason}"]
+    if isinstance(error, TraceError):
+        found += getattr(error, "__notes__", ())  # why a part is not one piece
+    if not found:
+        return refused
+    why = "; ".join((refused.why, *found))
+    return TraceError(why, runs_in_eager=refused.runs_in_eager, short=refused.short)
+
+
+_RESHARD = {"yes": True, "no": False, AUTO: None}
+"""By the words of --fsdp-reshard, as `Sharding.reshard_after_forward`."""
+
+
+def sharding_of(arguments: Arguments) -> Sharding | None:
+    """What `--fsdp` and the options beside it ask for. Raises UsageError."""
+    if arguments.fsdp is None:
+        return None
+    default = "yes" if arguments.pipeline is None else AUTO
+    try:
+        return Sharding(
+            arguments.fsdp,
+            n_replicas=arguments.fsdp_replicas,
+            reshard_after_forward=_RESHARD[arguments.fsdp_reshard or default],
+            link=arguments.fsdp_link,
+            mp_policy=_precision(arguments.fsdp_precision),
+        )
+    except ShardingError as error:
+        raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
+
+
+def _precision(given: str | None) -> MixedPrecision | None:
+    if given is None:
+        return None
+    param_dtype, _, reduce_dtype = (each.strip() for each in given.partition(","))
+    policy = MixedPrecision(param_dtype or None, reduce_dtype or None)
+    if policy == MixedPrecision():
+        raise UsageError(
+            f"--fsdp-precision {given!r} names no dtype; 'bfloat16', or "
+            "'bfloat16,float32' for another one in which gradients are reduced"
+        )
+    return policy
+
+
+def _zero(arguments: Arguments) -> Zero | None:
+    if arguments.zero is None:
+        return None
+    try:
+        return Zero(arguments.zero, n_ranks=arguments.ranks or 0, config=arguments.ds_config)
+    except ZeroError as error:
+        raise UsageError(f"--zero {arguments.zero}: {error}") from error
+    except (FormatError, OSError) as error:
+        raise UsageError(f"--ds-config {arguments.ds_config}: {error}") from error
+
+
+def _called_with(error: Exception, batch: Any) -> str:
+    """The shapes of the batch, if the error is one of the model's own code."""
+    if error.__cause__ is None:
+        return ""
+    from graphs.model_calls import nested  # here: it takes torch
+
+    tensors = nested.tensors(batch)
+    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
+    return f"; get_batch() returned {', '.join(shown) or 'no tensor'}"
+
+
+def _note_on_outputs(graph: Graph) -> Iterator[str]:
+    """What the model returns beside the loss stays live to the end of the step."""
+    returned_bytes = sum(
+        tensor.size_bytes
+        for tensor in graph.tensors
+        if tensor.kind == "output" and tensor.name in graph.outputs
+    )
+    all_bytes = sum(t.size_bytes for t in graph.tensors if t.alias_of is None)
+    if returned_bytes > max(NOTABLE_OUTPUT_BYTES, NOTABLE_OUTPUT_SHARE * all_bytes):
+        yield (
+            f"The model returns {format_size(returned_bytes)} of tensors besides the loss, which "
+            "stay live to the end of the step. Returning only the loss frees them."
+        )

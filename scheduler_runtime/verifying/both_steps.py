@@ -1,0 +1,322 @@
+"""Run one training step with and without a plan, on this machine, and compare the two.
+
+Results come first: from the same parameters, buffers and random state, the step runs without the
+plan and with it, and the loss, every gradient and every buffer must be bitwise identical. Results
+that also differ between two steps without the plan (CUDA may sum in any order) are listed apart. If
+the plan's rewrites change last bits, the errors of loss and gradients against the step in float64
+are compared instead (`rounding_errors.py`); if it rounds what is saved for backward, the errors of
+gradients against the step without the plan are measured. Peak and time come second: of whole steps,
+optimizer included, without and with the plan in turns, beside the prediction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.hardware import is_cuda
+from graphs.model_calls import nested
+from graphs.passes import passes_of
+from graphs.rewrites import results_of
+from scheduler_runtime.applying import apply, remove
+from scheduler_runtime.execute import nothing_watches, own_forwards
+from scheduler_runtime.host_memory import on_device
+from scheduler_runtime.measuring import Measurement, TrainingStep, measure_in_turns
+from scheduler_runtime.verifying.rounding_errors import (
+    InFloat64,
+    errors,
+    is_reference,
+    relative_error,
+)
+from solver.reporting import Verification
+from solver.schedule import Solution
+from solver.sizes_deadlines_progress import counted
+
+SEED = 0
+N_TIMED_STEPS = 3
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def run_both_steps(
+    solution: Solution,
+    *,
+    model: Callable[[], nn.Module],
+    batch: Callable[[], Any],
+    loss: Loss | None,
+    inputs: Callable[[Any], Any] | None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer | None],
+    device: str,
+    autocast: str | None,
+    say: Callable[[str], object] = lambda _what: None,
+) -> Verification:
+    """Run the step of `solution` with and without its plan.
+
+    model, batch, optimizer: functions that create them.
+    loss, inputs: as in `solve`.
+    autocast: "bf16", "fp16" or None.
+    say: is called with what runs next.
+
+    Needs the memory of the step without the plan. Raises ValueError without a plan, for a plan of
+    another model, or for a batch that the model does not take; RuntimeError, MemoryError if the
+    step cannot be run here.
+    """
+    if solution.schedule is None or solution.simulation is None:
+        raise ValueError(f"there is no plan to verify: the status is {solution.status}")
+    if solution.environment.get("pipeline"):
+        raise ValueError(
+            "the plan is for a stage of a pipeline, whose step takes all stages: run it under its "
+            "schedule, with and without apply(stage, solution)"
+        )
+    if (passes := passes_of(solution.environment)).n > 1:
+        raise ValueError(
+            f"the plan is for a step in which {passes.words}, and one pass is run here: compare "
+            "your own step, with and without apply(model, solution)"
+        )
+    torch.manual_seed(SEED)
+    bench = _Bench(
+        model=model().to(device),
+        batch=nested.map_tensors(lambda tensor: tensor.to(device), batch()),
+        step={"loss": loss, "inputs": inputs, "autocast": _DTYPES[autocast]},
+        optimizer=optimizer,
+        gradients=str(solution.environment.get("gradients", "fresh")),
+    )
+    say("results of the baseline")
+    results = results_of(solution.graph.meta.rewrites)
+    plain = bench.bits()
+    say("results with the plan")
+    with bench.planned(solution):
+        planned = bench.bits()
+    found = differences(plain, planned)
+    # what differs without a plan as well says nothing about the plan
+    unsteady = tuple(differences(plain, bench.bits())) if found else ()
+    largest = ""
+    if results == "allclose":
+        found, largest = _compared(planned, plain, bench, found)
+    elif results == "lossy":
+        found, largest = _rounded(planned, plain, found)
+    n_steps = counted(2 * (2 + N_TIMED_STEPS), "step")
+    say(f"memory and time without and with the plan in turns, {n_steps}")
+    baseline, measured = bench.measured(solution)
+    where = torch.device(device)
+    # the device that the plan is for, and whose rates its times come from unless they were measured
+    costs = solution.graph.meta.cost_model
+    known = costs if isinstance(costs, Mapping) else {}
+    on_cuda = bool(known) and is_cuda(known)
+    title = str(known.get("title", known.get("device", "")))
+    rates_of = title if on_cuda or not title else f"a {title}"
+    if known.get("model") != "roofline":
+        rates_of = ""
+    return Verification(
+        device=(
+            torch.cuda.get_device_name(where) if where.type == "cuda" else "the CPU of this machine"
+        ),
+        available_bytes=solution.request.available_bytes,
+        predicted_peak_bytes=solution.simulation.peak_bytes,
+        measured_peak_bytes=measured.peak_bytes,
+        baseline_predicted_peak_bytes=solution.baseline.peak_bytes,
+        baseline_measured_peak_bytes=baseline.peak_bytes,
+        predicted_time_s=solution.simulation.time_s,
+        measured_time_s=measured.time_s,
+        baseline_predicted_time_s=solution.baseline.time_s,
+        baseline_measured_time_s=baseline.time_s,
+        spread_s=max(measured.spread_s, baseline.spread_s),
+        n_timed_steps=N_TIMED_STEPS,
+        overheads=tuple(
+            with_plan_s / plain_s - 1.0
+            for with_plan_s, plain_s in zip(measured.times_s, baseline.times_s, strict=True)
+        ),
+        n_gradients=sum(name.startswith("gradient of ") for name in plain),
+        differences=tuple(words for name, words in found.items() if name not in unsteady),
+        unsteady=unsteady if results == "bitwise" else (),
+        results=results,
+        planned_for=title if on_cuda and where.type == "cpu" else "",
+        rates_of=rates_of,
+        largest_error=largest,
+        reserved_bytes=measured.reserved_bytes,
+        context_bytes=measured.context_bytes,
+    )
+
+
+@nothing_watches()
+def _compared(
+    planned: Mapping[str, torch.Tensor],
+    plain: Mapping[str, torch.Tensor],
+    bench: _Bench,
+    differing: Mapping[str, str],
+) -> tuple[dict[str, str], str]:
+    """What has too large an error, by name, and the largest error beside that without the plan.
+
+    differing: what is not bitwise identical; a buffer, or what only one of the steps has, must be.
+    """
+    both = {name for name in plain.keys() & planned.keys() if not name.startswith("buffer ")}
+    found = {name: words for name, words in differing.items() if name not in both}
+    try:
+        exact = bench.in_float64().bits()
+    except (RuntimeError, TypeError, ValueError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return {**found, "": f"errors are not known: the step does not run in float64 ({line})"}, ""
+    compared = sorted(errors(planned, plain, exact), key=lambda each: each.share)
+    compared = [each for each in compared if each.name in both]
+    dtypes = {tensor.dtype for tensor in plain.values()} | {bench.step["autocast"]} - {None}
+    if not compared or not is_reference(compared, dtypes):
+        reason = "the step in float64 computes something else (other random numbers?)"
+        return {**found, "": f"errors are not known: {reason}"}, ""
+    found |= {each.name: f"error of {each}" for each in compared if not each.share <= 1}
+    return found, str(compared[-1])
+
+
+def _rounded(
+    planned: Mapping[str, torch.Tensor],
+    plain: Mapping[str, torch.Tensor],
+    differing: Mapping[str, str],
+) -> tuple[dict[str, str], str]:
+    """What differs though no gradient, and the errors of gradients, which are promised to differ.
+
+    A gradient of another form, or one that is not finite where it was, is no error of rounding.
+    """
+    errors = {
+        name: relative_error(planned[name], plain[name])
+        for name in plain.keys() & planned.keys()
+        if name.startswith("gradient ")
+    }
+    worse = [name for name in differing if not errors.get(name, math.inf) < math.inf]
+    found = {name: differing[name] for name in worse}
+    if not errors:
+        return found, ""
+    most = max(errors, key=lambda name: (errors[name], name))
+    middle = statistics.median(errors.values())
+    return found, f"median {middle:.1e}, largest {errors[most]:.1e} ({most})"
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A model and its step, to be run several times from the same state.
+
+    step: options of `TrainingStep`. mode: in which it runs.
+    start: parameters and buffers at first, on the host, so that they take no device memory.
+    """
+
+    model: nn.Module
+    batch: Any
+    step: dict[str, Any]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer | None]
+    gradients: str
+    mode: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    start: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.start.update(_on_host(self._state()))
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    def _restore(self) -> None:
+        """Back to the start, without gradients, with the random numbers that follow the seed."""
+        with torch.no_grad():
+            for name, tensor in self._state().items():
+                tensor.copy_(self.start[name])
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        gc.collect()
+        torch.manual_seed(SEED)
+
+    @contextlib.contextmanager
+    def planned(self, solution: Solution) -> Iterator[torch.optim.Optimizer | None]:
+        """With the optimizer of its steps."""
+        optimizer = self.optimizer(self.model)
+        # another batch would be planned for, and that plan compared
+        apply(self.model, solution, optimizer=optimizer, on_mismatch="error")
+        try:
+            yield optimizer
+        finally:
+            remove(self.model)
+
+    def in_float64(self) -> _Bench:
+        """The same step in float64, without autocast."""
+        self._restore()
+        return _Bench(
+            model=copy.deepcopy(self.model).double(),
+            batch=nested.map_tensors(
+                lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, self.batch
+            ),
+            step={**self.step, "autocast": None},
+            optimizer=self.optimizer,
+            gradients=self.gradients,
+            mode=InFloat64,
+        )
+
+    def bits(self) -> dict[str, torch.Tensor]:
+        """Loss, gradients and buffers after a step; after two where gradients add up."""
+        self._restore()
+        step = TrainingStep(self.model, self.batch, **self.step)
+        with self.mode():
+            if self.gradients == "accumulate":
+                step.run()
+            found = {"the loss": step.run()}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                found[f"gradient of {name}"] = parameter.grad
+        found.update({f"buffer {name}": b for name, b in self.model.named_buffers()})
+        return _on_host(found)
+
+    def measured(self, solution: Solution) -> list[Measurement]:
+        """Peak and time of the step with its optimizer, without the plan and with it."""
+        self._restore()
+        with self.planned(solution) as optimizer:
+
+            @contextlib.contextmanager
+            def without() -> Iterator[None]:
+                on_host = contextlib.nullcontext() if optimizer is None else on_device(optimizer)
+                with own_forwards(self.model), on_host:
+                    yield
+
+            return measure_in_turns(
+                self.model,
+                self.batch,
+                (without, contextlib.nullcontext),
+                optimizer=optimizer,
+                gradients=self.gradients,
+                n_steps=N_TIMED_STEPS,
+                **self.step,
+            )
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def differences(
+    plain: Mapping[str, torch.Tensor], planned: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """What is not bitwise identical, by name, in words."""
+    found = {name: f"{name} is missing" for name in plain if name not in planned}
+    for name, other in planned.items():
+        if name not in plain:
+            found[name] = f"{name} exists only with the plan"
+        elif not _same_bits(one := plain[name], other):
+            found[name] = (
+                f"{name}: {tuple(other.shape)} {other.dtype}, "
+                f"without the plan {tuple(one.shape)} {one.dtype}"
+                if (one.shape, one.dtype) != (other.shape, other.dtype)
+                else f"{name}: {int((one != other).sum())} of {one.numel()} numbers differ"
+            )
+    return found
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compared byte by byte: -0 differs from 0, NaN equals NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    as_bytes = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return bool(torch.equal(*as_bytes))

@@ -1,0 +1,391 @@
+"""The command `solve` on graph files, mostly in this process: what it prints, writes, returns."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import checkpoint_solver.cli
+import checkpoint_solver.cli.arguments
+from checkpoint_solver.cli.command import main
+from graphs.graph import Graph
+from graphs.synthetic.nets import residual
+from solver.methods.ilp_variables import TooLargeError
+from solver.methods.proposal import Method, Proposal
+from solver.methods.registry import METHODS
+from solver.schedule.recompute import baseline
+from solver.schedule.simulator import simulate
+from solver.schedule.solution import Solution
+from tests.support.command import failed, without_progress
+from tests.support.paths import GPT2 as GPT2_PATH
+from tests.support.paths import ROOT
+
+GPT2 = str(GPT2_PATH)
+
+
+# A plan for a graph file.
+
+
+def test_the_report_of_a_graph_file(capsys):
+    assert main(["--budget", "4GB", GPT2]) == 0
+    printed = capsys.readouterr()
+    assert without_progress(printed.err) == ""
+    for words in (
+        "364 ops, 128 of them forward",
+        "4.00 GB (3.73 GiB)",
+        "baseline",
+        "activations",
+        "5.24 GB",
+        "peak op (plan)      _log_softmax_backward_data",
+        "Answer  optimal",
+        "+6.63 %",
+        "no schedule within the budget is faster",
+        "recomputed ops",
+        "solve time",
+    ):
+        assert words in printed.out
+    assert max(map(len, printed.out.splitlines())) <= 80
+    assert "\x1b" not in printed.out  # no terminal, no colour
+
+
+@pytest.mark.slow
+def test_every_file_is_written_and_named(tmp_path, capsys):
+    names = ("schedule.json", "graph.json", "memory.png", "curve.svg")
+    out_place = tmp_path / "out"
+    out_place.mkdir()
+    schedule, graph, memory, curve = (str(out_place / name) for name in names)
+    given = residual(n_blocks=6)
+    given.save(tmp_path / "given.json")
+    peak_bytes = simulate(given, baseline(given)).peak_bytes
+    budget_bytes = int(0.8 * peak_bytes)
+    options = ["-o", schedule, "--graph-out", graph, "--plot", memory, "--pareto", curve]
+    options += ["--budget", str(budget_bytes), "--method", "sqrt"]
+    assert main([*options, str(tmp_path / "given.json")]) == 0
+    out = capsys.readouterr().out.replace("\n", "").replace(" ", "")
+    assert all(name in out for name in names)
+    solution = Solution.load(schedule, graph=graph)
+    assert solution.simulation is not None
+    assert solution.simulation.peak_bytes <= budget_bytes
+    assert Graph.load(graph) == given
+    assert Path(memory).read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in Path(curve).read_text()
+    assert sorted(os.listdir(out_place)) == sorted(names)  # no temporary files stay
+
+
+def test_json_is_one_object_and_nothing_else(capsys):
+    assert main(["--budget", "4GB", "--json", GPT2]) == 0
+    printed = capsys.readouterr()
+    assert without_progress(printed.err) == ""
+    report = json.loads(printed.out)
+    assert report["format"] == "report/1"
+    assert report["status"] == "optimal"
+    assert report["exit_code"] == 0
+    assert report["budget_bytes"] == 4 * 10**9
+    assert report["schedule"]["peak_bytes"] <= 4 * 10**9
+    assert report["baseline"]["peak_bytes"] == 5_240_639_492
+    assert report["baseline"]["peak_op"]["node"] == "_log_softmax_backward_data"
+    for run in (report["baseline"], report["schedule"]):
+        assert sum(run["memory_bytes"].values()) == run["peak_bytes"]
+
+
+def test_quiet_says_nothing(tmp_path, capsys):
+    assert main(["--budget", "4GB", "--quiet", "-o", str(tmp_path / "s.json"), GPT2]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert (tmp_path / "s.json").exists()
+
+
+def test_a_comparison_has_a_row_for_each_method(capsys, monkeypatch):
+    few = {name: METHODS[name] for name in ("auto", "none", "sqrt")}
+    monkeypatch.setattr(checkpoint_solver.cli.arguments, "METHODS", few)
+    assert main(["--budget", "4GB", "--compare", GPT2]) == 0
+    out = capsys.readouterr().out
+    table = out[out.index("Methods") : out.index("Answer")]
+    assert [line.split()[0] for line in table.splitlines()[2:] if line.strip()] == list(few)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "method              auto" in out  # the best of them is the answer
+
+
+def test_a_method_that_refuses_the_graph_does_not_end_a_comparison(capsys, monkeypatch):
+    def refuses(graph, **_options):
+        raise TooLargeError("364 ops are too many, at most 10")
+
+    monkeypatch.setitem(METHODS, "none", Method(refuses))
+    monkeypatch.setattr(
+        checkpoint_solver.cli.arguments,
+        "METHODS",
+        {name: METHODS[name] for name in ("none", "sqrt")},
+    )
+    assert main(["--budget", "4GB", "--compare", GPT2]) == 0
+    assert "Refused by none: 364 ops are too many, at most 10" in capsys.readouterr().out
+    code, line = failed(capsys, "--budget", "4GB", "--method", "none", GPT2)
+    assert code == 2
+    assert line == "solve: --method none: 364 ops are too many, at most 10"
+
+
+def test_an_option_that_does_not_exist_is_told_its_nearest(capsys):
+    for option in ("--budgte", "--budgte=4GB"):
+        code, line = failed(capsys, option, "4GB", GPT2)
+        assert code == 2
+        assert "no option --budgte; did you mean --budget?" in line
+
+
+def test_the_reserve_is_taken_off_and_echoed(capsys):
+    assert main(["--budget", "4.5GB", "--reserve", "500MB", GPT2]) == 0
+    out = capsys.readouterr().out
+    assert "500.0 MB (476.84 MiB)" in out
+    assert "available           4.00 GB" in out
+
+
+def test_a_share_of_a_named_devices_memory(capsys):
+    assert main(["--budget", "25%", "--device", "t4", "--json", GPT2]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["budget_bytes"] == 4 * 10**9
+    assert report["reserve_bytes"] == 750 * 10**6  # a CUDA device keeps some for itself
+
+
+# What cannot be done, and its exit code.
+
+
+@pytest.mark.slow
+def test_infeasible_names_the_least_budget_and_the_op(capsys):
+    assert main(["--budget", "2GB", "--method", "sqrt", GPT2]) == 3
+    printed = capsys.readouterr()
+    assert "Answer  infeasible" in printed.out
+    assert "minimum budget" in printed.out
+    assert "no schedule fits below 2.80 GB" in printed.out
+    assert "bottleneck op" in printed.out
+    line = printed.err.splitlines()[-1]  # those before it say what takes long on a busy machine
+    assert line.startswith("solve: infeasible: no schedule fits 2.00 GB (1.86 GiB); ")
+    assert "_log_softmax_backward_data" in printed.err
+
+
+def test_infeasible_for_one_method_is_not_infeasible(capsys):
+    code, line = failed(capsys, "--budget", "4GB", "--method", "none", "--quiet", GPT2)
+    assert code == 3
+    assert "method none finds no schedule that fits" in line
+    assert "minimum budget found: 5.25 GB" in line
+
+
+@pytest.mark.slow
+def test_infeasible_as_json(capsys):
+    assert main(["--budget", "2GB", "--method", "sqrt", "--json", GPT2]) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["status"] == "infeasible"
+    assert report["exit_code"] == 3
+    assert report["schedule"] is None
+    assert report["infeasible"]["proven"] is True
+    assert report["infeasible"]["op"]["node"] == "_log_softmax_backward_data"
+    assert 2.79e9 < report["infeasible"]["proven_budget_bytes"] <= 2.8e9
+    assert report["infeasible"]["least_budget_bytes"] < 3.2e9
+
+
+def test_a_plot_that_is_not_written_is_named(tmp_path, capsys):
+    path = tmp_path / "m.png"
+    assert main(["--budget", "2GB", "--plot", str(path), "--method", "none", GPT2]) == 3
+    assert "m.pngisnotwritten:thereisnoplan" in "".join(capsys.readouterr().out.split())
+    assert not path.exists()
+
+
+def test_nothing_is_written_for_a_plan_that_is_not_there(tmp_path):
+    options = ["-o", str(tmp_path / "s.json"), "--plot", str(tmp_path / "m.png"), "--quiet"]
+    assert main(["--budget", "2GB", *options, "--method", "none", GPT2]) == 3
+    assert not os.path.exists(tmp_path / "s.json")
+
+
+def test_the_time_limit_has_its_own_exit_code(capsys, monkeypatch):
+    def too_slow(graph, **_options):
+        return Proposal(None, timed_out=True)
+
+    monkeypatch.setitem(METHODS, "sqrt", Method(too_slow))
+    code, line = failed(
+        capsys, "--budget", "4GB", "--method", "sqrt", "--time-limit", "0.5", "--quiet", GPT2
+    )
+    assert code == 6
+    assert "within the time limit" in line
+
+
+def pressed(graph, *, found, **_options):
+    """A search during which Ctrl-C is pressed, and what it has found by then."""
+    signal.raise_signal(signal.SIGINT)
+    return Proposal(baseline(graph) if found else None, timed_out=True)
+
+
+def test_ctrl_c_gives_the_best_so_far(capsys, monkeypatch):
+    monkeypatch.setitem(METHODS, "sqrt", Method(functools.partial(pressed, found=True)))
+    assert main(["--budget", "6GB", "--method", "sqrt", GPT2]) == 0
+    assert "Note: Interrupted: the best plan found so far" in capsys.readouterr().out
+
+
+def test_ctrl_c_in_a_comparison_keeps_what_is_there(capsys, monkeypatch):
+    monkeypatch.setitem(METHODS, "sqrt", Method(functools.partial(pressed, found=False)))
+    few = {name: METHODS[name] for name in ("auto", "sqrt", "none")}
+    monkeypatch.setattr(checkpoint_solver.cli.arguments, "METHODS", few)
+    assert main(["--budget", "4GB", "--compare", GPT2]) == 0
+    assert "Interrupted" in capsys.readouterr().out
+
+
+def test_ctrl_c_before_anything_is_found(capsys, monkeypatch):
+    monkeypatch.setitem(METHODS, "sqrt", Method(functools.partial(pressed, found=False)))
+    code, line = failed(capsys, "--budget", "4GB", "--method", "sqrt", GPT2)
+    assert (code, line) == (130, "solve: interrupted")
+
+
+def test_the_second_ctrl_c_ends_the_command(capsys, monkeypatch):
+    def impatient(graph, **options):
+        pressed(graph, found=True)
+        return pressed(graph, found=True)
+
+    monkeypatch.setitem(METHODS, "sqrt", Method(impatient))
+    code, line = failed(capsys, "--budget", "6GB", "--method", "sqrt", GPT2)
+    assert (code, line) == (130, "solve: interrupted")
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ([GPT2], "--budget"),
+        (["--budget", "4GB"], "problem"),
+        (["--budget", "lots", GPT2], "invalid budget 'lots': write 16GB"),
+        (["--budget", "0", GPT2], "must be above zero"),
+        (["--budget", "-4GB", GPT2], "'-4GB': negative"),
+        (["--budget=-4GB", GPT2], "'-4GB': negative"),
+        (["--budget", "60%", GPT2], "is unknown"),
+        (["--budget", "101%", "--device", "t4", GPT2], "more than the device has"),
+        (["--budget", "60%", "--device", "cpu", GPT2], "is unknown"),
+        (["--budget", "4GB", "--reserve", "-1", GPT2], "invalid reserve '-1': negative"),
+        (["--budget", "4GB", "--reserve", "x", GPT2], "invalid reserve 'x'"),
+        (["--budget", "4GB", "--reserve", "4GB", GPT2], "leaves nothing of the budget"),
+        (["--budget", "4GB", "--reserve", "4GB", GPT2], "smaller reserve: --reserve 0 leaves all"),
+        (["--budget", "500MB", "--device", "h100", GPT2], "reserve of 750.0 MB"),
+        (["--budget", "4GB", "--device", "z80", GPT2], "'z80'; one of cpu, t4"),
+        (["--budget", "4GB", "--method", "magic", GPT2], "invalid choice: 'magic'"),
+        (["--budget", "4GB", "--method", "auto", "--compare", GPT2], "not allowed with"),
+        (
+            ["--budget", "4GB", "--time-limit", "0", GPT2],
+            "seconds '0': must be above zero",
+        ),
+        (["--budget", "4GB", "--time-limit", "nan", GPT2], "invalid number of seconds 'nan'"),
+        (["--budget", "4GB", "--time-limit", "soon", GPT2], "invalid number of seconds 'soon'"),
+        (["--budget", "4GB", "--seed", "-1", GPT2], "'-1': at least 0 expected"),
+        (["--budget", "4GB", "--seed", "x", GPT2], "invalid value 'x'"),
+        (
+            ["--budget", "4GB", "--batch-size", "0", "m.py"],
+            "'0': at least 1 expected",
+        ),
+        (["--budget", "4GB", "--autocast", "int8", "m.py"], "invalid choice: 'int8'"),
+        (["--budget", "4GB", "--frobnicate", GPT2], "--frobnicate"),
+        (["--budget", "4GB", GPT2, "extra"], "extra"),
+        (
+            ["--budget", "4GB", "--batch-size", "4", GPT2],
+            "--batch-size: not possible",
+        ),
+        (["--budget", "4GB", "--verify", GPT2], "--verify: not possible"),
+        (
+            ["--budget", "4GB", "--costs", "measured", GPT2],
+            "--costs: not possible",
+        ),
+        (
+            ["--budget", "4GB", "--rewrites", "allclose", GPT2],
+            "--rewrites allclose: not possible with a graph file",
+        ),
+        (["--budget", "4GB", "--plot", "m.jpg", GPT2], "must end in .png or .svg"),
+        (["--budget", "4GB", "--pareto", "m", GPT2], "must end in .png or .svg"),
+        (
+            ["--budget", "4GB", "-o", "/no/such/place/s.json", GPT2],
+            "directory: /no/such/place",
+        ),
+        (["--budget", "4GB", "-o", "/tmp", GPT2], "is a directory"),
+        (["--budget", "4GB", "-o", "/proc/s.json", GPT2], "/proc/s.json: cannot be written"),
+        (["--budget", "4GB", "-o", "/tmp/" + "x" * 300, GPT2], "cannot be written"),
+        (["--budget", "4GB", "-o", "a.json", "--graph-out", "./a.json", GPT2], "the same file"),
+    ],
+)
+def test_wrong_usage(argv, reason, capsys):
+    code, line = failed(capsys, *argv)
+    assert code == 2
+    assert reason in line
+
+
+def test_a_graph_file_of_the_plain_step_is_planned_without_rewrites(capsys):
+    assert main(["--budget", "6GB", "--rewrites", "none", "--quiet", GPT2]) == 0
+    assert without_progress(capsys.readouterr().err) == ""
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_search(tmp_path, monkeypatch):
+    def searched(*_arguments, **_options):
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(checkpoint_solver.cli.command, "attempt", searched)
+    assert main(["--budget", "4GB", "-o", str(tmp_path / "no" / "s.json"), GPT2]) == 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("absent.json", "No such file"),
+        ("absent.py", "no such file"),
+        ("model.txt", "a model file ends in .py"),
+        ("", "expected model.py"),
+        ("package.module", "no module 'package'"),
+        ("no.such.module:get_model", "no module 'no'"),
+        (str(ROOT), "expected model.py"),
+    ],
+)
+def test_what_is_no_problem(problem, reason, capsys):
+    code, line = failed(capsys, "--budget", "4GB", problem)
+    assert code == 4
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ('{"format": "schedule/1"}', "this is a schedule file; a graph file is expected"),
+        ('{"format": "graph/1", "outputs": [], "tensors": 5}', "'tensors' is 5"),
+        ("[" * 100_000, "graph.json"),
+    ],
+)
+def test_a_hostile_graph_file(content, reason, tmp_path, capsys):
+    path = tmp_path / "graph.json"
+    path.write_text(content)
+    code, line = failed(capsys, "--budget", "4GB", str(path))
+    assert code == 4
+    assert reason in line
+    assert str(path) in line
+
+
+def test_an_error_is_an_object_with_json(capsys):
+    assert main(["--budget", "4GB", "--json", "absent.json"]) == 4
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
+        "status": "error",
+        "error": "absent.json: No such file or directory; a graph file is expected",
+        "exit_code": 4,
+    }
+
+
+def test_help_and_version(capsys):
+    for option, words in (("--help", "exit codes:"), ("--version", "solve ")):
+        with pytest.raises(SystemExit) as ended:
+            main([option])
+        assert ended.value.code == 0
+        assert words in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_methods_side_by_side_share_the_best_bound(tmp_path, capsys):
+    graph = residual(n_blocks=6)
+    graph.save(tmp_path / "g.json")
+    budget_bytes = int(0.8 * simulate(graph, baseline(graph)).peak_bytes)
+    # less than a second, so that it ends the integer program: `tests/support/time_limits.py`
+    options = ["--budget", str(budget_bytes), "--compare", "--json", "--time-limit", "0.9"]
+    assert main([*options, str(tmp_path / "g.json")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    bounds = {answer["lower_bound_s"] for answer in report["methods"]}
+    assert len(bounds) == 1

@@ -1,0 +1,446 @@
+"""The command `solve` on model files: what is taken from them, and how they can fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from checkpoint_solver.cli.command import main
+from solver.reporting import Verification
+from tests.support.command import MODEL, failed, write_model
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Callable[..., str]:
+    return partial(write_model, tmp_path)
+
+
+def test_a_model_file_is_traced_and_planned(model_file, tmp_path, capsys):
+    schedule = str(tmp_path / "s.json")
+    path = model_file()
+    assert main(["--budget", "1MB", "--device", "cpu", "-o", schedule, path]) == 0
+    out = capsys.readouterr().out
+    assert "(Net)" in out
+    assert "generic CPU" in out
+    assert "roofline" in out
+    assert json.loads(Path(schedule).read_text())["environment"]["shapes"] == [[64, 32]]
+
+
+def test_autocast_is_part_of_the_step(model_file, tmp_path):
+    schedule = tmp_path / "s.json"
+    options = ["--budget", "1MB", "--device", "cpu", "--autocast", "bf16", "--quiet"]
+    assert main([*options, "-o", str(schedule), model_file()]) == 0
+    assert json.loads(schedule.read_text())["environment"]["autocast"] == "bfloat16"
+
+
+def test_accumulated_gradients_are_there_from_the_start(model_file, capsys):
+    options = ["--budget", "1MB", "--device", "cpu", "--accumulate", "--json"]
+    assert main([*options, model_file()]) == 0
+    baseline = json.loads(capsys.readouterr().out)["baseline"]
+    assert baseline["memory_bytes"]["gradients"] >= baseline["memory_bytes"]["parameters"]
+
+
+def test_sizes_reach_the_functions_that_take_them(model_file, capsys):
+    path = model_file(
+        ("def get_model():", "def get_model(seq_length=7):\n    assert seq_length == 9")
+    )
+    options = ["--budget", "1MB", "--device", "cpu", "--json"]
+    assert main([*options, "--batch-size", "16", "--seq-length", "9", path]) == 0
+    assert json.loads(capsys.readouterr().out)["baseline"]["memory_bytes"]["batch"] == 16 * 32 * 4
+
+
+def test_a_size_that_nobody_takes_is_wrong_usage(model_file, capsys):
+    code, line = failed(
+        capsys, "--budget", "1MB", "--device", "cpu", "--seq-length", "9", model_file()
+    )
+    assert code == 2
+    assert "--seq-length 9 has no effect: neither get_model nor get_batch" in line
+
+
+def test_a_size_that_is_needed_is_wrong_usage(model_file, capsys):
+    path = model_file(("batch_size=64", "batch_size"))
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
+    assert code == 2
+    assert "needs batch_size: give --batch-size" in line
+
+
+def test_another_factory_and_a_loss_outside(model_file, capsys):
+    add = """
+    def small():
+        return nn.Linear(32, 2)
+
+    def get_loss(output, batch):
+        return output.mean()
+
+    def get_optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    """
+    path = model_file(add=add)
+    assert main(["--budget", "1MB", "--device", "cpu", "--json", f"{path}:small"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problem"].endswith("model.py:small (Linear)")
+    assert report["baseline"]["memory_bytes"]["optimizer"] == 0  # SGD keeps nothing
+
+
+SUPERVISED = """
+    def get_model():
+        return nn.Linear(32, 2)
+
+    def get_batch(batch_size=64):
+        return torch.randn(batch_size, 32), torch.randint(2, (batch_size,))
+
+    def get_loss(output, batch):
+        return nn.functional.cross_entropy(output, batch[1])
+"""
+INPUTS = """
+    def get_inputs(batch):
+        return batch[0]
+"""
+
+
+def test_targets_are_for_the_loss(model_file, capsys):
+    options = ["--budget", "1MB", "--device", "cpu", "--json", "--verify"]
+    assert main([*options, model_file(add=SUPERVISED + INPUTS)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["baseline"]["memory_bytes"]["batch"] == 64 * 32 * 4 + 64 * 8
+    assert report["verification"]["passed"]
+    assert report["verification"]["n_timed_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [("batch['x']", "tuple indices must be integers"), ("None", "get_inputs(batch) returned None")],
+)
+def test_get_inputs_that_fails_is_told_in_one_line(model_file, capsys, wrong, reason):
+    path = model_file(add=SUPERVISED + INPUTS.replace("batch[0]", wrong))
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
+    assert code == 4
+    assert reason in line
+    assert f"{path}, line " in line
+
+
+def test_targets_without_get_inputs_are_told_what_to_write(model_file, capsys):
+    path = model_file(add=SUPERVISED)
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
+    assert code == 4
+    assert "Linear.forward" in line
+    assert "get_inputs(batch)" in line
+
+
+@pytest.mark.slow
+def test_a_loss_that_only_picks_the_models_own_is_inside(model_file, capsys):
+    changes = ("return x.square().mean()", "return {'loss': x.square().mean(), 'n': 3}")
+    add = """
+    def get_loss(output, batch):
+        return output['loss']
+    """
+    schedules = []
+    for path in (model_file(changes), model_file(changes, add=add)):
+        options = ["--budget", "1MB", "--device", "cpu", "--json"]
+        assert main([*options, path]) == 0
+        schedules.append(json.loads(capsys.readouterr().out)["schedule"])
+    assert schedules[0] == schedules[1]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package in the working directory: `net` defines get_model, `other` make_other."""
+    (tmp_path / "some_package").mkdir()
+    (tmp_path / "some_package" / "__init__.py").write_text("")
+    text = textwrap.dedent(MODEL)
+    (tmp_path / "some_package" / "net.py").write_text(text)
+    (tmp_path / "some_package" / "other.py").write_text(text.replace("get_model", "make_other"))
+    (tmp_path / "some_package.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("source", ["net", "net:get_model", "other:make_other"])
+def test_a_module_to_import(package, source):
+    options = ["--budget", "1MB", "--device", "cpu", "--quiet"]
+    assert main([*options, f"some_package.{source}"]) == 0
+    assert str(package) not in sys.path
+
+
+def test_a_module_without_get_model_is_told_to_name_its_factory(package, capsys):
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "some_package.other")
+    assert code == 4
+    assert "add the function that creates the model: some_package.other:factory" in line
+    assert "make_other" in line
+
+
+def test_a_file_of_another_kind_is_no_module(package, capsys):
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "some_package.txt")
+    assert code == 4
+    assert "expected model.py" in line
+
+
+def test_what_a_model_file_prints_stays_out_of_the_report(model_file, capsys):
+    path = model_file(("return Net()", "print('hello'); return Net()"), add="print('loading')")
+    assert main(["--budget", "1MB", "--device", "cpu", "--json", path]) == 0
+    printed = capsys.readouterr()
+    json.loads(printed.out)
+    assert "loading" in printed.err
+    assert "hello" in printed.err
+
+
+def test_no_weights_are_allocated(model_file):
+    path = model_file(("32", "500000"))  # four layers of a terabyte each
+    assert main(["--budget", "40TB", "--device", "cpu", "--quiet", path]) == 0
+
+
+def test_a_model_that_reads_values_is_built_for_real(model_file, capsys):
+    path = model_file(("return Net()", "assert torch.ones(2).sum().item() == 2; return Net()"))
+    assert main(["--budget", "1MB", "--device", "cpu", path]) == 0
+    assert "The model was built in real memory" in capsys.readouterr().out
+
+
+def test_a_card_that_is_not_here_is_a_forecast(model_file, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["--budget", "2%", "--device", "h100", model_file()]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "NVIDIA H100 80 GB SXM" in out
+    assert "750.0 MB" in out
+    assert "a forecast for NVIDIA H100" in out
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in out
+
+
+def test_cuda_that_is_not_here_is_wrong_usage(model_file, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, line = failed(capsys, "--budget", "1GB", "--device", "cuda", model_file())
+    assert code == 2
+    assert "no CUDA device is available" in line
+
+
+def test_measured_costs_are_of_this_machine(model_file, capsys):
+    options = ("--budget", "1GB", "--costs", "measured")
+    code, line = failed(capsys, *options, "--device", "h100", model_file())
+    assert code == 2
+    assert "cannot be measured for 'h100'" in line
+    assert main([*options, "--device", "cpu", "--json", model_file()]) == 0
+    costs = json.loads(capsys.readouterr().out)["costs"]
+    assert costs.startswith("measured")
+    assert "times the roofline's" in costs
+
+
+@pytest.mark.slow(sample=8)
+@pytest.mark.parametrize(
+    ("changes", "add", "reason"),
+    [
+        ((("def get_model():", "def get_model(:"),), "", "line 15: SyntaxError"),
+        ((("def get_model", "def make_model"),), "", "defines no get_model(); a model file"),
+        ((("def get_batch", "def make_batch"),), "", "defines no get_batch(); a model file"),
+        ((), "raise RuntimeError('at import')", "line 21: RuntimeError: at import"),
+        ((), "import sys; sys.exit(3)", "line 21: called sys.exit(3)"),
+        (
+            (("return Net()", "return 5"),),
+            "",
+            "line 15: get_model() returned an object of type int",
+        ),
+        ((("return Net()", "return None"),), "", "get_model() returned None"),
+        ((("return Net()", "return 1 / 0"),), "", "line 16: ZeroDivisionError"),
+        ((("return Net()", "import nothing_there"),), "", "No module named 'nothing_there'"),
+        ((("get_model()", "get_model(width)"),), "", "get_model requires an argument 'width'"),
+        ((("return torch.randn", "torch.randn"),), "", "get_batch() returned None"),
+        ((("torch.randn(batch_size, 32)", "1 / 0"),), "", "line 19: ZeroDivisionError"),
+        ((("(batch_size, 32)", "(batch_size, 31)"),), "", "get_batch() returned float32[64, 31]"),
+        ((("x.square().mean()", "x.square()"),), "", "define get_loss(output, batch)"),
+        ((("x.square().mean()", "x.argmax()"),), "", "the loss must be one floating-point number"),
+        ((("x.square().mean()", "x.mean().detach()"),), "", "does not depend on any parameter"),
+        ((("x.square().mean()", "x.mean().item()"),), "", "model.py, line 13"),
+        ((), "get_loss = 5", "get_loss is an object of type int; it must be a function"),
+        ((), "def get_optimizer(model): pass", "get_optimizer(model) returned None"),
+        (
+            (),
+            "def get_optimizer(model): return torch.optim.SGD(model.parameters(), lr=-1)",
+            "ValueError: Invalid learning rate: -1 (in get_optimizer)",
+        ),
+        (
+            (),
+            "def get_optimizer(parameters): return torch.optim.AdamW(parameters)",
+            "it is called with the model, whose parameters are model.parameters()",
+        ),
+    ],
+)
+def test_a_model_file_that_fails(changes, add, reason, model_file, capsys):
+    path = model_file(*changes, add="\n" + add if add else "")
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "--quiet", path)
+    assert code == 4
+    assert reason in line
+    assert "model.py" in line
+
+
+def test_the_largest_batch_of_a_file_without_a_batch(model_file, capsys):
+    path = model_file(("def get_batch", "def make_batch"))
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "--max-batch", path)
+    assert code == 4
+    assert "defines no get_batch(); a model file" in line
+
+
+@pytest.mark.slow
+def test_the_search_for_the_largest_batch_where_the_model_refuses_one_sample(model_file, capsys):
+    normed = (("self.layers =", "self.norm = nn.BatchNorm1d(32); self.layers ="),)
+    path = model_file(*normed, ("return x.square()", "return self.norm(x).square()"))
+    options = ["--budget", "200kB", "--device", "cpu", "--json", "--method", "every_block"]
+    assert main([*options, "--max-batch", path]) == 0
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    (note,) = [note for note in answer["notes"] if "The search began with batch size 64" in note]
+    assert "with batch size 1 the model itself fails" in note
+    assert "Expected more than 1 value per channel" in note
+    assert "submodules" not in printed.out + printed.err
+    assert "weights" not in printed.err
+    code, line = failed(capsys, *options, "--max-batch", "--batch-size", "1", path)
+    assert code == 4
+    assert "Net fails on this batch: ValueError: Expected more than 1 value" in line
+    assert "submodules" not in line
+
+
+def test_a_file_that_is_no_python(tmp_path, capsys):
+    path = tmp_path / "model.py"
+    path.write_bytes(bytes(range(256)))
+    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", str(path))
+    assert code == 4
+    assert line.startswith(f"solve: {path}")
+
+
+# --verify.
+
+
+READS_ITS_MASK = (
+    ("return x.square().mean()", "return (x if mask.all() else x * mask[:, None]).square().mean()"),
+    ("forward(self, x)", "forward(self, x, mask)"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["torch.ones(64)", "(torch.rand(64) > 0.5).float()"])
+def test_a_model_that_reads_its_batch_is_planned_for_the_values_that_it_has(
+    mask, model_file, capsys
+):
+    options = ["--budget", "1MB", "--device", "cpu", "--json", "--verify"]
+    batch = "return torch.randn(batch_size, 32)"
+    path = model_file(*READS_ITS_MASK, (batch, f"{batch}, {mask}"))
+    assert main([*options, path]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["verification"]["passed"]
+    assert answer["n_ops"] > 20
+    assert any("forward reads values of " in note for note in answer["notes"])
+
+
+def test_a_batch_too_large_to_build_is_planned_without_its_values(model_file, capsys, monkeypatch):
+    monkeypatch.setattr("checkpoint_solver.cli.traced_step.MOST_BATCH_BYTES", 0)
+    assert main(["--budget", "1MB", "--device", "cpu", model_file()]) == 0
+    assert "was not allocated" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_verify_runs_the_step_both_ways(model_file, capsys):
+    options = ["--budget", "1MB", "--device", "cpu", "--method", "every_block", "--verify"]
+    assert main([*options, model_file()]) == 0
+    out, err = capsys.readouterr()
+    assert "verifying: memory and time without and with the plan in turns, 10 steps" in err
+    assert "Verification  passed" in out
+    text = " ".join(out.split())
+    assert "8 gradients and buffers are bitwise identical" in text
+    assert "predicted by the rates of a generic CPU; to compare the two" in text
+
+
+def found(**changes) -> Verification:
+    fields = {
+        "device": "the CPU",
+        "available_bytes": 10**6,
+        "predicted_peak_bytes": 9 * 10**5,
+        "measured_peak_bytes": 9 * 10**5,
+        "baseline_predicted_peak_bytes": 9 * 10**5,
+        "baseline_measured_peak_bytes": 9 * 10**5,
+        "predicted_time_s": 1.0,
+        "measured_time_s": 1.0,
+        "baseline_predicted_time_s": 1.0,
+        "baseline_measured_time_s": 1.0,
+        "n_gradients": 8,
+        "differences": (),
+    }
+    return Verification(**{**fields, **changes})
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize(
+    ("changes", "printed", "line"),
+    [
+        ({"measured_peak_bytes": 2 * 10**6}, "EXCEEDED by 1.00 MB", "exceeds the budget"),
+        (
+            {"baseline_measured_peak_bytes": 2 * 10**6},
+            "above the budget by 1.00 MB",
+            "without the plan the step takes 2.00 MB, more than the budget; 900.0 KB were",
+        ),
+        (
+            {"differences": ("gradient of w: 3 of 4",)},
+            "gradient of w: 3 of 4",
+            "not bitwise identical",
+        ),
+    ],
+)
+def test_verify_that_fails(changes, printed, line, model_file, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "scheduler_runtime.verifying.run_both_steps", lambda *_, **__: found(**changes)
+    )
+    assert main(["--budget", "1MB", "--device", "cpu", "--verify", model_file()]) == 5
+    output = capsys.readouterr()
+    assert "Verification  FAILED" in output.out
+    assert printed in output.out
+    assert line in output.err
+
+
+@pytest.mark.slow
+def test_the_report_is_there_before_the_steps_run(model_file, tmp_path, capsys, monkeypatch):
+    before = []
+
+    def verify(*_arguments, **_options):
+        print("from the model file")  # belongs on stderr, as before
+        before.append(capsys.readouterr())
+        return found()
+
+    monkeypatch.setattr("scheduler_runtime.verifying.run_both_steps", verify)
+    page = tmp_path / "page.html"
+    options = ["--budget", "1MB", "--device", "cpu", "--verify"]
+    assert main([*options, "--report", str(page), model_file()]) == 0
+    after = capsys.readouterr().out
+    assert "Answer  optimal" in before[0].out
+    assert "Verification" not in before[0].out
+    assert "from the model file" in before[0].err
+    assert "Answer" not in after
+    assert after.count("Verification  passed") == 1
+    assert f"page{page}" in "".join(after.split())  # a long path is folded
+    assert "Verification" in page.read_text()
+    assert main([*options, "--json", model_file()]) == 0
+    assert before[1].out == ""
+    assert json.loads(capsys.readouterr().out)["verification"]["passed"]
+    assert main([*options, "--quiet", model_file()]) == 0
+    assert before[2].out == capsys.readouterr().out == ""
+
+
+def test_verify_warns_of_a_peak_that_is_not_the_predicted_one(model_file, capsys, monkeypatch):
+    other = found(available_bytes=2 * 10**6, baseline_measured_peak_bytes=12 * 10**5)
+    monkeypatch.setattr("scheduler_runtime.verifying.run_both_steps", lambda *_, **__: other)
+    assert main(["--budget", "1MB", "--device", "cpu", "--verify", model_file()]) == 0
+    words = "without the plan the measured peak is 1.20 MB, 33.33 % above the predicted 900.0 KB"
+    assert f"solve: warning: --verify: {words}" in capsys.readouterr().err
+
+
+def test_verify_that_cannot_run(model_file, capsys, monkeypatch):
+    def out_of_memory(*_arguments, **_options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("scheduler_runtime.verifying.run_both_steps", out_of_memory)
+    assert main(["--budget", "1MB", "--device", "cpu", "--verify", model_file()]) == 5
+    output = capsys.readouterr()
+    assert "can't allocate memory" in " ".join(output.out.split())
+    assert "can't allocate memory" in output.err
