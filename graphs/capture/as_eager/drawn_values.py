@@ -66,8 +66,8 @@ class Replay:
 
     start: the generator's state before the step.
     values: key of a value -> the value, of up to `FEW_BYTES` bytes.
-    reached: key of the last of several calls -> the generator's state after them. Only the states
-        before and after the last call that was run are kept, since each takes kilobytes.
+    reached: key of a program's first calls -> the generator's state after them. Only the states
+        before and after the last call that was asked for are kept, since each takes kilobytes.
     """
 
     _last: ClassVar[dict[str, Replay]] = {}  # by the type of the device
@@ -93,7 +93,7 @@ class Replay:
 
 
 def key_of(*items: Any) -> bytes:
-    """A digest of plain values, dtypes, devices, operators and other keys; equal for equal items."""
+    """A digest of plain values, dtypes, devices, operators and keys; the same for equal items."""
     return hashlib.sha256(repr(items).encode()).digest()
 
 

@@ -1,6 +1,5 @@
 """Refuses mixtures of dtypes that an operator's kernel rejects, as eager mode would.
 
-
 PyTorch's meta functions let most mixtures of dtypes pass, so a float64 batch on float32 weights
 would be planned and fail in the first step.
 """
