@@ -53,9 +53,9 @@ def without_streams() -> Iterator[None]:
 
 
 class _EngineOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports the CPU as the device of a tensor if the engine asks, and the true device otherwise.
+    """Reports the CPU as a tensor's device if the engine asks, and the true device otherwise.
 
-    Other questions come from Python code, or from operators that it calls.
+    The device may also be asked for by Python code, or by operators that it calls.
     """
 
     def __torch_dispatch__(
@@ -64,7 +64,7 @@ class _EngineOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         only_moves = func is torch.ops.aten._to_copy.default and list(kwargs or {}) == ["device"]
         if only_moves and args[0].device == kwargs["device"]:
             # The engine believes that gradients are on the CPU, and moves them to their device. On
-            # a card there is no such operator, and it would shift the names of traced operators.
+            # a card there is no such operator; here it would change the numbers in nodes' names.
             return args[0]
         value = func(*args, **(kwargs or {}))
         if func is not torch.ops.prim.device.default:

@@ -1,5 +1,4 @@
-"""Picks operators that PyTorch picks by asking the card or cuDNN, by the rules of its source code.
-"""
+"""Picks the operators that PyTorch picks by asking the card or cuDNN, by PyTorch's own rules."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from graphs.model_calls import TraceError, is_distributed
 
 
 class MeshError(TraceError):
-    """The ranks of the mesh cannot share the model evenly; says which dimension is not divisible."""
+    """The ranks of the mesh cannot share the model evenly; says which dimension is at fault."""
 
 
 _STYLES = "torch.distributed.tensor"
