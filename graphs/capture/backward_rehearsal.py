@@ -148,6 +148,7 @@ def _own_calls(
     """
     n_sums = sum(1 for _ in takewhile(lambda call: call.name == "aten.add", reversed(function)))
     for n_calls in range(len(function), len(function) - n_sums - 1, -1):
+        # Compare with fewer and fewer trailing sums counted as the function's own calls.
         kept = _without_scatters(members, op, n_calls)
         own = function[:n_calls]
         if [op[name] for name in kept] != [call.name for call in own]:
@@ -282,6 +283,7 @@ def _without_subclasses(layout: Layout) -> Iterator[str]:
             node = node_by_name[name]
             op = packet(node.op)
             first = node.inputs[0] if node.inputs else ""
+            # Such formulas write into zeros, or compute the gradient of this loss step by step.
             if (op in _INTO_ZEROS and first in zeros) or (
                 is_loss and op in _IN_PLACE_THERE and first in made
             ):

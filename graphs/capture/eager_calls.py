@@ -60,6 +60,7 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         known = {item.untyped_storage()._cdata for item in call.inputs()}
         outputs = {item.untyped_storage()._cdata: item for item in call.outputs()}
+        # An operator in place makes nothing: its call stands for the storage that it writes.
         made = [item.untyped_storage() for at, item in outputs.items() if at not in known]
         storages = made or [next(iter(outputs.values())).untyped_storage()]
         numbers = tuple(map(self._numbered, storages))

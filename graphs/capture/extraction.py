@@ -320,6 +320,7 @@ class _Extraction:
             storage, value = layout.storage[gradient], gradient.meta["val"]
             n_bytes = value.numel() * value.element_size()
             taken = storage in layout.gradients.values()
+            # No copy if a node makes it, no other leaf has it, and it fills its storage.
             if storage in makers and not taken and self.sizes[storage] == n_bytes:
                 layout.gradients[placeholder] = storage
                 self.kinds[storage] = "gradient"

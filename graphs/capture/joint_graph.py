@@ -201,12 +201,13 @@ def rehearse(
             del returned
             gradients = [torch.ones_like(item) for item in outputs]
             tangents = [captured.tangents[index].meta["val"] for index in sorted(captured.tangents)]
+            # The strides of the gradients decide which operators the backward pass runs.
             if [each.shape for each in tangents] == [item.shape for item in outputs]:
                 gradients = [strided_like(each).fill_(1.0) for each in tangents]
             saved = saved_by_functions(outputs)
             with (
                 torch._C._DisableAutocast(),
-                torch.autograd.set_multithreading_enabled(False),
+                torch.autograd.set_multithreading_enabled(False),  # so that EagerCalls sees it
                 EagerCalls() as backward,
             ):
                 torch.autograd.backward(outputs, gradients)

@@ -170,5 +170,6 @@ def gradients(
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the traced program depends on, of a tensor without values."""
     form = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
     return (*form, tensor.requires_grad)

@@ -26,8 +26,9 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators of a call on fake tensors, except those that compute constants.
 
     steps: (operator, structure, flat arguments) for each of them. The first flat argument is
-        whether gradients are enabled. A tensor is described by the operator that returned it, or by
-        its recipe if it is a constant. The last step describes the gradients.
+        whether gradients are enabled. A tensor is described by the step that returned it, by its
+        position among the shell's own tensors, or by its recipe if it is a constant. The last step
+        describes the gradients.
     """
 
     def __init__(self, shell: Shell) -> None:

@@ -74,6 +74,7 @@ def attention_of(call: AttentionCall) -> SDPBackend:
 
 
 def _cudnn(call: AttentionCall) -> bool:
+    """PyTorch's can_use_cudnn_attention."""
     largest = 256 if call.compute_capability == (9, 0) else 128
     sizes = (call.query.shape[-1], call.value.shape[-1])
     is_strict = torch.are_deterministic_algorithms_enabled()
@@ -93,6 +94,7 @@ def _cudnn(call: AttentionCall) -> bool:
 
 
 def _flash(call: AttentionCall) -> bool:
+    """PyTorch's can_use_flash_attention."""
     size = call.query.shape[-1]
     is_small_card = call.reaches((8, 6), (8, 9)) or call.reaches((12, 0), (12, 1))
     is_refused = 192 < size <= 224 or (size > 224 and call.dropout > 0)
@@ -112,6 +114,7 @@ def _flash(call: AttentionCall) -> bool:
 
 
 def _efficient(call: AttentionCall) -> bool:
+    """PyTorch's can_use_mem_efficient_attention."""
     is_half = call.query.dtype in _HALF
     unit = 8 if is_half else 4 if call.reaches((8, 0)) else 1
     dtypes = (*_HALF, torch.float32) if call.reaches((8, 0)) else (torch.float16, torch.float32)

@@ -154,6 +154,7 @@ class OpaqueCall:
         known = len(self.island.needs) + len(self.outs)
         reads, flags = frozenset(planned["reads"]), tuple(planned["differentiable"])
         needed = (f for f, edge in zip(self.differentiable, flags, strict=True) if not edge)
+        # The plan must save enough bytes, and count each output as differentiable that is so here.
         if planned["saved_bytes"] < self.least_bytes or any(needed) or not reads <= {*range(known)}:
             return self
         island = dataclasses.replace(self.island, given=reads)

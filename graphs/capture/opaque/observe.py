@@ -226,6 +226,8 @@ class _Watch:
             draws_torchs = not all(map(torch.equal, of_torch, random.of_torch()))
         self._check(ran, tensors)
         written = self._write(island, ran, tensors)
+        # Parameters and unchanged buffers are on the device anyway; of the inputs and outputs, the
+        # backward pass is given those that it reads.
         state = {*range(island.n_inputs, len(tensors))}
         given = frozenset((state - written) | ran.read)
         island = dataclasses.replace(island, changed=tuple(sorted(written)), given=given)
@@ -241,7 +243,7 @@ class _Watch:
         for _ in range(N_SHUFFLED if varies else 0):
             if (other := self._shuffled(benches[-1], ran)) is not None:
                 benches.append(other)
-        island = benches[-1].island
+        island = benches[-1].island  # is given what any of the runs has read
         taken = [dataclasses.replace(each, island=island).bytes_taken() for each in benches]
         takes = functools.reduce(Bytes.at_least, taken)
         if takes.leaked_bytes:

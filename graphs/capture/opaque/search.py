@@ -165,6 +165,7 @@ def _attempt(
             result = trace(standing)
             found = {each.path: each.found() for each in standing}
         given = {path: tuple(c.island.asked for c in calls) for path, calls in observed.items()}
+        # In the last run, gradients may still arrive with other strides than observed.
         if found == given or (n_runs == MOST_RUNS and _needs(found) == _needs(given)):
             return result, tuple(
                 OpaquePart(path, whys[path], tuple(calls)) for path, calls in observed.items()
@@ -213,12 +214,14 @@ def _failing(
     """
     cause = error.__cause__
     if isinstance(cause, HookError):
+        # Hooks need no further trace to be found: all modules with hooks become opaque at once.
         hooked = [p for p, m in model.named_modules() if p and has_refused_hook(m)]
         return _outermost({**whys, **dict.fromkeys(hooked, "it has hooks")})
     path = _place(model, error)
     if path is None and (function := outermost_function(model, error)) is not None:
         return {} if function in whys else {**whys, function: error.short}
     module = model if path is None else model.get_submodule(path)
+    # A module that holds much of the model should not become opaque if one of its methods can.
     if (path is None or _has_row(module)) and path not in whys:
         methods = _methods(model, call, device, error, module)
         if methods and not whys.keys() & {*methods}:

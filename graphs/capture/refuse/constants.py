@@ -52,7 +52,8 @@ class ReadTensors:
     def note(self, operator: object, args: Iterable[object]) -> None:
         """Record the real tensors among an operator's arguments.
 
-        Raises TraceError if one of them requires a gradient.
+        Raises TraceError if one of them requires a gradient, unless the operator is `detach` or
+        gradients are off.
         """
         for item in tensors_in(tuple(args)):
             if isinstance(item, FakeTensor):

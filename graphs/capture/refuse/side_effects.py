@@ -53,7 +53,7 @@ class SideEffectError(ValueError):
 
 
 class HookError(SideEffectError):
-    """A submodule has a hook."""
+    """A submodule has a hook that a planned step would not run."""
 
 
 class DrawError(SideEffectError):
@@ -329,7 +329,7 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
     found: list[DrawError] = []
 
     def note() -> None:
-        """Attribute what has been drawn since the last look to the running module."""
+        """Blame the running module for what has been drawn since the last call of `note`."""
         nonlocal now
         earlier, now = now, {name: state_of(each) for name, each in generators.items()}
         found.extend(DrawError(name, running[-1]) for name in now if now[name] != earlier[name])
