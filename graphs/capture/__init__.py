@@ -1,4 +1,4 @@
-"""From a module and a batch to one traced program of forward and backward, and to graph nodes."""
+"""Traces a module and a batch to one program of forward and backward, and to the graph's nodes."""
 
 from graphs.capture.absent_card import can_trace_absent, for_absent_card
 from graphs.capture.as_eager import CheckError, caching_configs

@@ -1,15 +1,15 @@
-"""What eager mode's backward functions overwrite, and drop before they return.
+"""Finds out what eager mode's backward functions overwrite, free before they return, and hold.
 
-A traced function of the backward pass is a list of functional operators. Its code in C++ may work
-in place (`sigmoid(x).sub_(target).mul_(grad)`), and drops what an expression has computed where the
-expression ends. That is in no graph, and only the code knows it. So the step runs once on fake
-tensors, in eager mode, and each function's calls are compared with its traced operators.
+A traced backward function is a list of functional operators. Its C++ code may work in place
+(`sigmoid(x).sub_(target).mul_(grad)`), and frees temporaries at the end of an expression. No graph
+shows that. So the step runs once in eager mode on fake tensors, and the operators that each
+backward function calls are compared with its traced operators.
 
-What eager mode writes into a part of a tensor is two operators in a trace: one computes the part,
-and a scatter makes the tensor anew with it. In eager mode both are on that tensor's storage.
+If eager mode writes into a part of a tensor, a trace has two operators: one computes the part, and
+a scatter makes a new tensor that contains it. In eager mode both use the storage of that tensor.
 
 Autograd may also save more than a backward function reads (`fft_r2c` saves its input for the number
-of columns), so the rehearsal notes what each function has saved.
+of columns), so the rehearsal records what each function has saved.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from graphs.capture.extraction import Layout
 _SCATTERS = frozenset(
     f"aten.{name}_scatter" for name in ("slice", "select", "diagonal", "as_strided")
 )
-"""What a trace has besides the operator where eager mode writes into a view."""
+"""The second operator in a trace if eager mode writes into a view."""
 
 _N_AHEAD = 8
-"""Functions to look ahead for the next traced one: some have no operators left in the trace."""
+"""How many eager functions to look ahead for the next traced one: some have no traced operators."""
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """in_place: backward nodes that overwrite their first input in eager mode.
+    """What a run in eager mode has shown about the nodes of a captured step.
 
-    dropped: tensor that a backward function makes -> the node of it after which it is dropped,
-        where that is not the last.
-    saved: node -> tensors that stay until it has run, read or not. Of a backward node what autograd
-        has saved for its function, or for one after it without nodes; of a forward node what
-        variables of forward hold.
-    in_calls: forward node -> what they hold where autograd saves nothing; None: not known.
+    in_place: backward nodes that overwrite their first input in eager mode.
+    dropped: tensor that a backward function makes -> the node of that function after which it is
+        freed, if that is not the function's last node.
+    saved: node -> tensors that stay alive until it has run, whether or not it reads them. For a
+        backward node, these are saved by autograd for its function, or for a later function without
+        nodes; for a forward node, variables of `forward` hold them.
+    in_calls: forward node -> tensors that variables of `forward` hold until it has run if autograd
+        saves nothing; None: not known.
     """
 
     in_place: tuple[str, ...] = ()
@@ -53,9 +55,13 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class _Saved:
-    """By an autograd function called `function` ("MulBackward0"), under these names of arguments
-    and results; conjugated: those that are on the storage of what they are the conjugate of, where
-    a trace has it computed."""
+    """The tensors that an autograd function has saved.
+
+    function: name of the function ("MulBackward0").
+    names: names of the operator's arguments and results that are saved.
+    conjugated: those of the names whose tensors are lazy conjugates. They share the original's
+        storage, while a trace computes the conjugate.
+    """
 
     function: str
     names: tuple[str, ...]
@@ -63,9 +69,10 @@ class _Saved:
 
 
 def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _Saved]:
-    """Sequence number of each function that computes the gradients of outputs -> what it holds.
+    """Find what autograd has saved for the backward pass from these outputs.
 
-    To be called before the backward pass, which releases it.
+    Returns sequence number of an autograd function -> what it has saved. Call this before the
+    backward pass, which frees the saved tensors.
     """
     found: dict[int, _Saved] = {}
     ahead = [item.grad_fn for item in outputs]
@@ -85,9 +92,13 @@ def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _Saved]:
 
 
 def compared(layout: Layout, eager: EagerCalls, saved: Mapping[int, _Saved]) -> Rehearsed:
-    """The functions of the trace that run the same operators in eager mode.
+    """Compare the traced backward functions with those that ran in eager mode.
 
-    saved: as `saved_by_functions` has it.
+    Nothing is said about functions that do not run the same operators in both.
+
+    layout: the captured step.
+    eager: the calls of the backward pass in eager mode.
+    saved: what `saved_by_functions` returned.
     """
     in_place: list[str] = []
     dropped: dict[str, str] = {}
@@ -95,7 +106,7 @@ def compared(layout: Layout, eager: EagerCalls, saved: Mapping[int, _Saved]) -> 
     op = {node.name: packet(node.op) for node in layout.nodes}
     in_functions = (call for call in eager.calls if call.function is not None)
     functions = [list(group) for _, group in groupby(in_functions, lambda call: call.function)]
-    number_of: dict[int, int] = {}  # of a function in eager mode -> in the trace
+    number_of: dict[int, int] = {}  # sequence number in eager mode -> in the trace
     for (number, traced), calls in matched(
         [*layout.functions.items()],
         functions,
@@ -123,14 +134,21 @@ def compared(layout: Layout, eager: EagerCalls, saved: Mapping[int, _Saved]) -> 
 def _own_calls(
     members: Sequence[str], function: Sequence[EagerCall], op: Mapping[str, str]
 ) -> Sequence[EagerCall] | None:
-    """The calls of a function, if they run the same operators, where a scatter follows each call
-    that overwrites.
+    """The eager calls that match the nodes of a traced function; None if they do not match.
 
-    What the engine adds up after a function has returned, its gradients and those that are there
-    already, counts as its last calls in eager mode; in the trace it is of no function.
+    A scatter among the nodes matches if the call before it overwrites its argument.
+
+    After a function has returned, autograd's engine adds its gradients to those that exist already.
+    In eager mode these sums look like the function's last calls; in the trace they belong to no
+    function. So trailing `add` calls may be left out.
+
+    members: names of the traced function's nodes.
+    function: the calls of one function in eager mode.
+    op: node name -> operator.
     """
     n_sums = sum(1 for _ in takewhile(lambda call: call.name == "aten.add", reversed(function)))
     for n_calls in range(len(function), len(function) - n_sums - 1, -1):
+        # Compare with fewer and fewer trailing sums counted as the function's own calls.
         kept = _without_scatters(members, op, n_calls)
         own = function[:n_calls]
         if [op[name] for name in kept] != [call.name for call in own]:
@@ -147,7 +165,7 @@ def _own_calls(
 
 
 def _without_scatters(members: Sequence[str], op: Mapping[str, str], n_calls: int) -> Sequence[str]:
-    """The members that eager mode calls: all of them where it makes as many calls."""
+    """The nodes that eager mode calls: all if it makes `n_calls` calls, else all but scatters."""
     if len(members) == n_calls:
         return members
     return [name for name in members if op[name] not in _SCATTERS]
@@ -156,14 +174,18 @@ def _without_scatters(members: Sequence[str], op: Mapping[str, str], n_calls: in
 def _held(
     layout: Layout, number_of: Mapping[int, int], saved: Mapping[int, _Saved]
 ) -> dict[str, tuple[str, ...]]:
-    """Node -> tensors saved for its function, or for later ones that only make views.
+    """Backward node -> tensors that autograd has saved for its function but that it does not read.
 
-    number_of: number of a function in eager mode -> in the trace. Others are as far from the
-        next higher one there; the engine runs functions from the highest number to the lowest.
+    Tensors saved for a function without nodes are given to the last node that runs before it.
+
+    number_of: sequence number of a matched function in eager mode -> in the trace. For any other
+        function, the difference of both numbers is that of the next higher matched function. (The
+        engine runs functions from the highest number to the lowest.)
+    saved: sequence number of a function in eager mode -> what it has saved.
     """
     node_by_name = {node.name: node for node in layout.nodes}
-    # Operators of the forward pass by number: the differentiable one, and others that ran between
-    # the one before it and itself.
+    # Forward operators by sequence number: a differentiable one, and those that ran between the
+    # previous differentiable one and it.
     forward: dict[int, list[torch.fx.Node]] = {}
     for name, call in layout.calls.items():
         if node_by_name[name].phase != "backward" and "seq_nr" in call.meta:
@@ -201,7 +223,11 @@ def _held(
 def _saved_tensors(
     layout: Layout, call: torch.fx.Node, made: Sequence[str], saved: _Saved
 ) -> tuple[str, ...]:
-    """The tensors that are saved of an operator's arguments and results. made: its results."""
+    """The tensors of the graph that autograd has saved for the backward of an operator.
+
+    call: the operator's fx node.
+    made: the tensors that it returns.
+    """
     schema = getattr(call.target, "_schema", None)
     if schema is None:
         return ()
@@ -211,12 +237,12 @@ def _saved_tensors(
         given.pop(schema.arguments[0].name, None)
     values = {name: each for name, each in given.items() if isinstance(each, torch.fx.Node)}
     for name in saved.conjugated & values.keys():
-        # with a clone a trace computes conjugates for operators that do not read them as views
+        # A trace computes a conjugate, by a clone, for operators that cannot read it as a view.
         conjugate = values[name].args[0] if packet(str(values[name].target)) == "aten.clone" else 0
         if isinstance(conjugate, torch.fx.Node):
             values[name] = conjugate
     held = {name: layout.storage.get(value) for name, value in values.items()}
-    # autograd calls the results of an operator this, with a number where it has several
+    # Autograd's names of an operator's results: "result", or "result0", "result1", ...
     held |= {f"result{at}": name for at, name in enumerate(made)}
     if len(made) == 1:
         held["result"] = made[0]
@@ -228,20 +254,20 @@ _ZEROS = frozenset({"aten.zeros", "aten.new_zeros", "aten.zeros_like"})
 _INTO_ZEROS = frozenset(
     f"aten.{name}" for name in ("scatter", "scatter_add", "index_add", "index_put", "put")
 )
-"""Of gradients, into zeros that the same function has made: of `gather`, `index_select`, `sort`,
-`max` and `median` over a dimension, `cummax`, `take`."""
+"""Operators by which the backward functions of `gather`, `index_select`, `sort`, `max` and `median`
+over a dimension, `cummax` and `take` write gradients into zeros that they have made."""
 
 _BINARY_CROSS_ENTROPY = "aten.binary_cross_entropy_with_logits"
 _IN_PLACE_THERE = frozenset({"aten.sub", "aten.mul", "aten.div"})
 
 
 def _without_subclasses(layout: Layout) -> Iterator[str]:
-    """Backward nodes that overwrite their first input where no tensor is of a subclass.
+    """Backward nodes that overwrite their first input only if no tensor is of a subclass.
 
-    Formulas of PyTorch ask `areAnyTensorSubclassLike`: if so, they take operators that make new
-    tensors in place of operators in place (torch/csrc/autograd/FunctionsManual.cpp, ATen/native).
-    In a trace and in a rehearsal on fake tensors the answer is yes, in a training step it is no.
-    The results are the same bits.
+    Some backward formulas of PyTorch ask `areAnyTensorSubclassLike`, and if so use out-of-place
+    operators instead of in-place ones (torch/csrc/autograd/FunctionsManual.cpp, ATen/native). In a
+    trace and in a rehearsal on fake tensors the answer is yes; in a training step it is no. The
+    results are bitwise identical.
     """
     node_by_name = {node.name: node for node in layout.nodes}
     operator = {
@@ -257,6 +283,7 @@ def _without_subclasses(layout: Layout) -> Iterator[str]:
             node = node_by_name[name]
             op = packet(node.op)
             first = node.inputs[0] if node.inputs else ""
+            # Such formulas write into zeros, or compute the gradient of this loss step by step.
             if (op in _INTO_ZEROS and first in zeros) or (
                 is_loss and op in _IN_PLACE_THERE and first in made
             ):

@@ -1,9 +1,9 @@
-"""Writes into parts of a buffer, as eager mode does them.
+"""Writes into parts of a buffer in place, as eager mode does.
 
-A functional trace has `queue[:, a:b] = keys` as a copy of the whole buffer with that part replaced
-(`slice_scatter`), which is copied over the buffer when the forward pass has ended. Where nothing
-reads the buffer from that write on, the part is written in place where the trace has the copy: the
-same bits, without the two copies of the buffer.
+In a functional trace, `queue[:, a:b] = keys` makes a copy of the whole buffer with that part
+replaced (`slice_scatter`), which is copied over the buffer at the end of the forward pass. If
+nothing reads the buffer after the write, the part can be written in place at that point instead:
+bitwise identical, without the two copies of the buffer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VIEW_OF: dict[Any, Callable[..., Any]] = {
     aten.slice_scatter.default: aten.slice.Tensor,
     aten.select_scatter.default: aten.select.int,
 }
-"""Operator that replaces a part -> the view of that part, with the same arguments."""
+"""Operator that replaces a part -> operator that views the part, with the same arguments."""
 
 
 _IN_PLACE: dict[Any, Callable[..., Any]] = {
@@ -33,7 +33,7 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
     aten.fill.Scalar: aten.fill_.Scalar,
     aten.fill.Tensor: aten.fill_.Tensor,
 }
-"""Operators of whose first argument the form alone matters -> what eager mode calls."""
+"""Operator that does not read the values of its first argument -> its in-place form."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,11 @@ class View:
 class Write:
     """A call `operator(part, *arguments)` that changes a buffer, or a part of it.
 
-    buffer: its placeholder. arguments: fx nodes and constants. part: views of views, outermost
-    first; () is the whole buffer.
-    call: fx node of the same operator in the functional trace (None: it has none).
+    buffer: placeholder of the buffer.
+    arguments: fx nodes and constants.
+    part: views to apply to the buffer one after the other; () for the whole buffer.
+    operator: the in-place operator.
+    call: fx node of its functional form in the trace (None: there is no such node).
     """
 
     buffer: fx.Node
@@ -61,16 +63,17 @@ class Write:
 
     @property
     def values(self) -> list[fx.Node]:
-        """The arguments that are tensors."""
+        """The arguments that are fx nodes."""
         return [item for item in self.arguments if isinstance(item, fx.Node)]
 
 
 @dataclass
 class PartWrites:
-    """writes: fx node of a new value of a buffer -> the write in place that it is.
+    """The writes into parts of buffers that can be done in place.
 
-    within: fx nodes that need not run then.
-    buffers: placeholders that only these writes change.
+    writes: fx node of a new value of a buffer -> the write that replaces it.
+    within: fx nodes that are not needed any more.
+    buffers: placeholders of the buffers, which nothing else changes.
     """
 
     writes: dict[fx.Node, Write] = field(default_factory=dict)
@@ -79,11 +82,11 @@ class PartWrites:
 
 
 def part_writes(captured: Capture) -> PartWrites:
-    """The writes into parts of buffers that can be done in place.
+    """Find the writes into parts of buffers that can be done in place.
 
-    Every reader of the buffer must come before the first of them, and what one leaves there may be
-    read by the next alone. So nothing reads the buffer in the backward pass; and as what reads a
-    buffer that changes is not recomputed, no schedule reads it later either.
+    All readers of a buffer must come before its first write, and only the next write may read what
+    a write leaves. So nothing reads the buffer in the backward pass. No schedule reads it after the
+    write either, since nodes that read a changing buffer are not recomputed.
     """
     found = PartWrites()
     changed = {_storage(buffer) for buffer in captured.mutations}
@@ -91,7 +94,7 @@ def part_writes(captured: Capture) -> PartWrites:
     late = (at for n, at in position.items() if n.op == "call_function" and is_backward(n))
     backward = min(late, default=len(position))
     for buffer, new_value in captured.mutations.items():
-        versions: list[fx.Node] = []  # the values that it takes one after the other
+        versions: list[fx.Node] = []  # the values that the buffer takes one after the other
         version: Any = new_value
         while version is not buffer and _replaces_part(version):
             versions.insert(0, version)
@@ -117,7 +120,7 @@ def part_writes(captured: Capture) -> PartWrites:
 
 
 def _replaces_part(node: fx.Node) -> bool:
-    """With arguments that are the same in every step."""
+    """Whether the node replaces a part of a tensor, at a position that no step changes."""
     return (
         node.target in _VIEW_OF
         and not node.kwargs
@@ -127,9 +130,13 @@ def _replaces_part(node: fx.Node) -> bool:
 
 
 def _write(buffer: fx.Node, version: fx.Node, within: set[fx.Node]) -> Write:
-    """The write that this replacement of a part is; adds the nodes that need not run to within.
+    """The in-place write that is equivalent to a replacement of a part.
 
-    A part of a part is replaced in the part, which then is replaced in the whole.
+    To write a part of a part, a trace replaces the inner part in the outer one, and that in the
+    whole; the loop goes from the whole inwards.
+
+    version: fx node of the buffer's value after the write.
+    within: fx nodes that are not needed any more are added here.
     """
     part: list[View] = []
     node, before = version, version.args[0]
@@ -148,7 +155,7 @@ def _write(buffer: fx.Node, version: fx.Node, within: set[fx.Node]) -> Write:
 
 
 def _is_part(node: Any, whole: Any, part: Sequence[View]) -> bool:
-    """Whether the node is this part of the whole."""
+    """Whether the node is the view `part` of `whole`."""
     for view in reversed(part):
         if not isinstance(node, fx.Node) or node.target is not view.operator or node.kwargs:
             return False
@@ -159,9 +166,12 @@ def _is_part(node: Any, whole: Any, part: Sequence[View]) -> bool:
 
 
 def _may_write(write: Write, changed: set[int]) -> bool:
-    """Whether the result is what would arrive there, and of no part of a buffer that changes.
+    """Whether the write leaves the same values in place, and reads no changing buffer.
 
-    `copy` and `fill` cast and broadcast; what is written without them has the form of the part.
+    The functional form must have the buffer's dtype and device. (`copy` and `fill` cast and
+    broadcast; a value that is written without them has the shape of the part.)
+
+    changed: storages of all buffers that the step changes.
     """
     if any(
         not isinstance(node.meta.get("val"), torch.Tensor) or _storage(node) in changed
@@ -173,7 +183,7 @@ def _may_write(write: Write, changed: set[int]) -> bool:
 
 
 def _readers(graph: fx.Graph, buffer: fx.Node) -> Iterator[fx.Node]:
-    """What takes the buffer or a view of it."""
+    """The nodes that take the buffer or a view of it."""
     aliases = {buffer}
     storage = _storage(buffer)
     for node in graph.nodes:
@@ -187,7 +197,11 @@ def _readers(graph: fx.Graph, buffer: fx.Node) -> Iterator[fx.Node]:
 
 
 def _are_unread(versions: Sequence[fx.Node], within: set[fx.Node]) -> bool:
-    """Whether each is there for the next one alone, and the last for the buffer alone."""
+    """Whether nothing but the next write reads each value, and nothing but the buffer the last one.
+
+    versions: the values that the buffer takes one after the other.
+    within: fx nodes that are not needed any more, whose reads do not count.
+    """
 
     def leads_to_write(user: fx.Node) -> bool:
         return user.target in _VIEW_OF.values() and all(

@@ -1,7 +1,6 @@
-"""Calls of `F.cross_entropy`: numbered in a trace, so that a planned step can put another function
-in the place of one.
+"""Numbers the calls of `F.cross_entropy` in a trace, so that a planned step can replace one.
 
-`nn.CrossEntropyLoss` calls it too, and so do the losses of other libraries.
+`nn.CrossEntropyLoss` calls that function too, and so do the losses of other libraries.
 """
 
 from __future__ import annotations
@@ -23,17 +22,19 @@ from graphs.model_calls import is_distributed
 
 _SIGNATURE = inspect.signature(F.cross_entropy)
 _PLAIN = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
-"""What other arguments must be."""
+"""Required values of the arguments that a `CalledLoss` does not have."""
 
 _CALL = "cross_entropy_call"
-"""The annotation of an fx node that has its call."""
+"""Key of the annotation by which an fx node refers to its call (`_NotedCall`)."""
 
 
 @dataclass(frozen=True)
 class CalledLoss:
-    """A cross-entropy of rows by classes, with one target for each row, and no weights.
+    """The arguments of a cross-entropy with one target class for each row, and no class weights.
 
-    logits: (rows, classes). target: (rows,), int64.
+    logits: (rows, classes).
+    target: (rows,), int64.
+    reduction, ignore_index: as in `F.cross_entropy`.
     """
 
     logits: torch.Tensor
@@ -43,7 +44,7 @@ class CalledLoss:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CalledLoss | None:
-        """None for another kind of loss."""
+        """Read the arguments of an `F.cross_entropy` call; None if it is of another kind."""
         given = _SIGNATURE.bind(*args, **kwargs)
         given.apply_defaults()
         values = given.arguments
@@ -58,10 +59,10 @@ class CalledLoss:
 
 
 class LossCalls(TorchFunctionMode):
-    """While entered, hands calls to a function, which may compute the loss otherwise.
+    """While entered, passes each `CalledLoss` to a function, which may compute it in another way.
 
-    call: (its number among those that are a `CalledLoss`, from 0; it; the function that computes
-        it as PyTorch does) -> the loss.
+    call: (number of the call, from 0; its arguments; a function that computes the loss as PyTorch
+        does) -> the loss. Calls of another kind are not counted.
     """
 
     def __init__(
@@ -84,33 +85,39 @@ class LossCalls(TorchFunctionMode):
 
 @dataclass(eq=False)
 class _NotedCall:
-    """is_written: whether `forward` has written into the logits after the call."""
+    """A call of `F.cross_entropy` in a trace.
+
+    number: its number, from 0.
+    is_written: whether `forward` writes into the logits after the call.
+    """
 
     number: int
     is_written: bool = False
 
 
 def called_loss_of(node: fx.Node) -> int | None:
-    """The number of the call that a traced operator belongs to, in either pass; None: of none."""
+    """The number of the call that a forward or backward node belongs to; None: it is in no call."""
     call: _NotedCall | None = (node.meta.get("custom") or {}).get(_CALL)
     return None if call is None else call.number
 
 
 def overwrites_logits(node: fx.Node) -> bool:
-    """Whether `forward` writes into the logits after the call that a traced operator belongs to."""
+    """Whether `forward` writes into the logits after the call that a node belongs to."""
     call: _NotedCall | None = (node.meta.get("custom") or {}).get(_CALL)
     return call is not None and call.is_written
 
 
 @contextlib.contextmanager
 def calls_noted() -> Iterator[None]:
-    """Annotates the operators of each call with its number, and whether its logits are written
-    before the context ends."""
+    """While inside, annotate the operators of each call with its number.
+
+    On exit, it is recorded whether the logits have been written since the call.
+    """
     noted: list[tuple[_NotedCall, torch.Tensor, int]] = []
 
     def note(number: int, loss: CalledLoss, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         call = _NotedCall(number)
-        if isinstance(loss.logits, FunctionalTensor):  # a rehearsal sees what is held
+        if isinstance(loss.logits, FunctionalTensor):  # a rehearsal would see the logits held
             noted.append((call, loss.logits, loss.logits._version))
         with annotate({_CALL: call}):
             return compute()

@@ -1,8 +1,9 @@
-"""What a trace of one step holds: the joint graph, and the meaning of its inputs and outputs.
+"""The result of tracing one step: the joint graph, and the meaning of its inputs and outputs.
 
 AOTAutograd describes each input and output of the graph that it exports (this is parameter 3, this
-is the gradient of input 0); `read_joint` translates that into a `Capture` and refuses what a plan
-cannot be for: outputs that are inputs, and written tensors that overlap with others.
+is the gradient of input 0). `read_joint` translates these descriptions into a `Capture`. It refuses
+steps that cannot be planned: outputs with a gradient that are inputs, inputs that the backward pass
+writes, and written inputs that overlap with others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Source:
 
     kind: "parameter", "buffer", "input" or "tangent".
     name: the parameter's or buffer's path, or "input.3", "tangent.0".
-    index: among its kind.
+    index: position among the inputs of its kind.
     """
 
     kind: str
@@ -41,7 +42,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """For messages: "buffer 'norm.running_mean'"."""
+        """The name for messages: "buffer 'norm.running_mean'"."""
         if self.kind in ("parameter", "buffer"):
             return f"{self.kind} {self.name!r}"
         return f"tensor {self.index} of the batch" if self.kind == "input" else self.name
@@ -51,11 +52,14 @@ class Source:
 class Capture:
     """The joint fx graph and the meaning of its inputs and outputs.
 
+    graph: forward and backward, functionalised.
+    module: the GraphModule of AOTAutograd, which holds the graph's constants.
     sources: placeholder -> where it comes from.
     outputs: fx nodes (or constants) of the model's flat outputs, in the order of `output_spec`;
-        after them those of the checks of values (`graphs.capture.as_eager.checked_values`).
+        after them the checks of computed values (`graphs.capture.as_eager.checked_values`).
+    output_spec: structure of the model's output.
     gradient_outputs: indices of the outputs that get a gradient.
-    differentiable: indices of the outputs that require one, whether or not they get it.
+    differentiable: indices of the outputs that require a gradient, whether or not they get one.
     tangents: index of an output -> placeholder of its gradient.
     gradients: placeholder of a parameter or batch tensor -> fx node of its gradient.
     mutations: placeholder -> fx node of its new value.
@@ -84,11 +88,11 @@ class Capture:
 
     @property
     def has_checks(self) -> bool:
-        """Whether values that the step computes are checked in it."""
+        """Whether the program checks values that it computes."""
         return len(self.outputs) > self.output_spec.num_leaves
 
     def copy(self) -> Capture:
-        """The same with a graph of its own, which may be changed; nodes have the same names."""
+        """The same capture with its own copy of the graph, whose nodes have the same names."""
         graph = torch.fx.Graph()
         new: dict[torch.fx.Node, torch.fx.Node] = {}
         graph.output(graph.graph_copy(self.graph, new))
@@ -112,7 +116,12 @@ class Capture:
 
 
 def read_joint(joint: Any, shell: Shell) -> Capture:
-    """Translate AOTAutograd's descriptors into a `Capture`."""
+    """Translate AOTAutograd's exported graph and its descriptors into a `Capture`.
+
+    joint: what `aot_export_joint_with_descriptors` returned.
+    shell: the module that was exported.
+    Raises TraceError for steps that cannot be planned.
+    """
     module: torch.fx.GraphModule = joint.graph_module
     if has_distributed(shell.model):
         of_local_parts(module.graph)
@@ -138,6 +147,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
                 gradients[by_desc[desc.grad_of]] = value
         elif value is not None and not isinstance(desc, descriptors.IntermediateBaseAOTOutput):
             raise TraceError(f"an output of kind {type(desc).__name__} is not supported")
+    # AOTAutograd numbers only the tensors among the outputs, and after them the checks of values.
     positions = [index for index, item in enumerate(shell.flat_outputs) if item is HOLE]
     outputs = list(shell.flat_outputs)
     n_made = len(positions)
@@ -161,7 +171,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
                 f"{title(index, shell.spec)}, which gets a gradient, is one of the model's inputs "
                 "or parameters, or a view of one; return a clone of it"
             )
-    # What the backward pass writes is the only change that is no output: a `copy_` in the graph.
+    # All changes of inputs are outputs, except those by the backward pass: a `copy_` in the graph.
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         if (source := sources.get(node.args[0])) is not None:
             raise TraceError(
@@ -203,7 +213,10 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
 
 
 def _source(desc: Any, paths: Mapping[str, str]) -> Source:
-    """paths: the model's name of a parameter or buffer, by the shell's."""
+    """Translate AOTAutograd's descriptor of an input.
+
+    paths: the shell's name of a parameter or buffer -> the model's.
+    """
     if isinstance(desc, descriptors.ParamAOTInput):
         return Source("parameter", paths[desc.target], int(desc.target[1:]))
     if isinstance(desc, descriptors.BufferAOTInput):
@@ -213,7 +226,7 @@ def _source(desc: Any, paths: Mapping[str, str]) -> Source:
     if isinstance(desc, descriptors.TangentAOTInput):
         if isinstance(desc.output, descriptors.PlainAOTOutput):
             return Source("tangent", f"tangent.{desc.output.idx}", desc.output.idx)
-        # a gradient would arrive for something that is not an output of its own
+        # The gradient would be that of a written input, or of a tensor that outputs are views of.
         written = getattr(desc.output, "mutated_input", None)
         if isinstance(written, descriptors.ParamAOTInput):
             raise TraceError(

@@ -1,8 +1,8 @@
-"""Calls of `torch.utils.checkpoint` with `use_reentrant=True`, while a model is traced.
+"""Traces `torch.utils.checkpoint` with `use_reentrant=True` as a direct call of its function.
 
-Its backward pass calls the function once more, on the model's own tensors and not on those of the
-trace: that is no operator of a graph, and it would change the model's buffers. So the function is
-called directly, as by a model without its checkpoints.
+In the backward pass, such a checkpoint calls its function again, on the model's own tensors and not
+on those of the trace. That cannot be recorded, and it would change the model's buffers. So while a
+model is traced, the function is called directly, as if there were no checkpoint.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 @contextlib.contextmanager
 def reentrant_called_directly() -> Iterator[None]:
-    """Call the functions of such checkpoints directly, while inside and in this thread.
+    """While inside, call the functions of reentrant checkpoints of this thread directly.
 
-    Others that notice these calls (`at_each_checkpoint`), from outside, still do.
+    An `at_each_checkpoint` around this context is still notified.
     """
     here = threading.get_ident()
     original: Any = CheckpointFunction.apply
@@ -31,7 +31,7 @@ def reentrant_called_directly() -> Iterator[None]:
         if threading.get_ident() != here:
             return original(function, preserve_rng_state, *args)
         notice()
-        # A checkpoint whose arguments need no gradient gives none to the parameters inside either.
+        # If no argument of a checkpoint requires a gradient, the parameters inside get none either.
         needs = any(isinstance(item, torch.Tensor) and item.requires_grad for item in args)
         with torch.set_grad_enabled(needs and torch.is_grad_enabled()):
             return function(*args)

@@ -1,4 +1,4 @@
-"""The operators that run in eager mode on fake tensors, and when their storages are freed."""
+"""Records the operators that run in eager mode on fake tensors, and when storages are freed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ _Eager = TypeVar("_Eager")
 
 @dataclass(frozen=True)
 class EagerCall:
-    """index: of all calls. storages: what it makes, or writes where it makes nothing.
+    """An operator call in eager mode.
 
-    function: sequence number of the autograd function that makes the call.
+    name: the operator without its overload ("aten.mul").
+    index: position among all calls.
+    storages: numbers of the storages that it allocates; if none, of the one that it writes.
+    overwrites: whether it writes into an argument and allocates nothing.
+    function: sequence number of the autograd function that makes the call (None: forward pass).
     """
 
     name: str
@@ -32,10 +36,11 @@ class EagerCall:
 
 
 class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, records calls of operators, views left out, and numbers their storages.
+    """While entered, records operator calls (except views) and numbers their storages.
 
-    freed: storage -> how many calls had run when it was freed.
-    written: storage -> the calls that wrote into it after it was made.
+    calls: the calls, in order.
+    freed: number of a storage -> how many calls had run when it was freed.
+    written: number of a storage -> indices of the calls that wrote into it after it was allocated.
     """
 
     def __init__(self) -> None:
@@ -55,6 +60,7 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         known = {item.untyped_storage()._cdata for item in call.inputs()}
         outputs = {item.untyped_storage()._cdata: item for item in call.outputs()}
+        # An operator in place makes nothing: its call stands for the storage that it writes.
         made = [item.untyped_storage() for at, item in outputs.items() if at not in known]
         storages = made or [next(iter(outputs.values())).untyped_storage()]
         numbers = tuple(map(self._numbered, storages))
@@ -87,7 +93,7 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def packet(operator: str) -> str:
-    """ "aten.mul" of aten.mul.Tensor and of aten.mul_.Scalar."""
+    """The operator without overload and trailing "_": "aten.mul" of "aten.mul_.Scalar"."""
     return operator.rpartition(".")[0].rstrip("_")
 
 
@@ -98,9 +104,10 @@ def matched(
     *,
     n_ahead: int,
 ) -> Iterator[tuple[_Traced, _Eager]]:
-    """Pairs of the same, both in order; what has no counterpart is left out.
+    """Pair traced with eager items in order; items without a counterpart are left out.
 
-    n_ahead: of eager ones, to look for the next traced one.
+    are_same: whether a traced and an eager item belong together.
+    n_ahead: how many eager items to look ahead for the next traced one.
     """
     start = 0
     for one in traced:

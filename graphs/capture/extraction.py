@@ -1,10 +1,10 @@
-"""From the joint fx graph to the nodes and tensors of a Graph, with the mapping back to fx nodes.
+"""Turns the joint fx graph into the nodes and tensors of a Graph, with the mapping to fx nodes.
 
 Most fx nodes are views, `getitem` and `detach`: they allocate nothing, so they are folded into the
-storage that they point at. The operators that allocate remain: they are the nodes of the Graph. Its
-tensors are storages; there are no aliases left. A mutated buffer becomes a `copy_` node at the end
-of the forward pass, which runs once; where a part of it is written, the node may write that part
-alone (`graphs.capture.buffer_writes`).
+storage that they point at. The operators that allocate become the nodes of the Graph, and the
+storages its tensors; no aliases are left. A mutated buffer becomes a `copy_` node at the end of the
+forward pass, which runs once. If the model writes only a part of the buffer, the node may write
+that part alone (`graphs.capture.buffer_writes`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ CPU_RANDOM_STATE_BYTES = 5056
 class Overwrite:
     """A call of an operator that writes its result into one of its arguments.
 
-    target: the overload, or other function, that does.
-    argument: the fx node of that argument.
-    keyword: the name under which it is given once more (None: the overload overwrites its first).
+    target: the overload, or another function, that does so.
+    argument: fx node of the overwritten argument.
+    keyword: the name under which the argument is passed once more, such as "out" (None: the
+        overload overwrites its first argument).
     """
 
     target: Callable[..., Any]
@@ -46,19 +47,21 @@ class Overwrite:
 
 @dataclass
 class Layout:
-    """The step as nodes and tensors, and what they are in the fx graph.
+    """The step as nodes and tensors of a Graph, and what they are in the fx graph.
 
+    nodes, tensors, outputs: as in Graph.
     calls: node name -> the fx node that it runs.
     storage: fx node -> its tensor (a multi-output call has none: its getitems have one each).
-    updates: name of a copy_ node -> what it writes.
+    updates: name of a node that writes a buffer -> what it writes.
     dtypes: tensor -> dtype of the value that allocated it, such as "float32".
     gradients: placeholder of a leaf -> the tensor that holds its gradient; all different.
     copies: name of a clone node -> fx node of the gradient that it copies.
     in_place: forward nodes whose operator overwrites its first argument in eager mode.
-    module_calls: path of a module -> numbers of its calls that forward nodes are in.
-    within: call of an operator that is traced as several -> those of its forward nodes that read
-        what eager mode holds until it returns, and the last.
-    overwriting: name of a node that overwrites an input -> how it is called (`Overwrite`).
+    module_calls: path of a module -> numbers of its calls in which forward nodes run.
+    within: number of an eager operator's call that is traced as several operators (a recurrent
+        cell or layer) -> the forward nodes of it that read tensors which eager mode holds until the
+        call returns, and the last forward node of it.
+    overwriting: name of a node that overwrites an input -> how it is called.
     functions: sequence number of an autograd function -> names of its backward nodes.
     sums: backward nodes that sum gradients of one tensor, between functions.
     """
@@ -80,8 +83,10 @@ class Layout:
     overwriting: dict[str, Overwrite] = field(default_factory=dict)
 
     def storage_of(self, node: torch.fx.Node) -> str:
-        """Where the value of a node lives: a view with several outputs (split) on the storage that
-        it is derived from. Its own name where that is none."""
+        """The tensor on which a node's value is stored; the node's own name if there is none.
+
+        For a view with several outputs (split), that is the tensor which it is a view of.
+        """
         stack = [node]
         while stack:
             each = stack.pop()
@@ -92,8 +97,9 @@ class Layout:
 
 
 def extract(captured: Capture, *, cost: Callable[[torch.fx.Node], Cost]) -> Layout:
-    """Fold views into storages and list what remains.
+    """Fold views into storages, and list the nodes and tensors that remain.
 
+    cost: fx node -> its time and workspace.
     Raises TraceError for tensors of unknown size.
     """
     return _Extraction(captured, cost).run()
@@ -124,7 +130,7 @@ class _Extraction:
                 self._update(node.name, write)
             elif node not in self._part_writes.within:
                 self._call(node)
-        # mutated buffers are written once, at the end of the forward pass
+        # All other mutated buffers are written once, at the end of the forward pass.
         for placeholder, new_value in self.captured.mutations.items():
             if placeholder not in self._part_writes.buffers:
                 self._update(f"copy_to_{placeholder.name}", Write(placeholder, (new_value,)))
@@ -138,6 +144,7 @@ class _Extraction:
         return self.layout
 
     def _resident(self, node: torch.fx.Node) -> None:
+        """Add the tensor of a placeholder or constant."""
         source = self.captured.sources.get(node)
         if node.op == "get_attr":
             value = getattr(self.captured.module, str(node.target))
@@ -158,8 +165,9 @@ class _Extraction:
             known = name
             self._alias(value, name)
             n_bytes = storage.nbytes()
-            if kind == "tangent":  # made with the strides of its output, on a storage of its own,
-                # while the output of a CPU kernel may keep more alive (`as_eager.fake_kernels`)
+            if kind == "tangent":
+                # A gradient has its output's strides but a storage of its own, while the storage of
+                # the output of a CPU kernel may be larger (`as_eager.fake_kernels`).
                 steps = zip(value.shape, value.stride(), strict=True)
                 last = sum((n - 1) * step for n, step in steps)
                 n_bytes = int(last + 1) * value.element_size() if value.numel() else 0
@@ -175,12 +183,13 @@ class _Extraction:
         return known
 
     def _alias(self, value: torch.Tensor, name: str) -> None:
-        """Views of the value are views of this tensor."""
+        """Let views of the value count as views of the tensor called `name`."""
         storage = value.untyped_storage()
         self._names[storage._cdata] = name
         self._alive.append(storage)
 
     def _call(self, node: torch.fx.Node) -> None:
+        """Add the node of an operator call, unless it allocates nothing."""
         value = node.meta.get("val")
         if node.target is operator.getitem:
             if isinstance(value, torch.Tensor):
@@ -201,7 +210,7 @@ class _Extraction:
         cost = self.cost(node)
         phase: Phase = "backward" if is_backward(node) else "forward"
         self.layout.calls[node.name] = node
-        # Facts of eager mode that a functional graph of single operators has lost.
+        # Facts about eager mode that the functional graph of single operators does not show.
         custom, number = _custom(node), node.meta.get("seq_nr")
         if phase == "forward":
             if custom.get("in_place"):
@@ -255,9 +264,10 @@ class _Extraction:
         return made
 
     def _viewed_constant(self, node: torch.fx.Node) -> str | None:
-        """The constant that the call returns a view of.
+        """The constant that the call returns a view of, or None.
 
-        In a trace each use of a constant has a fake tensor on a storage of its own.
+        In a trace each use of a constant has a fake tensor on a storage of its own, so the storage
+        does not tell.
         """
         schema = getattr(node.target, "_schema", None)
         if schema is None or schema.is_mutable:
@@ -270,6 +280,7 @@ class _Extraction:
         return next((name for name in viewed if name in self._constants), None)
 
     def _is_recomputable(self, node: torch.fx.Node, inputs: tuple[str, ...]) -> bool:
+        """Whether a forward node may be recomputed; counts random nodes along the way."""
         target = node.target
         if isinstance(target, OpaqueForward) and not target.recomputable:
             return False
@@ -287,6 +298,7 @@ class _Extraction:
         return mutated.isdisjoint(inputs) or ignores_them
 
     def _update(self, name: str, write: Write) -> None:
+        """Add the node of a write to a buffer, unless the new value is the buffer itself."""
         old = self.layout.storage[write.buffer]
         new = [self.layout.storage[value] for value in write.values]
         if old in new:
@@ -297,9 +309,9 @@ class _Extraction:
         self.layout.nodes.append(Node(name, op, (*new, old), (), time_s, recomputable=False))
 
     def _gradients(self) -> None:
-        """Each leaf's gradient gets a storage of its own, as in autograd.
+        """Give each leaf's gradient a storage of its own, as autograd does.
 
-        A gradient that is expanded, shared, or part of a larger storage is copied.
+        A gradient that is expanded, shared, or part of a larger storage is copied by a new node.
         """
         layout = self.layout
         makers = {name: node.name for node in layout.nodes for name in node.outputs}
@@ -308,6 +320,7 @@ class _Extraction:
             storage, value = layout.storage[gradient], gradient.meta["val"]
             n_bytes = value.numel() * value.element_size()
             taken = storage in layout.gradients.values()
+            # No copy if a node makes it, no other leaf has it, and it fills its storage.
             if storage in makers and not taken and self.sizes[storage] == n_bytes:
                 layout.gradients[placeholder] = storage
                 self.kinds[storage] = "gradient"
@@ -327,7 +340,7 @@ class _Extraction:
             layout.nodes += of_inputs
 
     def _label(self) -> None:
-        """Mark the graph's outputs, and count the random states that recomputation needs."""
+        """Mark the graph's outputs, and add a tensor for random states that recomputation needs."""
         layout = self.layout
         made = {name: i for i, node in enumerate(layout.nodes) for name in node.outputs}
         for index, value in enumerate(self.captured.outputs):

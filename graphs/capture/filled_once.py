@@ -1,8 +1,9 @@
-"""Attributes that a forward pass sets and later ones find: a causal mask, positions, a number.
+"""Attributes that one forward pass sets and later ones find: a causal mask, positions, a number.
 
-A planned step would not set them. Where nothing but constants went into them, they are what every
-forward pass would leave, so they are computed first, as by a call before, and the step that finds
-them there is traced. `HeldTensor` then notices another tensor, `planned.guards` another number.
+A planned step would not set them. If such a value is computed from constants alone, every forward
+pass leaves the same value. So the value is computed first, as if the module had been called before,
+and the step that finds it in the attribute is traced. If the attribute holds another tensor in a
+later step, `HeldTensor` notices; if it holds another number, `planned.guards` does.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, eq=False)
 class Filled:
-    """An attribute of a module, and what every forward pass leaves there.
+    """An attribute of a module, and the value that every forward pass leaves there.
 
-    module: its path.
+    module: path of the module.
+    attribute: name of the attribute.
     value: a tensor, or a plain value.
-    is_unread: whether forward is known to set it before it reads it, so that what the call before
-        left there decides about nothing.
+    is_unread: whether forward is known to set the attribute before it reads it, so that the value
+        left by an earlier call does not matter.
     """
 
     module: str
@@ -43,15 +45,20 @@ class Filled:
         return isinstance(self.value, _PLAIN)
 
     def put(self, model: nn.Module) -> None:
-        """Set the attribute."""
+        """Set the attribute to the value."""
         setattr(model.get_submodule(self.module), self.attribute, self.value)
 
 
 def filled_once(
     model: nn.Module, mode: KnowingMode, run: Callable[[], object]
 ) -> tuple[Filled, ...]:
-    """The attributes that a forward pass on fake tensors fills with constants, or sets to plain
-    values; restores them."""
+    """Find the attributes that a forward pass fills with constants or sets to plain values.
+
+    All attributes are restored afterwards.
+
+    mode: the fake tensor mode to run under.
+    run: calls the module on fake tensors.
+    """
     before = {module: dict(vars(module)) for module in model.modules()}
     found: list[Filled] = []
     with contextlib.suppress(SideEffectError), attributes_unchanged(model), mode:
@@ -71,11 +78,13 @@ def filled_once(
 
 
 class SetBeforeRead:
-    """A context in which plain attributes that forward sets are missing until it sets them.
+    """A context that finds out which plain attributes forward sets before it reads them.
 
-    A step that runs inside as it does outside, and reads none of them before it sets it, is the
-    same whatever the call before has left there. Each is watched by a descriptor of its class,
-    since `is None` or `isinstance` cannot be seen by what is in the attribute.
+    While entered, the attributes are missing from their modules' `__dict__`, and descriptors on the
+    classes watch them: a first read returns the value as usual, a first write marks the attribute
+    as set before it is read. If the step also runs the same operators inside as outside, the value
+    that an earlier call has left does not matter. A special value in the attribute would not do,
+    since it could not notice `is None` or `isinstance`.
     """
 
     def __init__(self, model: nn.Module, filled: Sequence[Filled]) -> None:
@@ -93,7 +102,7 @@ class SetBeforeRead:
                 watch = self._watches.setdefault(place, _Watch(name, default))
                 watch.waiting[id(module)] = each.value
         for module in self._modules.values():
-            # Put back in their order, which is a part of what calls are compared by.
+            # Restores the order of attributes too, since calls are also compared by it.
             attributes = vars(module)
             self._stack.callback(attributes.update, dict(attributes))
             self._stack.callback(attributes.clear)
@@ -107,7 +116,10 @@ class SetBeforeRead:
         self._stack.close()
 
     def marked(self) -> tuple[Filled, ...]:
-        """The attributes, after a step inside that ran as it does outside."""
+        """The attributes with `is_unread` set.
+
+        Valid after a step inside that ran the same operators as outside.
+        """
         found = []
         for each in self._filled:
             module = self._modules[each.module]
@@ -118,10 +130,10 @@ class SetBeforeRead:
 
 
 class _Watch:
-    """In place of an attribute of a class; other modules of the class see what they saw before.
+    """A descriptor that watches an attribute of a class; other modules of the class do not notice.
 
-    waiting: by the module's id, what it reads where it has not set the attribute yet.
-    set_first: ids of modules that set it before they read it.
+    waiting: id of a watched module -> the value to return if it reads the attribute first.
+    set_first: ids of modules that have set the attribute before they read it.
     """
 
     def __init__(self, name: str, default: object) -> None:
@@ -154,7 +166,7 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def put_meanwhile(model: nn.Module, filled: Sequence[Filled]) -> Iterator[None]:
-    """The values in their attributes while inside."""
+    """While inside, the attributes have their values."""
     with contextlib.ExitStack() as stack:
         for each in filled:
             attributes = vars(model.get_submodule(each.module))

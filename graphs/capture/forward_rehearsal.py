@@ -1,8 +1,8 @@
-"""What the code of `forward` holds longer than its operators read it.
+"""Finds tensors that the code of `forward` holds after the last operator that reads them has run.
 
-A variable keeps its tensor until it is assigned again or its function returns; a module's call
-keeps the arguments of the module. That is in no graph. So the forward pass runs once on fake
-tensors, in eager mode, and it is noted when each storage is freed.
+A variable keeps its tensor alive until it is assigned again or its function returns, and a module's
+call keeps its arguments alive. No graph shows that. So the forward pass runs once in eager mode on
+fake tensors, and it is recorded when each storage is freed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from graphs.capture.eager_calls import EagerCalls, matched, packet
 from graphs.capture.extraction import Layout
 
 _N_AHEAD = 16
-"""Calls to look ahead for the next traced operator: eager mode may run others in between."""
+"""How many eager calls to look ahead for the next traced operator: others may be in between."""
 
 
 def held_by_variables(
     layout: Layout, eager: EagerCalls, *, forward_only: bool = False
 ) -> dict[str, tuple[str, ...]] | None:
-    """Forward node -> tensors that stay until it has run, although no later one reads them.
+    """Forward node -> tensors that stay alive until it has run, after their last reader.
 
-    eager: of the forward pass, which has returned; its outputs may still be there.
-    forward_only: what the backward pass reads does not count as read.
+    Returns None (not known) if an operator of eager mode is traced as several operators, by Python
+    code with variables of its own (`graphs.capture.as_eager.rnn`).
 
-    None: nothing is known where an operator of eager mode is traced as several, by Python code with
-    variables of its own (`graphs.capture.as_eager.rnn`).
+    eager: the calls of the forward pass, which has returned; its outputs may still be alive.
+    forward_only: whether to ignore that the backward pass reads tensors.
     """
     if layout.within:
         return None
@@ -40,14 +40,14 @@ def held_by_variables(
         )
     )
     node_at = {call.index: node.name for node, call in pairs}
-    ran: list[str] = []  # by number of calls: the last matched node that has run by then
+    ran: list[str] = []  # for each call: the last matched node that has run when it ends
     for index in range(len(eager.calls)):
         ran.append(node_at.get(index, ran[-1] if ran else ""))
     held: dict[str, list[str]] = {}
     for node, call in pairs:
         for name, storage in zip(node.outputs, call.storages, strict=False):
-            # Its end: freed, or written over. A trace has what a later call writes as another
-            # tensor, with an end of its own.
+            # The tensor ends when its storage is freed or overwritten: in a trace, what a later
+            # call writes is another tensor, with an end of its own.
             over = (1 + index for index in eager.written.get(storage, ()) if index > call.index)
             end = min((eager.freed.get(storage, len(eager.calls)), *over))
             until = ran[end - 1]

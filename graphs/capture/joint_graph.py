@@ -1,4 +1,4 @@
-"""From a module and a batch to one fx graph of forward and backward, on fake tensors.
+"""Traces a module and a batch to one fx graph of forward and backward, on fake tensors.
 
 AOTAutograd's joint export records every operator that the forward pass and autograd run, with
 mutations turned into outputs (functionalised). No weight, batch or activation is allocated, and the
@@ -9,12 +9,12 @@ What makes this work for modules as people write them:
 - Parameters and buffers are passed in deduplicated (tied weights would count twice), through
   `torch.func.functional_call` on a shell that owns the fake ones.
 - The module may read values that depend only on the batch and on buffers
-  (`graphs.capture.as_eager.known_values`): it takes the branches of eager mode, and what it read is
-  kept as guards of the program.
-- Outputs that get no gradient are detached inside; otherwise the backward pass would expect
-  gradients of zeros for them.
+  (`graphs.capture.as_eager.known_values`). So it takes the branches of eager mode, and the values
+  that it reads are kept as guards of the program.
+- Outputs that get no gradient are detached; otherwise the traced backward pass would take gradients
+  for them, which would have to be zeros.
 - Ambient autocast covers the forward pass only: the backward pass runs outside of the autocast
-  block, as PyTorch asks.
+  block, as PyTorch recommends.
 - While tracing, global module hooks record which module each operator belongs to.
 """
 
@@ -60,15 +60,16 @@ from graphs.capture.traced_calls import is_backward
 from graphs.model_calls import Call, TraceError, strided_like
 
 TRACING = threading.RLock()
-"""Held while tracing: what a trace patches (operators' kernels, branches of libraries, hooks of all
-modules, AOTAutograd's settings) is process-wide, so threads take turns."""
+"""The lock that is held while tracing: a trace patches things of the whole process (kernels of
+operators, branches of libraries, global module hooks, AOTAutograd's settings), so threads take
+turns."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function with `TRACING` held."""
+    """Decorate a function so that it holds `TRACING` while it runs."""
 
     @functools.wraps(function)
     def locked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -88,13 +89,15 @@ def capture(
     planned: Planned = (),
     arriving: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Capture:
-    """Capture forward and backward of `model` called with `call`.
+    """Trace the forward and backward pass of `model` called with `call`.
 
-    device: of the fake tensors (None: that of the real ones).
-    choose: flat model output -> indices of the outputs that get a gradient.
-    planned: the opaque parts of a plan for this step.
-    arriving: index of an output -> strides of its gradient, where they are not the output's own.
-    Raises TraceError with the reason.
+    Modules that cannot be traced become opaque parts (`graphs.capture.opaque`). Raises TraceError
+    with the reason if the step cannot be captured.
+
+    device: device of the fake tensors (None: that of the real ones).
+    choose: the model's output -> indices of the flat outputs that get a gradient.
+    planned: the opaque parts of a plan for this step (`OpaquePart.described`), tried first.
+    arriving: index of an output -> strides of its gradient, if they are not the output's own.
     """
 
     def traced(standing: Sequence[StandIn]) -> Capture:
@@ -102,7 +105,7 @@ def capture(
             shell = Shell(
                 model, call, choose=choose, device=device, standing=standing, arriving=arriving
             )
-            # The cache of results on fake tensors ignores storage offsets: without this, sizes
+            # PyTorch's cache of fake results ignores storage offsets: if it were not cleared, sizes
             # would depend on what this process has traced before.
             FakeTensorMode.cache_clear()
             with contextlib.ExitStack() as stack:
@@ -127,7 +130,7 @@ def capture(
         captured, filled = _with_filled(model, call, device, run, standing)
         return replace(captured, filled=filled)
 
-    with reentrant_called_directly():  # where the model runs for its parts that are not traced, too
+    with reentrant_called_directly():  # also when the model is run to observe opaque parts
         captured, opaque = with_opaque_parts(model, call, device, traced, planned=planned)
     refuse_most(captured.graph, opaque)
     return replace(captured, opaque=opaque)
@@ -135,7 +138,10 @@ def capture(
 
 @one_at_a_time
 def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) -> Any:
-    """What the model returns for this call, on fake tensors; nothing is recorded."""
+    """The model's output for this call, on fake tensors; no graph is recorded.
+
+    Raises TraceError.
+    """
 
     def traced(standing: Sequence[StandIn]) -> Any:
         def run() -> Any:
@@ -154,9 +160,10 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
 def described_step(
     model: nn.Module, call: Call, *, chosen: tuple[int, ...], device: torch.device | None
 ) -> Described:
-    """Equal for calls of which `capture` would make the same program; see `same_program`.
+    """Describe a step: equal descriptions mean that `capture` would make the same program.
 
-    Of models without opaque parts, whose attributes a first call does not fill. Raises TraceError.
+    For models without opaque parts and without attributes that a first call fills. See
+    `graphs.capture.same_program`. Raises TraceError.
 
     chosen: indices of the outputs that get a gradient.
     """
@@ -174,11 +181,13 @@ def rehearse(
     *,
     device: torch.device | None,
 ) -> Rehearsed:
-    """Run the captured step in eager mode on fake tensors; see `graphs.capture.forward_rehearsal`
-    and `backward_rehearsal`.
+    """Run the captured step in eager mode on fake tensors, to see what it overwrites and holds.
 
-    Nothing is known where it does not run like that (a part that is not traced, and DTensors, whose
-    operators run within others).
+    See `graphs.capture.forward_rehearsal` and `backward_rehearsal`. Returns an empty `Rehearsed` if
+    the step cannot be run like that: with opaque parts, with DTensors (whose operators run within
+    other operators), or if it raises a TraceError.
+
+    layout: the nodes and tensors of the captured step.
     """
     if captured.opaque or has_distributed(model):
         return Rehearsed()
@@ -192,12 +201,13 @@ def rehearse(
             del returned
             gradients = [torch.ones_like(item) for item in outputs]
             tangents = [captured.tangents[index].meta["val"] for index in sorted(captured.tangents)]
+            # The strides of the gradients decide which operators the backward pass runs.
             if [each.shape for each in tangents] == [item.shape for item in outputs]:
                 gradients = [strided_like(each).fill_(1.0) for each in tangents]
             saved = saved_by_functions(outputs)
             with (
                 torch._C._DisableAutocast(),
-                torch.autograd.set_multithreading_enabled(False),
+                torch.autograd.set_multithreading_enabled(False),  # so that EagerCalls sees it
                 EagerCalls() as backward,
             ):
                 torch.autograd.backward(outputs, gradients)
@@ -219,7 +229,10 @@ def _held_in_calls(
     *,
     device: torch.device | None,
 ) -> Mapping[str, tuple[str, ...]] | None:
-    """What variables of `forward` hold where autograd saves nothing, as in a checkpointed call."""
+    """What variables of `forward` hold if autograd saves nothing, as in a checkpointed call.
+
+    Returns forward node -> tensors, as `held_by_variables` does; None: not known.
+    """
     shell = Shell(model, call, choose=lambda _output: captured.gradient_outputs, device=device)
     try:
         with (
@@ -237,6 +250,7 @@ def _held_in_calls(
 def _in_eager_mode(
     model: nn.Module, captured: Capture, shell: Shell, *, device: torch.device | None
 ) -> Iterator[None]:
+    """While inside, the captured step can be called on the shell's fake tensors in eager mode."""
     with (
         _tracing(model, ()),
         put_meanwhile(model, captured.filled),
@@ -255,7 +269,12 @@ def _with_filled(
     run: Callable[[], _R],
     standing: Sequence[StandIn],
 ) -> tuple[_R, tuple[Filled, ...]]:
-    """What `run` returns; where it fails, once more with the attributes that a call fills."""
+    """Call `run`, which traces; if it fails, retry with the attributes set that a call fills.
+
+    Returns its result, and these attributes (`graphs.capture.filled_once`). Raises TraceError if
+    both fail, if a call fills no attributes, or if the call that fills them differs from later
+    ones.
+    """
     try:
         return run(), ()
     except TraceError:
@@ -268,9 +287,11 @@ def _with_filled(
             raise
     with put_meanwhile(model, filled):
         result = run()
+        # A second call, which finds the attributes filled, must run the first one's operators.
         later = Recorded(_shell(model, call, device, standing))
         with _tracing(model, standing), attributes_unchanged(model), later.shell.mode:
             later.run()
+        # A third call finds out which attributes forward sets before it reads them.
         again = Recorded(_shell(model, call, device, standing))
         unread = SetBeforeRead(model, filled)
         with (
@@ -289,7 +310,7 @@ def _with_filled(
             "sequence of operators. Call the model once before it is planned, or fill the "
             "attribute in __init__"
         )
-    # What a part that is not traced reads was not seen.
+    # Not known with opaque parts: the attributes that they read were not seen.
     is_shown = not standing and same_steps(later.steps, again.steps)
     return result, unread.marked() if is_shown else filled
 
@@ -297,15 +318,17 @@ def _with_filled(
 def _shell(
     model: nn.Module, call: Call, device: torch.device | None, standing: Sequence[StandIn]
 ) -> Shell:
-    """For a forward pass alone."""
+    """A shell for a forward pass alone: no output gets a gradient."""
     return Shell(model, call, choose=lambda _output: (), device=device, standing=standing)
 
 
 @contextlib.contextmanager
 def _tracing(model: nn.Module, standing: Sequence[StandIn]) -> Iterator[None]:
-    """Every error inside becomes a TraceError that says where in the user's code it arose.
+    """Prepare a call of the model on fake tensors, and turn errors inside into TraceErrors.
 
-    standing: for modules that are not traced.
+    Each such TraceError says where in the user's code the error arose.
+
+    standing: stand-ins for the opaque parts, whose hooks need not be refused.
     """
     with (
         failures_not_logged(),
@@ -325,8 +348,11 @@ def _tracing(model: nn.Module, standing: Sequence[StandIn]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _module_paths(model: nn.Module) -> Iterator[None]:
-    """Record the path of the running module of `model` in each fx node's meta, and which call of
-    it and of those around it this is."""
+    """While inside, annotate each fx node with the module of `model` that is running.
+
+    "module_path" is the module's path; "module_calls" gives the number of the running call of this
+    module and of each module around it, by path.
+    """
     paths = {module: name for name, module in model.named_modules()}
     entered: list[contextlib.ExitStack] = []
     running: list[dict[str, int]] = [{}]  # path -> number of the call
@@ -354,10 +380,11 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
 
 
 def _name_modules_of_copying_functions(graph: torch.fx.Graph) -> None:
-    """Give backward nodes of operators in place the module's path where PyTorch finds none.
+    """Annotate backward nodes of some in-place operators with their module, where PyTorch does not.
 
-    It goes by the number of the autograd function. Where autograd copies first what is overwritten
-    (`silu_`, `pow_`), the copy and the operator have the number after the function's.
+    PyTorch matches backward to forward nodes by the sequence number of the autograd function. If
+    autograd first copies the tensor that an operator overwrites (`silu_`, `pow_`), the copy and the
+    operator have the number after the function's.
     """
     calls = [node for node in graph.nodes if "seq_nr" in node.meta]
     forward = {n.meta["seq_nr"]: n.meta.get("custom") for n in calls if not is_backward(n)}

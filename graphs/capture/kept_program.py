@@ -1,4 +1,4 @@
-"""The program that `solve` has traced, for an `apply` in the same process."""
+"""Keeps the program that `solve` has traced for an `apply` in the same process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from graphs.model_calls import Call, TraceError, device_of
 
 
 class KeptCapture:
-    """A captured program and what says whether a call would be traced to it again.
+    """A captured program, with a description that tells whether a call would be traced to it again.
 
-    It does not keep the module, its parameters or the batch alive, and it stays behind when what
-    holds it is copied or pickled: then the step is traced again.
+    It does not keep the module, its parameters or the batch alive. It is not copied or pickled with
+    the object that holds it; a step of the copy is traced again.
     """
 
     def __init__(self, model: nn.Module, captured: Capture, described: Described) -> None:
@@ -31,7 +31,11 @@ class KeptCapture:
     def of(
         cls, model: nn.Module, call: Call, captured: Capture, *, device: torch.device
     ) -> KeptCapture | None:
-        """None where a step on fake tensors does not tell all, or another device is."""
+        """Keep a captured program; None if it cannot be recognised.
+
+        That is so with opaque parts and with attributes that a first call fills, if the program is
+        for another device than the model's, or if the step fails in eager mode on fake tensors.
+        """
         if captured.opaque or captured.filled or device_of(model) != device:
             return None
         chosen = captured.gradient_outputs
@@ -61,4 +65,4 @@ class KeptCapture:
 
 
 def _nothing() -> None:
-    """What is left of it in a copy."""
+    """What a `KeptCapture` becomes in a copy: None."""

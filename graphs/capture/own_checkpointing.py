@@ -1,6 +1,6 @@
-"""Calls of `torch.utils.checkpoint` by the model itself, detected while it is traced.
+"""Detects calls of `torch.utils.checkpoint` by the model itself.
 
-Tracing goes through them: the operators inside are recorded once, like any others.
+They do not change a trace: the operators inside are recorded once, like any others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphs.capture.joint_graph import TRACING
 
 @contextlib.contextmanager
 def at_each_checkpoint(notice: Callable[[], None]) -> Iterator[None]:
-    """Call `notice` before each call of `torch.utils.checkpoint.checkpoint` inside."""
+    """While inside, run `notice` before each call of `torch.utils.checkpoint.checkpoint`."""
     checkpoints = torch.utils.checkpoint
     places: list[tuple[Any, str]] = [
         (checkpoints, "_checkpoint_without_reentrant_generator"),

@@ -1,8 +1,9 @@
-"""Whether a model that cannot be traced fails by itself: a batch of a wrong shape, say.
+"""Finds out whether a model that cannot be traced would fail anyway, say on a batch of wrong shape.
 
-It is called once more on tensors of the meta device, outside of the trace, where products and norms
-refuse mixtures of dtypes as kernels do. What only a trace cannot do fails there in another way, or
-not at all; so does what reads values. Where the values are there, it is called on them.
+The model is called once more outside of the trace, on tensors of the meta device, where products
+and norms refuse mixtures of dtypes as their kernels do. A failure that is due to tracing does not
+occur there, or looks different; so does a failure of code that reads values. If model and batch
+have values, the model is also called on those.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ class FailsOnBatchError(TraceError):
 
 
 def refuse_own_failure(model: nn.Module, call: Call, error: TraceError) -> None:
-    """Raise FailsOnBatchError where the error of the trace is that of the model itself."""
+    """Raise FailsOnBatchError if the model itself fails on meta tensors as it did in the trace.
+
+    error: the error of the trace. Nothing is done unless its `runs_in_eager` is set and it has a
+        cause, and all parameters, buffers and batch tensors are plain strided tensors.
+    """
     own = dict(named_state(model))
     tensors = (*own.values(), *call.tensors)
     is_plain = all(
@@ -64,9 +69,12 @@ def refuse_own_failure(model: nn.Module, call: Call, error: TraceError) -> None:
 
 
 def refuse_same_failure(model: nn.Module, error: TraceError, alone: Exception | None) -> None:
-    """Raise FailsOnBatchError where the model alone has raised what ended the trace."""
+    """Raise FailsOnBatchError if the model alone raises the same error as in the trace.
+
+    alone: what the model has raised outside of the trace, if anything.
+    """
     traced = error.__cause__
-    if isinstance(traced, SideEffectError):  # ours: the model alone runs
+    if isinstance(traced, SideEffectError):  # raised by our checks, not by the model
         return
     if alone is not None and (type(alone), str(alone)) == (type(traced), str(traced)):
         why = f"{type(model).__name__} fails on this batch: {error.short}"
@@ -76,11 +84,13 @@ def refuse_same_failure(model: nn.Module, error: TraceError, alone: Exception | 
 def refuse_failure_on_values(
     model: nn.Module, error: TraceError, run: Callable[[], object]
 ) -> None:
-    """Raise FailsOnBatchError where the model raises on its values what ended the trace.
+    """Raise FailsOnBatchError if the model fails on real tensors as it did in the trace.
 
-    run: calls the model on real tensors. Messages may differ, since a trace has no values, and so
-    may lines, since it passes checks (`graphs.capture.as_eager.checked_values`); but any operator
-    may raise a RuntimeError.
+    Errors are compared by type only: messages may differ, since a trace has no values, and so may
+    lines, since a trace assumes that checks pass (`graphs.capture.as_eager.checked_values`). Any
+    operator may raise a RuntimeError, so for this type the line in the model must agree too.
+
+    run: calls the model on real tensors.
     """
     traced = error.__cause__
     no_values = (DataDependentOutputException, DynamicOutputShapeException)
@@ -89,23 +99,23 @@ def refuse_failure_on_values(
     try:
         run()
     except Exception as alone:
-        # an operator on tensors without values raises deeper, below the same line of the model
+        # An operator on tensors without values raises deeper, below the same line of the model.
         is_same = type(alone) is not RuntimeError or _lines(alone)[-1] in _lines(traced)
         if type(alone) is type(traced) and is_same:
             why = f"{type(model).__name__} fails on this batch: {error.short}"
-            for each in (error, traced):  # in a cycle with its frames, which hold the trace
+            for each in (error, traced):  # reference cycles with frames, which hold the trace
                 traceback.clear_frames(each.__traceback__)
             raise FailsOnBatchError(why, short=error.short) from alone
 
 
 def _lines(error: BaseException) -> list[tuple[str, int]]:
-    """Of the functions that the error has left, the innermost last."""
+    """(file, line) of each frame in the error's traceback, the innermost last."""
     passed = traceback.walk_tb(error.__traceback__)
     return [(frame.f_code.co_filename, line) for frame, line in passed]
 
 
 def frames_of(error: BaseException) -> Iterator[FrameType]:
-    """Those that the error has left, the innermost last, and then those of what caused it."""
+    """The frames of the error's traceback, the innermost last, then those of its causes."""
     chain: BaseException | None = error
     while chain is not None:
         for frame, _ in traceback.walk_tb(chain.__traceback__):
@@ -115,7 +125,10 @@ def frames_of(error: BaseException) -> Iterator[FrameType]:
 
 @contextlib.contextmanager
 def failures_not_logged() -> Iterator[None]:
-    """Without the tracebacks that fake tensors log of failing operators: the error is raised."""
+    """While inside, silence the tracebacks that fake tensors log for failing operators.
+
+    They are not needed, since the error is raised too.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def is_other(record: logging.LogRecord) -> bool:

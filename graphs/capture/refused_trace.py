@@ -1,4 +1,4 @@
-"""What ended a trace, as a TraceError in one line: what failed, and where in the user's code."""
+"""Turns the error that ended a trace into a TraceError: what failed, where in the user's code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TORCH = Path(torch.__file__).parent
 
 
 def refused(model: nn.Module, error: Exception) -> TraceError:
-    """The TraceError for an error that the model, or what records it, has raised."""
+    """The TraceError for an error that was raised while the model was traced."""
     name, place = type(model).__name__, _place(error)
     if isinstance(error, SideEffectError):
         why = f"{name} cannot be planned{place}: {error}"
@@ -48,13 +48,13 @@ def refused(model: nn.Module, error: Exception) -> TraceError:
 
 
 def _what(error: Exception) -> tuple[str, str]:
-    """What failed, and advice."""
+    """(what failed, advice)."""
     if isinstance(error, ReadsRandomNumbers):
         return "forward reads random numbers that it draws", _READS_RANDOM_NUMBERS
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return "forward reads values that the step computes", _READS_VALUES
-    # These errors speak of what is inside of torch. Much of torch passes the file of torch.compile,
-    # but what it raises there is about the compiled function.
+    # The messages of the following errors are about internals of torch. Many calls of torch pass
+    # through the file of torch.compile, but an error raised in it is about a compiled function.
     passed = [Path(f.f_code.co_filename) for f, _ in traceback.walk_tb(error.__traceback__)]
     if any(path.is_relative_to(_TORCH / "nested") for path in passed):
         return "forward computes with a nested tensor (torch.nested)", _NESTED
@@ -65,12 +65,12 @@ def _what(error: Exception) -> tuple[str, str]:
 
 
 def _place(error: Exception) -> str:
-    """The innermost line of the user's code that the error has left; "": none."""
+    """The innermost line of the user's code in the traceback (" (FILE, line N)"), or ""."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
         ours = Path(path).is_relative_to(Path(__file__).parents[1])
-        at_exit = path == contextlib.__file__  # found when forward had ended
+        at_exit = path == contextlib.__file__  # raised by a check after forward had ended
         if "/torch/" not in path and not ours and not at_exit and not path.startswith("<"):
             place = f" ({path}, line {line})"
     return place

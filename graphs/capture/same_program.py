@@ -1,10 +1,11 @@
-"""Whether a module would be traced to the same program again, told by one step on fake tensors.
+"""Finds out, by one step on fake tensors, whether a module would be traced to the same program.
 
 A program is what the forward and the backward pass run. Both are run here in eager mode, which
-takes less than a trace of them. The backward pass has to be run: a custom `autograd.Function`, or a
-hook on a tensor or on a node, may compute with Python values that the forward pass does not show.
-`described` notes each operator with its arguments, what is returned, the gradients, the form of the
-tensors that the module is given, and the settings that autograd and AOTAutograd look at.
+takes less time than tracing them. The backward pass has to be run too: a custom
+`autograd.Function`, or a hook on a tensor or on a node, may compute with Python values that the
+forward pass does not show. `described` makes a digest of each operator with its arguments, the
+outputs, the gradients, the forms of the tensors that the module is given, and the settings that
+autograd and AOTAutograd look at.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from graphs.capture.shell import Shell
 from graphs.model_calls import Call, is_distributed, is_distributed_class, local_part
 
 _MADE_ANEW = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-"""Their argument is a real tensor that forward makes anew (`torch.tensor(2.0)`)."""
+"""Operators whose argument is a real tensor that forward makes in each call, such as
+`torch.tensor(2.0)`."""
 _PLAIN = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size),
@@ -33,8 +35,9 @@ _PLAIN = (
 
 @dataclass(frozen=True)
 class Described:
-    """Equal for steps of which the same program is traced.
+    """A description of a step; equal descriptions mean that tracing makes the same program.
 
+    digest: SHA-256 of all that was recorded.
     by_identity: the objects that the digest knows by their ids. They are kept alive, so that no
         other object gets such an id.
     """
@@ -44,16 +47,16 @@ class Described:
 
 
 class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators of a step in `digest`.
+    """While entered, adds the operators of a step to `digest`.
 
-    own: the fake tensors that it is given, by their names.
+    own: the fake tensors that the step is given, by name.
     """
 
     def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.digest = hashlib.sha256()
         self.by_identity: dict[int, Any] = {}
-        # with the tensors themselves, so that ids and storages stay taken
+        # id -> (tensor, name); the tensors are kept alive, so that ids and storages are not reused.
         self._made: dict[int, tuple[torch.Tensor, str]] = {}
         self._storages: dict[int, str] = {}
         for name, tensor in own.items():
@@ -78,7 +81,10 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def note(self, *items: Any, by_value: bool = False) -> None:
-        """Add to the digest. by_value: of real tensors the numbers count, not which one it is."""
+        """Add items to the digest.
+
+        by_value: whether real tensors are described by their values instead of their identity.
+        """
         for words in self._words(items, by_value=by_value):
             self.digest.update(words.encode() + b"\n")
 
@@ -107,7 +113,7 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(item) in self._made:
             return self._made[id(item)][1]
         if isinstance(item, FakeTensor):
-            # autograd hands on tensors that no operator returned, on the same storage
+            # Autograd may pass on a tensor that no operator returned, on a known storage.
             storage = self._storages.get(item.untyped_storage()._cdata)
             if storage is not None:
                 return f"on {storage}: {_form(item)} {item.is_conj()} {item.is_neg()}"
@@ -123,7 +129,10 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def described(shell: Shell, call: Call) -> Described:
-    """For a model and a call; called where the model may be called on fake tensors."""
+    """Describe a step of a model, by running it on the shell's fake tensors.
+
+    To be called in a context in which the model can be called on fake tensors.
+    """
     model, kind = shell.model, next((t.device.type for t in shell.batch), "cpu")
     inputs = {f"input {index}": tensor for index, tensor in enumerate(shell.batch)}
     own = dict(zip(shell.state, [*shell.parameters(), *shell.buffers()], strict=True))
@@ -148,7 +157,10 @@ def described(shell: Shell, call: Call) -> Described:
 def gradients(
     returned: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Of each leaf; the backward pass runs in this thread, where its operators are seen."""
+    """The gradient of each leaf for gradients of ones; () if there are none to compute.
+
+    The backward pass runs in this thread, so that dispatch modes see its operators.
+    """
     outputs = [item for item in returned if item.requires_grad]
     if not outputs or not leaves:
         return ()
@@ -158,5 +170,6 @@ def gradients(
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the traced program depends on, of a tensor without values."""
     form = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
     return (*form, tensor.requires_grad)

@@ -1,9 +1,9 @@
-"""Whether the call that fills attributes computes what later calls compute.
+"""Checks whether the call that fills attributes computes the same as later calls.
 
-`if self.mask is None: self.mask = ...` may also choose another branch for the first call. Its
-operators on the batch, parameters and buffers are recorded, and those of a second call, of both
-passes: what a call sets may decide about gradients alone (a `torch.no_grad` block, a number that a
-custom `autograd.Function` keeps for its backward pass).
+Code such as `if self.mask is None: self.mask = ...` may also take another branch in the first call.
+So the operators of a first and a second call on the batch, parameters and buffers are recorded and
+compared. This includes the backward pass, since an attribute may affect gradients alone (a
+`torch.no_grad` block, a number that a custom `autograd.Function` keeps for its backward pass).
 """
 
 from __future__ import annotations
@@ -23,25 +23,31 @@ Step = tuple[Any, pytree.TreeSpec, tuple[Any, ...]]
 
 
 class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The operators of a call on fake tensors, but for those that compute constants.
+    """Records the operators of a call on fake tensors, except those that compute constants.
 
-    steps: operator, structure and arguments: whether gradients are recorded, plain ones, recipes of
-        constants, and for what another operator returned which one that was. At last the gradients.
+    steps: (operator, structure, flat arguments) for each of them. The first flat argument is
+        whether gradients are enabled. A tensor is described by the step that returned it, by its
+        position among the shell's own tensors, or by its recipe if it is a constant. The last step
+        describes the gradients.
     """
 
     def __init__(self, shell: Shell) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shell = shell
         own = (*shell.parameters(), *shell.buffers(), *shell.batch)
-        self._made: dict[int, tuple[Any, Any]] = {}  # with the tensor, which keeps its id taken
-        # A saved tensor comes back as another object on the same storage.
+        # id -> (tensor, name); the tensor is kept alive, so that its id is not used again.
+        self._made: dict[int, tuple[Any, Any]] = {}
+        # In the backward pass a saved tensor is another object on the same storage.
         self._storages: dict[int, Any] = {}
         for index, tensor in enumerate(own):
             self._name(tensor, ("own", index))
         self.steps: list[Step] = []
 
     def run(self) -> None:
-        """Call the module, and compute gradients of all that it returns, under the shell's mode."""
+        """Call the module and compute the gradients of all its outputs.
+
+        To be called under the shell's fake tensor mode.
+        """
         leaves = [t for t in (*self.shell.parameters(), *self.shell.batch) if t.requires_grad]
         with self, torch.enable_grad():
             output = self.shell.call(self.shell.batch)

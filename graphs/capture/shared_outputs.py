@@ -1,15 +1,16 @@
-"""Outputs whose gradients AOTAutograd expects otherwise than a step has them.
+"""Outputs whose gradients AOTAutograd expects in another form than a training step has them.
 
-- Outputs that share memory with other outputs (`return logits, logits.t()`): it expects one
-  gradient for the tensor that they are views of. A planned step takes one for each output: then the
-  views' own backward functions and the sum of their gradients are in the traced backward pass, in
-  the order in which eager mode's engine runs them.
-- Gradients in another memory layout than the output has: a loss outside of the model may hand over
-  others (of a permuted output), and eager mode's operators follow their strides: sums over them
-  have other last bits than over a copy.
+- Outputs that share memory with other outputs (`return logits, logits.t()`): AOTAutograd expects
+  one gradient for the tensor that they are views of. A planned step takes one gradient for each
+  output, so that the traced backward pass contains the views' own backward functions and the sum of
+  their gradients, in the order in which eager mode's engine runs them.
+- Gradients in another memory layout than their output: a loss outside of the model may produce them
+  (for a permuted output). Eager mode's operators follow the strides of such a gradient: a sum over
+  it has other last bits than a sum over a contiguous copy.
 
-So while a step is traced, such outputs and gradients pass through an operator whose result seems to
-be new memory, with the strides that arrive; afterwards the tensor itself takes its place.
+So while a step is traced, such outputs and gradients pass through a marker operator. Its result
+looks like new memory, with the strides that the gradient will have. After tracing, `take_places`
+removes the markers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _arrives_as = torch.ops.checkpoint_solver.arrives_as.default
 
 
 class _Returned(torch.autograd.Function):
-    """The output as if it had memory of its own."""
+    """Passes an output on as if it had memory of its own."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> Any:
@@ -51,7 +52,7 @@ class _Returned(torch.autograd.Function):
 
 
 class _Arriving(torch.autograd.Function):
-    """The tensor; its gradient has these strides."""
+    """Passes a tensor on; its gradient will have the given strides."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -64,21 +65,23 @@ class _Arriving(torch.autograd.Function):
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that share memory."""
+    """A key of the tensor's storage: equal for tensors that share memory."""
     return tensor.untyped_storage()._cdata
 
 
 def title(index: int, spec: nested.Spec) -> str:
-    """Of a flat output, for messages: "output ['logits'] of the model"."""
+    """The name of a flat output for messages: "output ['logits'] of the model"."""
     return f"output {pytree.keystr(nested.paths(spec)[index]) or index} of the model"
 
 
 def for_trace(
     outputs: Sequence[Any], chosen: Sequence[int], arriving: Mapping[int, tuple[int, ...]]
 ) -> list[Any]:
-    """The flat outputs, those that get a gradient with memory of their own as far as can be seen.
+    """The flat outputs with markers, so that those with a gradient seem to have their own memory.
 
-    arriving: index of an output -> strides of its gradient, where they are not the output's own.
+    outputs: the flat outputs.
+    chosen: indices of the outputs that get a gradient.
+    arriving: index of an output -> strides of its gradient, if they are not the output's own.
     """
     n_sharing = Counter(storage_of(item) for item in outputs if isinstance(item, torch.Tensor))
     made = list(outputs)
@@ -92,7 +95,11 @@ def for_trace(
 
 
 def take_places(graph: torch.fx.Graph, tangents: Sequence[torch.fx.Node]) -> None:
-    """Outputs and gradients take the places of what stands for them."""
+    """Remove the markers from a traced graph; their readers read the marked tensors instead.
+
+    tangents: the placeholders of the outputs' gradients.
+    Raises TraceError if a marked gradient is not such a placeholder.
+    """
     for node in graph.find_nodes(op="call_function", target=_returned):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)

@@ -53,14 +53,17 @@ from graphs.model_calls import (
 
 
 class _WithoutHooks(nn.Module):
-    """A module that is no part of the user's model: hooks of all modules are not for it."""
+    """A module of ours, not of the user's model: global module hooks do not run for it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
 
 class _Forward(_WithoutHooks):
-    """Calls the model's forward, not the model: its own hooks run around the planned step."""
+    """Calls `model.forward`, not the model: the model's own hooks run around the planned step.
+
+    Raises SideEffectError for what a planned step would not do.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -84,8 +87,15 @@ class _Forward(_WithoutHooks):
 class Shell(_WithoutHooks):
     """Owns fake copies of a module's tensors and calls the module with them.
 
-    spec, chosen, flat_outputs, differentiable: of the last call; see `Capture`.
-    checks: what `checks_noted` has noted in it; returned after the flat outputs.
+    batch, batch_given: the fake and the real tensors of the batch.
+    paths: the shell's name of a parameter or buffer -> the model's.
+    mode: the fake tensor mode of the copies.
+    spec: structure of the model's output in the last call.
+    chosen: indices of the outputs that get a gradient in the last call.
+    flat_outputs: the flat outputs of the last call, with HOLE in place of tensors.
+    differentiable: indices of the outputs that require a gradient in the last call.
+    checks: results of the checks of values (`checks_noted`) in the last call; returned after the
+        flat outputs.
     gradient_specs: parameter -> how DTensor places its gradient, once it has been computed.
     """
 
@@ -105,7 +115,7 @@ class Shell(_WithoutHooks):
         self._standing = tuple(standing)
         self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
         self.batch_given = call.tensors
-        self.paths: dict[str, str] = {}  # the model's name of a parameter or buffer, by that here
+        self.paths: dict[str, str] = {}
         self._cache_enabled = torch.is_autocast_cache_enabled()
         self.spec: nested.Spec | None = None
         self.chosen: tuple[int, ...] = ()
@@ -145,11 +155,11 @@ class Shell(_WithoutHooks):
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The model's output for the shell's parameters and these tensors."""
+        """The model's output for the shell's parameters and buffers and these batch tensors."""
         return self._call(tensors, self._own())
 
     def _own(self) -> dict[torch.Tensor, torch.Tensor]:
-        """What stands for each of the model's parameters and buffers."""
+        """The model's parameters and buffers -> the fake tensors that stand for them."""
         found: dict[torch.Tensor, torch.Tensor]
         found = {p: getattr(self, f"p{i}") for i, p in enumerate(self.model.parameters())}
         found |= {b: getattr(self, f"b{i}") for i, b in enumerate(self.model.buffers())}
@@ -172,8 +182,9 @@ class Shell(_WithoutHooks):
         self.checks.clear()
         for each in self._standing:
             each.asked.clear()
-        # Each attribute of each module once. `tie_weights=True` lists an attribute once per name of
-        # its module (shared modules have several), and would finally restore a fake tensor there.
+        # Each attribute of each module once. With `tie_weights=True`, PyTorch would list an
+        # attribute once for each name of its module (a shared module has several), and at the end
+        # restore a fake tensor there.
         state = {f"inner.{name}": own[tensor] for name, tensor in named_state(model)}
         args, kwargs = call.arguments(tensors)
         forward = _Forward(model)
@@ -181,9 +192,14 @@ class Shell(_WithoutHooks):
             return torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
+        """Call the module and return what is traced: the output's tensors, then the checks.
+
+        Outputs that get no gradient are detached. Raises TraceError for outputs that cannot be
+        planned.
+        """
         own = self._own()
         leaves = [*own.values(), *tensors]
-        # A trace calls forward more than once: the next call would find what this one has left.
+        # A trace calls forward more than once, so each call must restore the attributes it changes.
         with (
             casts_once(leaves, cache_enabled=self._cache_enabled),
             attributes_unchanged(self.model),
@@ -236,7 +252,10 @@ class Shell(_WithoutHooks):
 
 
 def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
-    """What a module may read in a call: its buffers, the batch, and the state of generators."""
+    """The real tensors whose values a module may read in a call.
+
+    These are its buffers, the batch, and the states of the default generators.
+    """
     with _disable_current_modes():
         states = generator_states(device_of(model))
     leaves = {Leaf("random", device): state for device, state in states.items()}
@@ -245,7 +264,10 @@ def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
 
 
 def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """An empty tensor of the same size, strides and type (called under a fake mode)."""
+    """A fake tensor of the same size, strides and dtype; to be called under a fake mode.
+
+    Raises TraceError for tensor subclasses and for layouts other than strided.
+    """
     if is_distributed(tensor):
         return with_part(tensor, _fake(local_part(tensor), device))
     if type(tensor) is not torch.Tensor and not isinstance(tensor, nn.Parameter | FakeTensor):
@@ -273,9 +295,12 @@ _OBSERVES_FIRST = (
 
 
 class _NotedCalls(TorchDispatchMode):
-    """Records in an fx node's meta that the module's operator overwrites its first argument, which
-    the functional graph no longer shows; refuses operators that read what the step computes, or
-    draw from a generator of their own."""
+    """Annotates in-place operators, and refuses some operators.
+
+    An fx node is annotated with "in_place" if its operator overwrites its first argument in eager
+    mode, which the functional graph no longer shows. Operators are refused if they read values that
+    the step computes, or draw from a generator of their own.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

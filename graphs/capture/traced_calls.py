@@ -1,4 +1,4 @@
-"""What a call of a traced program is."""
+"""Properties of the calls in a traced program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def is_backward(node: torch.fx.Node) -> bool:
-    """Whether it is called in the backward pass, by the mark of PyTorch's partitioners."""
+    """Whether the node runs in the backward pass, by the tag that PyTorch's partitioners use."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 

@@ -1,14 +1,16 @@
 """Traces the operators that CUDA runs, on a machine without a card.
 
 Fake CUDA tensors dispatch to CUDA's operators, autocast and autograd formulas, which are part of
-every build of PyTorch. What is missing without a card is put in place while a step is traced:
+every build of PyTorch. While a step is traced, the following supplies what is missing without a
+card:
 
-- `device_guard`: autograd asks for CUDA's device guard, which a build without CUDA does not have
-  and ends the process for;
+- `device_guard`: autograd asks for CUDA's device guard; a build without CUDA has none and aborts
+  the process;
 - `engine`: autograd's engine asks for the card's current stream;
-- `no_accelerator`: in a build with CUDA, it asks the driver too;
-- `operators`: operators that PyTorch picks by asking the card or cuDNN (attention, batch norm,
-  recurrent layers, autocast to bfloat16), by the rules of its source (`attention_choice`).
+- `no_accelerator`: in a build with CUDA, the engine asks the driver too;
+- `operators`: PyTorch picks some operators by asking the card or cuDNN (attention, batch norm,
+  recurrent layers, autocast to bfloat16); they are picked by the rules of its source code instead
+  (`attention_choice`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ __all__ = ["AttentionCall", "attention_of", "can_trace_absent", "for_absent_card
 
 
 def can_trace_absent() -> bool:
-    """Whether steps can be traced for CUDA here although no card is available."""
+    """Whether steps can be traced for CUDA in this process although no card is available."""
     return has_device_guard() and can_have_no_accelerator()
 
 
@@ -39,11 +41,13 @@ def can_trace_absent() -> bool:
 def for_absent_card(
     device: torch.device, compute_capability: tuple[int, int] | None, *, model: nn.Module
 ) -> Iterator[None]:
-    """Trace the model for a card of this compute capability (None: as an H100), while inside.
+    """While inside, the model can be traced for a CUDA card that this machine does not have.
 
-    Ambient autocast of the CPU counts as the card's, which PyTorch does not enable without one.
-    Nothing changes for another device, and where a card is available.
+    Ambient autocast of the CPU counts as CUDA's, which PyTorch does not enable without a card.
+    Does nothing for other devices, or if a card is available.
 
+    device: the device to trace for.
+    compute_capability: of the card, (major, minor); None: that of an H100.
     Raises TraceError for a tensor-parallel model: autograd's engine cannot be told that gradients
     which are DTensors are on the CPU (`engine`).
     """

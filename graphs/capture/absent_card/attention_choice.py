@@ -1,9 +1,10 @@
 """Which kernel `scaled_dot_product_attention` runs on a card, by PyTorch's rules.
 
 The rules are those of `select_sdp_backend` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
-for dense tensors in builds with CUDA 12 or newer and cuDNN 9.15 or newer, which official wheels of
-torch 2.11 to 2.13 have. Settings are those of this process: `torch.nn.attention.sdpa_kernel`,
-`torch.backends.cuda.enable_*_sdp`, TORCH_CUDNN_SDPA_DEPRIORITIZED.
+for dense tensors in builds with CUDA 12 or newer and cuDNN 9.15 or newer, such as the official
+wheels of torch 2.11 to 2.13. The settings of this process count:
+`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`,
+TORCH_CUDNN_SDPA_DEPRIORITIZED.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ _NEWEST = (12, 1)
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of a call that the choice depends on.
+    """The arguments of a call on which the choice of the kernel depends.
 
     query, key, value: (batch, heads, tokens, head size).
-    needs_gradient: of query, key or value.
-    compute_capability: of the card, major and minor.
+    shares_keys: `enable_gqa`: whether several query heads may share a key head.
+    needs_gradient: whether query, key or value needs a gradient.
+    compute_capability: of the card, (major, minor).
     """
 
     query: torch.Tensor
@@ -52,14 +54,15 @@ class AttentionCall:
     compute_capability: tuple[int, int]
 
     def reaches(self, first: tuple[int, int], last: tuple[int, int] = _NEWEST) -> bool:
+        """Whether the card's compute capability is in this range, both ends included."""
         return first <= self.compute_capability <= last
 
 
 def attention_of(call: AttentionCall) -> SDPBackend:
-    """The kernel that PyTorch picks. Raises RuntimeError where none is allowed, as PyTorch does."""
+    """The kernel that PyTorch picks. Raises RuntimeError if none is possible, as PyTorch does."""
     order = tuple(SDPBackend(each) for each in torch._C._get_sdp_priority_order())
     if order[: len(_DEFAULT_ORDER)] == _DEFAULT_ORDER:
-        # The user has set no order of their own: cuDNN comes first on data centre cards of compute
+        # The user has not set an order: cuDNN comes first on data centre cards of compute
         # capability 9.0 and 10.0 (check_prefer_cudnn_attention).
         is_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("0", "")
         prefers_cudnn = call.compute_capability in ((9, 0), (10, 0)) and not is_last
@@ -71,6 +74,7 @@ def attention_of(call: AttentionCall) -> SDPBackend:
 
 
 def _cudnn(call: AttentionCall) -> bool:
+    """PyTorch's can_use_cudnn_attention."""
     largest = 256 if call.compute_capability == (9, 0) else 128
     sizes = (call.query.shape[-1], call.value.shape[-1])
     is_strict = torch.are_deterministic_algorithms_enabled()
@@ -90,6 +94,7 @@ def _cudnn(call: AttentionCall) -> bool:
 
 
 def _flash(call: AttentionCall) -> bool:
+    """PyTorch's can_use_flash_attention."""
     size = call.query.shape[-1]
     is_small_card = call.reaches((8, 6), (8, 9)) or call.reaches((12, 0), (12, 1))
     is_refused = 192 < size <= 224 or (size > 224 and call.dropout > 0)
@@ -109,6 +114,7 @@ def _flash(call: AttentionCall) -> bool:
 
 
 def _efficient(call: AttentionCall) -> bool:
+    """PyTorch's can_use_mem_efficient_attention."""
     is_half = call.query.dtype in _HALF
     unit = 8 if is_half else 4 if call.reaches((8, 0)) else 1
     dtypes = (*_HALF, torch.float32) if call.reaches((8, 0)) else (torch.float16, torch.float32)
@@ -134,12 +140,12 @@ _RULES: Mapping[SDPBackend, Callable[[AttentionCall], bool]] = {
 
 
 def _is_enabled(kernel: str) -> bool:
-    """`sdpa_kernel` and `torch.backends.cuda.enable_flash_sdp(False)` turn kernels off."""
+    """Whether the kernel is on; `sdpa_kernel` and `enable_flash_sdp(False)` turn kernels off."""
     return bool(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")())
 
 
 def _are_dense(call: AttentionCall) -> bool:
-    """check_tensor_shapes, check_nonzero_sequence_lengths_dense"""
+    """PyTorch's check_tensor_shapes and check_nonzero_sequence_lengths_dense."""
     return (
         call.query.dim() == call.key.dim() == call.value.dim() == 4
         and call.query.shape[-2] > 0
@@ -148,14 +154,14 @@ def _are_dense(call: AttentionCall) -> bool:
 
 
 def _is_half(call: AttentionCall) -> bool:
-    """check_dtypes_low_precision"""
+    """PyTorch's check_dtypes_low_precision."""
     dtypes = {call.query.dtype, call.key.dtype, call.value.dtype}
     allowed = _HALF if call.reaches((8, 0)) else (torch.float16,)
     return len(dtypes) == 1 and call.query.dtype in allowed
 
 
 def _takes_mask(call: AttentionCall) -> bool:
-    """check_attn_mask_shape"""
+    """PyTorch's check_attn_mask_shape."""
     if call.mask is None:
         return True
     if call.mask.requires_grad:
@@ -167,7 +173,7 @@ def _takes_mask(call: AttentionCall) -> bool:
 
 
 def _has_same_heads(call: AttentionCall, *, may_share: bool, of_value_too: bool = True) -> bool:
-    """check_batch_size_and_num_heads_dense"""
+    """PyTorch's check_batch_size_and_num_heads_dense."""
     if not call.query.shape[0] == call.key.shape[0] == call.value.shape[0]:
         return False
     heads, of_key, of_value = (x.shape[-3] for x in (call.query, call.key, call.value))
@@ -179,7 +185,7 @@ def _has_same_heads(call: AttentionCall, *, may_share: bool, of_value_too: bool 
 
 
 def _ends_in_stride_1(call: AttentionCall, *, ignore_single: bool) -> bool:
-    """check_last_dim_stride_equals_1_dense"""
+    """PyTorch's check_last_dim_stride_equals_1_dense."""
     if call.mask is not None and call.mask.stride(-1) != 1:
         return False
     if ignore_single and call.query.shape[-1] == 1:

@@ -1,14 +1,14 @@
-"""CUDA's device guard, in builds of PyTorch without a card.
+"""Puts a device guard for CUDA in place if there is no card.
 
-Autograd asks the guard of a tensor's device for its stream, and a missing guard ends the process.
-PyTorch has a guard that does nothing for this purpose, and puts it in place of CUDA's where there
-is one and it finds no device (`ensureCUDADeviceGuardSet` in
-c10/core/impl/DeviceGuardImplInterface.cpp). A build without CUDA has none to be replaced. So there
-one is registered for a moment whose every method returns 0, also the number of devices.
+Autograd asks the guard of a tensor's device for its stream, and a missing guard aborts the process.
+PyTorch has a guard that does nothing, for this purpose. `ensureCUDADeviceGuardSet` (in
+c10/core/impl/DeviceGuardImplInterface.cpp) replaces CUDA's guard by it, if there is a CUDA guard
+that finds no device. A build without CUDA has no such guard to replace. So for a moment we register
+one whose methods all return 0, also as the number of devices.
 
-The guard stays, and says that there is one device. Autograd's engine starts a thread for each
-device at the first backward pass of a process, and with threads a process cannot be forked and run
-backward passes. So one runs before there is a guard.
+The guard that does nothing stays, and reports one device. At the first backward pass of a process,
+autograd's engine starts a thread for each device, and a process with such threads cannot be forked
+and then run backward passes. So one backward pass is run before there is a guard.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 _CUDA = 1
 """c10::DeviceType::CUDA"""
 _N_METHODS = 128
-"""More than the virtual methods of a guard; each is the same function."""
+"""Size of our guard's method table, larger than needed; all entries are the same function."""
 _REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 
 @functools.cache
 def has_device_guard() -> bool:
-    """Whether fake CUDA tensors can be used here; puts the guard that does nothing in place."""
+    """Put the guard that does nothing in place; returns whether fake CUDA tensors can be used."""
     ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if ensure is None:
         return False
@@ -58,7 +58,7 @@ def has_device_guard() -> bool:
 
 
 def _c10() -> ctypes.CDLL | None:
-    """PyTorch's core library, where it exports what is needed (not on Windows)."""
+    """PyTorch's core library; None if it does not export what is needed (on Windows)."""
     for name in ("libc10.so", "libc10.dylib"):
         path = Path(torch.__file__).parent / "lib" / name
         if path.exists():

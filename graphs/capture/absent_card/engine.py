@@ -1,9 +1,10 @@
-"""Autograd's engine on fake CUDA tensors, without asking a card for its stream.
+"""Lets autograd's engine run on fake CUDA tensors, without asking a card for its stream.
 
-A gradient on an accelerator is summed up on the stream that has made it, and without one on the
-device's current stream (torch/csrc/autograd/input_buffer.cpp), which a build without CUDA refuses.
-So the engine, and it alone, is told that gradients are on the CPU. Fake tensors answer from Python
-on which device they are; the wrappers that make a trace functional are made to do so too.
+The engine sums gradients on an accelerator on the stream that has computed them, or, if there is
+none, on the device's current stream (torch/csrc/autograd/input_buffer.cpp), which a build without
+CUDA does not have. So the engine, and only the engine, is told that gradients are on the CPU. Fake
+tensors report their device from Python, where the answer can be changed; the functional wrappers of
+a trace are made to do so too.
 """
 
 from __future__ import annotations
@@ -52,16 +53,18 @@ def without_streams() -> Iterator[None]:
 
 
 class _EngineOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers the engine's own question for a device with the CPU; those of Python code, and of
-    operators that it calls, with the tensor's device."""
+    """Reports the CPU as a tensor's device if the engine asks, and the true device otherwise.
+
+    The device may also be asked for by Python code, or by operators that it calls.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         only_moves = func is torch.ops.aten._to_copy.default and list(kwargs or {}) == ["device"]
         if only_moves and args[0].device == kwargs["device"]:
-            # the engine moves gradients, on the CPU as it believes, to where they are: no operator,
-            # which on a card would be counted among the operators' names
+            # The engine believes that gradients are on the CPU, and moves them to their device. On
+            # a card there is no such operator; here it would change the numbers in nodes' names.
             return args[0]
         value = func(*args, **(kwargs or {}))
         if func is not torch.ops.prim.device.default:
@@ -69,6 +72,6 @@ class _EngineOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
             frame = frame.f_back
-        # The engine asks where its caller is the first frame of Python.
+        # It is the engine that asks if the innermost Python frame is the one that called it.
         is_of_engine = frame is not None and frame.f_code is _engine_run_backward.__code__
         return torch.device("cpu") if is_of_engine else value

@@ -1,11 +1,11 @@
-"""Autograd's engine in a build of PyTorch with CUDA, where there is no driver.
+"""Lets autograd's engine run in a build of PyTorch with CUDA on a machine without a driver.
 
 For the accelerator that PyTorch was built with, the engine asks the driver for a device's context
-(`GraphTask::stash_current_streams` in torch/csrc/autograd/engine.cpp), which fails without one.
-Whether there is such an accelerator is a virtual method of PyTorch's hooks for CUDA
-(`AcceleratorHooksInterface::isBuilt`). While inside, they have a table of methods in which this one
-returns 0, so the engine runs as in a build without CUDA. `can_have_no_accelerator` checks by
-PyTorch's own answer that the right method was replaced.
+(`GraphTask::stash_current_streams` in torch/csrc/autograd/engine.cpp), which fails without a
+driver. Whether there is such an accelerator is decided by a virtual method of PyTorch's CUDA hooks
+(`AcceleratorHooksInterface::isBuilt`). Inside of `no_accelerator`, the hooks have a method table in
+which this method returns 0, so the engine runs as in a build without CUDA.
+`can_have_no_accelerator` asks PyTorch whether the right method was replaced.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import torch
 
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 _IS_BUILT = 2
-"""Position of `isBuilt` among the virtual methods, after two destructors."""
+"""Position of `isBuilt` in the method table, after two destructors."""
 _N_BEFORE = 2
-"""What stands in front of a table of methods: an offset and the type."""
+"""Entries in front of a method table: an offset and the type."""
 _N_METHODS = 128
-"""More than the virtual methods of the hooks."""
+"""Entries of the method table to copy, more than the hooks have methods."""
 
 _zero = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(lambda _hooks: 0)
 
 
 def can_have_no_accelerator() -> bool:
-    """Whether `no_accelerator` does what it says with this build of PyTorch."""
+    """Whether `no_accelerator` works with this build of PyTorch."""
     with no_accelerator():
         return not _has_cuda()
 
 
 @contextlib.contextmanager
 def no_accelerator() -> Iterator[None]:
-    """While inside, autograd's engine does not know of CUDA. Nested, the outermost counts."""
+    """While inside, autograd's engine does not know of CUDA. Nested uses have no further effect."""
     hooks = _hooks() if _has_cuda() else None
     if hooks is None:
         yield
@@ -59,9 +59,11 @@ def _has_cuda() -> bool:
 
 @dataclass(frozen=True)
 class _Hooks:
-    """methods: where the hooks of CUDA have the address of their table of methods.
-    table: the one in which `isBuilt` returns 0, kept as another thread may be in it. Its methods
-    begin at without_cuda.
+    """PyTorch's CUDA hooks, and a method table for them in which `isBuilt` returns 0.
+
+    methods: the field of the hooks object that has the address of its method table.
+    table: the changed copy of the table. It is kept for good, as another thread may be using it.
+    without_cuda: address of the first method in the changed table.
     """
 
     methods: ctypes.c_void_p
@@ -71,7 +73,7 @@ class _Hooks:
 
 @functools.cache
 def _hooks() -> _Hooks | None:
-    """None: this build of PyTorch does not say where they are."""
+    """Find the CUDA hooks; None if this build of PyTorch does not export them."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     library = ctypes.CDLL(str(path)) if path.exists() else None
     if library is None or not hasattr(library, _HOOKS):

@@ -1,4 +1,4 @@
-"""Operators that PyTorch picks by asking the card or cuDNN, picked by the rules of its source."""
+"""Picks the operators that PyTorch picks by asking the card or cuDNN, by PyTorch's own rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AUTOGRAD = "AutogradCUDA"
 
 @contextlib.contextmanager
 def operators_of(compute_capability: tuple[int, int]) -> Iterator[None]:
-    """While inside, these operators are those that a card of this compute capability runs."""
+    """While inside, fake CUDA tensors run the operators of a card of this compute capability."""
     kernels: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": _attention(compute_capability),
         "_batch_norm_impl_index": _batch_norm,
@@ -33,7 +33,7 @@ def operators_of(compute_capability: tuple[int, int]) -> Iterator[None]:
         (torch.cuda.amp.common, "amp_definitely_not_available"): lambda: False,
         (torch.cuda, "is_bf16_supported"): lambda *_, **__: compute_capability >= (8, 0),
         (torch.cuda, "get_device_capability"): lambda *_: compute_capability,
-        # asked in builds with CUDA only
+        # These two are called in builds with CUDA only.
         (torch.backends.cudnn, "is_acceptable"): lambda _: False,
         (torch._C, "_get_cudnn_batch_norm_reserve_space_size"): lambda *_: 0,
     }
@@ -52,11 +52,12 @@ def operators_of(compute_capability: tuple[int, int]) -> Iterator[None]:
 
 
 _WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
-"""Operators with a kernel on CUDA, and a composition of others for what has none
-(native_functions.yaml). Without one PyTorch would trace the composition."""
+"""Operators that have a kernel on CUDA, and a composition of other operators for devices without a
+kernel (native_functions.yaml). If no kernel is registered, PyTorch traces the composition."""
 
 
 def _never_runs(*_args: Any) -> Any:
+    """A kernel to register for `_WHOLE_ON_CUDA`; fake tensors do not run it."""
     raise AssertionError("a kernel of CUDA was called without a card")
 
 
@@ -67,7 +68,7 @@ _MASK_UNIT = 8
 
 
 def _attention(compute_capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
-    """`scaled_dot_product_attention` of aten/src/ATen/native/transformers/attention.cpp."""
+    """`scaled_dot_product_attention`, as in aten/src/ATen/native/transformers/attention.cpp."""
 
     def attention(
         query: torch.Tensor,
@@ -95,8 +96,8 @@ def _attention(compute_capability: tuple[int, int]) -> Callable[..., torch.Tenso
         )
         backend = attention_of(call)
         mask = attn_mask
-        if mask is not None and mask.dtype == torch.bool:  # convert_boolean_attn_mask: as numbers
-            # that are added to the scores
+        if mask is not None and mask.dtype == torch.bool:
+            # convert_boolean_attn_mask: the mask becomes numbers that are added to the scores.
             is_cudnn = backend == SDPBackend.CUDNN_ATTENTION
             lowest = torch.finfo(query.dtype).min if is_cudnn else -math.inf
             low = torch.scalar_tensor(lowest, dtype=query.dtype, device=mask.device)
@@ -138,7 +139,7 @@ def _padded(tensor: torch.Tensor, unit: int) -> torch.Tensor:
 # ---- batch norm ---------------------------------------------------------------------------------
 
 _MOST_IMAGES = {True: 880801, False: 65535}
-"""By whether in training."""
+"""Largest batch for which cuDNN is used, by whether the step is in training mode."""
 _CUDNN_KERNEL = 1
 
 
@@ -153,7 +154,7 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """`_batch_norm_impl_index` of aten/src/ATen/native/Normalization.cpp."""
+    """`_batch_norm_impl_index`, as in aten/src/ATen/native/Normalization.cpp."""
     statistics_fit = (mean is None) == (variance is None) and (mean is not None or training)
     by_cudnn = (
         cudnn_enabled

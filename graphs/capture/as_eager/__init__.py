@@ -1,4 +1,4 @@
-"""Adjustments that make a trace record the operators that eager mode runs."""
+"""Adjustments to tracing, so that a trace records the operators that eager mode runs."""
 
 from graphs.capture.as_eager.attention_fast_path import refuse_fast_path
 from graphs.capture.as_eager.autocast import casts_once

@@ -1,9 +1,10 @@
-"""Refuses to trace what PyTorch runs on its fast path of attention, which a trace never takes.
+"""Refuses to trace attention modules that take PyTorch's fast path in eager mode.
 
-`nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` call one fused
-operator in evaluation mode where no gradient is wanted, but not while a tracer is active: other
-operators, other last bits. Here their own conditions decide as if there were no tracer, and the
-fused operators raise TraceError, so that the module becomes a part that runs in eager mode.
+In evaluation mode, if no gradient is needed, `nn.MultiheadAttention`, `nn.TransformerEncoderLayer`
+and `nn.TransformerEncoder` call one fused operator. While a tracer is active they never do, so a
+trace would have other operators and other last bits. Here the modules' own conditions decide as if
+there were no tracer, and the fused operators raise TraceError, so that the module becomes an opaque
+part, which runs in eager mode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FUSED = (
 
 @contextlib.contextmanager
 def refuse_fast_path() -> Iterator[None]:
-    """Raise TraceError where eager mode takes the fast path, while inside and in this thread."""
+    """While inside, raise TraceError in this thread if eager mode would take the fast path."""
     here = threading.get_ident()
 
     def instead(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

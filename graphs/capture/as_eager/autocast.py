@@ -1,17 +1,18 @@
-"""Under autocast, cast each weight once, as eager mode does.
+"""Casts each weight once under autocast, as eager mode does.
 
 Eager autocast caches the low-precision copy of a float32 leaf that requires a gradient until the
 outermost autocast context ends. A weight that is used twice is then cast once, and its gradients
 are summed in low precision before they are cast back. While PyTorch traces, no tensor is a leaf, so
 the cache stays empty, each use casts, and the gradients are summed in float32: different bits.
 
-So for the duration of one forward pass the operators that autocast runs in low precision are
+So for the duration of one forward pass, the operators that autocast runs in low precision are
 wrapped at the autocast dispatch key: an argument that stands for a leaf is replaced by the copy
-that its first use made. Other arguments are left to autocast.
+that its first use made. Autocast itself casts all other arguments.
 
-As in eager mode the cache is keyed by tensor alone, and the end of the outermost autocast context
+As in eager mode, the cache is keyed by tensor alone, and the end of the outermost autocast context
 clears it. A planned module does not share the cache beyond its own call: a weight that is also used
-outside of the module, or by two calls in one autocast context, is cast once more than in eager.
+outside of the module, or by two calls in one autocast context, is cast once more than in eager
+mode.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 @contextlib.contextmanager
 def casts_once(leaves: Sequence[torch.Tensor], *, cache_enabled: bool) -> Iterator[None]:
-    """Make autocast cache the copies of these tensors, which stand for eager mode's leaves.
+    """While inside, make autocast cache the low-precision copies of these tensors.
 
+    leaves: traced tensors that stand for the leaves of eager mode.
     cache_enabled: the caller's `torch.is_autocast_cache_enabled()`, before tracing turned it off.
     """
     waiting = {id(leaf) for leaf in leaves if leaf.dtype == torch.float32 and leaf.requires_grad}
@@ -65,7 +67,12 @@ def casts_once(leaves: Sequence[torch.Tensor], *, cache_enabled: bool) -> Iterat
 def _copy_of(
     waiting: set[int], copies: dict[int, torch.Tensor], *, kind: str
 ) -> Callable[[Any], Any]:
-    """Returns the function that replaces an operator's argument."""
+    """Make the function that replaces an operator's argument by its cached copy, if it has one.
+
+    waiting: ids of the tensors to cache.
+    copies: the cache, by the same ids; filled by the function.
+    kind: type of the device.
+    """
 
     def low(argument: Any) -> Any:
         if isinstance(argument, list | tuple):
@@ -81,7 +88,10 @@ def _copy_of(
 
 @contextlib.contextmanager
 def _wrapped(low: Callable[[Any], Any], *, key: str) -> Iterator[None]:
-    """Wrap the operators' kernels at this dispatch key, for the duration of the context."""
+    """While inside, pass the arguments of low-precision operators through `low`.
+
+    key: the autocast dispatch key at which their kernels are wrapped.
+    """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
     try:

@@ -1,10 +1,10 @@
-"""Checks of values that the step computes, as nodes: torch.distributions refuses NaN so.
+"""Traces checks of computed values, such as those by which torch.distributions refuses NaN.
 
-`if not torch._is_all_true(valid): raise ValueError(...)` reads a value that no trace knows, and so
-does `F.gaussian_nll_loss` of the variances. A step that goes on has read True (False there), so
-that is what the trace is told, and an operator looks at the value in each step. Where it is not so,
-the operator raises `CheckError`, and the module's own forward, called again, raises the error that
-it would have raised.
+`if not torch._is_all_true(valid): raise ValueError(...)` reads a value that a trace does not know.
+`F.gaussian_nll_loss` checks its variances by `torch.any` in the same way. A step that continues has
+passed the check, so the trace assumes that it passes, and an operator that checks the value becomes
+part of the program. If the check fails in a later step, that operator raises `CheckError`, and the
+module's own forward is called again, to raise its own error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphs.capture.as_eager.known_values import is_unknown
 
 
 class CheckError(RuntimeError):
-    """A check that was traced as passed does not pass in this step."""
+    """A check that passed when the step was traced fails in this step."""
 
 
 def _check(is_true: torch.Tensor) -> torch.Tensor:
@@ -42,8 +42,11 @@ _CHECK = torch.ops.checkpoint_solver.check.default
 
 @contextlib.contextmanager
 def checks_noted(noted: list[torch.Tensor]) -> Iterator[None]:
-    """Unknown values that are checked inside pass; what the operator returns is added to `noted`,
-    so that it can be returned by what is traced, and stays in the program."""
+    """While inside, let checks of unknown values pass, and record an operator for each.
+
+    noted: the operators' results are appended here. The traced function must return them, or the
+        operators would be removed from the program as unused.
+    """
     here, original = threading.get_ident(), torch._is_all_true
 
     def passes(values: torch.Tensor) -> Any:

@@ -1,9 +1,10 @@
-"""Random numbers that a forward pass branches on, as values of the generator's state.
+"""Random numbers that a forward pass branches on, computed from the generator's state.
 
-LayerDrop draws a number for each layer, and skips the layer `if` it is small. That number follows
-from the state that the generator is in before the call, and from the random operators that run
-before it: what they take from the generator depends on the form of their arguments alone. So the
-branch is known before a step without the step: these operators run, on arguments of the same form.
+LayerDrop draws a number for each layer, and skips the layer `if` the number is small. That number
+follows from the generator's state before the call and from the random operators that run earlier in
+it. How far these advance the generator depends only on the shapes, strides, dtypes and devices of
+their arguments, not on values. So the branch can be found without running the step: only the random
+operators are run, on tensors of the same form.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _OF_FORM_ALONE = {f"checkpoint_solver::{name}" for name in _OWN} | {
         *("normal", "normal_", "normal_functional", "exponential", "exponential_"),
     )
 }
-"""Operators that draw as many numbers whatever the values of their arguments are, but for one."""
+"""Operators whose number of draws does not depend on the values of their arguments. (The exception,
+`randint_like` with a tensor for `high`, is left out in `Draws.note`.)"""
 
 
 _OF_VALUES = (
@@ -34,16 +36,16 @@ _OF_VALUES = (
     torch.ops.aten.normal.Tensor_float,
     torch.ops.aten.normal.float_Tensor,
 )
-"""Among these, what they return depends on the values of their only tensor as well."""
+"""Those of the operators above whose result depends on the values of their only tensor."""
 
 
 FEW_BYTES = 512
-"""Of a value that is kept for other programs; no plan counts them."""
+"""The largest value that is kept for other programs. Plans do not count these bytes."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Stands for a tensor argument."""
+    """The form of a tensor argument, in its place."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -51,19 +53,21 @@ class _Form:
     device: torch.device
 
     def made(self) -> torch.Tensor:
+        """A tensor of zeros of this form."""
         made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         return made.zero_()
 
 
 class Replay:
-    """What follows from one state of a generator, for all programs that ask in this state.
+    """Results of random calls from one state of a generator, shared by all programs of a module.
 
-    Programs of one module begin with the same random calls, so each call is made once, and a step
-    draws again what its own program draws, however many programs there are.
+    The programs of one module begin with the same random calls, so each call is run once, however
+    many programs are compared with a step.
 
-    values: by their keys, up to `FEW_BYTES` each.
-    reached: states of the generator, by the key of the calls that lead there: before and after the
-        last call whose result was asked for. A state takes kilobytes, so there are no more.
+    start: the generator's state before the step.
+    values: key of a value -> the value, of up to `FEW_BYTES` bytes.
+    reached: key of a program's first calls -> the generator's state after them. Only the states
+        before and after the last call that was asked for are kept, since each takes kilobytes.
     """
 
     _last: ClassVar[dict[str, Replay]] = {}  # by the type of the device
@@ -75,28 +79,29 @@ class Replay:
 
     @classmethod
     def of(cls, device: str, state: torch.Tensor) -> Replay:
-        """The one of this state; it is forgotten when another state comes."""
+        """The Replay of this state; only that of the latest state is kept for each device type."""
         last = cls._last.get(device)
         if last is None or not torch.equal(last.start, state):
             last = cls._last[device] = cls(state.clone())
         return last
 
     def keep(self, key: bytes, value: Any) -> None:
-        """Large results are handed out only, for a plan does not count them."""
+        """Keep a value for other programs, unless it is large: plans do not count its bytes."""
         tensors = [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
         if all(each.untyped_storage().nbytes() <= FEW_BYTES for each in tensors):
             self.values[key] = value
 
 
 def key_of(*items: Any) -> bytes:
-    """Of plain values, dtypes, devices, operators and keys: the same for equal ones."""
+    """A digest of plain values, dtypes, devices, operators and keys; the same for equal items."""
     return hashlib.sha256(repr(items).encode()).digest()
 
 
 class Draws:
     """The random calls of one trace on one device, in order.
 
-    known: whether nothing else has drawn from the generator so far.
+    known: whether the generator's state can still be computed, that is, whether all calls so far
+        draw as many numbers whatever the values of their arguments are.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,13 +111,16 @@ class Draws:
         self._keys = [key_of(device, torch.get_default_dtype())]  # of the first 0, 1, ... calls
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-        """A call is made; its position, or None where what it returns cannot be known."""
+        """Record a random call.
+
+        Returns its position among the calls, or None if its result cannot be computed.
+        """
         for position, argument in enumerate(func._schema.arguments):
             if argument.name in ("dropout_p", "draws"):
                 given = args[position] if position < len(args) else argument.default_value
                 if not kwargs.get(argument.name, given):
-                    return None  # attention without dropout, an opaque part that drew none
-        # With a tensor for `high`, the range decides between 32 and 64 bits for each number.
+                    return None  # draws nothing: attention without dropout, or an opaque part
+        # With a tensor for `high`, the range decides whether each number takes 32 or 64 bits.
         name, arguments = func._schema.name, func._schema.arguments
         n_tensors = sum(isinstance(each.type, torch.TensorType) for each in arguments)
         is_of_range = name == "aten::randint_like" and n_tensors > 1
@@ -126,16 +134,16 @@ class Draws:
         ]
         self._calls.append((func, formed, spec))
         self._keys.append(key_of(self._keys[-1], func, formed, spec))
-        # The values of a second tensor (the probabilities of `bernoulli_`, a deviation) are read.
+        # A second tensor (the probabilities of `bernoulli_`, a deviation) is read for its values.
         returns_by_form = func not in _OF_VALUES and n_tensors <= 1
         return len(self._calls) - 1 if returns_by_form else None
 
     def key(self, position: int) -> bytes:
-        """Equal for calls that return the same in the same state."""
+        """The key of a call's result; equal for calls that return the same from the same state."""
         return self._keys[position + 1]
 
     def result(self, position: int, state: torch.Tensor) -> torch.Tensor:
-        """What the call at this position returns where the generator starts in this state."""
+        """What the call at this position returns if the step starts with this generator state."""
         replay, key = Replay.of(self.device.type, state), self.key(position)
         if key in replay.values:
             return replay.values[key]  # type: ignore[no-any-return]
@@ -144,11 +152,14 @@ class Draws:
         return result
 
     def _drawn(self, position: int, replay: Replay) -> torch.Tensor:
-        """Made anew, from the last state that is known on the way there."""
+        """Run the call, and first those before it from the last one whose state is known.
+
+        The generator has its former state afterwards.
+        """
         known = (n for n in range(position, 0, -1) if self._keys[n] in replay.reached)
         first = next(known, 0)
         generator = torch.default_generator
-        if self.device.type == "cuda":  # torch's functions that set its state are refused here
+        if self.device.type == "cuda":  # torch.cuda.set_rng_state is refused while tracing
             generator = torch.cuda.default_generators[self.device.index or 0]
         now = generator.get_state()
         try:
@@ -164,6 +175,7 @@ class Draws:
         return result
 
     def _made(self, position: int) -> torch.Tensor:
+        """Run the call on zeros of the recorded forms, from the generator's current state."""
         func, formed, spec = self._calls[position]
         flat = [each.made() if isinstance(each, _Form) else each for each in formed]
         args, kwargs = pytree.tree_unflatten(flat, spec)
@@ -173,7 +185,7 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """What a random call returns, as a function of the state of its generator before the step."""
+    """The result of a random call, as a function of its generator's state before the step."""
 
     draws: Draws
     position: int
@@ -183,7 +195,7 @@ class Drawn:
 
 
 def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """By the type of the device: of the CPU's generator, and of this device's."""
+    """States of the CPU's default generator and of this device's, by type of device."""
     found = {"cpu": torch.default_generator.get_state()}
     if device.type == "cuda" and torch.cuda.is_available():
         found["cuda"] = torch.cuda.get_rng_state(device)

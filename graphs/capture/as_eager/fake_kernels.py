@@ -1,12 +1,12 @@
-"""Results of CPU kernels on fake tensors, where PyTorch's meta function differs from the kernel.
+"""Corrects fake tensors for CPU operators whose meta function disagrees with the kernel.
 
-Fake tensors are computed by meta functions. Where one rejects what the CPU kernel takes, or returns
-another dtype, other strides or another storage, the traced step would differ from eager mode, or
-its bytes would; `cpu_kernel_result` replaces these functions, `as_by_cpu_kernel` mends their
-results.
+PyTorch computes fake tensors by meta functions. Some of them reject arguments that the CPU kernel
+accepts, or return another dtype, other strides or another storage size than the kernel. The traced
+step, or its bytes, would then differ from eager mode. `cpu_kernel_result` replaces such a meta
+function; `as_by_cpu_kernel` corrects its result.
 
-The layout of a kernel's result is found by running the kernel on tensors of two elements per
-dimension with strides in the same order.
+The strides of a kernel's result are found by running the kernel on small tensors, of at most two
+elements per dimension, whose strides are in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 aten = torch.ops.aten
 _ROW_BYTES = 16
-"""Rows of a grouped product begin at multiples of this."""
+"""Alignment of the rows of a grouped product."""
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_REDUCED = 0
 
@@ -28,7 +28,10 @@ _NOT_REDUCED = 0
 def cpu_kernel_result(
     mode: FakeTensorMode, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The fake result of an operator on CPU tensors; NotImplemented: PyTorch's own is right."""
+    """The fake result of an operator on CPU tensors.
+
+    Returns NotImplemented if PyTorch's meta function can be used.
+    """
     rule = _RULES.get(operator)
     if rule is None or not _are_fake_cpu_tensors(args[:2]):
         return NotImplemented
@@ -39,8 +42,10 @@ def cpu_kernel_result(
 
 
 def _grouped_product(one: torch.Tensor, other: torch.Tensor, given: Mapping[str, Any]) -> Any:
-    """Products of groups of rows (mixtures of experts): PyTorch's takes only bfloat16,
-    and leaves out the padding by which the kernel aligns the rows of the result.
+    """The product of groups of rows (mixtures of experts).
+
+    PyTorch's meta function accepts only bfloat16, and leaves out the padding by which the kernel
+    aligns the rows of the result.
     """
     dtype = one.dtype
     if dtype not in _GROUPED_DTYPES or other.dtype != dtype or given.get("bias") is not None:
@@ -59,8 +64,9 @@ def _grouped_product(one: torch.Tensor, other: torch.Tensor, given: Mapping[str,
 
 
 def _reduced_loss(one: torch.Tensor, other: torch.Tensor, given: Mapping[str, Any]) -> Any:
-    """A loss whose kernel computes all terms in the storage of its result: the scalar keeps
-    the bytes of all of them alive.
+    """A reduced loss whose kernel computes all terms in the storage of its result.
+
+    So the scalar keeps the bytes of all terms alive.
     """
     same = one.shape == other.shape and one.dtype == other.dtype
     if given.get("reduction") == _NOT_REDUCED or not same or one.numel() == 0:
@@ -69,8 +75,10 @@ def _reduced_loss(one: torch.Tensor, other: torch.Tensor, given: Mapping[str, An
 
 
 def _ctc_loss(log_probs: torch.Tensor, _: torch.Tensor, given: Mapping[str, Any]) -> Any:
-    """The losses, and what is saved for backward, which is as wide as the longest target, a value
-    of the batch (`graphs.capture.as_eager.known_values` raises where the step computes it).
+    """The losses, and the tensor that is saved for backward.
+
+    The latter's width depends on the length of the longest target, a value of the batch. (If the
+    step computes that length, reading it raises, see `graphs.capture.as_eager.known_values`.)
     """
     n_steps, n_rows, _n_labels = log_probs.shape
     longest = int(given["target_lengths"].max())
@@ -80,7 +88,7 @@ def _ctc_loss(log_probs: torch.Tensor, _: torch.Tensor, given: Mapping[str, Any]
 def _with_targets_in_bytes(
     operator: Any, _one: torch.Tensor, _other: torch.Tensor, given: Mapping[str, Any]
 ) -> Any:
-    """A loss of classes (`nll_loss`), or its backward: the kernels take bytes too."""
+    """`nll_loss`, or its backward, with targets in uint8, which the kernels accept too."""
     if given["target"].dtype != torch.uint8:
         return NotImplemented
     return operator(**{**given, "target": given["target"].long()})
@@ -89,7 +97,10 @@ def _with_targets_in_bytes(
 def as_by_cpu_kernel(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Any:
-    """The fake result on CPU tensors, with the kernel's dtypes, and its strides in its order."""
+    """Correct the fake result of an operator on CPU tensors: dtypes, strides and storage size.
+
+    result: as PyTorch's meta function has computed it.
+    """
     if operator in _FUNCTIONAL_WRITES:  # the same on every device
         return _in_clone_of_storage(args[0], result)
     if operator not in _BY_KERNEL:
@@ -103,8 +114,8 @@ def as_by_cpu_kernel(
         out, mean, deviation, *rest = result
         result = (out, mean.to(torch.float32), deviation.to(torch.float32), *rest)
     if operator in _RESIZED and result.numel() < tensors[0].numel():
-        # The kernel makes a tensor as large as its input and gives it another shape: a smaller
-        # result is on the whole storage (ATen/native/Im2Col.cpp, Col2Im.cpp).
+        # The kernel allocates as many elements as the input has and then reshapes: a smaller
+        # result keeps the whole storage (ATen/native/Im2Col.cpp, Col2Im.cpp).
         whole = tensors[0].new_empty(tensors[0].numel())
         result = whole.as_strided(result.shape, result.stride())
     if operator in _LAID_OUT_BY_THE_KERNEL:
@@ -113,8 +124,13 @@ def as_by_cpu_kernel(
 
 
 def _in_clone_of_storage(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """A functional write clones all of the storage of the view that it writes (the kernels call
-    `clone_preserve_strides`)."""
+    """The result of a functional write, on a clone of the written view's whole storage.
+
+    The kernels call `clone_preserve_strides`.
+
+    given: the view that is written.
+    result: as the meta function has it, without the rest of the storage.
+    """
     n = given.untyped_storage().nbytes() // given.element_size()
     if not isinstance(given, FakeTensor) or n <= result.numel():
         return result
@@ -128,6 +144,7 @@ def _in_clone_of_storage(given: torch.Tensor, result: torch.Tensor) -> torch.Ten
 def _laid_out_by_kernel(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Any:
+    """The result with its strides in the order that the kernel gives them."""
     tensors = [item for item in args if isinstance(item, torch.Tensor)]
     if all(item.is_contiguous() for item in tensors) or any(not t.numel() for t in tensors):
         return result
@@ -151,7 +168,11 @@ def _are_fake_cpu_tensors(items: Sequence[Any]) -> bool:
 
 
 def _small(item: Any, name: str) -> Any:
-    """A real tensor of at most two elements per dimension, with strides in the same order."""
+    """An argument for a small run of the kernel.
+
+    A tensor becomes a real one of at most two elements per dimension, with strides in the same
+    order.
+    """
     if name == "normalized_shape":
         return [min(size, 2) for size in item]
     if not isinstance(item, torch.Tensor):
@@ -165,13 +186,13 @@ def _small(item: Any, name: str) -> Any:
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
-    """Its dimensions from the largest stride to the smallest."""
+    """The tensor's dimensions from the largest stride to the smallest."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
 def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps, for dimensions in this order."""
+    """Strides without gaps, for dimensions in this order (the largest stride first)."""
     strides, stride = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = stride
@@ -216,6 +237,6 @@ _LAID_OUT = """
     smooth_l1_loss_backward roll
 """
 _LAID_OUT_BY_THE_KERNEL = frozenset(getattr(aten, name).default for name in _LAID_OUT.split())
-"""Operators whose result has other strides than by PyTorch's meta function, for some order of the
+"""Operators whose kernel returns other strides than the meta function, for some order of the
 strides of their arguments (`tests/graphs/costs/test_operators.py` checks a list of them)."""
 _BY_KERNEL = _LAID_OUT_BY_THE_KERNEL.union(_NORMS, _RESIZED)

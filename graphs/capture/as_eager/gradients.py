@@ -1,16 +1,19 @@
-"""Gradients that values decide, or that tracing changes: each is one operator, as in eager mode.
+"""Gradients for which tracing changes PyTorch's formula: each becomes one operator instead.
 
-PyTorch's backward functions of these operators take another formula while a dispatch mode is there,
-as it is in a trace, because eager mode's formula looks at values:
+The backward functions of some operators look at values in eager mode, and so take another formula
+while a dispatch mode is active, as it is in a trace:
 
-- `prod`: the result divided by each factor, where none is zero; in a trace, products of the others.
-- `cumprod` of complex numbers: it computes with selected elements; products and quotients of
-  complex numbers may have other last bits where a kernel's vectors begin elsewhere.
-- `max`, `min`, `median` of a whole tensor, on the CPU: zeros, filled at the places found; in a
-  trace, a mask times a number, which makes -0 of a negative one.
-- the value of `masked_fill`: the sum of what the mask selects; in a trace, of zeros besides.
+- `prod`: in eager mode the result divided by each factor, if no factor is zero; in a trace the
+  product of the other factors.
+- `cumprod` of complex numbers: eager mode computes with selected elements. The last bits of complex
+  products and quotients may depend on where an element is within a kernel's vector.
+- `max`, `min`, `median` of a whole tensor, on the CPU: in eager mode zeros, filled at the positions
+  found; in a trace a mask times the gradient, which gives -0 if the gradient is negative.
+- the value of `masked_fill`: in eager mode the sum of the elements that the mask selects; in a
+  trace the sum includes zeros in place of the other elements.
 
-So each of these functions is an operator here, which runs eager mode's own function.
+Here each of these gradients is an operator that runs eager mode's own formula, so that the traced
+step is bitwise identical.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ Kernel = Callable[..., torch.Tensor]
 
 @contextlib.contextmanager
 def outside_of_functions() -> Iterator[None]:
-    """Autograd as outside of an autograd function, in which a planned step runs."""
+    """While inside, let autograd record as usual, although a planned step runs in a Function.
+
+    PyTorch excludes autograd's dispatch keys inside of an `autograd.Function`.
+    """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _EXCLUDED:
         excluded = excluded.remove(key)
@@ -47,7 +53,10 @@ def outside_of_functions() -> Iterator[None]:
 
 
 def _own(operator: torch._ops.OpOverload) -> Kernel:
-    """The gradient of the operator's first argument, by its backward function of eager mode."""
+    """A kernel that computes the gradient of `operator`'s first argument as eager mode does.
+
+    It runs the operator once more, to get its backward function, and calls that function.
+    """
 
     def run(gradient: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
         with outside_of_functions(), torch.enable_grad():
@@ -71,7 +80,7 @@ def _of_product(
 
 
 def _laid_out_alike(name: str, gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Raises TraceError where the layout depends on the values."""
+    """The fake gradient, contiguous. Raises TraceError if its layout depends on values."""
     if not (gradient / tensor).is_contiguous():
         raise TraceError(
             f"{name} has a gradient whose memory layout depends on whether a value is zero, if "
@@ -121,7 +130,7 @@ _sum_of_selected = _define(
 
 
 class _Reduced(torch.autograd.Function):
-    """An operator of one tensor; its gradient is one operator too."""
+    """Calls an operator of one tensor, and another operator for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, operator: Any, gradient: Any, tensor: torch.Tensor, *rest: Any) -> Any:
@@ -136,7 +145,7 @@ class _Reduced(torch.autograd.Function):
 
 
 class _MaskedFill(torch.autograd.Function):
-    """`masked_fill` with a value that is trained."""
+    """`masked_fill` with a value that requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
@@ -151,6 +160,7 @@ class _MaskedFill(torch.autograd.Function):
 
 
 def _reduced(operator: Any, gradient: Any) -> Kernel:
+    """The kernel of `operator` while tracing; `gradient` is its backward, if one is needed."""
     n_given = len(gradient._schema.arguments) - 1
     defaults = [argument.default_value for argument in operator._schema.arguments]
 
@@ -169,6 +179,8 @@ def _reduced(operator: Any, gradient: Any) -> Kernel:
 
 
 def _masked_fill(operator: Any) -> Kernel:
+    """The kernel of `masked_fill` or `masked_fill_` while tracing."""
+
     def kernel(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled() or not value.requires_grad:
             return operator._op_dk(DispatchKey.Autograd, tensor, mask, value)  # type: ignore[no-any-return]
@@ -180,7 +192,7 @@ def _masked_fill(operator: Any) -> Kernel:
 
 
 def gradients_of_eager(device: torch.device) -> Mapping[torch._ops.OpOverload, Kernel]:
-    """What these operators are while a step for this device is traced, at its autograd key."""
+    """Operator -> kernel to register at the device's autograd key while a step is traced."""
     found = {**_PRODUCTS, **_COMPLEX_ONLY, **(_SELECTIONS if device.type == "cpu" else {})}
     return {op: _reduced(op, gradient) for op, gradient in found.items()} | {
         op: _masked_fill(op) for op in (aten.masked_fill.Tensor, aten.masked_fill_.Tensor)

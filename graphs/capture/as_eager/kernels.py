@@ -1,18 +1,19 @@
-"""Trace the operators that eager mode runs, not decompositions of them.
+"""Makes a trace record the operators that eager mode runs, not decompositions of them.
 
-While PyTorch traces, some operators are replaced by Python decompositions even where none was asked
+While PyTorch traces, it replaces some operators by Python decompositions even if none was asked
 for: dropout by its fused form (different bits in half precision on the CPU, and a smaller mask than
-eager keeps), upsampling by index arithmetic. A plan must run what eager mode runs, bitwise
+eager mode keeps), upsampling by index arithmetic. A plan must run what eager mode runs, bitwise
 identical, and count what it allocates. So these registrations are removed while a step is captured.
 
-In-place random fills (`x.normal_()`) become new tensors, with other strides where x has gaps or is
-transposed: the same numbers would go to other elements. On the CPU, custom operators fill such
-tensors in eager's order. Two limits: on CUDA, fills of non-contiguous tensors have not been
-compared with eager mode, and `out=` of a random operator must be contiguous.
+In a trace, in-place random fills (`x.normal_()`) become new tensors. If x has gaps or is
+transposed, the new tensor has other strides, and the same numbers would go to other elements. On
+the CPU, custom operators fill such tensors in eager mode's order. Two limits: on CUDA, fills of
+non-contiguous tensors have not been compared with eager mode, and `out=` of a random operator must
+be contiguous.
 
 Batch norm keeps its decomposition: the eager kernels write the running statistics without declaring
-it in their schema; the decomposition makes the writes visible, and is bitwise identical. Where
-eager mode runs cuDNN's kernel (on CUDA, in training), an operator is used that declares them.
+it in their schema; the decomposition makes the writes visible, and is bitwise identical. If eager
+mode runs cuDNN's kernel (on CUDA, in training), an operator is used that declares the writes.
 """
 
 from __future__ import annotations
@@ -40,21 +41,25 @@ _UPSAMPLING = """
     upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
 """
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
-"""Their decompositions sum the terms in another order."""
+"""Losses whose decompositions sum the terms in another order."""
 _PRODUCT_OF_MATRICES = (torch.ops.aten.matmul.default, torch.ops.aten.matmul.out)
-"""Its decomposition chooses between one product and a batch of them by other rules: a frozen weight
-and rows of a longer sequence, or part of the columns, give the other kernel."""
+"""Its decomposition chooses between one product (mm) and a batch of products (bmm) by other rules
+than eager mode: the choice differs for a frozen weight with rows of a longer sequence, or with part
+of the columns."""
 _FOURIER = (torch.ops.aten.stft.center, torch.ops.aten.istft.default)
-"""The gradient of the latter's decomposition has other strides."""
+"""The gradient of istft's decomposition has other strides than in eager mode."""
 _SHRINKS = ("softshrink", "hardshrink")
-"""Eager mode keeps their input for the backward pass; their decompositions keep a mask."""
+"""Eager mode saves their input for backward; their decompositions save a mask."""
 
 
 _library = torch.library.Library("checkpoint_solver", "DEF")
 
 
 def _define(schema: str, **kernels: Callable[..., object]) -> None:
-    """Define a random operator, which is recomputed with the same numbers as PyTorch's own are."""
+    """Define a random operator, tagged so that recomputation replays its random state.
+
+    kernels: dispatch key -> kernel.
+    """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.nondeterministic_seeded,))
     for key, kernel in kernels.items():
@@ -69,13 +74,13 @@ def _dropout_noise(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """What eager dropout multiplies by, filled in the order of the strides."""
+    """What eager dropout multiplies its input by, filled in the order of the strides."""
     noise = torch.empty_strided(size, stride, dtype=dtype, device=device)
     return noise if noise.is_meta else noise.bernoulli_(1 - p).div_(1 - p)
 
 
 _define(
-    # no tensor goes in: it can be drawn again when what it is multiplied with is gone
+    # It takes no tensor, so it can be recomputed after dropout's input has been freed.
     "dropout_noise(int[] size, int[] stride, float p, *, ScalarType dtype, Device device)"
     " -> Tensor",
     CompositeExplicitAutograd=_dropout_noise,
@@ -96,8 +101,9 @@ for _schema, _filling in _FILLING.items():
 def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Dropout as eager mode computes it on the CPU.
 
-    Its in-place steps are one operator here: taken apart they would be functionalised, and the
-    noise would be contiguous whatever the input's strides are, so it would hit other elements.
+    The in-place steps that make the noise are one operator here. Traced one by one they would be
+    functionalised; the noise would then be contiguous whatever the input's strides are, and its
+    numbers would go to other elements.
     """
     if p == 0 or not train or tensor.numel() == 0:
         return tensor
@@ -122,10 +128,11 @@ def _fill(
     *,
     as_traced: bool = True,
 ) -> Callable[..., torch.Tensor]:
-    """The in-place random operator in terms of `ours`, which fills in eager's order.
+    """A kernel for an in-place random operator that calls `ours`, which fills in eager's order.
 
-    defaults: of the operator's arguments, by name (None: required).
-    as_traced: contiguous tensors are filled as PyTorch traces it, which takes one tensor less.
+    defaults: default values of the operator's arguments, by name (None: required).
+    as_traced: whether contiguous tensors are filled as PyTorch traces the operator, which takes
+        one tensor less.
     """
 
     def fill(
@@ -169,7 +176,8 @@ def _eager_cudnn_batch_norm(
 ) -> _Tensors:
     """cuDNN's batch norm as an operator whose schema declares that the statistics are written.
 
-    It chooses between cuDNN and PyTorch's own kernel by the function that eager mode uses.
+    That operator chooses between cuDNN's kernel and PyTorch's own by the same function as eager
+    mode.
     """
     if training and mean is not None and variance is not None:
         updating: Callable[..., _Tensors] = torch.ops.aten._batch_norm_with_update.default
@@ -188,7 +196,7 @@ def _eager_cudnn_batch_norm(
 
 @contextlib.contextmanager
 def eager_kernels(device: torch.device) -> Iterator[None]:
-    """Remove the decompositions that differ from eager mode on this device, while inside."""
+    """While inside, remove or replace decompositions that differ from eager mode on this device."""
     replaced: dict[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., Any] | None]
     replaced = {
         (getattr(getattr(torch.ops.aten, name), overload), key): None
@@ -224,7 +232,7 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
 def _register(
     kernels: Mapping[tuple[torch._ops.OpOverload, DispatchKey], Callable[..., Any] | None],
 ) -> None:
-    """Set each kernel; None: nothing is registered there."""
+    """Register each kernel; None removes what is registered there."""
     for (operator, key), kernel in kernels.items():
         if kernel is None:
             operator.py_kernels.pop(key, None)

@@ -4,8 +4,8 @@ A module may read values: is the attention mask all ones, how long is the longes
 labels count. Fake tensors have none, but these values do not depend on parameters, so they can be
 computed from the real batch. The traced branch is then the one that eager mode takes, and what was
 read is kept as a `Guard`: a call with other values needs another program. Values that depend on
-parameters are unknown: `if hidden.sum() > 0` is refused. Of random numbers only a condition on them
-is known (`drawn_values`).
+parameters are unknown, so `if hidden.sum() > 0` is refused. A condition on random numbers can be
+read too, but not the numbers themselves (`drawn_values`).
 
 Nothing is computed until a module reads a value: each fake tensor carries the recipe of its value.
 """
@@ -37,8 +37,11 @@ from graphs.model_calls import is_distributed_class, strided_like
 
 @dataclass(frozen=True)
 class Leaf:
-    """An input of the call ("input", its index), a buffer of the module ("buffer", its name) or the
-    state of a random generator before the call ("random", the type of its device)."""
+    """A tensor whose values are known before the step.
+
+    It is an input of the call ("input", its index), a buffer of the module ("buffer", its name), or
+    the state of a random generator before the call ("random", the type of its device).
+    """
 
     kind: str
     key: int | str
@@ -46,14 +49,16 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """One operator call: the value of its output `index` (None: of its only output).
+    """How to compute a value: one operator call, whose arguments may be recipes themselves.
 
-    arguments: flat arguments, with recipes in place of tensors.
-    inputs: the recipes among them.
-    leaves: all inputs and buffers that it depends on.
-    reads_constants: whether it depends on other tensors, which may be written between calls.
-    key: equal for recipes of the same value, where no more than states of generators decide about
-        it; None: an input, a buffer or another tensor does.
+    arguments: flat arguments, with leaves and recipes in place of tensors.
+    spec: the structure of the arguments: (args, kwargs).
+    index: which of the call's outputs the value is (None: its only output).
+    inputs: the leaves and recipes among the arguments.
+    leaves: all leaves that the value depends on.
+    reads_constants: whether it depends on other real tensors, which may be written between calls.
+    key: equal for recipes of the same value, if the value depends on nothing but states of
+        generators; None: it depends on an input, a buffer or another tensor.
     """
 
     operator: Any
@@ -81,30 +86,35 @@ Value: TypeAlias = Leaf | Recipe
 
 @dataclass(frozen=True)
 class Guard:
-    """What a module read: a value, or the shapes of tensors whose sizes depend on values."""
+    """What a module read: a value, or the shapes of tensors whose sizes depend on values.
+
+    recipe: how to compute it.
+    seen: what was read when the step was traced.
+    """
 
     recipe: Recipe
     seen: Any
 
     def holds(self, leaves: Mapping[Leaf, torch.Tensor]) -> bool:
-        """Whether a call with these tensors would read the same."""
+        """Whether a call with these leaves would read the same."""
         return _same(_seen(evaluate(self.recipe, leaves)), self.seen)
 
     def described(self) -> dict[str, Any]:
-        """As JSON: the tensors that it depends on, and what was read."""
+        """As JSON: the leaves that the value depends on, and what was read."""
         leaves = sorted([leaf.kind, leaf.key] for leaf in self.recipe.leaves)
         return {"of": leaves, "seen": str(self.seen)}
 
 
 class ReadsRandomNumbers(DataDependentOutputException):
-    """Random numbers are read, and not only a condition on them."""
+    """The module reads random numbers themselves, not only a condition on them."""
 
 
 class KnowingMode(FakeTensorMode):
-    """Fake tensors that carry the recipes of their values, if known.
+    """A fake tensor mode whose tensors carry the recipes of their values, if known.
 
     leaves: the real tensors that fake ones stand for.
-    guards: what was read, where another call may read something else.
+    guards: what the module has read, unless it is the same in every call.
+    read: the real tensors that operators have read.
     """
 
     def __init__(self, leaves: Mapping[Leaf, torch.Tensor]) -> None:
@@ -116,7 +126,7 @@ class KnowingMode(FakeTensorMode):
         self._draws: dict[str, Draws] = {}  # by type of device
 
     def begin(self) -> None:
-        """The module is called from the start; a trace does so more than once."""
+        """Forget what an earlier call has read and drawn: a trace calls the module repeatedly."""
         self.guards.clear()
         self._draws.clear()
 
@@ -139,8 +149,8 @@ class KnowingMode(FakeTensorMode):
         if recipe is not None:
             is_value = torch.Tag.data_dependent_output in func.tags
             if (is_value or torch.Tag.dynamic_output_shape in func.tags) and (
-                # Of random numbers an `if` alone may ask: it reads one of two values, and not
-                # another in each step.
+                # Of random numbers only a boolean may be read, as by an `if`: a number would be
+                # another one in each step, and each would need a program of its own.
                 not recipe.is_chance
                 or (is_value and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.bool)
             ):
@@ -173,13 +183,13 @@ class KnowingMode(FakeTensorMode):
         return result
 
     def set_leaf(self, tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-        """Declare that the fake tensor stands for a real one."""
+        """Declare that the fake tensor stands for a real one, and return it."""
         if leaf in self.leaves:
             tensor.__dict__[_ATTRIBUTE] = leaf
         return tensor
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
-        """The recipe of the tensor's value; None: the step computes it."""
+        """The recipe of the tensor's value; None if the value is unknown."""
         if not isinstance(tensor, FakeTensor):
             return _constant(tensor) if type(tensor) is torch.Tensor else None
         if self._written and tensor.untyped_storage()._cdata in self._written:
@@ -195,7 +205,7 @@ class KnowingMode(FakeTensorMode):
             return None
         values = (*args, *kwargs.values())
         if any(isinstance(item, FakeTensor) and self.value_of(item) is None for item in values):
-            return None  # known before all of them are looked at, as of most calls
+            return None  # decides most calls without flattening their arguments
         flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         inputs: list[Value] = []
         for position, item in enumerate(flat):
@@ -225,7 +235,7 @@ class KnowingMode(FakeTensorMode):
     def _note_drawn(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object], result: object
     ) -> None:
-        """A random call was made; the recipe of its result, if its generator's state is known."""
+        """Record a random call, and attach a recipe to its result if that can be computed."""
         made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
         if not made or any(isinstance(item, torch.Generator) for item in kwargs.values()):
             return
@@ -252,11 +262,11 @@ _UNSET = (
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 )
-"""They return uninitialised memory."""
+"""Operators that return uninitialised memory."""
 
 
 def is_unknown(tensor: object) -> bool:
-    """Whether a tensor is traced and its value is computed by the step."""
+    """Whether this is a tensor of a trace whose value is unknown, or depends on random numbers."""
     if isinstance(tensor, FunctionalTensor):
         torch._functionalize_sync(tensor.elem)
         tensor = torch._from_functional_tensor(tensor.elem)
@@ -268,21 +278,22 @@ def is_unknown(tensor: object) -> bool:
 
 
 def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
-    """Compute the value on real tensors, outside of all tracing."""
+    """Compute a recipe's value on real tensors, outside of all tracing."""
     values: dict[Value, Any] = {leaf: leaves[leaf] for leaf in recipe.leaves}
-    # Where the model was traced on another device than its tensors are on, say for an absent card.
-    # The state of a card's generator is on the host, and what is drawn is not.
+    # Device arguments are replaced by the device of the tensors: the model may be traced for
+    # another one, such as an absent card. Leaves of kind "random" cannot tell the device, since the
+    # state of a CUDA generator is on the host.
     here = None if torch.cuda.is_available() else torch.device("cpu")
     given = (leaves[leaf].device for leaf in recipe.leaves if leaf.kind != "random")
     device = next(given, here)
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-    with (  # eager mode, inside of a trace
+    with (  # eager mode, although a trace may be running
         _disable_current_modes(),
         torch._C._ExcludeDispatchKeyGuard(keys),
         torch.no_grad(),
         torch._C._DisableAutocast(),
     ):
-        # Values are kept where they follow from the state of one generator, and nothing else.
+        # Values that depend on the state of one generator alone are kept for other programs.
         replay = Replay(torch.empty(0))
         if recipe.key is not None and len(recipe.leaves) == 1:
             (leaf,) = recipe.leaves
@@ -308,9 +319,9 @@ def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
 
 
 def _in_order(recipe: Recipe, known: Container[bytes | None]) -> Iterator[Recipe]:
-    """The recipe and all that it depends on, in topological order, without recursion.
+    """The recipe and all recipes that it depends on, in topological order, without recursion.
 
-    known: keys of recipes whose values are there; what these depend on is left out.
+    known: keys of recipes whose values are known; the recipes that these depend on are left out.
     """
     done: set[Recipe] = set()
     stack: list[Recipe] = [recipe]
@@ -328,12 +339,12 @@ def _in_order(recipe: Recipe, known: Container[bytes | None]) -> Iterator[Recipe
 
 
 def _seen(result: Any) -> Any:
-    """A number as it is, a tensor as its shape."""
+    """What a guard compares: numbers themselves, and the shapes of tensors."""
     return pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), result)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether the same was read; NaN equals NaN."""
+    """Whether both are equal, NaN equal to NaN."""
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other) or bool(one != one and other != other)

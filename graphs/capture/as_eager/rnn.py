@@ -1,16 +1,17 @@
-"""`nn.GRU` and `nn.RNN` on the CPU, bitwise identical to eager mode.
+"""Traces `nn.GRU` and `nn.RNN` on the CPU so that they are bitwise identical to eager mode.
 
-While PyTorch traces, they are decomposed in Python, and the in-place steps of a GRU cell become
+While PyTorch traces, it decomposes them in Python, and the in-place steps of a GRU cell become
 steps with results of their own. Both change the last bits:
 
-- CPU kernels process whole vector registers, and the rest of a row element by element, with
-  functions that differ in the last bit. Eager mode sums two gates in place, in parts of rows that
-  are three gates long. In a contiguous tensor a gate's rows have no ends, so other elements would
-  be the rest, unless a gate's width is a multiple of 32.
+- CPU kernels process whole vector registers, and the remainder of a row element by element, with
+  functions that differ in the last bit. Eager mode sums two gates in place, as slices of rows that
+  are three gates long, so the remainder is at the end of each slice. A contiguous tensor is
+  processed as one long row, so other elements would be the remainder, unless a gate's width is a
+  multiple of 32.
 - Dropout between layers draws its numbers in the memory order of its input.
 
-The steps of ATen/native/RNN.cpp (torch 2.13) are followed in the same order, and gates get the
-strides of parts of longer rows before their sigmoid. `nn.LSTM` is refused where eager mode runs
+So the kernels here follow the steps of ATen/native/RNN.cpp (torch 2.13) in the same order, and give
+the gates the strides of such slices before their sigmoid. `nn.LSTM` is refused if eager mode runs
 oneDNN's operator (use_mkldnn in that file), whose workspace is hidden: PyTorch's decomposition
 computes other bits.
 """
@@ -30,9 +31,11 @@ from graphs.model_calls import TraceError
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]
 Within = dict[str, Any]
-"""What to annotate nodes with that tell how long eager mode holds the gates of the input."""
+"""Annotation of nodes that mark how long eager mode holds the input's gates: {"runs_within": number
+of the call of a cell or layer}, or empty (see `Layout.within` in `graphs.capture.extraction`)."""
 Cell = Callable[[Tensor, Tensor, Linear, Within], Tensor]
-"""Of (input already multiplied with its weight, hidden, linear layer of the hidden state)."""
+"""(input times its weight, hidden state, linear layer of the hidden state, annotation) -> new
+hidden state."""
 
 aten = torch.ops.aten
 _calls = itertools.count()
@@ -53,14 +56,16 @@ torch.library.register_autograd(
 
 
 def _gru(gates: Tensor, hidden: Tensor, from_hidden: Linear, within: Within) -> Tensor:
+    """One step of a GRU; see `Cell`."""
     in_reset, in_update, in_new = gates.unsafe_chunk(3, 1)
     reset, update, new = from_hidden(hidden).unsafe_chunk(3, 1)
     laid_out: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.checkpoint_solver.laid_out
-    # eager mode sums in place: the sums have the strides of a third of a row of three gates
+    # Eager mode sums in place: a sum has the strides of a slice of a row of three gates.
     with annotate({"in_place": True, **within}):
         reset = laid_out(reset + in_reset, reset.stride()).sigmoid()
         update = laid_out(update + in_update, update.stride()).sigmoid()
-    # it overwrites the last third by the product, so autograd saves a copy: not the whole row
+    # Eager mode overwrites this slice by the product, so autograd saves a copy of it, and does not
+    # keep the whole row alive.
     kept = new.clone()
     new = in_new + kept * reset
     with annotate({"in_place": True}):
@@ -71,16 +76,19 @@ def _gru(gates: Tensor, hidden: Tensor, from_hidden: Linear, within: Within) -> 
 
 
 def _simple(activation: Callable[[Tensor], Tensor]) -> Cell:
+    """The cell of an `nn.RNN`."""
     return lambda gates, hidden, from_hidden, _: activation(from_hidden(hidden) + gates)
 
 
 def _linears(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Linear, Linear]:
-    """What an input and a hidden state are multiplied with."""
+    """The linear layers of the input and of the hidden state."""
     of_input, of_hidden = zip(weights, biases, strict=True)
     return lambda x: F.linear(x, *of_input), lambda x: F.linear(x, *of_hidden)
 
 
 def _layers(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The kernel of a recurrent network (such as `aten.gru.input`) with this cell."""
+
     def run(
         x: Tensor,
         hx: Tensor,
@@ -102,7 +110,9 @@ def _layers(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
                 weights = [next(parameters), next(parameters)]
                 biases = [next(parameters), next(parameters)] if has_biases else [None, None]
                 from_input, from_hidden = _linears(weights, biases)
-                with annotate(within):  # the other direction's gates are there until these are
+                # Eager mode holds the first direction's gates until it has computed these, so these
+                # operators count as part of that direction's call.
+                with annotate(within):
                     steps = from_input(x).unbind(0)
                 state, states, within = next(hidden), [], {"runs_within": next(_calls)}
                 for step in reversed(steps) if backwards else steps:
@@ -162,4 +172,4 @@ KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.rnn_tanh.data: _refuse_packed,
     aten.rnn_relu.data: _refuse_packed,
 }
-"""Replacements of these operators while a step on the CPU is traced."""
+"""Operator -> its replacement while a step on the CPU is traced."""

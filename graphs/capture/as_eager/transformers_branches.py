@@ -1,14 +1,14 @@
-"""Makes transformers take the branches of a training step while it is traced.
+"""Makes the transformers library take the branches of a training step while it is traced.
 
-- It checks whether a tensor is fake before it reads values: are several sequences packed into one
-  row, is the padding mask all ones. Under a tracer it skips the check, always builds the T x T mask
-  and does not use fused causal attention: another program, more memory, different bits. Where the
-  values are known while tracing (`graphs.capture.as_eager.known_values`), it may read them.
+- The library reads values only of tensors that are not fake: are several sequences packed into one
+  row, is the padding mask all ones. Under a tracer it skips these checks, always builds the T x T
+  mask and does not use fused causal attention: another program, more memory, different bits. Here
+  it may read values that are known while tracing (`graphs.capture.as_eager.known_values`).
 - A causal model returns the cache of keys and values for generation by default
-  (`config.use_cache`), also in training, where nobody reads it. It is an object that hides its
-  tensors, and it would hold them to the end of the step. For its own gradient checkpointing
-  transformers switches the cache off in training mode; so do plans. `use_cache=True` as an argument
-  of the call is left as it is.
+  (`config.use_cache`), even in training, where nobody reads it. The cache is an object that hides
+  its tensors, and it would hold them to the end of the step. With gradient checkpointing, the
+  library itself switches the cache off in training mode; so do plans. `use_cache=True` as an
+  argument of the call is respected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphs.capture.as_eager.known_values import is_unknown
 
 @contextlib.contextmanager
 def eager_branches() -> Iterator[None]:
-    """Let libraries that are loaded take their branches of eager mode, while inside."""
+    """While inside, let transformers (if imported) treat fake tensors with known values as real."""
     library: Any = sys.modules.get("transformers.utils.import_utils")
     with contextlib.ExitStack() as stack:
         if hasattr(library, "is_fake_tensor"):
@@ -35,7 +35,7 @@ def eager_branches() -> Iterator[None]:
 
 
 def caching_configs(model: nn.Module) -> list[Any]:
-    """The configurations by which modules in training mode would return a cache."""
+    """The transformers configs that make modules in training mode return a cache."""
     library: Any = sys.modules.get("transformers.configuration_utils")
     if library is None:
         return []
@@ -49,7 +49,7 @@ def caching_configs(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def no_cache(model: nn.Module) -> Iterator[None]:
-    """Switch the cache off while inside."""
+    """While inside, switch off the cache of transformers models in training mode."""
     with contextlib.ExitStack() as stack:
         for config in caching_configs(model):
             stack.enter_context(mock.patch.object(config, "use_cache", False))

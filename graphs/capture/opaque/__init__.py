@@ -1,4 +1,7 @@
-"""Parts of a model that cannot be traced: each is one node of the graph and runs in eager mode."""
+"""Opaque parts: modules, methods and functions that cannot be traced and are planned as one piece.
+
+Each call of such a part is one forward and one backward node of the graph, and runs in eager mode.
+"""
 
 from graphs.capture.opaque.forms import RandomSources
 from graphs.capture.opaque.nodes import StandIn

@@ -1,10 +1,11 @@
-"""Which modules are expected to fail as one did, so that they become pieces at once.
+"""Finds modules that are expected to fail like one that failed, to make all opaque at once.
 
-Each failure costs a whole trace. Modules of a model's own class run the same line, so all of them
-go together. PyTorch's classes do something else in each place: one nn.Linear may be given a tensor
-that cannot be traced while all others are fine. Of these, at once go only those whose failure is
-due to the class itself: attention with its fast path, and nn.LSTM, one operator of the CPU. Others
-go together once two have failed for the same reason at the same place of two layers.
+Each failure costs a whole trace. Modules of a user's class run the same line of code, so all of
+that class are expected to fail. Modules of PyTorch's classes depend on where they are used: one
+nn.Linear may get a tensor that cannot be traced while all others are fine. Only two of PyTorch's
+classes fail by themselves: attention on its fast path, and nn.LSTM, which is one operator on the
+CPU. Modules of its other classes are expected to fail once two of them have failed for the same
+reason, at the same place in two layers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 def alike(
     model: nn.Module, call: Call, device: torch.device, path: str, failed_before: Sequence[str]
 ) -> list[str]:
-    """The paths of the module that failed and of those that are expected to, if they are called.
+    """The paths of the module that failed, and of called modules that are expected to fail too.
 
-    failed_before: paths of modules that failed for the same reason.
+    path: the module that failed.
+    failed_before: paths of modules that failed earlier for the same reason.
     """
     modules = dict(model.named_modules())
     kind = _kind(modules[path])
@@ -43,7 +45,10 @@ def alike(
 
 
 def _kind(module: nn.Module) -> Hashable | None:
-    """Equal for modules that fail for what their class does; None: that depends on the place."""
+    """A key that is equal for modules which fail together, because of their class.
+
+    None: whether the module fails depends on where it is used.
+    """
     if isinstance(module, _ATTENTION):
         return type(module), module.training, any(p.requires_grad for p in module.parameters())
     if isinstance(module, nn.LSTM):  # with projections, or in float64, it is not one operator
@@ -52,12 +57,16 @@ def _kind(module: nn.Module) -> Hashable | None:
 
 
 def _settings(module: nn.Module) -> Hashable:
+    """A key that is equal for modules of the same class in the same mode."""
     needs_grad = any(p.requires_grad for p in module.parameters())
     return type(module), module.training, needs_grad
 
 
 def _place(path: str, other: str) -> re.Pattern[str]:
-    """The path with any number where the other has another one; as it is if names differ."""
+    """A pattern for paths like these two: any number at each position where their numbers differ.
+
+    If they differ in more than numbers, the pattern matches only the first path.
+    """
     names, others = path.split("."), other.split(".")
     parts = [re.escape(name) for name in names]
     if len(names) == len(others):
@@ -71,7 +80,7 @@ def _place(path: str, other: str) -> re.Pattern[str]:
 def _called(
     model: nn.Module, call: Call, device: torch.device, modules: Sequence[nn.Module]
 ) -> set[nn.Module]:
-    """Those that one forward pass calls: one that is not cannot be a piece."""
+    """Those of the modules that a forward pass calls; the others cannot be opaque parts."""
     called: set[nn.Module] = set()
     hooks = [
         module.register_forward_pre_hook(lambda module, _args: called.add(module))

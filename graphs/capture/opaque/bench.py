@@ -1,4 +1,4 @@
-"""Runs an island on real tensors and measures it: bytes that it keeps, peaks, seconds."""
+"""Measures an island on real tensors: the bytes that it saves for backward, its peaks, its time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from graphs.capture.opaque.island import Island, Ran
 from graphs.costs import CudaPeaks, begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
 
 MARGIN = 1.125
-"""Of the bytes of a call whose sizes depend on values: another batch may need more."""
+"""Factor on the bytes of a call whose sizes depend on values, since another batch may need more."""
 N_TIMED = 3
+"""Number of timed runs; the median counts."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """saved: stays for backward. forward, backward: beside what comes in, out, and is saved.
-    leaked: stays after that is freed."""
+    """The bytes that a call takes.
+
+    saved_bytes: what it keeps for backward.
+    forward_bytes, backward_bytes: the peak of each pass beside inputs, results and saved tensors.
+    leaked_bytes: what stays allocated after the saved tensors have been freed.
+    """
 
     saved_bytes: int = 0
     forward_bytes: int = 0
@@ -33,6 +38,7 @@ class Bytes:
     leaked_bytes: int = 0
 
     def at_least(self, other: Bytes) -> Bytes:
+        """The larger of both, field by field."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return Bytes(*(max(pair) for pair in pairs))
 
@@ -41,7 +47,9 @@ class Bytes:
 class Bench:
     """Runs an island several times from the same random state.
 
-    states: of the generators at the start of each run (None: as they are).
+    tensors: all tensors of the island: inputs, parameters, buffers.
+    random: the generators that it may draw from.
+    states: states of the generators at the start of each run (None: the present ones).
     """
 
     island: Island
@@ -50,12 +58,17 @@ class Bench:
     states: tuple[Any, ...] | None = None
 
     def forward(self, tensors: Sequence[torch.Tensor] | None = None) -> Ran:
+        """Run the forward pass on these tensors (None: the bench's own).
+
+        The generators have their former states afterwards.
+        """
         with self.random.as_before():
             if self.states is not None:
                 self.random.put(self.states)
             return self.island.forward(self.tensors if tensors is None else tensors)
 
     def backward(self, ran: Ran) -> list[torch.Tensor | None]:
+        """Run the backward pass of a forward pass, from some gradients of the outputs."""
         given = self.island.given
         everything = enumerate([*self.tensors, *ran.outs])
         known = [t if given is None or i in given else None for i, t in everything]
@@ -63,7 +76,7 @@ class Bench:
         return self.island.backward(ran.saved, known, self.tangents(ran.outs), starts)
 
     def tangents(self, outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Some gradient for each output that may have one, with the strides of the step's."""
+        """Ones as gradients of the outputs that may get one, with the strides known of the step."""
         return [
             _ones(t, self.island.asked.tangents.get(i))
             if t.is_floating_point() or t.is_complex()
@@ -72,8 +85,10 @@ class Bench:
         ]
 
     def shuffled(self) -> Bench:
-        """With other random numbers, and the values of each floating-point input in another order:
-        what another batch might be like."""
+        """A bench that stands for another batch.
+
+        It has other random numbers, and the values of each floating-point input are shuffled.
+        """
         given = list(self.tensors)
         with self.random.as_before():
             if self.states is not None:
@@ -86,6 +101,7 @@ class Bench:
             return dataclasses.replace(self, tensors=given, states=self.random.states())
 
     def bytes_taken(self) -> Bytes:
+        """Measure the bytes of one run of both passes."""
         saved_bytes, leaked_bytes = self._kept_bytes()
         made: dict[str, int] = {}
 
@@ -113,13 +129,13 @@ class Bench:
         )
 
     def _kept_bytes(self) -> tuple[int, int]:
-        """What the call keeps for backward; and what stays once that is freed."""
+        """(bytes that the call keeps for backward, bytes that stay once these are freed)."""
         kept: list[Any] = []
         alive: list[Any] = []
         n_inputs = self.island.n_inputs
 
         def run(*, drops: bool) -> None:
-            # copies: an input that an autograd function holds on to is counted as well
+            # Copies, so that an input is counted too if an autograd function holds on to it.
             inputs = [t.clone() for t in self.tensors[:n_inputs]]
             ran = self.forward([*inputs, *self.tensors[n_inputs:]])
             alive.extend(weakref.ref(t.untyped_storage()) for t in ran.outs)
@@ -135,7 +151,7 @@ class Bench:
         return saved_bytes, max(leaked_bytes, sum(ref() is not None for ref in alive))
 
     def seconds(self) -> tuple[float, float]:
-        """Of forward and backward, the median of a few runs."""
+        """Seconds of the forward and of the backward pass, each the median of `N_TIMED` runs."""
         times: list[tuple[float, float]] = []
         for _ in range(N_TIMED):
             started_s = self._now_s()
@@ -153,7 +169,7 @@ class Bench:
 
 
 def _ones(like: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
-    """strides: None: contiguous."""
+    """Ones like the tensor, with these strides (None: contiguous)."""
     if strides is None:
         return torch.ones_like(like, memory_format=torch.contiguous_format)
     pairs = zip(like.shape, strides, strict=True)
@@ -166,7 +182,7 @@ def _storage_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
 
 
 def _staying_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """What a run leaves allocated."""
+    """Bytes that a run leaves allocated."""
     gc.collect()
     if device.type == "cpu":
         return max(0, cpu_peak_bytes(run).end_bytes)

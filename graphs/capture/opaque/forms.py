@@ -1,4 +1,4 @@
-"""What the graph knows of an island: forms of its tensors, bytes, costs, random generators."""
+"""What the graph knows about an island: forms of its tensors, bytes, costs, random generators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphs.model_calls import nested
 
 @dataclass(frozen=True)
 class Form:
-    """How a tensor lies in its storage."""
+    """The dtype of a tensor, its layout (shape, strides, offset) and the size of its storage."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -38,6 +38,7 @@ class Form:
         )
 
     def empty(self, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor of this form."""
         n = self.storage_bytes // self.dtype.itemsize
         storage = torch.empty(n, dtype=self.dtype, device=device)
         return storage.as_strided(self.shape, self.strides, self.offset)
@@ -48,7 +49,11 @@ class Form:
 
 @dataclass(frozen=True)
 class RandomSources:
-    """The generators that a module may draw from: torch's, Python's, NumPy's, its own."""
+    """The random generators that a module may draw from: torch's, Python's, NumPy's, its own.
+
+    device: its generator counts, beside that of the CPU.
+    others: the generators that are not torch's default ones.
+    """
 
     device: torch.device
     others: tuple[Any, ...]
@@ -58,20 +63,22 @@ class RandomSources:
         return cls(device, tuple(generators_of(module).values()))
 
     def states(self) -> tuple[Any, ...]:
+        """The states of all generators, as `put` takes them."""
         on_card = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return torch.get_rng_state(), on_card, *self.of_others()
 
     def of_torch(self) -> tuple[torch.Tensor, ...]:
-        """The states of torch's: of the host, and of the card."""
+        """The states of torch's default generators: of the CPU, and of the card if it is used."""
         on_host = torch.get_rng_state()
         is_card = self.device.type == "cuda"
         return (on_host, torch.cuda.get_rng_state(self.device)) if is_card else (on_host,)
 
     def of_others(self) -> tuple[Any, ...]:
-        """The states of those that are not torch's."""
+        """The states of the other generators."""
         return tuple(map(state_of_generator, self.others))
 
     def put(self, states: Sequence[Any]) -> None:
+        """Set the states of all generators."""
         on_host, on_card, *others = states
         torch.set_rng_state(on_host)
         if on_card is not None:
@@ -81,7 +88,7 @@ class RandomSources:
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Put back afterwards."""
+        """Restore the states of all generators on exit."""
         states = self.states()
         try:
             yield
@@ -91,18 +98,24 @@ class RandomSources:
 
 @dataclass(frozen=True, eq=False)
 class OpaqueCall:
-    """One call of a module as two nodes of the graph.
+    """One call of an opaque part, as two nodes of the graph.
 
+    path: of the module, method or function.
+    island: the call itself.
+    random: the generators that it may draw from.
     inputs: forms of the tensors of the call.
-    outs, differentiable: forms of the tensors that come out, and whether they require a gradient.
-    spec: structure of the output; what is no tensor there is None.
-    positions: of the tensors among the output's leaves.
+    outs: forms of the tensors that it returns.
+    differentiable: for each tensor that it returns, whether it requires a gradient.
+    spec: structure of the output, whose leaves are tensors and None.
+    positions: positions of the tensors among the output's leaves.
     gradients: forms of the gradients that it makes, for the island's tensors that need one.
-    saved_bytes: kept for backward, beside its inputs and outputs; with a margin where it varies.
-    least_bytes: without the margin.
-    outside_bytes: of saved tensors that exist without the call (constants), beside saved_bytes.
-    recomputable: whether it may run again; hooks may have any effect.
-    draws: whether it draws numbers from torch's generators.
+    saved_bytes: bytes kept for backward beside inputs and outputs; with a margin if they vary.
+    least_bytes: saved_bytes without the margin.
+    outside_bytes: bytes of saved tensors that exist without the call (constants); not in
+        saved_bytes.
+    forward, backward: operators, time and workspace of each pass.
+    recomputable: whether it may be recomputed; not with hooks, which may have any effect.
+    draws: whether it draws numbers from torch's default generators.
     """
 
     path: str
@@ -123,7 +136,7 @@ class OpaqueCall:
     draws: bool
 
     def described(self) -> dict[str, Any]:
-        """As JSON: what the graph has of values, which may be others in another run."""
+        """As JSON: the facts that depend on values, so that another run may find others."""
         return {
             "saved_bytes": self.saved_bytes,
             "reads": sorted(self.island.given or ()),
@@ -131,10 +144,17 @@ class OpaqueCall:
         }
 
     def as_planned(self, planned: Mapping[str, Any]) -> OpaqueCall:
-        """As `described` elsewhere, unless more is saved here, or the module is another."""
+        """The call with the facts of a plan, so that the traced graph is that of the plan.
+
+        Returns the call unchanged if it does not fit the plan: it saves more bytes, needs gradients
+        of other outputs, or is a call of another module.
+
+        planned: what `described` returned when the plan was made.
+        """
         known = len(self.island.needs) + len(self.outs)
         reads, flags = frozenset(planned["reads"]), tuple(planned["differentiable"])
         needed = (f for f, edge in zip(self.differentiable, flags, strict=True) if not edge)
+        # The plan must save enough bytes, and count each output as differentiable that is so here.
         if planned["saved_bytes"] < self.least_bytes or any(needed) or not reads <= {*range(known)}:
             return self
         island = dataclasses.replace(self.island, given=reads)
@@ -144,7 +164,7 @@ class OpaqueCall:
         )
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The module's output with these tensors."""
+        """The module's output, with these tensors as its leaves."""
         flat: list[Any] = [None] * self.spec.num_leaves
         for position, tensor in zip(self.positions, tensors, strict=True):
             flat[position] = tensor

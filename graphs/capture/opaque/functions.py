@@ -1,7 +1,7 @@
-"""Functions that are planned as one piece: a loss in a model's own forward that asks SciPy, say.
+"""Functions that are planned as one piece, such as a loss in a model's forward that calls SciPy.
 
-A function is found by its module and name ("package.losses:matched"). Where it is called is not
-known (a table of losses, another name), so its code is replaced while a step is traced.
+A function is identified by its module and name ("package.losses:matched"). It may be called by
+another name or from a table of losses, so its code object is replaced while a step is traced.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _COLON = ":"
 
 
 class CalledFunction(nn.Module):
-    """Calls a function. It has no parameters."""
+    """A module without parameters that calls a function."""
 
     def __init__(self, function: types.FunctionType) -> None:
         super().__init__()
         self.function = function
-        # with a code object of its own: that of the function is replaced
+        # A copy with a code object of its own, since that of the function is replaced.
         self._plain = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__
         )
@@ -41,7 +41,7 @@ class CalledFunction(nn.Module):
 
     @contextlib.contextmanager
     def called_instead(self) -> Iterator[None]:
-        """A call of the function in this thread calls this module while inside."""
+        """While inside, calls of the function in this thread call this module instead."""
         here, own = threading.get_ident(), self.function.__code__
 
         def target(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ class CalledFunction(nn.Module):
             function: Any = "target"
             return function(*args, **kwargs)
 
-        # Code has no closure to find the target in: it becomes a constant of the code.
+        # The code that replaces the function's cannot have a closure: the target is a constant.
         code = calls.__code__
         constants: Any = tuple(target if each == "target" else each for each in code.co_consts)
         self.function.__code__ = code.replace(co_consts=constants)
@@ -63,13 +63,14 @@ class CalledFunction(nn.Module):
 
 
 def is_function(path: str) -> bool:
+    """Whether the path of an opaque part is that of a function."""
     return _COLON in path
 
 
 def piece_at(model: nn.Module, path: str) -> nn.Module:
-    """The submodule with this path, or what calls the method or the function with this name.
+    """The submodule with this path, or a module that calls the method or function of this name.
 
-    Raises AttributeError, ImportError where there is none.
+    Raises AttributeError or ImportError if there is none.
     """
     if is_method(path):
         return called_method(model, path)
@@ -83,9 +84,9 @@ def piece_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def outermost_function(model: nn.Module, error: BaseException) -> str | None:
-    """The name of the first function that the model's own forward calls on the way to the error.
+    """The first function that the model's own forward has called on the way to the error.
 
-    None: there is none that can be a piece.
+    Returns its path ("package.losses:matched"); None if no such function can be an opaque part.
     """
     inside = False
     for frame in frames_of(error):
@@ -101,7 +102,7 @@ def outermost_function(model: nn.Module, error: BaseException) -> str | None:
 
 
 def holds_tensors(value: object) -> bool:
-    """Whether a tensor or a module is in the object, its attributes or its containers."""
+    """Whether the object is or holds a tensor or a module, in attributes or containers."""
     stack, seen = [value], set[int]()
     while stack:
         each = stack.pop()
@@ -120,7 +121,7 @@ def holds_tensors(value: object) -> bool:
 
 
 def _can_be_piece(function: object) -> bool:
-    """Whether it is a plain function of a module: a decorated one is another's closure."""
+    """Whether the object is a plain Python function without a closure (a decorated one has one)."""
     return isinstance(function, types.FunctionType) and function.__closure__ is None
 
 

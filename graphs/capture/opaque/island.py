@@ -1,12 +1,12 @@
-"""A call of a module that runs in eager mode, with an autograd graph of its own: an island.
+"""Runs a call of a module in eager mode, with an autograd graph of its own: an island.
 
 The graph around it sees four things: the tensors that go in (those of the call, parameters and
 buffers), the tensors that come out, gradients, and what the call has saved for backward.
 
-- What the call saves of its own inputs and outputs is not kept here: it is read again from those
-  that the backward pass is given, which may have been recomputed meanwhile.
-- Gradients that other readers of an input have made before are where its sum begins, so the terms
-  are added in the order of eager mode.
+- If the call saves its own inputs and outputs for backward, they are not kept here: the backward
+  pass is given them, possibly recomputed.
+- If other readers of an input have already made gradients for it, the island's gradients are added
+  to their sum one by one, so that the terms are added in the order of eager mode.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from graphs.model_calls import HOLE, Call, named_state, nested, same_strides
 
 @dataclass(frozen=True)
 class Autocast:
-    """The state of autocast in which the module is called.
+    """The state of autocast in which the module is called (dtype None: off).
 
-    Its cache of casts stays off: it would hold them to the end of the caller's autocast block. It
-    makes no difference to weights that are used once.
+    Autocast's cache is off in an island: it would hold the cast weights to the end of the caller's
+    autocast block, and makes no difference for weights that are used once.
     """
 
     device_type: str
@@ -44,6 +44,7 @@ class Autocast:
         return cls(kind, torch.get_autocast_dtype(kind) if on else None)
 
     def context(self) -> Any:
+        """A context with this state."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, self.dtype, cache_enabled=False)
@@ -51,10 +52,12 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Asked:
-    """Whether gradients are on where the module is called, and which of its tensors need one.
+    """Which gradients a call is asked for.
 
-    tangents: strides of the gradients of its outputs, by position, where they are not contiguous:
-        the strides of the gradients that it makes, which other operators read, follow from them.
+    grad_enabled: whether gradients are enabled where the module is called.
+    needs: for each tensor of the island, whether it needs a gradient.
+    tangents: position of an output -> strides of its gradient, if not contiguous. The strides of
+        the gradients that the call makes depend on them.
     """
 
     grad_enabled: bool
@@ -63,7 +66,10 @@ class Asked:
 
     @classmethod
     def now(cls, tensors: Sequence[torch.Tensor], *, first: Sequence[int]) -> Asked:
-        """first: as in `Island`."""
+        """What a call with these tensors is asked for in the present gradient mode.
+
+        first: as in `Island`; only the first of several equal tensors needs a gradient.
+        """
         on = torch.is_grad_enabled()
         again = {i for i, at in enumerate(first) if at != i}
         return cls(
@@ -73,7 +79,10 @@ class Asked:
 
 @dataclass(eq=False)
 class _Packed:
-    """A saved tensor: itself, or (index among the known tensors, geometry) of a view of one."""
+    """A saved tensor: the tensor itself, or how to view a known tensor (an input or output).
+
+    view: index of the known tensor, shape, strides, offset relative to it in elements.
+    """
 
     tensor: torch.Tensor | None
     view: tuple[int, tuple[int, ...], tuple[int, ...], int] | None = None
@@ -81,16 +90,17 @@ class _Packed:
 
 @dataclass(eq=False)
 class _Box:
-    """What the hooks of saved tensors see. No edge of the graph, which holds the hooks.
+    """The state of the hooks on saved tensors; has no edges of the graph, which holds the hooks.
 
-    packed: while the call runs. known: inputs and outputs, while the backward pass runs.
+    packed: the saved tensors, while the call runs.
+    known: inputs and outputs, while the backward pass runs.
     """
 
     packed: list[_Packed] = field(default_factory=list)
     known: list[torch.Tensor | None] = field(default_factory=list)
 
     def pack(self, tensor: torch.Tensor) -> _Packed:
-        # detached: a tensor holds the node that made it, which may be the one that saves it
+        # detached: a tensor holds the autograd node that made it, maybe the one that saves it
         self.packed.append(_Packed(tensor.detach()))
         return self.packed[-1]
 
@@ -108,11 +118,13 @@ class _Box:
     def hand_back(
         self, known: Sequence[torch.Tensor], given: set[int] | None
     ) -> tuple[set[int], int]:
-        """Let go of what was saved of known tensors.
+        """Stop holding saved tensors that are known tensors or views of them.
 
-        Returns which of them will be read, and the bytes of what stays saved.
+        Returns the indices of the known tensors that backward will read, and the bytes of the
+        tensors that stay saved.
 
-        given: those that the backward pass is given (None: all). Another one is kept as a copy.
+        known: inputs and outputs of the call.
+        given: indices of those that the backward pass is given (None: all); others are copied.
         """
         places: dict[int | None, int] = {}
         for position, given_tensor in enumerate(known):
@@ -139,9 +151,10 @@ class _Box:
 
 @dataclass(eq=False)
 class Saved:
-    """What a call has saved for backward; freeing it frees that.
+    """What a call has saved for backward; freeing this object frees the saved tensors.
 
-    outputs, inputs: edges of the autograd graph; None where no gradient passes.
+    outputs, inputs: edges of the autograd graph for each output and input; None if no gradient
+        passes there.
     """
 
     box: _Box = field(default_factory=_Box)
@@ -156,7 +169,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 class _Entrance(torch.autograd.Function):
-    """Where the island's graph ends: gradients are taken here and go no further."""
+    """Detaches the inputs: the end of the island's autograd graph, where gradients are taken."""
 
     @staticmethod
     def forward(ctx: Any, _token: torch.Tensor, *tensors: torch.Tensor) -> Any:
@@ -168,7 +181,7 @@ class _Entrance(torch.autograd.Function):
 
 
 class _Called(nn.Module):
-    """Calls the module, its hooks too."""
+    """Calls the module with its hooks, and refuses that it replaces its buffers."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -182,7 +195,7 @@ class _Called(nn.Module):
 
 
 def state_of(module: nn.Module) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """Parameters, then buffers, each once; and the position of each attribute of a module."""
+    """The module's parameters, then its buffers, each once; and attribute name -> position."""
     tensors: dict[int, torch.Tensor] = {}
     for each in (*module.parameters(), *module.buffers()):
         tensors.setdefault(id(each), each)
@@ -192,28 +205,31 @@ def state_of(module: nn.Module) -> tuple[list[torch.Tensor], dict[str, int]]:
 
 
 AsPlanned = Callable[[nested.Spec, list[torch.Tensor]], list[torch.Tensor]]
+"""(structure of the output, its tensors) -> the same tensors in the planned layout."""
 
 
 def first_places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor the position of the first that is the same object."""
+    """For each tensor, the position of the first one that is the same object."""
     places: dict[int, int] = {}
     return tuple(places.setdefault(id(tensor), i) for i, tensor in enumerate(tensors))
 
 
 @dataclass(frozen=True, eq=False)
 class Island:
-    """One call of a module on flat lists of tensors: those of the call, parameters, buffers.
+    """One call of a module on one flat list: tensors of the call, then parameters and buffers.
 
-    call: its tensors are dropped.
-    first: for each tensor of the call, the position where the same object is given first; its
-        gradient goes there. names: attribute of the module -> position in its state.
-    asked: the mode that the module is called in, and for each tensor whether it needs a gradient.
-    n_parameters: of the state.
+    call: the arguments, without their tensors.
+    first: for each tensor of the call, the position of the first one that is the same object; its
+        gradient goes there.
+    names: attribute of the module -> position in its state (parameters and buffers).
+    asked: which gradients the call is asked for.
+    n_parameters: number of parameters in the state.
+    autocast: the state of autocast in which the module is called.
     changed: positions (in the whole list) of buffers that the call changes.
-    given: positions of the tensors (outputs counted after the inputs) that the backward pass is
+    given: positions of the tensors (outputs counted after the whole list) that the backward pass is
         given (None: all).
-    overwritten: position of a tensor of the call that is written in place and returned -> which of
-        the outputs it is. The call is given a copy.
+    overwritten: position of a tensor of the call that is written in place and returned -> index of
+        the output that it is. The call gets a copy of such a tensor.
     """
 
     module: nn.Module
@@ -237,9 +253,9 @@ class Island:
         return sum(item is HOLE for item in self.call.rest)
 
     def forward(self, tensors: Sequence[torch.Tensor], as_planned: AsPlanned | None = None) -> Ran:
-        """Call the module. Raises SideEffectError where it changes what it was given.
+        """Call the module. Raises SideEffectError if it changes a tensor that it must not change.
 
-        as_planned: gives the outputs the layout that the backward pass will find them in.
+        as_planned: puts the outputs into the layout in which the backward pass will get them.
         """
         n = self.n_inputs
         saved = Saved()
@@ -262,7 +278,8 @@ class Island:
             outs = [item for item in flat if isinstance(item, torch.Tensor)]
             saved.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in outs]
             outs = [t.detach() for t in outs]
-        if as_planned is not None:  # first: views of outputs are saved as views of the final ones
+        # Before `hand_back`: saved views of outputs become views of the final outputs.
+        if as_planned is not None:
             outs = as_planned(spec, outs)
         given = None if self.given is None else {*self.given}
         read, packed_bytes = saved.box.hand_back([*tensors, *outs], given)
@@ -271,6 +288,7 @@ class Island:
         return Ran(outs, buffers, saved, spec, rest, frozenset(read), packed_bytes)
 
     def _inputs(self, tensors: Sequence[torch.Tensor], saved: Saved) -> list[torch.Tensor]:
+        """The tensors to call the module with: leaves of the island's graph, copies if written."""
         found = [tensor.detach() for tensor in tensors]
         saved.inputs = [None] * len(found)
         needed = [i for i in range(len(found)) if self.needs[i]]
@@ -288,7 +306,7 @@ class Island:
     def _state(
         self, tensors: Sequence[torch.Tensor], saved: Saved
     ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
-        """The module's attributes, and the buffers among them that it may write."""
+        """The tensors for the module's attributes, and copies of the buffers that it may write."""
         n, new, state = self.n_inputs, {}, []
         for i in range(n, len(tensors)):
             if i < n + self.n_parameters:
@@ -309,10 +327,13 @@ class Island:
         gradients: Sequence[torch.Tensor | None],
         starts: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """The gradients of the tensors that need one, in order; None where none arrives.
+        """The gradients of the tensors that need one, in order; None if no gradient arrives.
 
-        known: the inputs and outputs, where they are given.
-        starts: for each of these gradients the sum of those that other readers made before.
+        saved: what the forward pass has saved.
+        known: the inputs and outputs; None for those that are not given.
+        gradients: the gradients of the outputs.
+        starts: for each gradient to compute, the sum of those that other readers of the tensor have
+            made already; the island's terms are added to it.
         """
         pairs = zip(saved.outputs, gradients, strict=True)
         roots = [(edge, g) for edge, g in pairs if edge is not None and g is not None]
@@ -334,8 +355,15 @@ class Island:
 
 @dataclass(frozen=True, eq=False)
 class Ran:
-    """A call that has run: tensors that came out, new buffers, what it saved, the output without
-    its tensors, which inputs and outputs it has saved, and the bytes of other saved tensors."""
+    """The results of a call.
+
+    outs: the tensors that it returned.
+    buffers: new values of the buffers that it changes.
+    saved: what it saved for backward.
+    spec, rest: structure of its output, and the leaves with HOLE in place of tensors.
+    read: positions of the inputs and outputs that it saved for backward.
+    packed_bytes: bytes of the other saved tensors.
+    """
 
     outs: list[torch.Tensor]
     buffers: list[torch.Tensor]
@@ -347,7 +375,10 @@ class Ran:
 
 
 def _own(gradient: torch.Tensor | None, taken: set[int | None]) -> torch.Tensor | None:
-    """The gradient in memory of its own, with the same strides."""
+    """The gradient in memory of its own, with the same strides.
+
+    taken: storages that are in use; that of the result is added.
+    """
     if gradient is None:
         return None
     if _storage(gradient) in taken:
@@ -360,7 +391,7 @@ def _own(gradient: torch.Tensor | None, taken: set[int | None]) -> torch.Tensor 
 
 
 def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The tensor with these strides; a copy where they are others."""
+    """The tensor with these strides; a copy if it has others."""
     if same_strides(tensor.shape, tensor.stride(), strides):
         return tensor
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)

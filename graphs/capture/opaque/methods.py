@@ -1,8 +1,9 @@
-"""Methods of a module that are planned as one piece: time masks that Wav2Vec2 draws with NumPy.
+"""Methods that are planned as one piece, such as Wav2Vec2's, which draws time masks with NumPy.
 
-A module that holds most of a model is no piece, but a method that its forward calls may be one. It
-is named by the path of the module and its own name ("wav2vec2._mask_hidden_states()"). It sees the
-parameters and buffers of this module itself, not those of submodules, which it may not call.
+A module that holds most of a model should not be one piece, but a method that its forward calls may
+be one. It is identified by the path of the module and its name
+("wav2vec2._mask_hidden_states()"). It may use the parameters and buffers of this very module, and
+may not call submodules.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _CALL = "()"
 
 
 class CalledMethod(nn.Module):
-    """Calls a method of the owner. Its parameters and buffers are those of the owner itself."""
+    """A module that calls a method of another module, its owner.
+
+    Its parameters and buffers are the owner's, without those of submodules.
+    """
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
@@ -40,17 +44,18 @@ class CalledMethod(nn.Module):
 
     @contextlib.contextmanager
     def called_instead(self) -> Iterator[None]:
-        """A call of the owner's method calls this module while inside."""
+        """While inside, calls of the owner's method call this module instead."""
         with _set(self.owner, self.name, self):
             yield
 
 
 def is_method(path: str) -> bool:
+    """Whether the path of an opaque part is that of a method."""
     return path.endswith(_CALL)
 
 
 def called_method(model: nn.Module, path: str) -> CalledMethod:
-    """What calls the method. Raises AttributeError where there is none."""
+    """A module that calls the method at this path. Raises AttributeError if there is none."""
     where, _, name = path.removesuffix(_CALL).rpartition(".")
     owner = model.get_submodule(where)
     if name not in _methods(owner):
@@ -59,13 +64,13 @@ def called_method(model: nn.Module, path: str) -> CalledMethod:
 
 
 def paths_of(model: nn.Module, owner: nn.Module, name: str) -> list[str]:
-    """Of this method, in all modules of the owner's class."""
+    """The paths of this method in all modules of the owner's class."""
     alike = [path for path, module in model.named_modules() if type(module) is type(owner)]
     return [f"{path}.{name}{_CALL}".lstrip(".") for path in alike]
 
 
 def method_on_the_way(owner: nn.Module, error: BaseException) -> str | None:
-    """The name of the first method that the owner's forward calls on the way to the error."""
+    """The name of the first method that the owner's forward has called on the way to the error."""
     methods, inside = _methods(owner), False
     for frame in frames_of(error):
         code = frame.f_code
@@ -80,7 +85,7 @@ def method_on_the_way(owner: nn.Module, error: BaseException) -> str | None:
 
 
 def method_that_draws(owner: nn.Module, run: Callable[[], object]) -> str | None:
-    """The name of the method of the owner in which numbers are drawn that are not torch's.
+    """The name of the owner's first method that draws from generators other than torch's.
 
     run: calls the model, and so the owner's forward.
     """
@@ -113,7 +118,10 @@ def method_that_draws(owner: nn.Module, run: Callable[[], object]) -> str | None
 
 @contextlib.contextmanager
 def no_submodule_called(owner: nn.Module, refused: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise what `refused` makes of the reason where one of the owner's submodules is called."""
+    """While inside, raise an error if one of the owner's submodules is called.
+
+    refused: makes the error from the reason.
+    """
     inner = {*owner.modules()} - {owner}
 
     def check(module: nn.Module) -> None:
@@ -125,8 +133,11 @@ def no_submodule_called(owner: nn.Module, refused: Callable[[str], Exception]) -
 
 
 def _methods(owner: nn.Module) -> dict[str, types.FunctionType]:
-    """The plain methods that the owner's classes define, but for `forward`; those of libraries that
-    every module has are left out."""
+    """The plain methods that the owner's class and its bases define, except `forward`.
+
+    Methods of torch's classes, of special names (`__`), and those replaced on the owner itself are
+    left out.
+    """
     found: dict[str, types.FunctionType] = {}
     for kind in type(owner).__mro__:
         if kind is nn.Module or kind.__module__.partition(".")[0] == "torch":

@@ -1,8 +1,9 @@
-"""A module's call as one forward and one backward node of the traced graph.
+"""Traces the call of an opaque part as one forward and one backward node.
 
-While tracing, a stand-in is called instead of the module: an operator whose fake results have the
-observed forms, and whose result "saved" has the observed bytes. Afterwards the operators' calls get
-the targets that run the module.
+While tracing, a stand-in is called instead of the module. It calls an operator whose fake results
+have the forms that were observed when the module ran, with one more result that stands for all
+saved tensors and has their bytes. After tracing, these nodes get the targets that run the module
+(`graphs.capture.opaque.targets`).
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _library.define(
 )
 
 _TANGENTS: dict[int, dict[int, tuple[int, ...]]] = {}
-"""Of those whose backward pass has been traced: `Asked.tangents`."""
+"""Number of a call whose backward pass has been traced -> `Asked.tangents`."""
 
 _CALLS: dict[int, OpaqueCall] = {}
-"""Those that are being traced, by the number that their operators are given."""
+"""The calls that are being traced, by the number that their operators get as an argument."""
 _numbers = itertools.count()
 
 
@@ -61,14 +62,14 @@ BACKWARD = torch.ops.checkpoint_solver.opaque_backward.default
 
 
 class _Traced(torch.autograd.Function):
-    """The two operators, as autograd sees them."""
+    """Tells autograd that `opaque_backward` computes the gradients of `opaque_forward`."""
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         call = _CALLS[number]
         island, n_outs = call.island, len(call.outs)
-        # the old value of what the call overwrites, which it may be run with again
+        # Copies of what the call overwrites: a recomputation needs the old values.
         read = [t.clone() if i in island.overwritten else t for i, t in enumerate(tensors)]
         *made, saved = FORWARD(read, number, call.draws)
         for i, index in island.overwritten.items():
@@ -102,10 +103,11 @@ class _Traced(torch.autograd.Function):
 
 @dataclass
 class StandIn:
-    """What is called instead of a module while a step is traced.
+    """Called instead of a module while a step is traced.
 
-    calls: those that were observed, in order.
-    asked: of each call that was traced, which gradients it was asked for there.
+    calls: the module's calls as they were observed, in order.
+    numbers: the numbers of these calls in the trace.
+    asked: for each call traced so far, which gradients it is asked for.
     """
 
     path: str
@@ -115,7 +117,7 @@ class StandIn:
     asked: list[Asked] = field(default_factory=list)
 
     def found(self) -> tuple[Asked, ...]:
-        """Of each call, with the tangents of the backward pass."""
+        """What each traced call was asked for, with the tangents of the backward pass."""
         pairs = zip(self.numbers, self.asked, strict=False)
         return tuple(dataclasses.replace(a, tangents=_TANGENTS.get(n, {})) for n, a in pairs)
 
@@ -133,7 +135,7 @@ class StandIn:
         self.asked.append(Asked.now(tensors, first=call.island.first))
         is_module = not is_function(self.path) and not is_method(self.path)
         with annotate({"module_path": self.path}) if is_module else contextlib.nullcontext():
-            for i in call.island.changed:  # its old value, which the call may be run with again
+            for i in call.island.changed:  # a recomputation of the call needs the old values
                 tensors[i] = tensors[i].clone()
             made = _Traced.apply(self.numbers[index], *tensors)  # type: ignore[no-untyped-call]
             n_outs = len(call.outs)
@@ -147,7 +149,10 @@ class StandIn:
 def stand_ins(
     model: nn.Module, observed: Mapping[str, Sequence[OpaqueCall]]
 ) -> Iterator[list[StandIn]]:
-    """The stand-ins of these modules, called instead of them while inside."""
+    """While inside, stand-ins are called instead of these modules; yields the stand-ins.
+
+    observed: path of an opaque part -> its calls.
+    """
     found = []
     with contextlib.ExitStack() as stack:
         for path, calls in observed.items():
@@ -164,7 +169,7 @@ def stand_ins(
 
 @contextlib.contextmanager
 def called_instead(module: nn.Module, function: Any) -> Iterator[None]:
-    """A call of the module, its hooks included, calls the function while inside."""
+    """While inside, calls of the module call the function instead, and not the module's hooks."""
     vars(module)["_compiled_call_impl"] = function
     try:
         if isinstance(module, CalledFunction | CalledMethod):
@@ -177,7 +182,7 @@ def called_instead(module: nn.Module, function: Any) -> Iterator[None]:
 
 
 def saved_bytes(graph: fx.Graph) -> int:
-    """What the forward nodes make and backward nodes read, but for inputs, each storage once."""
+    """Bytes that forward nodes allocate and backward nodes read: each storage once, no inputs."""
     storages: dict[int, int] = {}
     inputs = {_storage(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")}
     for node in graph.nodes:

@@ -1,10 +1,10 @@
-"""One real forward pass, in which the calls of some modules are observed.
+"""Observes the calls of some modules in one real forward pass.
 
-Gradients are off, but for each observed call by itself, so that one call's saved tensors are held
-at a time. A call is run several times, from the same random state: what it returns, what it keeps
-for backward (the bytes that stay allocated once inputs and outputs are dropped), its peaks and its
-time. Where sizes may depend on values, it also runs with shuffled inputs and other random numbers,
-and its bytes get a margin.
+Gradients are off, except within each observed call, so that the saved tensors of only one call are
+held at a time. Each call is run several times from the same random state, to find what it returns,
+what it keeps for backward (the bytes that stay allocated after inputs and outputs have been freed),
+its peaks and its time. If sizes may depend on values, it is also run with shuffled inputs and other
+random numbers, and its bytes get a margin.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ from graphs.costs import ObservedRun, OperatorCalls
 from graphs.model_calls import HOLE, Call, nested
 
 N_SHUFFLED = 2
+"""How many shuffled inputs to measure."""
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 AskedOf = Mapping[str, Sequence[Asked]]
-"""By path: of each call, which gradients it is asked for."""
+"""Path of an opaque part -> for each of its calls, which gradients it is asked for."""
 
 
 class NotOpaqueError(ValueError):
-    """This module cannot be one piece: why. path: of the module."""
+    """A module cannot be planned as one piece; says why.
+
+    path: of the module.
+    """
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path!r} cannot be planned as one piece: {why}")
@@ -55,10 +59,14 @@ class NotOpaqueError(ValueError):
 def observe(
     model: nn.Module, call: Call, paths: Sequence[str], *, device: torch.device, asked: AskedOf
 ) -> dict[str, list[OpaqueCall]]:
-    """Run the model's forward pass on real tensors; the calls of these modules, in their order.
+    """Run the model's forward pass on real tensors and observe the calls of some modules.
 
-    asked: as an earlier trace found it; without it, all floating-point tensors need a gradient.
-    Buffers and random states are restored. Raises NotOpaqueError; what the model raises.
+    Returns path -> calls in order. Buffers and random states are restored.
+
+    paths: the modules, methods and functions to observe.
+    asked: which gradients the calls are asked for, as an earlier trace has found. For calls not in
+        it, all floating-point and complex inputs are assumed to need a gradient.
+    Raises NotOpaqueError if one of them cannot be planned as one piece, and what the model raises.
     """
     watches = [
         _Watch(model, path, piece_at(model, path), device, asked.get(path, ())) for path in paths
@@ -77,18 +85,18 @@ def observe(
 
 
 def run(model: nn.Module, call: Call) -> None:
-    """The model's forward pass on real tensors, without its hooks."""
+    """Run the model's forward pass on real tensors, without the model's own hooks."""
     args, kwargs = call.arguments(call.tensors)
     model.forward(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def all_put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Without gradients inside; what the model changes is put back.
+    """While inside, gradients are off; on exit, what the model has changed is restored.
 
-    What a first call fills is emptied again; of a part that changes more, a trace says so.
+    That includes attributes that a first call fills. Changes are not refused here: a trace does so.
     """
-    # Garbage is collected often inside; what was there before is not looked at each time.
+    # Garbage is collected often inside; `freeze` exempts the objects that exist already.
     gc.collect()
     freeze = gc.get_freeze_count() == 0
     if freeze:
@@ -123,7 +131,10 @@ def _buffers_restored(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch:
-    """Called instead of a module: observes the call and returns the module's output."""
+    """Called instead of a module: observes the call and returns the module's output.
+
+    found: the calls observed so far.
+    """
 
     def __init__(
         self,
@@ -147,8 +158,9 @@ class _Watch:
                 if isinstance(self.module, CalledMethod):
                     overwritten = self._overwritten(island, tensors, random)
                     island = dataclasses.replace(island, overwritten=overwritten)
-                Bench(island, tensors, random).forward()  # fills what a first call fills
-                # a function may change what it is given of the model
+                # A first call may fill attributes, which is no reason to refuse the module.
+                Bench(island, tensors, random).forward()
+                # A function may change objects of the model that it is given.
                 where = self.model if is_function(self.path) else self._where
                 with attributes_unchanged(where), objects_unchanged(where):
                     call, outs = self._observed(island, tensors, random)
@@ -163,12 +175,12 @@ class _Watch:
 
     @property
     def _where(self) -> nn.Module:
-        """What its code calls `self`."""
+        """The module that the observed code calls `self`."""
         return self.module.owner if isinstance(self.module, CalledMethod) else self.module
 
     @contextlib.contextmanager
     def _of_its_own(self) -> Iterator[None]:
-        """Refuse a method that calls submodules, or writes their tensors: it is not their node."""
+        """Refuse a method that calls submodules or writes their tensors, which its node lacks."""
         if not isinstance(self.module, CalledMethod):
             yield
             return
@@ -184,7 +196,7 @@ class _Watch:
     def _overwritten(
         self, island: Island, tensors: Sequence[torch.Tensor], random: RandomSources
     ) -> dict[int, int]:
-        """As in `Island`."""
+        """Run a method once to find the arguments that it overwrites; see `Island.overwritten`."""
         n = island.n_inputs
         copies = [tensor.clone() for tensor in tensors[:n]]
         with random.as_before(), _buffers_restored(self.module):
@@ -206,6 +218,7 @@ class _Watch:
     def _observed(
         self, island: Island, tensors: list[torch.Tensor], random: RandomSources
     ) -> tuple[OpaqueCall, list[torch.Tensor]]:
+        """Run and measure a call; returns what is known about it, and its outputs."""
         with OperatorCalls() as forward, random.as_before():
             before, of_torch = random.of_others(), random.of_torch()
             ran = island.forward(tensors)
@@ -213,6 +226,8 @@ class _Watch:
             draws_torchs = not all(map(torch.equal, of_torch, random.of_torch()))
         self._check(ran, tensors)
         written = self._write(island, ran, tensors)
+        # Parameters and unchanged buffers are on the device anyway; of the inputs and outputs, the
+        # backward pass is given those that it reads.
         state = {*range(island.n_inputs, len(tensors))}
         given = frozenset((state - written) | ran.read)
         island = dataclasses.replace(island, changed=tuple(sorted(written)), given=given)
@@ -228,7 +243,7 @@ class _Watch:
         for _ in range(N_SHUFFLED if varies else 0):
             if (other := self._shuffled(benches[-1], ran)) is not None:
                 benches.append(other)
-        island = benches[-1].island
+        island = benches[-1].island  # is given what any of the runs has read
         taken = [dataclasses.replace(each, island=island).bytes_taken() for each in benches]
         takes = functools.reduce(Bytes.at_least, taken)
         if takes.leaked_bytes:
@@ -267,7 +282,10 @@ class _Watch:
         ), ran.outs
 
     def _island(self, call: Call) -> tuple[Island, list[torch.Tensor]]:
-        """The call before anything is known of it, and its tensors."""
+        """The island of a call that has not been run yet, and its tensors.
+
+        All its buffers count as changed, and all tensors as given to the backward pass.
+        """
         for item in call.rest:
             is_object = item is not HOLE and not isinstance(item, _CONSTANTS)
             if is_object and (not is_function(self.path) or holds_tensors(item)):
@@ -278,7 +296,7 @@ class _Watch:
             raise self._refuse("a tensor that it reads is sparse, nested or on another device")
         n_inputs, n_parameters = len(call.tensors), len({*map(id, self.module.parameters())})
         if torch.is_autocast_enabled(self._device.type):
-            # It casts a weight once for all that use it, which an island cannot.
+            # Autocast casts a weight once for all its users, which an island cannot do.
             inside = {*map(id, self.module.modules())}
             own = {id(p) for p in state[:n_parameters] if p.requires_grad}
             for other in self.model.modules():
@@ -305,6 +323,7 @@ class _Watch:
         ), tensors
 
     def _check(self, ran: Ran, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise NotOpaqueError if the call's outputs or saved tensors cannot be handled."""
         if any(item is not HOLE and item is not None for item in ran.rest):
             raise self._refuse("it returns something other than tensors and None")
         if any(not _is_plain(t, self._device) for t in ran.outs):
@@ -322,19 +341,22 @@ class _Watch:
             raise self._refuse("autocast casts a weight once that is used several times")
 
     def _write(self, island: Island, ran: Ran, tensors: list[torch.Tensor]) -> set[int]:
-        """Which buffers the call changes; their new values are written, as the call does."""
+        """Find the positions of the buffers that the call changes, and write their new values."""
         state, _ = state_of(self.module)
         written = set()
         for i, new in zip(island.changed, ran.buffers, strict=True):
-            # batch norm's kernels write without a new version
+            # Values are compared too, since batch norm's kernels do not increase the version.
             if new._version or not new.equal(tensors[i]):
                 written.add(i)
-                tensors[i] = tensors[i].clone()  # the old values, for further runs
+                tensors[i] = tensors[i].clone()  # further runs need the old values
                 state[i - island.n_inputs].copy_(new)
         return written
 
     def _shuffled(self, bench: Bench, ran: Ran) -> Bench | None:
-        """None: the call does not allow these values."""
+        """A bench with shuffled inputs; None if the call fails with these values.
+
+        Its backward pass is given all tensors that have been saved in either run.
+        """
         try:
             other = bench.shuffled()
             again = other.forward()
@@ -353,7 +375,7 @@ def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def _uses(ran: Ran) -> tuple[int, bool]:
-    """The most uses of one parameter, and whether gradients would go to another leaf."""
+    """(largest number of uses of one parameter, whether gradients would reach another leaf)."""
     ends = {edge.node for edge in ran.saved.inputs if edge is not None}
     stack = [edge.node for edge in ran.saved.outputs if edge is not None]
     seen = {*ends, *stack}

@@ -1,9 +1,9 @@
-"""Which parts of a model cannot be traced, found by tracing.
+"""Finds the parts of a model that cannot be traced, by tracing.
 
-A trace that fails names the module call in which it failed. That module becomes one piece, with
-those of its class that are expected to fail as well (`graphs.capture.opaque.alike`), and the model
-is traced again. A module that cannot be one piece (`NotOpaqueError` says why) leaves that to the
-module that contains it; in the end the trace fails as it did at first.
+If a trace fails, the error tells in which module's call. That module becomes an opaque part,
+together with modules of its class that are expected to fail too (`graphs.capture.opaque.alike`),
+and the model is traced again. If a module cannot be an opaque part (`NotOpaqueError` says why), the
+module that contains it is tried instead. If all fails, the error of the first trace is raised.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from graphs.capture.refuse import DrawError, HookError, has_refused_hook
 from graphs.model_calls import Call, TraceError, device_of
 
 MOST_TRACES = 12
-"""Of one model; each adds a module, or replaces one by the module that contains it."""
+"""How often one model is traced again. Each time a module is added, or replaced by the module that
+contains it."""
 
 MOST_RUNS = 4
-"""Of an attempt: the layout of one part's gradients may change that of the next."""
+"""How often the parts are observed and traced in one attempt: the layout of one part's gradients
+may change that of the next part's."""
 
 MOST = 0.75
-"""Of the bytes that a step keeps for backward."""
+"""Largest share of the bytes saved for backward that a part with several layers may keep."""
 
 _R = TypeVar("_R")
 
@@ -47,11 +49,11 @@ Planned = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class OpaquePart:
-    """A module that is planned as one piece.
+    """A module, method or function that is planned as one piece.
 
-    path: of the module.
-    why: it cannot be traced.
-    calls: those of one forward pass.
+    path: of the module, method or function.
+    why: why it cannot be traced.
+    calls: its calls in one forward pass.
     """
 
     path: str
@@ -59,7 +61,7 @@ class OpaquePart:
     calls: tuple[OpaqueCall, ...]
 
     def described(self) -> dict[str, Any]:
-        """As JSON: what another trace of the step needs to find the same graph."""
+        """As JSON: what another trace of the step needs to make the same graph."""
         return {
             "module": self.path,
             "why": self.why,
@@ -76,24 +78,28 @@ def with_opaque_parts(
     *,
     planned: Planned = (),
 ) -> tuple[_R, tuple[OpaquePart, ...]]:
-    """What `trace` returns, given stand-ins for the modules that cannot be traced; and these.
+    """Trace a model, with stand-ins for the parts that cannot be traced.
 
-    planned: `OpaquePart.described` of those of a plan, which are tried first.
+    Returns the result of `trace`, and the opaque parts.
 
-    Raises FailsOnBatchError where the model itself fails; else the TraceError of the model as it is
-    where no such modules are found, or where model and batch have no values on the device that is
-    planned for.
+    device: the device to plan for (None: that of the model).
+    trace: stand-ins -> the traced result.
+    planned: the opaque parts of a plan (`OpaquePart.described`), tried first.
+
+    Raises FailsOnBatchError if the model itself fails. Raises the TraceError of the first trace if
+    no suitable parts are found, or if model and batch have no values on the device to plan for.
     """
     if planned and _is_here(model, call, device):
         where = _devices(model, call).pop()
-        with contextlib.suppress(Exception):  # of another model, say: then as without a plan
+        # The plan may be for another model: if this fails, the parts are searched for as usual.
+        with contextlib.suppress(Exception):
             whys = {each["module"]: each["why"] for each in planned}
             return _attempt(model, call, where, whys, trace, planned)
     try:
         return trace(()), ()
     except TraceError as error:
         card = device_of(model) if torch.cuda.is_available() else torch.device("cpu")
-        with RandomSources.of(model, card).as_before():  # a forward pass may draw, or seed
+        with RandomSources.of(model, card).as_before():  # forward may draw numbers, or set a seed
             refuse_own_failure(model, call, error)
         if not _is_here(model, call, device):
             raise
@@ -129,7 +135,7 @@ def with_opaque_parts(
 
 
 def _note(error: TraceError, text: str) -> None:
-    """Add it once; of many modules that fail alike, all say the same."""
+    """Add a note to the error, unless it has the same already, as from a similar module."""
     if text not in (error.why, *getattr(error, "__notes__", ())):
         error.add_note(text)
 
@@ -142,6 +148,13 @@ def _attempt(
     trace: Callable[[Sequence[StandIn]], _R],
     planned: Planned = (),
 ) -> tuple[_R, tuple[OpaquePart, ...]]:
+    """Observe these parts and trace the model with stand-ins for them.
+
+    Which gradients the parts are asked for is only known after a trace, so both are repeated until
+    the parts have been observed with the gradients that the trace asks for.
+
+    whys: path of each part -> why it cannot be traced.
+    """
     asked: AskedOf = {}
     for n_runs in range(1, MOST_RUNS + 1):
         observed = observe(model, call, tuple(whys), device=device, asked=asked)
@@ -152,6 +165,7 @@ def _attempt(
             result = trace(standing)
             found = {each.path: each.found() for each in standing}
         given = {path: tuple(c.island.asked for c in calls) for path, calls in observed.items()}
+        # In the last run, gradients may still arrive with other strides than observed.
         if found == given or (n_runs == MOST_RUNS and _needs(found) == _needs(given)):
             return result, tuple(
                 OpaquePart(path, whys[path], tuple(calls)) for path, calls in observed.items()
@@ -163,13 +177,15 @@ def _attempt(
 
 
 def _needs(asked: AskedOf) -> dict[str, list[tuple[bool, ...]]]:
+    """`asked` without the strides of tangents."""
     return {path: [(each.grad_enabled, *each.needs) for each in asked[path]] for path in asked}
 
 
 def refuse_most(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
-    """Raise TraceError where one part with a row of submodules keeps most of what the step keeps.
+    """Raise TraceError if a call of one part keeps most of the bytes saved for backward.
 
-    Such a step is better planned by those submodules.
+    This holds for parts that contain a ModuleList or Sequential of several modules: such a step is
+    better planned by these submodules.
     """
     total = saved_bytes(graph)
     for part in parts:
@@ -183,7 +199,7 @@ def refuse_most(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
 
 
 def _has_row(module: nn.Module) -> bool:
-    """Whether there is a row of submodules in it."""
+    """Whether the module contains a ModuleList or Sequential of more than one module."""
     rows = (m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
     return any(len(row) > 1 for row in rows)
 
@@ -191,15 +207,21 @@ def _has_row(module: nn.Module) -> bool:
 def _failing(
     model: nn.Module, call: Call, device: torch.device, error: TraceError, whys: Mapping[str, str]
 ) -> dict[str, str]:
-    """The modules that are one piece, after this failure; none: it has no place."""
+    """The parts to make opaque after a trace has failed; empty if the error names no part.
+
+    whys: the present opaque parts -> why they cannot be traced.
+    Returns the new ones, in the same form.
+    """
     cause = error.__cause__
     if isinstance(cause, HookError):
+        # Hooks need no further trace to be found: all modules with hooks become opaque at once.
         hooked = [p for p, m in model.named_modules() if p and has_refused_hook(m)]
         return _outermost({**whys, **dict.fromkeys(hooked, "it has hooks")})
     path = _place(model, error)
     if path is None and (function := outermost_function(model, error)) is not None:
         return {} if function in whys else {**whys, function: error.short}
     module = model if path is None else model.get_submodule(path)
+    # A module that holds much of the model should not become opaque if one of its methods can.
     if (path is None or _has_row(module)) and path not in whys:
         methods = _methods(model, call, device, error, module)
         if methods and not whys.keys() & {*methods}:
@@ -216,7 +238,7 @@ def _failing(
 def _methods(
     model: nn.Module, call: Call, device: torch.device, error: TraceError, owner: nn.Module
 ) -> list[str]:
-    """The paths of the method of the owner in which it failed, in all modules of its class."""
+    """The paths of the owner's method in which a trace has failed, in all modules of its class."""
     if isinstance(error.__cause__, DrawError):
         with all_put_back(model, device):
             name = method_that_draws(owner, lambda: run(model, call))
@@ -226,7 +248,10 @@ def _methods(
 
 
 def _enclosing(model: nn.Module, path: str, whys: Mapping[str, str]) -> dict[str, str]:
-    """With the module that contains this one instead; none: that is the model."""
+    """The opaque parts with the module that contains this one in its place.
+
+    Empty if that is the model, or if the part is a function.
+    """
     why = whys[path]
     while not is_function(path):
         path = path.rpartition(".")[0]
@@ -238,6 +263,7 @@ def _enclosing(model: nn.Module, path: str, whys: Mapping[str, str]) -> dict[str
 
 
 def _outermost(whys: Mapping[str, str]) -> dict[str, str]:
+    """The opaque parts without those that are inside of another."""
     return {
         path: why
         for path, why in whys.items()
@@ -246,9 +272,9 @@ def _outermost(whys: Mapping[str, str]) -> dict[str, str]:
 
 
 def _place(model: nn.Module, error: BaseException) -> str | None:
-    """The path of the innermost module whose call the error comes from."""
+    """The path of the innermost submodule in whose call the error was raised, or None."""
     paths = {module: path for path, module in model.named_modules() if path}
-    if isinstance(error.__cause__, DrawError):  # found when forward had ended
+    if isinstance(error.__cause__, DrawError):  # raised after forward had ended
         return paths.get(error.__cause__.module)
     found = None
     for frame in frames_of(error):
@@ -262,7 +288,7 @@ def _devices(model: nn.Module, call: Call) -> set[torch.device]:
 
 
 def _is_here(model: nn.Module, call: Call, device: torch.device | None) -> bool:
-    """Whether model and batch are plain tensors with values, on the device that is planned for."""
+    """Whether model and batch are plain tensors with values, all on the device to plan for."""
     devices = _devices(model, call)
     here = next(iter(devices), None)
     if here is None or len(devices) > 1:

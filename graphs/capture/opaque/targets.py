@@ -1,4 +1,4 @@
-"""What the nodes of an opaque part call, once the step is traced: the module itself."""
+"""The targets of an opaque part's nodes in a planned step: they run the module itself."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from graphs.model_calls import nested
 logger = logging.getLogger(__name__)
 
 _WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that have kept more than planned."""
+"""Modules for which a warning was given that they save more bytes than planned."""
 
 
 @dataclass(frozen=True, eq=False)
 class OpaqueForward:
-    """The target of a forward node: (tensors) -> outputs, new buffers, what is saved."""
+    """The target of a forward node: (tensors) -> [*outputs, *new buffers, saved]."""
 
     call: OpaqueCall
     tags = (torch.Tag.nondeterministic_seeded,)
@@ -45,17 +45,25 @@ class OpaqueForward:
         return self.call.recomputable
 
     def keep_state(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Any]:
-        """The results, and the state of the generators before."""
+        """Run the call; returns its results, and the states of the generators before it."""
         state = self.call.random.states()
         return self(tensors), state
 
     def run_again(self, state: Any, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """With the state of the first run; the generators go on as if nothing had happened."""
+        """Recompute the call with the generator states of the first run.
+
+        The generators have their present states afterwards.
+        """
         with self.call.random.as_before():
             self.call.random.put(state)
             return self(tensors)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Run the call.
+
+        Raises RuntimeError if its outputs have other shapes than planned, or if it draws random
+        numbers although none were planned. Warns once if it saves more bytes than planned.
+        """
         known = {t.untyped_storage()._cdata for t in tensors}
 
         def as_planned(spec: nested.Spec, outs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -105,8 +113,10 @@ class OpaqueForward:
 class OpaqueBackward:
     """The target of a backward node: (saved, known tensors, gradients, starts) -> gradients.
 
-    always: for each gradient whether an operator reads it that takes no None, so that it is zeros
-        where the call has none.
+    The arguments are those of `Island.backward`.
+
+    always: for each gradient, whether a reader of it does not accept None, so that a gradient that
+        the call does not have must be zeros.
     """
 
     call: OpaqueCall
@@ -143,7 +153,10 @@ class OpaqueBackward:
 
 
 def bind(graph: fx.Graph, standing: Sequence[StandIn]) -> None:
-    """Give the traced operators the targets that run the modules."""
+    """Replace the operators of stand-ins in a traced graph by the targets that run the modules.
+
+    If a gradient of a call is added to a sum, the call takes over the addition (`_begun`).
+    """
     calls = {n: c for each in standing for n, c in zip(each.numbers, each.calls, strict=True)}
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -157,7 +170,7 @@ def bind(graph: fx.Graph, standing: Sequence[StandIn]) -> None:
             starts: list[fx.Node | None] = [None] * len(call.gradients)
             for index, gradient in made.items():
                 starts[index] = _begun(gradient, position, before=position[node])
-            node.meta["val"] = [  # those of sums are other tensors now
+            node.meta["val"] = [  # some gradients are sums now, which are other tensors
                 made[i].meta["val"] if i in made else v for i, v in enumerate(node.meta["val"])
             ]
             forms = {i: Form.of(n.meta["val"]) for i, n in made.items() if starts[i] is not None}
@@ -166,15 +179,17 @@ def bind(graph: fx.Graph, standing: Sequence[StandIn]) -> None:
             )
             node.target = OpaqueBackward(call, always=(True,) * len(call.gradients))
             node.args = (saved, known, gradients, starts)
-    for node in graph.nodes:  # now that every gradient has the readers that it keeps
+    for node in graph.nodes:  # now that no more readers of gradients are removed
         if isinstance(node.target, OpaqueBackward):
             node.target = dataclasses.replace(node.target, always=_read_as_tensors(node))
 
 
 def _begun(gradient: fx.Node, position: Mapping[fx.Node, int], *, before: int) -> fx.Node | None:
-    """The sum of gradients that this one is added to; the addition is removed.
+    """The sum of gradients that this gradient is added to, or None; the addition is removed.
 
-    The call adds its terms to it one by one, as autograd does where it is no island.
+    The call itself adds its terms to that sum one by one, as autograd does without an island.
+
+    before: position of the call's backward node, at which the sum must be known.
     """
     users = list(gradient.users)
     if len(users) != 1 or users[0].target is not torch.ops.aten.add.Tensor or users[0].kwargs:
@@ -187,7 +202,7 @@ def _begun(gradient: fx.Node, position: Mapping[fx.Node, int], *, before: int) -
     if not add.meta.get("is_gradient_acc") or one.shape != other.shape or one.dtype != other.dtype:
         return None
     add.replace_all_uses_with(gradient)
-    gradient.meta["val"] = add.meta["val"]  # the sum lies in memory as autograd makes it
+    gradient.meta["val"] = add.meta["val"]  # the sum has the layout that autograd gives it
     add.graph.erase_node(add)
     return others[0]
 
@@ -202,11 +217,11 @@ def _read_as_tensors(backward: fx.Node) -> tuple[bool, ...]:
         user, *others = gradient.users or [None]
         may_be_none = False
         if user is not None and not others and isinstance(user.target, OpaqueBackward):
-            # another call's backward pass alone gets it, to add its own gradient to
+            # The only reader is another call's backward node, which may take it as a start.
             *read, _starts = user.args
             may_be_none = all(item is not gradient for item in pytree.tree_leaves(read))
         elif user is not None and not others and user.op == "output":
-            # the end of the step alone gets it, once, in the form that it has
+            # The only reader is the output, once, and the gradient has a storage of its own size.
             value = gradient.meta["val"]
             is_whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
             n_times = sum(item is gradient for item in pytree.tree_leaves(user.args))

@@ -1,4 +1,4 @@
-"""Checks that refuse what cannot be traced faithfully; each error says why."""
+"""Checks that refuse models which a trace cannot reproduce faithfully; each error says why."""
 
 from graphs.capture.refuse.aliasing import refuse_overlapping, sharing
 from graphs.capture.refuse.constants import HeldTensor, ReadTensors, refuse_written

@@ -1,7 +1,7 @@
-"""Refuses inputs of a step that share memory with one that the forward pass writes.
+"""Refuses steps in which the forward pass writes an input that shares memory with another input.
 
-In a trace each input has memory of its own. In eager mode a write to one changes all that overlap
-it, so later reads would differ.
+In a trace each input has memory of its own. In eager mode a write to one input changes every input
+that overlaps it, so later reads would differ.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from graphs.model_calls import TraceError
 def refuse_overlapping(
     tensors: Mapping[Any, torch.Tensor], written: Iterable[Any], titles: Mapping[Any, str]
 ) -> None:
-    """Raise TraceError where one of `written` overlaps another of `tensors`.
+    """Raise TraceError if a tensor that is written overlaps another one in memory.
 
-    titles: their names for messages, by the same keys.
+    tensors: the inputs of the step, by any keys.
+    written: keys of the inputs that the forward pass writes.
+    titles: names of the inputs for messages, by the same keys.
     """
     together = _by_storage(tensors)
     for key in written:
@@ -37,8 +39,11 @@ def refuse_overlapping(
 
 
 def sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Which of these tensors share a storage: for each that does, (position of the first tensor on
-    it, own position, offset in elements)."""
+    """Find which of these tensors share a storage.
+
+    Returns one triple for each tensor that does: (position of the first tensor on the same storage,
+    its own position, its storage offset in elements).
+    """
     groups = _by_storage(dict(enumerate(tensors))).values()
     return tuple(
         (group[0], position, tensors[position].storage_offset())
@@ -64,7 +69,10 @@ def _storage_of(tensor: torch.Tensor | None) -> int | None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Its first byte on the storage, and the one after its last; interleaved tensors overlap."""
+    """The tensor's first byte in its storage, and the byte after its last.
+
+    Interleaved tensors count as overlapping.
+    """
     if not tensor.numel():
         return 0, 0
     start = int(tensor.storage_offset())

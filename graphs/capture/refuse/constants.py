@@ -1,8 +1,9 @@
 """Tensors that a module reads and that are not parameters, buffers or part of the batch.
 
-A trace treats them as constants. One that requires a gradient is refused, for it would get none.
-For one in a plain attribute (`self.scale = torch.tensor(2.0)`) its place is recorded, so that a
-replacement is noticed. Those in closures and globals are assumed not to change.
+A trace treats them as constants. A tensor that requires a gradient is refused, since it would get
+none. If the tensor is in a plain attribute (`self.scale = torch.tensor(2.0)`), the attribute is
+recorded, so that a later replacement is noticed. Tensors in closures and globals are assumed not to
+change.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class HeldTensor:
     """A tensor in a plain attribute of a module.
 
     module: path of the module.
-    attribute: name of the attribute, which may be a list, tuple, dict or object with attributes.
-    index: among the tensors of the attribute.
+    attribute: name of the attribute, which may hold a list, tuple, dict or object with attributes.
+    index: position of the tensor among all tensors that the attribute holds.
     """
 
     module: str
@@ -36,7 +37,7 @@ class HeldTensor:
     tensor: torch.Tensor
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the same tensor is still there."""
+        """Whether the attribute still holds this very tensor."""
         value = vars(model.get_submodule(self.module)).get(self.attribute)
         tensors = list(_tensors(value))
         return self.index < len(tensors) and tensors[self.index] is self.tensor
@@ -49,7 +50,11 @@ class ReadTensors:
         self._by_storage: dict[int, torch.Tensor] = {}
 
     def note(self, operator: object, args: Iterable[object]) -> None:
-        """Record real tensors among the arguments; TraceError if one requires a gradient."""
+        """Record the real tensors among an operator's arguments.
+
+        Raises TraceError if one of them requires a gradient, unless the operator is `detach` or
+        gradients are off.
+        """
         for item in tensors_in(tuple(args)):
             if isinstance(item, FakeTensor):
                 continue
@@ -66,11 +71,11 @@ class ReadTensors:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """One per storage."""
+        """The recorded tensors, one per storage."""
         return tuple(self._by_storage.values())
 
     def held_by(self, model: nn.Module) -> tuple[HeldTensor, ...]:
-        """Those in plain attributes of the model's modules."""
+        """The recorded tensors that are in plain attributes of the model's modules."""
         return tuple(
             HeldTensor(path, attribute, index, tensor)
             for path, module in model.named_modules()
@@ -81,7 +86,7 @@ class ReadTensors:
         )
 
     def refuse_hidden(self, arguments: Iterable[object]) -> None:
-        """Raise TraceError where an argument is an object that hides tensors which were read."""
+        """Raise TraceError if an argument is an object whose attributes hold a recorded tensor."""
         for argument in arguments:
             inside = getattr(argument, "__dict__", {})
             for tensor in nested.tensors(list(inside.values())):
@@ -94,9 +99,10 @@ class ReadTensors:
 
 
 def refuse_written(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise SideEffectError where one has values: the trace would change them.
+    """Raise SideEffectError if a tensor that an operator writes is real: tracing would change it.
 
-    So does a backward pass that calls a module of the model once more, on its own tensors.
+    This also happens if the backward pass calls a module of the model again, on the model's own
+    tensors.
     """
     if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
         raise SideEffectError(

@@ -1,10 +1,10 @@
-"""Random generators that a forward pass may use, besides torch's default ones, and their states.
+"""Random generators other than torch's default ones that a forward pass may use, and their states.
 
-torch's default generators are seen operator by operator. Numbers from others would be constants of
-a traced step. Besides the two global ones of Python and NumPy, they are searched for where a
-forward pass finds them: in attributes of modules and of their classes, in containers there, in
-attributes of plain objects there, and among the globals and closures that a forward names, or a
-function or method that it names, and so on.
+A trace sees each operator that draws from torch's default generators. Numbers drawn from any other
+generator would become constants of the traced step, so these generators are looked up and watched:
+the global ones of Python and NumPy, and those that a forward pass can reach. The search covers
+attributes of modules and of their classes, containers and plain objects in these attributes, and
+the globals and closures named by `forward`, by the functions and methods that it names, and so on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PYTHONS: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
 
 
 def own_generator(operator: object) -> TraceError:
-    """The error for a call that is given a generator."""
+    """The error for an operator call with a `generator=` argument."""
     return TraceError(
         f"{operator} draws from a generator of its own, which recomputation cannot replay; leave "
         "generator= out: the default generator is replayed"
@@ -37,13 +37,16 @@ def own_generator(operator: object) -> TraceError:
 
 
 def refuse_own_generator(operator: object, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises TraceError."""
+    """Raise TraceError if the operator is called with a generator of its own."""
     if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
         raise own_generator(operator)
 
 
 def generators_of(model: nn.Module) -> dict[str, Any]:
-    """The generators by their name for messages: "the random.Random in 'mask.rng'"."""
+    """Find the generators that the model may use, except torch's default ones.
+
+    Returns them by their names for messages, such as "the random.Random in 'mask.rng'".
+    """
     found: dict[int, tuple[str, Any]] = {}
     found[id(_PYTHONS)] = ("Python's random", _PYTHONS)
     kinds: tuple[type, ...] = (random.Random, torch.Generator)  # SystemRandom has no state
@@ -66,7 +69,7 @@ def generators_of(model: nn.Module) -> dict[str, Any]:
 
 
 def state_of(generator: Any) -> Any:
-    """Its state, as a comparable value."""
+    """The generator's state, as a value that can be compared with `==`."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, torch.Generator):
@@ -77,7 +80,7 @@ def state_of(generator: Any) -> Any:
 
 
 def put_back(generator: Any, state: Any) -> None:
-    """Restore a state."""
+    """Restore a generator's state, as returned by `state_of`."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, torch.Generator):
@@ -94,7 +97,7 @@ def _bits(generator: Any) -> Any:
 
 
 def _named(module: nn.Module, followed: set[FunctionType]) -> Iterator[tuple[str, Any]]:
-    """What a forward pass of the module may refer to; the classes of libraries are skipped."""
+    """The names and values that the module's forward may refer to; library classes are skipped."""
     objects = [value for value in vars(module).values() if not isinstance(value, nn.Module)]
     kinds = [*type(module).__mro__, *map(type, objects)]
     kinds = [kind for kind in kinds if not _is_of_library(kind)]
@@ -108,10 +111,11 @@ def _named(module: nn.Module, followed: set[FunctionType]) -> Iterator[tuple[str
 def _reached(
     values: Iterable[Any], kinds: Iterable[type], followed: set[FunctionType]
 ) -> Iterator[tuple[str, Any]]:
-    """What the functions among the values name in their globals, closures and, as methods, in these
-    classes; what the functions found there name, and so on.
+    """The names and values that functions refer to, directly or through other functions.
 
-    followed: functions that have been asked; added to.
+    values: where to start; those that are not functions are ignored.
+    kinds: classes in which the names of attributes and methods are looked up.
+    followed: functions already visited; the ones visited here are added.
     """
     stack = [function for value in values for function in _functions_in(value)]
     while stack:
@@ -135,7 +139,7 @@ def _reached(
 
 
 def _functions_in(value: Any) -> list[FunctionType]:
-    """The Python function that a call of the value, or a look at a property, runs."""
+    """The Python function that runs if the value is called, or read if it is a property."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, staticmethod | classmethod | MethodType):
@@ -146,7 +150,7 @@ def _functions_in(value: Any) -> list[FunctionType]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Names of globals, attributes and methods, in functions inside as well."""
+    """Names of globals, attributes and methods in the code, nested functions included."""
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*map(_names_in, inner))
 

@@ -1,4 +1,4 @@
-"""Operators whose kernels take one dtype only: a trace must fail where eager mode does.
+"""Refuses mixtures of dtypes that an operator's kernel rejects, as eager mode would.
 
 PyTorch's meta functions let most mixtures of dtypes pass, so a float64 batch on float32 weights
 would be planned and fail in the first step.
@@ -24,16 +24,21 @@ _TITLES = {
     getattr(torch.ops.aten, name).default: title
     for name, title in ({name: name.strip("_") for name in _PRODUCTS.split()} | _NORMS).items()
 }
-"""A trace may have another operator than the step outside of it: both have one title."""
+"""Operator -> name for messages. A trace may record another variant of an operator than eager mode
+runs; both have the same name, so that both raise the same message."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 class MixedDtypesError(RuntimeError):
-    """Of the type that eager mode raises: operators of Python (`@`) would replace a TypeError."""
+    """A kernel would reject the dtypes of its arguments.
+
+    A RuntimeError, as in eager mode. (Python's operators, such as `@`, would replace a TypeError by
+    one of their own.)
+    """
 
 
 class RefusingMixedDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Outside of a trace."""
+    """While entered, calls `refuse_mixed_dtypes` for each operator; for use outside of a trace."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +53,8 @@ class RefusingMixedDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def refuse_mixed_dtypes(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise MixedDtypesError for a call whose kernel would reject its mixture of dtypes.
 
-    Norms take half-precision inputs with float32 weights and statistics.
+    CPU norms accept half-precision inputs with float32 weights and statistics; CUDA norms are not
+    checked.
     """
     if (title := _TITLES.get(operator)) is None:
         return

@@ -1,4 +1,4 @@
-"""Modules whose forward has been replaced: compiled, or planned already."""
+"""Refuses models in which a module's forward has been replaced: compiled, or planned already."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graphs.model_calls import TraceError
 
 
 def refuse_replaced_forwards(model: nn.Module) -> None:
-    """Raise TraceError for modules whose forward has been replaced, compiled or planned."""
+    """Raise TraceError if the model or a submodule is compiled or already planned."""
     from torch._dynamo import OptimizedModule  # takes a second to import
 
     name = type(model).__name__
@@ -23,11 +23,11 @@ def refuse_replaced_forwards(model: nn.Module) -> None:
 
 
 def refuse_plans(model: nn.Module, *, also_its_own: bool = True) -> None:
-    """Raise TraceError where something planned replaces a forward pass that would be traced.
+    """Raise TraceError if a plan has replaced a `forward` that would be traced.
 
     Such a replacement has a method `why_not_traced(title)` that returns the reason.
 
-    also_its_own: False where the module's own plan traces it.
+    also_its_own: whether a plan on the model itself is refused; False if that plan is tracing.
     """
     for path, module in model.named_modules():
         why_not = getattr(module.__dict__.get("forward"), "why_not_traced", None)

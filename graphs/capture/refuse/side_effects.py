@@ -1,9 +1,10 @@
-"""Side effects of a forward pass that a planned step would silently skip are refused.
+"""Refuses side effects of a forward pass that a planned step would silently skip.
 
 A planned step runs the operators that were traced. Hooks of submodules, changed attributes and
 replaced buffers are Python, not operators: they would take effect once, while tracing, on tensors
-without values. So would a change of the random state; a number drawn from Python or NumPy would be
-the same in every step. Everything is restored, and the error names the side effect.
+without values. The same goes for a change of the random state; a number drawn from Python's or
+NumPy's generator would be the same in every step. Each check restores what has changed, and its
+error names the side effect.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HOOKS = {
 class SideEffectError(ValueError):
     """The forward pass has a side effect that a planned step would skip; says what and where.
 
-    short: the same without advice.
+    short: the message without advice.
     """
 
     def __init__(self, why: str, *, short: str = "") -> None:
@@ -52,11 +53,14 @@ class SideEffectError(ValueError):
 
 
 class HookError(SideEffectError):
-    """A submodule has a hook."""
+    """A submodule has a hook that a planned step would not run."""
 
 
 class DrawError(SideEffectError):
-    """Random numbers that are not torch's are drawn. module: the innermost one that does."""
+    """Forward draws random numbers from a generator that is not one of torch's default ones.
+
+    module: the innermost module that does so.
+    """
 
     def __init__(self, generator: str, module: nn.Module) -> None:
         super().__init__(
@@ -69,11 +73,11 @@ class DrawError(SideEffectError):
 
 
 def global_hooks() -> tuple[Any, ...]:
-    """Hooks that run for every module of the process, by their code.
+    """The hooks that run for every module of the process, as code objects for comparison.
 
-    They are traced with the module: what they change is part of the program. They are compared by
-    code, since a profiler may register a new closure in every step. Hooks of a trace are left out,
-    and PyTorch's own (of its FLOP counter), which change nothing.
+    They are traced with the module, so what they change is part of the program. They are compared
+    by code, since a profiler may register a new closure in every step. Hooks that a trace registers
+    are left out, and so are PyTorch's own (of its FLOP counter), which change nothing.
     """
     hooks = [h for of in HOOKS for h in getattr(nn.modules.module, f"_global{of}").values()]
     functions = [getattr(h, "__func__", h) for h in hooks if not getattr(h, "is_of_trace", False)]
@@ -85,7 +89,11 @@ def global_hooks() -> tuple[Any, ...]:
 def around_module_calls(
     before: Callable[[nn.Module], object], after: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """Call these before and after each call of any module, while inside and in this thread."""
+    """While inside, run callbacks before and after each module call of this thread.
+
+    before: gets the module.
+    after: takes no arguments.
+    """
     here = threading.get_ident()
 
     def begin(module: nn.Module, _args: Any) -> None:
@@ -107,13 +115,16 @@ def around_module_calls(
 
 
 def has_refused_hook(module: nn.Module) -> bool:
+    """Whether the module itself has a hook that a trace does not record."""
     return any(not all(map(is_traced, getattr(module, of).values())) for of in HOOKS)
 
 
 def refuse_hooks(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> None:
-    """Refuse hooks of submodules; those of the model itself run around the planned step.
+    """Raise HookError if a submodule has a hook that a trace does not record.
 
-    but: modules whose hooks, and whose submodules' hooks, are run.
+    Hooks of the model itself are fine: they run around the planned step.
+
+    but: opaque modules, in which a planned step does run the hooks, those of submodules included.
     """
     run = {model, *(inside for module in but for inside in module.modules())}
     for name, module in model.named_modules():
@@ -128,7 +139,7 @@ def refuse_hooks(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> None:
 
 
 def refuse_parametrization_cache(model: nn.Module) -> None:
-    """Refuse `parametrize.cached()`: its weights are shared among calls."""
+    """Raise SideEffectError inside of `parametrize.cached()`, which shares weights among calls."""
     if parametrize._cache_enabled and any(map(parametrize.is_parametrized, model.modules())):
         raise SideEffectError(
             "parametrize.cached() is on: several calls share the weights that the first one "
@@ -141,8 +152,8 @@ def refuse_parametrization_cache(model: nn.Module) -> None:
 def attributes_unchanged(model: nn.Module) -> Iterator[None]:
     """Restore plain attributes that change inside, and raise SideEffectError naming the first.
 
-    New attributes (caches filled in the first call) are changes too: their values would be fake
-    tensors. So are changes to a list, dict, set or deque in an attribute.
+    A new attribute counts as a change (a cache that the first call fills: it would hold fake
+    tensors), and so does a change to a list, dict, set or deque in an attribute.
     """
     before = {module: dict(vars(module)) for module in model.modules()}
     contents = list(_contents_of(model))
@@ -157,7 +168,7 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
             if not _same(attributes.get(attribute, _MISSING), vars(module).get(attribute, _MISSING))
         ]
         for module, attribute, _ in changed:
-            if attribute in before[module]:  # it keeps its place
+            if attribute in before[module]:  # keeps its position in the dict
                 vars(module)[attribute] = before[module][attribute]
             else:
                 del vars(module)[attribute]
@@ -173,10 +184,10 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def objects_unchanged(model: nn.Module) -> Iterator[None]:
-    """As `attributes_unchanged`, for the attributes of plain objects that attributes hold.
+    """Like `attributes_unchanged`, for plain objects and tensors that attributes hold.
 
-    A config object, say, in which forward counts its calls. And for what is written into tensors in
-    attributes.
+    For example, a config object in which forward counts its calls, or a tensor in a plain attribute
+    that forward writes in place.
     """
     contents = list(_contents_of(model, in_objects=True))
     with tensors_put_back(model) as written:
@@ -188,11 +199,11 @@ def objects_unchanged(model: nn.Module) -> Iterator[None]:
 
 
 _Changed = list[tuple[nn.Module, str, Any]]
-"""Modules, their attributes, and what was left there."""
+"""Changed attributes: (module, name of the attribute, what forward left there)."""
 
 
 def _put_back(contents: Iterable[_Contents]) -> _Changed:
-    """Restore all of them; returns those that had changed."""
+    """Restore all containers; returns the attributes of those that had changed."""
     changed = []
     for each in contents:
         now = list(_items(each.container))
@@ -202,7 +213,7 @@ def _put_back(contents: Iterable[_Contents]) -> _Changed:
 
 
 def _refuse(model: nn.Module, changed: _Changed) -> None:
-    """Raise SideEffectError for the first of these attributes, if there is one."""
+    """Raise SideEffectError for the first changed attribute, if any."""
     if changed:
         names = {module: name for name, module in model.named_modules()}
         module, attribute, value = changed[0]
@@ -222,7 +233,7 @@ _STATE = (
 
 @dataclass(frozen=True)
 class _Contents:
-    """The items of a container, or of a plain object's dict, in an attribute of a module."""
+    """The items of a container, or of a plain object's dict, that a module's attribute holds."""
 
     module: nn.Module
     attribute: str
@@ -243,6 +254,10 @@ class _Contents:
 
 
 def _contents_of(model: nn.Module, *, in_objects: bool = False) -> Iterator[_Contents]:
+    """All containers in the attributes of the model's modules, each once.
+
+    in_objects: whether to look into plain objects too.
+    """
     seen: set[int] = set()
     for module in model.modules():
         for attribute, value in vars(module).items():
@@ -258,7 +273,11 @@ def _contents_of(model: nn.Module, *, in_objects: bool = False) -> Iterator[_Con
 
 
 def _is_plain_object(value: object) -> bool:
-    """An object of a user's class with attributes; loggers and the like lead to all of Python."""
+    """Whether the value is an object of a user's class that has attributes.
+
+    Objects of torch and the standard library are left out (apart from two kinds of namespaces): a
+    logger, say, refers to much of the process.
+    """
     kind = type(value)
     if issubclass(kind, nn.Module | torch.Tensor | type) or not kind.__dictoffset__:
         return False
@@ -272,12 +291,15 @@ def _items(container: Any) -> tuple[Any, ...]:
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The current buffers; shared ones under each of their names."""
+    """The model's current buffers by name; a shared buffer is under each of its names."""
     return dict(model.named_buffers(remove_duplicate=False))
 
 
 def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -> None:
-    """Refuse assignments such as `self.mean = 0.9 * self.mean + ...`."""
+    """Raise SideEffectError if forward has assigned a buffer (`self.mean = 0.9 * self.mean + ...`).
+
+    before: `buffers_of(model)` before forward was called.
+    """
     for name, tensor in buffers_of(model).items():
         if before.get(name) is not tensor:
             raise SideEffectError(
@@ -289,7 +311,11 @@ def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -
 
 @contextlib.contextmanager
 def random_states_untouched(model: nn.Module) -> Iterator[None]:
-    """Refuse calls that set torch's random state, and random numbers that are not torch's."""
+    """Raise if forward sets torch's random state, or draws from a generator that is not torch's.
+
+    SideEffectError for the former, at the call; DrawError for the latter, on exit, once the
+    generators have their former states again.
+    """
 
     def refuse_seeding(*_args: object, **_kwargs: object) -> None:
         raise SideEffectError(
@@ -303,7 +329,7 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
     found: list[DrawError] = []
 
     def note() -> None:
-        """What has been drawn since the last time is of the module that runs."""
+        """Blame the running module for what has been drawn since the last call of `note`."""
         nonlocal now
         earlier, now = now, {name: state_of(each) for name, each in generators.items()}
         found.extend(DrawError(name, running[-1]) for name in now if now[name] != earlier[name])
@@ -342,7 +368,7 @@ _RNN_BOOKKEEPING = ("_flat_weights", "_flat_weight_refs")
 
 
 def _same(before: Any, after: Any) -> bool:
-    """The same object, or equal plain values."""
+    """Whether both are the same object, or equal plain values."""
     if before is after:
         return True
     if type(before) is not type(after):

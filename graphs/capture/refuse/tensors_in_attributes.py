@@ -1,6 +1,6 @@
-"""Tensors in plain attributes of modules: what forward writes into them is put back.
+"""Restores tensors in plain attributes of modules after forward has written them in place.
 
-A trace refuses such writes. Where a part of a model is run instead, they are done.
+A trace refuses such writes. A part of a model that is run instead of traced carries them out.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from graphs.model_calls import nested
 
 @contextlib.contextmanager
 def tensors_put_back(model: nn.Module) -> Iterator[list[tuple[nn.Module, str, Any]]]:
-    """Restore values that are written inside.
+    """Restore the values of tensors in plain attributes that are written inside.
 
-    Yields a list that names, afterwards, the modules and attributes where they were, with tensors.
+    Yields a list that is filled on exit: (module, name of the attribute, tensor) for each tensor
+    that was restored.
     """
     before = [
         (module, attribute, tensor, tensor._version, tensor.detach().clone())
@@ -37,7 +38,7 @@ def tensors_put_back(model: nn.Module) -> Iterator[list[tuple[nn.Module, str, An
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Those in attributes, each once, but for parameters, buffers and views of them."""
+    """The tensors in plain attributes, each storage once; no views of parameters or buffers."""
     seen = {_storage(t) for t in (*model.parameters(), *model.buffers()) if _is_plain(t)}
     own = {*vars(nn.Module())}
     for module in model.modules():
@@ -53,6 +54,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has a storage, and counts what is written into it."""
+    """Whether the tensor has a storage, and a version counter that writes increase."""
     is_known = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_known and not tensor.is_inference()

@@ -1,15 +1,15 @@
-"""Hooks of submodules that need not be refused: all that they do is in a trace.
+"""Hooks of submodules that need not be refused: a trace records all that they do.
 
-- `parallelize_module` distributes what goes into a submodule, and what comes out.
-- torch.nn.utils.weight_norm and spectral_norm set a plain attribute ("weight") before each call to
-  a tensor that is computed from parameters and buffers. A planned step leaves the attribute as it
-  is; what reads it calls the module, which sets it anew.
-- torch.ao.quantization's observers (`prepare_qat`) are called with what a submodule returns; their
-  operators write buffers in place.
+- Hooks of `parallelize_module` distribute the inputs and outputs of a submodule.
+- Hooks of torch.nn.utils.weight_norm and spectral_norm compute a tensor from parameters and buffers
+  before each call and set a plain attribute ("weight") to it. A planned step does not set the
+  attribute; only a call of the module reads it, and that call sets it first.
+- Hooks of torch.ao.quantization (`prepare_qat`) call observers with the output of a submodule; the
+  observers' operators write buffers in place.
 - A model of transformers that returns `hidden_states` registers hooks on its layers in its first
   call, which pass tensors on within one forward pass, and marks itself as having done so. After a
-  trace both the hooks and the mark are removed: one without the other would collect nothing, or
-  everything twice.
+  trace both the hooks and the mark are removed: with only the mark left, the model would collect
+  nothing; with only the hooks left, everything twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from graphs.capture.tensor_parallel import is_of_parallel_style
 
-# `torch.nn.utils.weight_norm` is the function
+# Through importlib, since the name `torch.nn.utils.weight_norm` is that of a function too.
 _COMPUTING_WEIGHTS = tuple(
     getattr(importlib.import_module(f"torch.nn.utils.{module}"), name)
     for module, name in (("weight_norm", "WeightNorm"), ("spectral_norm", "SpectralNorm"))
@@ -34,20 +34,20 @@ _MARK = "_output_capturing_hooks_installed"
 
 
 def is_traced(hook: Callable[..., Any]) -> bool:
-    """Whether all that the hook does is in the trace."""
+    """Whether a trace records all that the hook does."""
     by_module = getattr(hook, "__module__", None) in (_CAPTURING, _OBSERVING)
     return by_module or is_of_parallel_style(hook) or isinstance(hook, _COMPUTING_WEIGHTS)
 
 
 def computed_weights(module: nn.Module) -> set[str]:
-    """The attributes that hooks of the module set to weights that they compute."""
+    """Names of the attributes that the module's hooks set to weights that they compute."""
     hooks: Iterable[Any] = module._forward_pre_hooks.values()
     return {hook.name for hook in hooks if isinstance(hook, _COMPUTING_WEIGHTS)}
 
 
 @contextlib.contextmanager
 def capturing_hooks_as_before(model: nn.Module) -> Iterator[None]:
-    """Remove the hooks and marks of transformers that were added inside."""
+    """On exit, remove the hooks and marks that transformers has added inside."""
     before = {module: set(module._forward_hooks) for module in model.modules()}
     marked = {module for module in before if _MARK in vars(module)}
     try:

@@ -1,10 +1,13 @@
-"""Refuses Python calls in forward that change gradients where a trace does not see it.
+"""Refuses Python calls in forward that change values or gradients in ways a trace does not see.
 
-A trace runs hooks of tensors and nodes of the autograd graph, and records what they compute. It
-does not run those of saved tensors, nor those that a parameter calls when its gradient is
-accumulated. A hook that forward puts on a parameter stays there, one more in each step. A tensor
-that is put in another's `.data` is no operator, and in a trace no parameter has a `.grad`: a
-backward pass inside of forward would fill it.
+A trace runs hooks on tensors and on nodes of the autograd graph, and records what they compute. It
+misses the following, each of which is refused:
+
+- hooks on saved tensors, and hooks that run when a parameter's gradient is accumulated;
+- a hook that forward registers on a parameter: it stays there, one more in each step;
+- an assignment to a tensor's `.data`, which is not an operator;
+- a parameter's `.grad`, which does not exist in a trace, whether forward reads it or fills it by a
+  backward pass of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ _BACKWARD = (
 
 
 def refused(why: Callable[..., str | None], original: Callable[..., Any]) -> Any:
-    """The function, but SideEffectError in this thread where `why` of the arguments says why."""
+    """Wrap a function so that some of its calls in this thread raise SideEffectError.
+
+    why: called with the same arguments; returns the error's message, or None to allow the call.
+    """
     here = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -67,9 +73,9 @@ def refused(why: Callable[..., str | None], original: Callable[..., Any]) -> Any
 
 @contextlib.contextmanager
 def no_unseen_changes(module: nn.Module) -> Iterator[None]:
-    """Raise SideEffectError for such calls inside and in this thread, where they are made.
+    """While inside, raise SideEffectError at the calls of this thread that a trace does not see.
 
-    module: whose parameters may not get hooks.
+    module: the model, on whose parameters hooks and `.grad` are refused.
     """
 
     def on_parameter(message: str) -> Callable[..., str | None]:
@@ -85,7 +91,7 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
         if inputs is not None:
             return None
         reached = _functions_of(nested.tensors(tensors))
-        # a parameter is a leaf where the model runs, and made by a function in a trace
+        # a parameter is a leaf if the model is run, and has a grad_fn in a trace
         own = {id(p) for p in module.parameters()}
         made = {p.grad_fn for p in module.parameters()}
         is_reached = any(f in made or id(getattr(f, "variable", None)) in own for f in reached)
@@ -117,10 +123,10 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
 
 
 class _DataSetter:
-    """Writes to `.data`; that of a frozen parameter gets the new values in its own memory.
+    """The setter of `.data`: copies new values into a frozen parameter, and refuses other writes.
 
-    So do momentum encoders average weights in forward (MoCo). It is the same to all that does not
-    share memory with the old values or the new ones.
+    Momentum encoders (MoCo) average weights in forward by such an assignment. A copy has the same
+    effect, except for tensors that share memory with the old or the new values.
     """
 
     def __init__(self, module: nn.Module, refused: Callable[..., Any]) -> None:
@@ -145,7 +151,10 @@ class _DataSetter:
 
 
 def _functions_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Those that a backward pass from these would run; a leaf's has it as its `variable`."""
+    """The autograd functions that a backward pass from these tensors would run.
+
+    The function that accumulates a leaf's gradient has the leaf as its `variable`.
+    """
     stack: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = {None}
     while stack:
@@ -157,7 +166,10 @@ def _functions_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
 
 
 def _of_saved_tensors(pack: Callable[..., Any], _unpack: Any) -> str | None:
-    """Hooks of a part that is observed, and of checkpoints, leave values as they are."""
+    """The message for hooks on saved tensors, or None for hooks that leave values as they are.
+
+    The latter are ours, which observe an opaque part, and those of `torch.utils.checkpoint`.
+    """
     is_ours = getattr(pack, "is_of_trace", False)
     is_checkpoint = getattr(pack, "__module__", None) == _CHECKPOINTS
     return None if is_ours or is_checkpoint else _SAVED_TENSORS

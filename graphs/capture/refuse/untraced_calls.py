@@ -1,6 +1,7 @@
-"""Refuses calls that a trace cannot record, but that a part of the model may make where it is run.
+"""Refuses calls in forward that cannot be traced, but that are fine in a part that is run instead.
 
-Of what is inside of torch they end in an error that does not say what forward does.
+Without these checks the trace would fail inside of torch, with an error that does not say what
+forward does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _NOT_RECORDED = (
 
 @contextlib.contextmanager
 def no_untraced_calls(model: nn.Module) -> Iterator[None]:
-    """Raise SideEffectError for such calls inside and in this thread, where they are made."""
+    """While inside, raise SideEffectError at calls of this thread that cannot be traced.
+
+    These are switching `requires_grad` of a parameter of the model, and `as_subclass`.
+    """
 
     def on_switch(tensor: torch.Tensor, requires_grad: bool = True) -> None:
         is_switched = tensor.requires_grad != requires_grad
@@ -49,7 +53,7 @@ def no_untraced_calls(model: nn.Module) -> Iterator[None]:
 
 
 def _of_subclass(_tensor: torch.Tensor, cls: type) -> None:
-    """Classes of PyTorch are those of traces, and parameters."""
+    """Refuse `as_subclass`, except to PyTorch's classes: tracing itself and nn.Parameter use it."""
     if cls.__module__.partition(".")[0] != "torch":
         what = _SUBCLASS.format(name=cls.__name__)
         raise SideEffectError(what + _NOT_RECORDED, short=what)

@@ -1,4 +1,4 @@
-"""A module whose parameters are DTensors, traced as the operators of one rank."""
+"""Traces a module whose parameters are DTensors, as the operators of one rank."""
 
 from graphs.capture.tensor_parallel.as_dtensors import (
     forget_placements,

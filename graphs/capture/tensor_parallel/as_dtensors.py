@@ -1,9 +1,9 @@
-"""The fake DTensors that stand for a module's own inside of a trace.
+"""Fake DTensors that stand for a module's own DTensors in a trace.
 
 AOTAutograd takes them apart: the traced program has this rank's parts as its inputs and outputs,
-and DTensor's own dispatch has turned each operator into local ones and collectives. How DTensor
-places a gradient (as partial sums, say, or whole) is in none of these: it is noted here. While it
-traces, DTensor waits for each collective at once.
+and DTensor's dispatch has turned each operator into local operators and collectives. The program
+does not show how DTensor places a gradient (as partial sums, say, or whole), so this is recorded
+here. While it is traced, DTensor waits for each collective at once.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from graphs.model_calls import TraceError
 
 
 def with_part(like: Any, part: torch.Tensor) -> torch.Tensor:
-    """A DTensor that is placed as `like` is, with this local part; it requires no gradient."""
+    """A DTensor with this local part and the placement of `like`; it requires no gradient."""
     made: torch.Tensor = type(like)(part, like._spec, requires_grad=False)
     return made
 
 
 def forget_placements() -> None:
-    """Forget how DTensor has placed the results of earlier calls.
+    """Clear DTensor's cache of how it has placed the results of earlier calls.
 
-    A vocabulary split over the ranks is placed with a mask, that of the rows which this rank lacks,
-    from the lookup until its results are summed. A trace that was given up in between leaves its
-    mask, on fake tensors, in what DTensor remembers.
+    If a vocabulary is split over the ranks, a placement holds a mask of the rows that this rank
+    lacks, from the embedding lookup until the results are summed. A trace that failed in between
+    leaves its mask, a fake tensor, in the cache.
     """
     from torch.distributed.tensor import debug
 
@@ -38,8 +38,10 @@ def forget_placements() -> None:
 
 
 def gradient_noted(tensor: torch.Tensor, note: Callable[[Any], None]) -> torch.Tensor:
-    """The DTensor. note: called with the spec (mesh, placements, shape, strides) of its gradient
-    in the backward pass."""
+    """Pass a DTensor on, and report how its gradient is placed.
+
+    note: called in the backward pass with the gradient's spec (mesh, placements, shape, strides).
+    """
     apply: Any = _GradientNoted.apply
     same: torch.Tensor = apply(tensor, note)
     return same
@@ -58,7 +60,12 @@ class _GradientNoted(torch.autograd.Function):
 
 
 def of_local_parts(graph: torch.fx.Graph) -> None:
-    """Drop meshes, describe a local part as the tensor that it is of, and fold the waits."""
+    """Rewrite a graph that AOTAutograd has traced from DTensors, in place.
+
+    Meshes are dropped from inputs and outputs, a local part gets the descriptor of its DTensor, and
+    the result of `wait_tensor` counts as a view of its argument. Raises TraceError if the graph
+    computes with a mesh.
+    """
     output = graph.output_node()
     described = list(output.meta["desc"])
     values = list(pytree.tree_leaves(output.args[0], is_leaf=lambda item: item is None))
@@ -70,13 +77,13 @@ def of_local_parts(graph: torch.fx.Graph) -> None:
             node.meta["desc"] = _whole(desc)
             continue
         for user in list(node.users):
-            if not user.users:  # what is no longer returned: an equal mesh that DTensor remembers
+            if not user.users:  # no longer returned: an equal mesh that DTensor has cached
                 graph.erase_node(user)
         if node.users:
             raise TraceError(f"forward computes with the mesh of a DTensor ({node.name})")
         graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=_WAIT):
-        # `wait_tensor` returns the tensor that it is given; a fake one makes a copy of it
+        # `wait_tensor` returns its argument; its meta function makes a new tensor.
         (made,) = node.all_input_nodes
         made.meta["val"] = node.meta["val"]
 
@@ -86,8 +93,10 @@ _OF_SUBCLASS = (descriptors.SubclassGetAttrAOTInput, descriptors.SubclassGetAttr
 
 
 def _is_kept(desc: Any) -> bool:
+    """Whether an input or output stays: all but the meshes and other attributes of DTensors."""
     return not isinstance(desc, _OF_SUBCLASS) or desc.attr == "_local_tensor"
 
 
 def _whole(desc: Any) -> Any:
+    """The descriptor of the DTensor that a local part belongs to."""
     return desc.base if isinstance(desc, _OF_SUBCLASS) else desc

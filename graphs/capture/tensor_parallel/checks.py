@@ -1,4 +1,4 @@
-"""What of `torch.distributed.tensor` a plan can be for: one mesh of one dimension, even shards."""
+"""Refuses DTensors that cannot be planned: a plan is for one 1-d mesh and even shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphs.model_calls import TraceError, is_distributed
 
 
 class MeshError(TraceError):
-    """The ranks of the mesh cannot share the model evenly; says what does not come out even."""
+    """The ranks of the mesh cannot share the model evenly; says which dimension is at fault."""
 
 
 _STYLES = "torch.distributed.tensor"
@@ -22,14 +22,14 @@ _STYLES = "torch.distributed.tensor"
 def is_of_parallel_style(hook: Callable[..., Any]) -> bool:
     """Whether `parallelize_module` has put this hook on a submodule.
 
-    It distributes what goes into the module, or what comes out: DTensor's operators, which a trace
-    records.
+    Such a hook distributes the inputs or outputs of the submodule by DTensor's operators, which a
+    trace records.
     """
     return str(getattr(hook, "__module__", "")).startswith(_STYLES)
 
 
 def has_parallel_style(module: nn.Module) -> bool:
-    """Whether `parallelize_module` has put hooks on this very module."""
+    """Whether `parallelize_module` has put hooks on the module itself."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(map(is_of_parallel_style, hooks))
 
@@ -40,7 +40,7 @@ def has_distributed(model: nn.Module) -> bool:
 
 
 def refuse_distributed(model: nn.Module, batch: Iterable[torch.Tensor]) -> None:
-    """Raise TraceError for DTensors that no plan can be for; says why and what would be right."""
+    """Raise TraceError for DTensors that cannot be planned; says why and what to do instead."""
     name = type(model).__name__
     if any(map(is_distributed, batch)):
         raise TraceError(
@@ -65,6 +65,10 @@ def refuse_distributed(model: nn.Module, batch: Iterable[torch.Tensor]) -> None:
 
 
 def _refuse_meshes(model: nn.Module) -> None:
+    """Raise TraceError unless all parameters and buffers are evenly distributed over one 1-d mesh.
+
+    The model has at least one DTensor.
+    """
     if not torch.distributed.is_initialized():
         raise TraceError(
             f"parameters of {type(model).__name__} are DTensors, and no process group is "

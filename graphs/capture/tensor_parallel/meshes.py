@@ -1,7 +1,7 @@
-"""Meshes of another device than the one that is traced for.
+"""Lets device meshes report the device that is traced for.
 
-A mesh says on which device its ranks compute, and DTensor moves what it is given there. A mesh of
-ranks that are not there is one of CPUs, whatever is planned for.
+A mesh says on which device its ranks compute, and DTensor moves its arguments there. When a rank is
+planned without the others, its mesh is of CPUs, whatever device the plan is for.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 @contextlib.contextmanager
 def meshes_on(device: torch.device | None) -> Iterator[None]:
-    """While inside, every mesh says that it is of this device (None: what it is of).
+    """While inside, every mesh reports this device (None: its own).
 
-    Random operators stay those of the mesh's own device: for another one DTensor would put a
-    tracker of random states in place, which outlives this.
+    Random operators remain those of the mesh's own device: for another device, DTensor would
+    install a tracker of random states, which would stay afterwards.
     """
     if device is None:
         yield
