@@ -109,6 +109,8 @@ def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:
         if len(node.outputs) != 1 or not node.inputs:
             continue
         (out,), old = node.outputs, root[node.inputs[0]]
+        # the output is written over the first input: by an in-place operator, or by a sum of
+        # gradients if nothing reads the sum so far afterwards
         is_written = node.name in in_place or (
             node.name in sums
             and old in graph.producer
