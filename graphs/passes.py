@@ -127,7 +127,7 @@ def _loss_bytes(graph: Graph) -> int:
     read_later = {
         name for node in graph.later_nodes if node.phase == "backward" for name in node.inputs
     }
-    change: Counter[int] = Counter()
+    change: Counter[int] = Counter()  # position -> bytes that become live there, less those freed
     for at, node in enumerate(outside):
         for name in node.outputs:
             tensor = graph.tensor_by_name[name]

@@ -143,7 +143,8 @@ class Pipeline:
         n_local, n_passes = self.stages_per_rank, self.n_microbatches * self.stages_per_rank
         n_warm_up = n_passes if self.schedule == "gpipe" else min(self._n_warm_up, n_passes)
         per_round = self.n_microbatches // self._n_rounds
-        now, found = [0] * n_local, set()
+        now, found = [0] * n_local, set()  # now: micro-batches in flight, by stage of the rank
+        # n_warm_up forward passes, then forward and backward in turn, then backward passes only
         for step in range(n_warm_up + n_passes):
             if step < n_passes:
                 local = step // per_round % n_local
@@ -258,6 +259,7 @@ def _saved_by_loss_bytes(graph: Graph) -> int:
     ]
     if not values:
         return 0
+    # the loss's forward part ends at the node that makes its value; what follows is its backward
     end = 1 + max(position[graph.producer[name].name] for name in values)
     made = {
         graph.root(name)

@@ -108,7 +108,7 @@ def _of_input(
         return plain_bytes(x) + plain_bytes(weight)
     if is_depthwise(weight, groups):
         has_gaps, is_strided = (any(step > 1 for step in steps) for steps in (dilation, stride))
-        if has_gaps and is_strided:
+        if has_gaps and is_strided:  # computed as matrix products, per thread
             image = plain_bytes(x) // max(1, x.shape[0] * groups)
             of_thread = patches_bytes(weight, gradient) + image
             return _across_groups(weight) + n_threads() * of_thread + 256

@@ -43,6 +43,8 @@ def promotion_bytes(call: OpCall) -> int:
     inputs = [each for each in args if isinstance(each, torch.Tensor) and each.dim()]
     if not inputs:
         return 0
+    # inputs (0-dim tensors aside) are converted to the common dtype; a real result of complex
+    # inputs is first computed as a complex one
     common = functools.reduce(torch.promote_types, [each.dtype for each in inputs])
     if out.dtype != torch.bool:
         common = torch.promote_types(common, out.dtype)

@@ -59,13 +59,14 @@ class _Clock:
         reduced_s, last = 0.0, None
         for node in self._graph.nodes:
             ready_s = self._now_s
-            if node.op == GATHER:
+            # ready_s: when the node can run, as far as communication is concerned
+            if node.op == GATHER:  # runs beside the operators; only COPY_OUT waits for it
                 begin_s = self._begun_s if node.phase == "forward" else self._now_s
                 self._gathered_s[node.outputs[0]] = self._sent(node, begin_s)
             elif node.op == COPY_OUT:
                 ready_s = self._gathered_s[node.inputs[0]]
                 self._begun_s = max(self._now_s, ready_s)
-            elif node.op == REDUCE:
+            elif node.op == REDUCE:  # waits for the reduction before it, not for its own
                 ready_s = reduced_s
                 reduced_s = self._sent(node, max(self._now_s, ready_s))
                 last = node

@@ -168,6 +168,7 @@ class GroupFinder:
         if not inside:
             return None
         self._check(path, inside)
+        # its backward includes the nodes that make its gradients, whichever module they are in
         makers = {
             self._graph.producer[p.gradient].name
             for p in owned

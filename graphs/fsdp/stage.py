@@ -115,6 +115,8 @@ class _StageTransform(Transform):
 
         before, before_bytes: the buffer of the group before, and its bytes.
         """
+        # What the all-gather takes at its peak, and what is held before and after it, each beyond
+        # the bytes that are counted as resident but do not exist yet. The difference is workspace.
         whole_bytes = self._whole_bytes(group)
         taken_bytes = before_bytes + whole_bytes + group.cast_bytes
         taken_bytes += whole_bytes if self.on_cpu else 0

@@ -79,6 +79,10 @@ class Node:
 
 
 def check_names(items: Sequence[Tensor | Node], *, what: str) -> None:
+    """Raise GraphError unless all names are non-empty and unique.
+
+    what: "tensor" or "node", for the message.
+    """
     for name, count in Counter(item.name for item in items).items():
         if not name:
             raise GraphError(f"a {what} has an empty name")
@@ -87,6 +91,10 @@ def check_names(items: Sequence[Tensor | Node], *, what: str) -> None:
 
 
 def check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Raise GraphError unless size, kind and alias of the tensor are legal.
+
+    tensors: name -> tensor, for all tensors of the graph.
+    """
     if not 0 <= tensor.size_bytes <= MAX_BYTES:
         raise GraphError(
             f"tensor {tensor.name!r}: size_bytes is {tensor.size_bytes}; it must be from 0 to 2**60"
@@ -110,6 +118,7 @@ def check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
 
 
 def check_node(node: Node) -> None:
+    """Raise GraphError unless phase, time and workspace of the node are legal."""
     if node.phase not in PHASES:
         raise GraphError(f"node {node.name!r}: phase is {node.phase!r}; one of {', '.join(PHASES)}")
     if not 0 <= node.time_s <= MAX_TIME_S:

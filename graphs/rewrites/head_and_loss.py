@@ -93,6 +93,7 @@ def _head_of(region: CrossEntropy) -> _Head | None:
         bias, rows, weight = arguments
     else:
         return None
+    # every reader of the product's gradient must be a gradient that the loop can make
     gradients: dict[str, fx.Node] = {}
     for reader in _through_transposes(region.backward[-1]):
         name = _gradient_name(reader, region.backward[-1], rows, weight)

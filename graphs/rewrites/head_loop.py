@@ -109,6 +109,7 @@ class HeadLoop(RowLoop):
         aten._log_softmax.out(logs, 1, False, out=logs)
         losses, _ = aten.nll_loss_forward.default(logs, target, None, EACH, self.ignored)
         loss.add_(losses.sum(dtype=loss.dtype))
+        # reduced as a sum, so that a mean can divide by the count of all chunks at the end
         one = logs.new_ones(())
         made: torch.Tensor = aten.nll_loss_backward.default(
             one, logs, target, None, SUM, self.ignored, one

@@ -33,6 +33,8 @@ def rewrite_sums(graph: fx.Graph) -> bool:
         region = _read(wide)
         if region is None:
             continue
+        # forward: a row-chunk node for each result that takes a wide temporary (casts of the
+        # logits, which each node repeats, or logsumexp's own)
         for node in region.row_results:
             if region.before or node.target is aten.logsumexp.default:
                 body = Body(region)
@@ -40,6 +42,7 @@ def rewrite_sums(graph: fx.Graph) -> bool:
                     body.run(each)
                 body.write_for(node)
                 take_place(node, *body.nodes_before(node, like=node))
+        # backward: one node, which makes the gradient of the logits and may overwrite them
         body = Body(region)
         body.read(region.logits, overwritable=region.has_form_of_gradient(region.logits))
         for node in region.before:

@@ -99,7 +99,7 @@ class Tape:
             if output not in gradient:
                 continue
             made: list[str] = []
-            meeting: list[tuple[str, str]] = []
+            meeting: list[tuple[str, str]] = []  # tensors that already have a gradient: sum both
             for name in dict.fromkeys(op.inputs):
                 if name in self._leaves:
                     continue

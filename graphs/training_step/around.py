@@ -74,6 +74,7 @@ def with_accumulation(
         resident.
     """
     gradients = {name: of for name, of in gradients.items() if name in graph.producer}
+    # each gradient is added after the later of its maker and the last reader of its parameter
     last_reader = {name: node.name for node in graph.later_nodes for name in node.inputs}
     position = {node.name: index for index, node in enumerate(graph.nodes)}
     added_after: dict[str, list[str]] = {}

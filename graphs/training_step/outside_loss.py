@@ -138,6 +138,7 @@ class OutsideLoss:
         """
         loss_layout = loss.layout
         names = self._names(captured, layout, loss_layout)
+        # first rename tensors of the loss to those of the model, then its gradients to tangents
         outside = [_renamed(node, names) for node in loss_layout.nodes]
         made = {name for node in outside for name in node.outputs}
         tangents, copies = self._hand_back(captured, loss_layout, names, made, graph)
