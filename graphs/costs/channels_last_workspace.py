@@ -37,7 +37,7 @@ _OF_PIXELS = 4096
 def is_in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the input's or the weight's strides are channels-last, which is when PyTorch
     convolves in this layout (`mkldnn_conv_use_channels_last` of ATen/native/ConvUtils.h). A 1 x 1
-    weight with its default strides does not count, although its bytes are the same in both."""
+    weight with its default strides does not count, although both layouts have the same bytes."""
     return x.dim() == 4 and _LAST in (suggested_format(x), suggested_format(weight))
 
 
