@@ -1,6 +1,8 @@
-"""The problem: a cost/memory graph of one training step. Imports nothing of ours.
+"""The problem to solve: a graph of one training step, with the time of its operators and the bytes
+of its tensors.
 
-Only `graphs.trace` (`from graphs.trace import trace`) and its helpers import torch.
+Imports neither of the other packages, `solver` and `scheduler_runtime`. Only `graphs.trace` (`from
+graphs.trace import trace`) and its helpers import torch.
 """
 
 from graphs.files import FormatError

@@ -1,7 +1,7 @@
 """Reading and writing the project's JSON files.
 
-Writes are atomic. Input is not trusted: `Record` reads one field at a time and rejects a wrong type
-with the place and name of the field; nothing is converted silently.
+Writes are atomic. Input is not trusted: `Record` reads one field at a time and rejects values of
+the wrong type; the error names the place and the field. Nothing is converted silently.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, overload
 
 MAX_FILE_BYTES = 2**27
-"""Adversarial JSON of this size takes 3 GB when parsed (measured); a graph has about 500 bytes per
-node."""
+"""Larger files are refused: adversarial JSON of this size takes 3 GB when parsed (measured). A
+graph file has about 500 bytes per node."""
 MAX_ENTRIES = 2_000_000
-"""Of one list; 10 to 100 times the largest traced models."""
+"""The longest list that is read: 10 to 100 times as long as those of the largest traced models."""
 MAX_INTEGER = 2**63 - 1
 MAX_DEPTH = 50
-"""Of objects and lists inside each other where a field may hold anything."""
+"""The deepest nesting of objects and lists in a field that may hold any JSON value."""
 
 
 class FormatError(ValueError):
@@ -102,7 +102,10 @@ class Record:
         return FormatError(f"{self._where}: field {field!r} is {_shown(value)}; expected {right}")
 
     def expect_format(self, expected: str, *older: str) -> None:
-        """older: formats that are read as well."""
+        """Raise FormatError unless the object's format is the expected one.
+
+        older: further formats that are accepted.
+        """
         value = self._get("format", _REQUIRED)
         formats = (expected, *older)
         if value in formats:
@@ -115,8 +118,8 @@ class Record:
         raise self._wrong("format", value, " or ".join(map(repr, formats)))
 
     def expect_none_of(self, field: str, *, newer: str) -> None:
-        """For a file of an older format: raises FormatError where it has a field (neither null nor
-        empty) that came with the newer one."""
+        """For a file of an older format: raise FormatError if it has a value (not null or empty) in
+        a field that only the format `newer` has."""
         value = self._value.get(field)
         if value not in (None, []):
             raise FormatError(
@@ -200,7 +203,8 @@ class Record:
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is a string that UTF-8 can encode: JSON can escape half of a surrogate pair."""
+    """Whether the value is a string that UTF-8 can encode (JSON may contain one half of a surrogate
+    pair, which UTF-8 cannot)."""
     if not isinstance(value, str):
         return False
     try:
@@ -210,7 +214,8 @@ def _is_text(value: object) -> bool:
 
 
 def _check_inside(value: object, *, where: str) -> None:
-    """Raise FormatError unless all inside it can be written back and counted with."""
+    """Raise FormatError unless everything inside this JSON value can be written back: text that
+    UTF-8 can encode, finite floats, integers of at most 63 bits, no deeper than MAX_DEPTH."""
     unchecked = [(value, where, 0)]
     while unchecked:
         part, place, depth = unchecked.pop()

@@ -1,16 +1,18 @@
-"""A step in which the model is called several times before one backward pass, as in contrastive
-losses, DPO, or a discriminator on real and generated samples.
+"""A step that calls the model several times before one backward pass, as contrastive losses and DPO
+do, or a discriminator on real and generated samples.
 
     solve(model, batch, budget="16GB", passes=2)
 
-The passes are in flight like micro-batches of a pipeline: until its own backward pass each holds
-what its forward pass saved, which the plan decides (`Graph.n_in_flight`). Autograd holds the sum of
-the gradients until the last pass has added its own (`Graph.accumulated`). What else is there,
-whatever the plan, are resident tensors, for each pass but one:
+The passes are in flight like micro-batches of a pipeline: each holds what its forward pass saved
+until its own backward pass; the plan decides how much that is (`Graph.n_in_flight`). Autograd holds
+the sum of the gradients until the last pass has added its own (`Graph.accumulated`). The plan has
+no influence on the following, which become resident tensors of the graph:
 
-- its inputs, and the states of its random numbers;
-- of a loss outside of the model, the most that it makes at once: gradients of the outputs too;
-- with gradients from before the step, these: the sum over the passes is another tensor.
+- for each pass but one: its inputs, and the random states that it keeps;
+- for each pass but one, of a loss outside of the model: the most bytes of its tensors that are live
+  at once, including the gradients of the model's outputs;
+- if gradients exist before the step: these once more, since autograd sums the gradients of the
+  passes in separate tensors.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ _BESIDE = "passes."
 
 
 class PassesError(ValueError):
-    """Not a number of passes that can be planned; says what would be right."""
+    """The given number of passes cannot be planned; the message says what would be right."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """n: forward passes that wait for one backward pass together.
+    """How many forward passes a step has.
 
+    n: forward passes that wait for one common backward pass.
     accumulate: whether gradients exist before the step.
 
-    Raises PassesError.
+    Raises PassesError unless n is a whole number of at least 1.
     """
 
     n: int
@@ -44,7 +47,7 @@ class Passes:
 
     @property
     def words(self) -> str:
-        """ "2 forward passes wait for one backward pass"."""
+        """For reports: "2 forward passes wait for one backward pass"."""
         return f"{self.n} forward passes wait for one backward pass"
 
     def __post_init__(self) -> None:
@@ -56,7 +59,10 @@ class Passes:
 
 
 def passes_of(environment: Mapping[str, Any]) -> Passes:
-    """Those of the environment of a graph or plan. Raises PassesError."""
+    """The passes recorded in the environment of a graph or plan; one pass if none are recorded.
+
+    Raises PassesError for a malformed record.
+    """
     found = environment.get("passes")
     if found is None:
         return Passes(1)
@@ -68,11 +74,13 @@ def passes_of(environment: Mapping[str, Any]) -> Passes:
 def with_passes(
     graph: Graph, passes: Passes, *, others_bytes: int = 0, loss_bytes: int | None = None
 ) -> Graph:
-    """The whole step of one pass, with the others in flight and what stands beside them.
+    """The step of one pass, plus the other passes in flight and the memory they take.
 
-    graph: traced with gradients `OF_PASSES`; of a single pass it is returned unchanged.
+    graph: the step of one pass, traced with gradients `OF_PASSES`. Returned unchanged if there is
+        only one pass.
     others_bytes: as in `Graph`.
-    loss_bytes: what a loss outside makes for each of the others (None: as much as for this one).
+    loss_bytes: bytes that a loss outside of the model takes for each other pass (None: as many as
+        for this one).
     """
     if passes.n == 1:
         return graph
@@ -94,7 +102,7 @@ def with_passes(
 def _beside(
     graph: Graph, passes: Passes, loss_bytes: int | None
 ) -> Iterator[tuple[str, int, Kind]]:
-    """Name, bytes and kind of what is resident beside the step of one pass."""
+    """Name, bytes and kind of each resident tensor that stands for the other passes."""
     n_others = passes.n - 1
     inputs = (t for t in graph.resident if t.kind == "input" and t.alias_of is None)
     yield "inputs", n_others * sum(tensor.size_bytes for tensor in inputs), "input"
@@ -110,13 +118,16 @@ def _beside(
 
 
 def _loss_bytes(graph: Graph) -> int:
-    """The most bytes of what nodes outside of the model make that are live at once."""
+    """The most bytes that are live at once of what the nodes of the loss outside of the model make.
+
+    What a backward node reads later, and outputs of the graph, stay live to the end of the loss.
+    """
     outside = [node for node in graph.later_nodes if node.phase == "outside"]
     last = {name: at for at, node in enumerate(outside) for name in (*node.inputs, *node.outputs)}
     read_later = {
         name for node in graph.later_nodes if node.phase == "backward" for name in node.inputs
     }
-    change: Counter[int] = Counter()
+    change: Counter[int] = Counter()  # position -> bytes that become live there, less those freed
     for at, node in enumerate(outside):
         for name in node.outputs:
             tensor = graph.tensor_by_name[name]

@@ -1,24 +1,25 @@
-"""One stage of a pipeline: how many micro-batches it has in flight, and what stands beside them.
+"""One stage of a pipeline: how many micro-batches it has in flight, and what else it holds.
 
     pipeline = Pipeline(stage=0, n_stages=4, n_microbatches=8)
     solve(stage, micro_batch, budget="16GB", pipeline=pipeline)
 
-Micro-batches in flight are those whose forward pass has begun and whose backward pass has not
-ended. Of all but the one that runs the stage holds what its forward pass saved, which the plan
-decides (`Graph.n_in_flight`). What else is there, whatever the plan, are resident tensors: as
-`torch.distributed.pipelining` (torch 2.13) runs a step with `return_outputs=False`,
+A micro-batch is in flight from the beginning of its forward pass to the end of its backward pass.
+Besides the one that runs, each holds what its forward pass saved; the plan decides how much that is
+(`Graph.n_in_flight`). The plan has no influence on the following, which become resident tensors of
+the graph. They are what `torch.distributed.pipelining` (torch 2.13) holds when it runs a step with
+`return_outputs=False`:
 
-- inputs and targets of all micro-batches, for which it has buffers, and a buffer for the gradient
-  of each one's output;
-- what was sent, for as long as the schedule holds on to it: under 1F1B the gradient of the last
+- buffers for the inputs and targets of all micro-batches, and for the gradients of their outputs;
+- sent tensors, for as long as the schedule holds on to them: under 1F1B the gradient of the last
   input, and one output of the warm-up; under GPipe and interleaved the gradients of all inputs and
   all outputs;
-- gradients of parameters, from the first backward pass on: under GPipe, where all forward passes
-  have run by then, what else there was in that pass is more (`Graph.in_turn`);
-- the losses of all micro-batches, and of those in flight what a loss outside of the stage saves for
-  its backward pass (cross-entropy: as much as its logits), and the states of random numbers;
-- under interleaved, parameters, gradients and optimizer state of the rank's other stages, which are
-  taken to be like this one.
+- the parameters' gradients, from the first backward pass on. Not under GPipe, where all forward
+  passes have run by then: the first backward pass, before any gradients exist, has more
+  micro-batches in flight (`Graph.in_turn`);
+- the losses of all micro-batches; for those in flight also the random states, and what a loss
+  outside of the stage saves for its backward pass (cross-entropy: as much as its logits);
+- under interleaved, the parameters, gradients and optimizer state of the rank's other stages, which
+  are assumed to be like this one.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ from graphs.graph import RANDOM_STATE, Graph, Kind, Tensor
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _BESIDE = "pipeline."
-"""What the names of tensors begin with that stand beside the step of one micro-batch."""
+"""Prefix of the names of the tensors that are added to the step of one micro-batch."""
 _OF_OTHERS = "other_stages."
 OF_EACH_STAGE: tuple[Kind, ...] = ("parameter", "buffer", "gradient", "optimizer_state")
-"""Kinds of which every stage of a rank has its own all the time."""
+"""The kinds of tensors that every stage of a rank holds for the whole step."""
 
 
 class PipelineError(ValueError):
-    """Not a stage that can be planned; says what would be right."""
+    """The given stage cannot be planned; the message says what would be right."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Where a stage stands.
+    """A stage's place in a pipeline, and the pipeline's schedule.
 
-    stage: its index, from 0.
-    n_stages: of the whole pipeline.
-    n_microbatches: of one step of the optimizer.
-    schedule: "1f1b", "gpipe" or "interleaved", as Schedule1F1B, ScheduleGPipe and
-        ScheduleInterleaved1F1B of `torch.distributed.pipelining` order them.
-    stages_per_rank: stages on one rank, above one only for "interleaved": stage i is on rank
+    stage: index of the stage, from 0.
+    n_stages: stages of the whole pipeline.
+    n_microbatches: micro-batches per optimizer step.
+    schedule: "1f1b", "gpipe" or "interleaved": the order in which Schedule1F1B, ScheduleGPipe or
+        ScheduleInterleaved1F1B of `torch.distributed.pipelining` runs the passes.
+    stages_per_rank: stages on one rank, more than one only for "interleaved": stage i is on rank
         i % (n_stages / stages_per_rank).
 
-    Raises PipelineError.
+    Raises PipelineError if these do not describe a possible stage.
     """
 
     stage: int
@@ -93,7 +94,7 @@ class Pipeline:
             )
 
     def check_runs(self) -> None:
-        """Raises PipelineError for what PyTorch's schedule refuses to run."""
+        """Raise PipelineError if PyTorch's schedule would refuse to run this pipeline."""
         if self.schedule == "1f1b" and self.n_microbatches < self.n_stages:
             raise PipelineError(
                 f"n_microbatches is {self.n_microbatches}; Schedule1F1B runs at least as many "
@@ -118,14 +119,14 @@ class Pipeline:
 
     @property
     def n_in_flight(self) -> int:
-        """Forward passes on this rank, of all its stages, whose backward has not ended, at most."""
+        """The most micro-batches in flight on this rank, counted for each of its stages."""
         if self.schedule == "gpipe":
             return self.n_microbatches
         return min(self._n_warm_up + 1, self.n_microbatches * self.stages_per_rank)
 
     @property
     def _n_warm_up(self) -> int:
-        """Forward passes of the rank before it begins to alternate with backward passes."""
+        """Forward passes that the rank runs before it alternates them with backward passes."""
         from_last = self.n_ranks - 1 - self.stage % self.n_ranks
         if self.schedule == "1f1b":
             return from_last
@@ -134,13 +135,16 @@ class Pipeline:
 
     @property
     def passes(self) -> frozenset[tuple[int, tuple[int, ...]]]:
-        """What the rank runs, forward and backward: of each pass, which of the rank's stages it is
-        of, counted from 0, and how many other micro-batches of each of them are in flight then.
+        """The distinct situations in which the rank runs a forward or backward pass.
+
+        Each is (which of the rank's stages runs, counted from 0; for each of these stages, how many
+        other micro-batches it has in flight then).
         """
         n_local, n_passes = self.stages_per_rank, self.n_microbatches * self.stages_per_rank
         n_warm_up = n_passes if self.schedule == "gpipe" else min(self._n_warm_up, n_passes)
         per_round = self.n_microbatches // self._n_rounds
-        now, found = [0] * n_local, set()
+        now, found = [0] * n_local, set()  # now: micro-batches in flight, by stage of the rank
+        # n_warm_up forward passes, then forward and backward in turn, then backward passes only
         for step in range(n_warm_up + n_passes):
             if step < n_passes:
                 local = step // per_round % n_local
@@ -154,15 +158,16 @@ class Pipeline:
 
     @property
     def words(self) -> str:
-        """ "stage 0 of 4, 1f1b, 8 micro-batches"."""
+        """For reports: "stage 0 of 4, 1f1b, 8 micro-batches"."""
         counted = f"{self.n_microbatches} micro-batch{'es' if self.n_microbatches > 1 else ''}"
         return f"stage {self.stage} of {self.n_stages}, {self.schedule}, {counted}"
 
 
 def pipeline_of(environment: Mapping[str, Any]) -> Pipeline | None:
-    """The pipeline in the environment of a graph or plan; None: the step is no stage of one.
+    """The pipeline recorded in the environment of a graph or plan; None if the step is not a stage
+    of one.
 
-    Raises PipelineError for one that is none.
+    Raises PipelineError for a malformed record.
     """
     found = environment.get("pipeline")
     if not isinstance(found, Mapping):
@@ -174,9 +179,10 @@ def pipeline_of(environment: Mapping[str, Any]) -> Pipeline | None:
 
 
 def with_pipeline(graph: Graph, pipeline: Pipeline | None) -> Graph:
-    """The whole step of one micro-batch, with what stands beside it.
+    """The step of one micro-batch, plus the other micro-batches in flight and the memory that the
+    pipeline takes.
 
-    None: the graph is returned unchanged.
+    pipeline: None: the graph is returned unchanged.
     """
     if pipeline is None:
         return graph
@@ -185,8 +191,8 @@ def with_pipeline(graph: Graph, pipeline: Pipeline | None) -> Graph:
         for name, size_bytes, kind in _beside(graph, pipeline)
         if size_bytes
     )
-    # Outputs of other micro-batches and their gradients have the dtype of the stage's, where all of
-    # its outputs have one.
+    # If all outputs of the stage have the same dtype, so have those of other micro-batches and
+    # their gradients.
     dtype_of = graph.meta.dtype_of
     of_outputs = {
         dtype_of[t.name]
@@ -212,13 +218,14 @@ def with_pipeline(graph: Graph, pipeline: Pipeline | None) -> Graph:
 
 
 def _in_turn(graph: Graph, pipeline: Pipeline) -> bool:
-    """Whether all forward passes come first, and then backward passes that find no gradients but
-    those of each other. What a micro-batch has sent takes the place of what it had in flight."""
+    """Whether all forward passes run first, and gradients accumulate only over the backward passes
+    of this step (GPipe). What a micro-batch has sent then takes the place of what it saved."""
     return pipeline.schedule == "gpipe" and bool(graph.accumulated)
 
 
 def _made_bytes(graph: Graph) -> Counter[tuple[str, str]]:
-    """Of what a micro-batch leaves, but gradients of parameters: bytes by phase and kind."""
+    """Bytes of the outputs that nodes make for a micro-batch, except accumulated gradients of
+    parameters: (phase of the node, kind of the tensor) -> bytes."""
     made: Counter[tuple[str, str]] = Counter()
     for name in graph.outputs:
         if name in graph.producer and name not in graph.accumulated:
@@ -228,15 +235,20 @@ def _made_bytes(graph: Graph) -> Counter[tuple[str, str]]:
 
 
 def _sent_bytes(graph: Graph, pipeline: Pipeline) -> int:
-    """What a micro-batch sends: the gradients of its inputs, and its outputs."""
+    """Bytes that the stage sends for a micro-batch: the gradients of its inputs, and its outputs
+    unless it is the last stage."""
     made = _made_bytes(graph)
     outputs_bytes = 0 if pipeline.is_last else made["forward", "output"]
     return made["backward", "gradient"] + outputs_bytes
 
 
 def _saved_by_loss_bytes(graph: Graph) -> int:
-    """What a loss outside has made when its value is there, and is read again after that. No
-    schedule touches it; what it reads of the stage is counted where the stage saves it."""
+    """Bytes that a loss outside of the stage saves for its backward pass: tensors made before its
+    value is computed and read again afterwards.
+
+    No schedule touches these. The stage's own tensors that the loss reads are not among them; they
+    are counted with what the stage saves.
+    """
     position = {node.name: index for index, node in enumerate(graph.nodes)}
     values = [
         name
@@ -247,6 +259,7 @@ def _saved_by_loss_bytes(graph: Graph) -> int:
     ]
     if not values:
         return 0
+    # the loss's forward part ends at the node that makes its value; what follows is its backward
     end = 1 + max(position[graph.producer[name].name] for name in values)
     made = {
         graph.root(name)
@@ -260,21 +273,23 @@ def _saved_by_loss_bytes(graph: Graph) -> int:
 
 
 def is_of_other_stages(name: str) -> bool:
-    """Whether this is the name of what the rank's other stages have."""
+    """Whether a tensor of this name stands for what the rank's other stages hold."""
     return name.startswith(f"{_BESIDE}{_OF_OTHERS}")
 
 
 def at_place(graph: Graph, pipeline: Pipeline) -> Graph:
-    """The step of a stage (`with_pipeline`) at another place of the pipeline, without tracing anew.
+    """The step of a stage (`with_pipeline`) moved to another place of the pipeline, without tracing
+    again.
 
-    pipeline: first or last only where the graph's own is, and of as many micro-batches.
+    pipeline: the other place. It must be the first (last) stage exactly if the graph was traced as
+        the first (last) one, and have as many micro-batches.
     """
     own = tuple(tensor for tensor in graph.tensors if not tensor.name.startswith(_BESIDE))
     return with_pipeline(dataclasses.replace(graph, tensors=own, n_in_flight=1), pipeline)
 
 
 def _beside(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]:
-    """Name, bytes and kind of what is resident beside the step of one micro-batch."""
+    """Name, bytes and kind of each resident tensor that is added to the step of one micro-batch."""
     resident: Counter[str] = Counter()
     for tensor in graph.resident:
         if tensor.alias_of is None and tensor.name not in graph.meta.device_bytes:
@@ -295,7 +310,7 @@ def _beside(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]
         yield "random_states", (pipeline.n_in_flight - 1) * state.size_bytes, "buffer"
     others = pipeline.n_in_flight - 1
     n_sent = min(1, n_runs - 1) if pipeline.schedule == "1f1b" else n_runs - 1
-    if not _in_turn(graph, pipeline):  # else they take the place of what was in flight
+    if not _in_turn(graph, pipeline):  # otherwise `others_bytes` of the graph counts them
         yield "sent_gradients", n_sent * made["backward", "gradient"], "gradient"
     if not pipeline.is_last:
         done = {"1f1b": min(1, others), "gpipe": 0, "interleaved": n_runs - 1 - others}

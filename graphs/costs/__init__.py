@@ -1,4 +1,5 @@
-"""Seconds and workspace bytes of an operator: roofline, measured, cached on disk."""
+"""What an operator call costs: seconds and workspace bytes, from a roofline or measured (and then
+cached on disk)."""
 
 from graphs.costs.cache import CostCache, circumstances
 from graphs.costs.collectives import is_collective

@@ -2,7 +2,8 @@
 
 By PyTorch's fake-tensor rules the seeds are on the device. In eager mode some kernels keep them on
 the host, and their backward kernel crashes the process when it is given a device tensor. Only the
-forward operator knows where the seeds are, so a backward operator is measured with seeds from it.
+forward operator knows where its seeds are, so a backward operator is measured with seeds that its
+forward operator returned.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ BACKWARD = tuple(
     f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")
 )
 _FORMER_NAMES = {"rng_state": "philox_seed", "unused": "philox_offset"}
-"""What flash attention's forward operator calls the seeds."""
+"""Flash attention's forward operator's names for the seeds -> its backward operator's names."""
 
 
 def real_seeds(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an attention's backward operator, with seeds from its forward operator.
 
-    args: real tensors (gradient, query, key, value, ...). Those of other operators are returned
-        unchanged.
+    args: real tensors (gradient, query, key, value, ...). The arguments of any other operator are
+        returned unchanged.
     """
     name = getattr(getattr(operator, "overloadpacket", None), "__name__", "")
     if name not in BACKWARD or not isinstance(args[1], torch.Tensor) or not args[1].is_cuda:

@@ -18,7 +18,8 @@ import torch
 from graphs.files import FormatError, write_json
 
 FORMAT = "costs/2"
-"""Another where calls are measured in another way; files of the former are not looked at."""
+"""Changes whenever calls are measured differently. Files of older formats are ignored: the format
+is part of the hash in the file's name."""
 
 
 def default_cache_file(device: torch.device | str) -> Path:
@@ -30,7 +31,7 @@ def default_cache_file(device: torch.device | str) -> Path:
 
 
 def circumstances(device: torch.device | str) -> dict[str, Any]:
-    """The versions and settings that decide which kernels run, and how fast."""
+    """The versions and settings that decide which kernels run on this device, and how fast."""
     where = torch.device(device)
     found: dict[str, Any] = {
         "torch": torch.__version__,

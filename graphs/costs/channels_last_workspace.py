@@ -1,9 +1,10 @@
 """Workspace of convolutions in the channels-last layout on the CPU.
 
-There oneDNN reads images as they lie and blocks the weight alone. What it allocates was measured
-with torch 2.13 and AVX-512: dense and grouped convolutions of 1 to 320 channels, 1 to 40 for each
-group, kernels of 1 to 7, strides to 4, dilations to 4, images of 1 to 28 pixels, 1 and 2 threads.
-`tests/graphs/costs/test_convolution_layouts.py` repeats a part.
+In this layout oneDNN reads the images in place and reorders only the weight into blocks of
+channels. What it allocates was measured with torch 2.13 and AVX-512: dense and grouped convolutions
+of 1 to 320 channels, 1 to 40 per group, kernels of 1 to 7, strides to 4, dilations to 4, images of
+1 to 28 pixels a side, 1 and 2 threads. `tests/graphs/costs/test_convolution_layouts.py` repeats a
+part of this. The returned values are bytes.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ from graphs.costs.operators import OpCall
 _LAST = torch.channels_last
 
 _OF_PIXELS = 4096
-"""At most what kernels of one pixel take besides, which skip pixels."""
+"""Upper bound on what 1 x 1 kernels with a stride above 1 allocate besides."""
 
 
 def is_in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Where the strides of either are so (`mkldnn_conv_use_channels_last` of
-    ATen/native/ConvUtils.h). A weight of one pixel has no such strides."""
+    """Whether the input's or the weight's strides are channels-last, which is when PyTorch
+    convolves in this layout (`mkldnn_conv_use_channels_last` of ATen/native/ConvUtils.h). A 1 x 1
+    weight with its default strides does not count, although both layouts have the same bytes."""
     return x.dim() == 4 and _LAST in (suggested_format(x), suggested_format(weight))
 
 
 def channels_last_convolution(call: OpCall) -> int:
+    """Workspace of the forward operator. A transposed convolution computes what the input's
+    gradient of an ordinary one computes."""
     x: torch.Tensor = call.args[0]
     weight: torch.Tensor = call.args[1]
     stride, dilation, transposed, groups = (call.args[at] for at in (3, 5, 6, 8))
@@ -53,13 +57,14 @@ def channels_last_convolution(call: OpCall) -> int:
 
 
 def _of_output(out: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int) -> int:
+    """Workspace of computing the output, without copies of inputs that are in another layout."""
     n_in, n_out = weight.shape[1], weight.shape[0] // groups
     if _is_of_pixels(weight) and groups > 1:
         return plain_bytes(out)
     if is_depthwise(weight, groups):
-        return _across_groups(weight) + 256  # which kernels with gaps take on small images
+        return _across_groups(weight) + 256  # the 256: dilated kernels, on small images
     if groups > 1 and n_in % 4 == 0 and n_in < BLOCK and n_out in (4, 8):
-        return plain_bytes(weight)  # blocks of as many channels as a group has
+        return plain_bytes(weight)  # a block has as many channels as a group, so no padding
     if _is_matrix_product(weight, stride):
         return 0
     if groups > 1 and n_in <= BLOCK:
@@ -68,7 +73,10 @@ def _of_output(out: torch.Tensor, weight: torch.Tensor, stride: list[int], group
 
 
 def channels_last_convolution_backward(call: OpCall) -> int:
-    """The gradient of the input, then that of the weight."""
+    """Workspace of the backward operator, which computes the input's gradient, then the weight's.
+
+    The larger of both counts, with the copies that exist throughout.
+    """
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
     weight: torch.Tensor = call.args[2]
@@ -94,12 +102,13 @@ def _of_input(
     dilation: list[int],
     groups: int,
 ) -> int:
+    """Workspace of computing the gradient of the input `x`."""
     n_in, n_out = weight.shape[1], weight.shape[0] // groups
     if _is_of_pixels(weight) and groups > 1:
         return plain_bytes(x) + plain_bytes(weight)
     if is_depthwise(weight, groups):
         has_gaps, is_strided = (any(step > 1 for step in steps) for steps in (dilation, stride))
-        if has_gaps and is_strided:
+        if has_gaps and is_strided:  # computed as matrix products, per thread
             image = plain_bytes(x) // max(1, x.shape[0] * groups)
             of_thread = patches_bytes(weight, gradient) + image
             return _across_groups(weight) + n_threads() * of_thread + 256
@@ -115,8 +124,10 @@ def _of_input(
 def _strided_scratch(
     gradient: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int
 ) -> int:
-    """Per thread, one image of the gradient with the margin that a phase of the kernel needs. At
-    most: measured with 8 to 256 channels, strides to 4, kernels to 7, 10 to 112 pixels a side."""
+    """Scratch memory of the input's gradient for strides above 1: per thread, one image of the
+    gradient with the margin that a phase of the kernel needs (a stride of 2 x 2 has 4 phases). An
+    upper bound: measured with 8 to 256 channels, strides to 4, kernels to 7, 10 to 112 pixels a
+    side."""
     n_phases = math.prod(stride)
     if n_phases == 1:
         return 0
@@ -131,9 +142,13 @@ def _strided_scratch(
 
 
 def _of_weight(call: OpCall) -> int:
-    """A copy of the weight beside the sums in blocks of 16 channels. A group has a block of its
-    own, also where it has one channel: 257 weights for depthwise kernels that are not computed
-    directly, such as ConvNeXt's of 7 x 7."""
+    """Workspace of computing the weight's gradient: a copy of the weight beside the sums in blocks
+    of 16 x 16 channels.
+
+    Every group has its own block, even a group of one channel. So depthwise kernels that are not
+    computed directly, such as ConvNeXt's 7 x 7, take 257 times the weight: 256 for the block and
+    one for the copy.
+    """
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
     weight: torch.Tensor = call.args[2]
@@ -159,43 +174,47 @@ def _of_weight(call: OpCall) -> int:
     else:
         blocked = _blocks(weight, groups)
     blocked += plain_bytes(weight) + (_OF_PIXELS if _is_of_pixels(weight) else 0)
-    if is_depthwise(weight, groups) and 1 in weight.shape[2:]:  # a row or a column
+    if is_depthwise(weight, groups) and 1 in weight.shape[2:]:  # the kernel is a row or a column
         blocked += plain_bytes(weight) + 128
     return blocked if is_blocked else max(blocked, as_matrices)
 
 
 def _is_of_pixels(weight: torch.Tensor) -> bool:
+    """Whether the kernel is 1 x 1."""
     return math.prod(weight.shape[2:]) == 1
 
 
 def _is_matrix_product(weight: torch.Tensor, stride: list[int]) -> bool:
-    """Of a dense convolution of single pixels nothing is copied in 32 bits."""
+    """Whether this is a 1 x 1 convolution in float32 with stride 1: a matrix product, which copies
+    nothing if it is dense."""
     is_plain = weight.dtype == torch.float32 and all(step == 1 for step in stride)
     return is_plain and _is_of_pixels(weight)
 
 
 def _blocks(weight: torch.Tensor, groups: int) -> int:
-    """Each group in blocks of 16 channels."""
+    """Bytes of the weight with each group's channels, in and out, padded to blocks of 16."""
     n_channels = up_to_blocks(weight.shape[1]) * up_to_blocks(weight.shape[0] // groups)
     return groups * n_channels * _taps_bytes(weight)
 
 
 def _across_groups(weight: torch.Tensor) -> int:
-    """Depthwise: 16 groups are a block."""
+    """Bytes of a depthwise weight in blocks of 16 groups each."""
     return up_to_blocks(weight.shape[0]) * _taps_bytes(weight)
 
 
 def _taps_bytes(weight: torch.Tensor) -> int:
+    """Bytes of the kernel between one input and one output channel."""
     return math.prod(weight.shape[2:]) * weight.element_size()
 
 
 def _wide(n_channels: int) -> int:
-    """In blocks of 64 or 32 channels, whichever waste least; some are in blocks of 48, which take
-    no more."""
+    """The number of channels padded to blocks of 64 or 32, whichever pad least. Some kernels use
+    blocks of 48, which take no more."""
     if n_channels <= BLOCK:
         return BLOCK
     return min(-(-n_channels // width) * width for width in (64, 32))
 
 
 def _scratch() -> int:
+    """Bytes of scratch memory, whatever the shapes (measured)."""
     return 4096 + 4120 * n_threads()

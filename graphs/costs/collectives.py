@@ -1,4 +1,4 @@
-"""Collectives among the operators of a traced step: what they send, and how long that takes."""
+"""Collectives in a traced step: how many bytes they handle, and how long that takes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ def is_collective(target: object) -> bool:
 
 
 def is_wait(target: object) -> bool:
-    """Whether it returns the tensor that a collective fills, once it is there."""
+    """Whether this operator waits for a collective to finish and returns the tensor it filled."""
     return str(target) == _WAIT
 
 
 @dataclass(frozen=True)
 class Collective:
-    """kind: the operator's name ("all_reduce"). n_bytes: of the whole tensor, which an all-gather
-    makes and others take. n_ranks: of its group."""
+    """One collective call.
+
+    kind: the operator's name, such as "all_reduce".
+    n_bytes: bytes of the whole tensor: the output of an all-gather, the input of all others.
+    n_ranks: ranks in its process group.
+    """
 
     kind: str
     n_bytes: int
@@ -36,7 +40,7 @@ class Collective:
 
     @classmethod
     def of(cls, call: OpCall) -> Collective | None:
-        """None: the call is no collective."""
+        """The collective that this call runs; None if it is no collective."""
         if not is_collective(call.target):
             return None
         kind = call.packet.__name__.rstrip("_").removesuffix("_coalesced")
@@ -47,12 +51,14 @@ class Collective:
         return cls(kind, n_bytes, distributed_c10d._get_group_size_by_name(given["group_name"]))
 
     def time_s(self, link: Link) -> float:
-        """Of an operator that is not known as an all-reduce, which sends the most."""
+        """Seconds over this link. An operator without a formula counts as an all-reduce, which
+        sends the most."""
         return _TIMES.get(self.kind, all_reduce_s)(self.n_bytes, n_ranks=self.n_ranks, link=link)
 
     @property
     def gloo_workspace_bytes(self) -> int:
-        """gloo gathers into a list of tensors, and reduces a copy."""
+        """Bytes that gloo allocates besides: it all-gathers into a list of tensors, and
+        reduce-scatters a copy of the input."""
         return self.n_bytes if self.kind in (_GATHERS, _SCATTERS) else 0
 
 

@@ -1,8 +1,9 @@
-"""Which convolutions oneDNN computes directly on the CPU, and what those take that it does not.
+"""Which convolutions oneDNN computes directly on the CPU, and the workspace of those it does not.
 
-The others are matrix products of patches. Conditions follow the kernels' `init_conf` in oneDNN
-(jit_uni_dw_conv_kernel_utils, jit_avx512_common_conv_kernel) and were measured, as the figures,
-with torch 2.13 and AVX-512.
+Convolutions that are not computed directly become matrix products of patches (im2col). Here "gaps"
+are a dilation above 1. The conditions follow the kernels' `init_conf` in oneDNN
+(jit_uni_dw_conv_kernel_utils, jit_avx512_common_conv_kernel); conditions and numbers were checked
+by measuring with torch 2.13 and AVX-512.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ BLOCK = 16
 """Channels per block of oneDNN's layouts with AVX-512 (8 with AVX2, which takes no more)."""
 
 OF_IMAGES = (1, 3)
-"""Channels of inputs that are read as they lie."""
+"""Numbers of input channels (grayscale, RGB) with which oneDNN reads images without reordering."""
 
 WIDEST_UNROLLED = 14
-"""Columns of a convolution kernel; wider ones are computed as matrix products."""
+"""The most columns of a kernel that is computed directly; wider ones become matrix products."""
 
 
 def up_to_blocks(n_channels: int) -> int:
+    """The number of channels rounded up to whole blocks."""
     return -(-n_channels // BLOCK) * BLOCK
 
 
 def plain_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's elements, without padding or gaps."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -47,8 +50,11 @@ def is_computed_directly(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> bool:
-    """The gradient of a depthwise weight: of kernels up to three columns without gaps, on images
-    with as many rows as the kernel has, and those that the stride leaves out at the top."""
+    """Whether oneDNN computes the gradient of this depthwise weight directly.
+
+    It does for kernels of at most three columns without gaps, on images that have at least as many
+    rows as the kernel, plus the rows that the stride skips at the top.
+    """
     kernel, sizes = weight.shape[2:], x.shape[2:]
     needed = kernel[0] + -padding[0] % stride[0]
     return (
@@ -62,10 +68,14 @@ def is_computed_directly(
 
 
 def weight_is_blocked(x: torch.Tensor, weight: torch.Tensor, call: OpCall) -> bool:
-    """The gradient of a dense weight, which is made of blocks of channels, or of matrix products:
-    of wide kernels; of those with gaps that are larger than the image with them, or move by several
-    pixels, or read few channels; of those in three dimensions that are larger than the image; and
-    where the padding is more than half of the kernel."""
+    """Whether the gradient of this weight (not depthwise) is computed in blocks of channels.
+
+    It is computed as matrix products instead if the kernel is wide; if it has gaps and, with them,
+    is larger than the image, or has a stride, or reads few channels; if it is three-dimensional and
+    larger than the image; or if the padding is more than half of the kernel.
+
+    call: the backward call, for its stride, padding, dilation and groups.
+    """
     stride, padding, dilation = call.args[4:7]
     kernel, sizes = weight.shape[2:], x.shape[2:]
     if kernel[-1] > WIDEST_UNROLLED:
@@ -92,23 +102,27 @@ def has_group_blocks(weight: torch.Tensor, groups: int, n_channels: int) -> bool
 
 
 def patches_bytes(weight: torch.Tensor, out: torch.Tensor) -> int:
-    """The pixels of one image that the kernel meets at each place."""
+    """Bytes of the patches of one image (im2col): for each output pixel, the inputs it reads."""
     return math.prod(weight.shape[1:]) * math.prod(out.shape[2:]) * out.element_size()
 
 
 def matrix_bytes(weight: torch.Tensor, gradient: torch.Tensor) -> int:
-    """Of the weight's gradient as matrix products: per thread, four copies of the weight and the
-    patches of one image."""
+    """Workspace of computing the weight's gradient as matrix products: per thread, four copies of
+    the weight and the patches of one image."""
     return n_threads() * (4 * plain_bytes(weight) + patches_bytes(weight, gradient)) + 256
 
 
 _LARGEST_WITHOUT_ONEDNN = 20480
-"""Of a single image, by its first four sizes (`use_mkldnn` of ATen/native/Convolution.cpp)."""
+"""The largest product of the first four sizes of an input, up to which PyTorch does not use oneDNN
+(`use_mkldnn` of ATen/native/Convolution.cpp)."""
 
 
 def is_without_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    """Small kernels over one small image are computed as matrix products of their patches. Of a
-    volume one slice of the width counts, so large ones are, too."""
+    """Whether PyTorch computes this convolution as a matrix product of patches, without oneDNN.
+
+    It does so for small kernels on a batch of one small image. Of a volume only the first four
+    sizes count, without the width, so this includes large volumes.
+    """
     return (
         x.dtype == torch.float32
         and groups == 1

@@ -1,4 +1,9 @@
-"""Workspace of convolutions on the CPU: the order of oneDNN's copies (`workspace`)."""
+"""Workspace of convolutions on the CPU in the contiguous layout: which copies oneDNN makes, and
+which of them exist at the same time (see `graphs.costs.workspace`).
+
+The convolution calls passed in have the arguments of `aten.convolution` or
+`aten.convolution_backward`; returned values are bytes.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +44,16 @@ def _blocked(tensor: torch.Tensor, *channels: int) -> int:
 
 
 def strided_bytes(*tensors: torch.Tensor) -> int:
-    """Bytes of contiguous copies of those that are not, such as a part of a concatenation.
+    """Bytes of the contiguous copies of the tensors that are not contiguous, such as a slice.
 
-    They exist for as long as the operator runs (ATen/native/Convolution.cpp).
+    The copies exist for as long as the operator runs (ATen/native/Convolution.cpp).
     """
     return sum(0 if each.is_contiguous() else plain_bytes(each) for each in tensors)
 
 
 def convolution(call: OpCall) -> int:
-    """Reordered input and weight and the blocked result, then the result is reordered."""
+    """Workspace of the forward operator: the reordered input and weight and the blocked result;
+    after those, the result is reordered into the output."""
     x, weight, _, stride, _, _, transposed, _, groups = call.args
     out = call.outputs()[0]
     if is_in_channels_last(x, weight):
@@ -65,7 +71,8 @@ def convolution(call: OpCall) -> int:
 
 
 def convolution_backward(call: OpCall) -> int:
-    """First the gradient of the input, then that of the weight, beside it."""
+    """Workspace of the backward operator: it computes the input's gradient, then the weight's while
+    the former exists."""
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
     weight: torch.Tensor = call.args[2]
@@ -74,7 +81,7 @@ def convolution_backward(call: OpCall) -> int:
         return channels_last_convolution_backward(call)
     of_x, of_weight = (plain_bytes(x) if mask[0] else 0), (plain_bytes(weight) if mask[1] else 0)
     if not transposed and is_without_onednn(x, weight, groups):
-        # kernels with gaps compute the bias's gradient, which is then computed once more
+        # dilated kernels compute the bias's gradient, and then PyTorch computes it again
         of_bias = int(mask[2]) * gradient.shape[1] * gradient.element_size()
         return strided_bytes(gradient, x) + patches_bytes(weight, gradient) + of_bias
     peaks = [0]
@@ -87,7 +94,7 @@ def convolution_backward(call: OpCall) -> int:
 
 
 def _of_input(call: OpCall) -> int:
-    """Bytes at the peak of computing the input's gradient, which is among them."""
+    """Bytes at the peak of computing the input's gradient, including the gradient itself."""
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
     weight: torch.Tensor = call.args[2]
@@ -106,7 +113,7 @@ def _of_input(call: OpCall) -> int:
 
 
 def _of_weight(call: OpCall) -> int:
-    """Bytes at the peak of computing the weight's gradient, which is among them."""
+    """Bytes at the peak of computing the weight's gradient, including the gradient itself."""
     gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = call.args
     if is_depthwise(weight, groups):
         is_direct = is_computed_directly(x, weight, stride, padding, dilation)
@@ -114,9 +121,9 @@ def _of_weight(call: OpCall) -> int:
         has_blocks = groups == 1 or has_group_blocks(weight, groups, 8)
         is_direct = has_blocks and weight_is_blocked(x, weight, call)
     as_matrices = 0 if is_direct else plain_bytes(weight) + matrix_bytes(weight, gradient)
-    if groups > 1 and math.prod(weight.shape[2:]) == 1:  # one group of all images after the other
+    if groups > 1 and math.prod(weight.shape[2:]) == 1:  # group by group, each over all images
         as_matrices += (plain_bytes(x) + plain_bytes(gradient)) // groups
-    # of few channels either way, which the shape does not tell
+    # with few channels oneDNN may choose either way, which the shape does not tell
     is_either = groups == 1 and x.shape[1] < BLOCK and weight.shape[-1] <= WIDEST_UNROLLED
     if not (is_direct or is_either or transposed) and x.dtype == torch.float32:
         return as_matrices
@@ -127,19 +134,21 @@ def _of_weight(call: OpCall) -> int:
 
 
 def _is_of_matrices(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    """Groups whose channels fill no block of four; measured with 1 to 40 channels for each."""
+    """Whether a grouped convolution is computed as matrix products, because the channels of a group
+    do not fill blocks of four (measured with 1 to 40 channels per group)."""
     is_grouped = groups > 1 and not is_depthwise(weight, groups)
     return is_grouped and x.dtype == torch.float32 and not has_group_blocks(weight, groups, 4)
 
 
 def _of_patches(weight: torch.Tensor, out: torch.Tensor) -> int:
+    """Bytes of the patches (im2col) of one image per thread."""
     return n_threads() * patches_bytes(weight, out) + 128
 
 
 def _strided_scratch(weight: torch.Tensor, stride: Sequence[int]) -> int:
-    """Of the input's gradient where the kernel moves by several pixels: for each phase of the
-    stride and each thread, by the output channels. At most: seen with 8 to 512 channels, strides
-    to 4 and 4 threads."""
+    """Scratch memory of the input's gradient for strides above 1: for each phase of the stride (2 x
+    2 has 4) and each thread, depending on the output channels. An upper bound: measured with 8 to
+    512 channels, strides to 4 and 4 threads."""
     n_phases = math.prod(stride)
     if n_phases == 1:
         return 0
@@ -148,8 +157,9 @@ def _strided_scratch(weight: torch.Tensor, stride: Sequence[int]) -> int:
 
 
 def _sums_of_threads(weight: torch.Tensor) -> int:
-    """Of the weight's gradient where there are fewer blocks of channels than threads, which then
-    share the images and have a sum each. At most: measured with 2 and 4 threads."""
+    """Bytes of the threads' own sums of the weight's gradient. With fewer blocks of channels than
+    threads, the threads divide the images among them, and each needs a sum of its own. An upper
+    bound: measured with 2 and 4 threads."""
     n_blocks = math.prod(up_to_blocks(size) // BLOCK for size in weight.shape[:2])
     n_sums = -(-torch.get_num_threads() // max(1, n_blocks // 2)) - 1
     of_bias = 2 * up_to_blocks(weight.shape[0]) * weight.element_size()
@@ -157,7 +167,7 @@ def _sums_of_threads(weight: torch.Tensor) -> int:
 
 
 def _input(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
-    """Bytes of the reordered input, if it is reordered."""
+    """Bytes of the reordered input; 0 if it is read in place."""
     if not _is_read_in_place(x, weight, groups):
         return _blocked(x, 1)
     return 0 if x.shape[1] in OF_IMAGES else plain_bytes(x)
@@ -171,5 +181,6 @@ def _weight(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
 
 
 def _is_read_in_place(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    """Inputs of few channels are not padded, and images not reordered either."""
+    """Whether an input has so few channels that they are not padded to a block. (Those with a
+    number of channels in OF_IMAGES are not even reordered.)"""
     return x.shape[1] < BLOCK and groups == 1 and math.prod(weight.shape[2:]) > 1

@@ -6,10 +6,11 @@ import torch
 
 
 class CudaPeaks:
-    """By the allocator: the most that each part of a run takes above that part's start.
+    """For each named part of a run: the most bytes allocated above what was allocated at its start.
 
-    `begin` opens a part and ends the one before; of several of one name the largest counts. Nothing
-    waits for the device: the allocator counts when the host hands work over.
+    `begin` starts a part and ends the one before; if a name comes up several times, the largest
+    peak counts. The numbers are the caching allocator's. It counts when the host launches work, so
+    nothing waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,6 +20,7 @@ class CudaPeaks:
         self._start_bytes = 0
 
     def begin(self, part: str) -> None:
+        """Start the part of this name; no effect if it is running."""
         if part == self._part:
             return
         self.ended()
@@ -27,6 +29,7 @@ class CudaPeaks:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def ended(self) -> dict[str, int]:
+        """End the part that is running, if any; returns the peak bytes of each part so far."""
         if self._part is not None:
             peak = torch.cuda.max_memory_allocated(self._device) - self._start_bytes
             self._peaks[self._part] = max(peak, self._peaks.get(self._part, 0))

@@ -1,9 +1,9 @@
 """Workspace of operators on a CUDA card, from what PyTorch's kernels allocate.
 
-Each formula names the file of PyTorch that allocates it. Operators that are not listed allocate
-nothing beside their outputs, or nothing that is known without the card: cuDNN picks its algorithm,
-and so the workspace of a convolution, when it runs. What cuBLAS keeps between calls belongs to no
-operator: `graphs.training_step.device_bytes` counts it.
+Each formula names the PyTorch source file that allocates these bytes. Operators without a formula
+allocate nothing besides their outputs, or an amount that only the card tells: cuDNN picks its
+algorithm, and with it the workspace of a convolution, when it runs. The memory that cuBLAS keeps
+between calls belongs to no operator: `graphs.training_step.device_bytes` counts it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ _FLOAT_BYTES = 4
 
 
 def cuda_workspace_bytes(call: OpCall) -> int:
-    """Bytes that the call allocates besides inputs and outputs while it runs on a card."""
+    """Bytes that the call allocates besides inputs and outputs while it runs on a CUDA card."""
     estimate = _ESTIMATES.get(call.packet)
     return 0 if estimate is None else estimate(call)
 
 
 def _attention_backward(call: OpCall) -> int:
-    """The gradient of the queries summed in float32, and a row sum for each query.
+    """The queries' gradient accumulated in float32, and one sum per query.
 
-    transformers/cuda/flash_attn/flash_api.cpp, mha_bwd (dq_accum, softmax_d): queries rounded up to
-    128, head size to 32; where queries share keys, gradients of the keys and values for each query
-    head (dk_expanded, dv_expanded). transformers/cuda/attention_backward.cu, which runs float32,
-    sums the gradient in place: the row sums alone (delta). CPU fakes show the CPU's operator.
-    cuDNN's kernel sums in the same way; what it takes besides, only the card knows.
+    Flash attention (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum, softmax_d)
+    rounds the number of queries up to 128 and the head size to 32. With grouped queries it also
+    holds gradients of keys and values for every query head (dk_expanded, dv_expanded).
+
+    Float32 runs transformers/cuda/attention_backward.cu, which accumulates the gradient in place
+    and needs only the sums (delta). cuDNN's kernel accumulates as flash attention does; what it
+    allocates besides is known only on the card. The CPU's operator is covered too, since a step
+    traced with fake CPU tensors shows that one.
     """
     query: torch.Tensor = call.args[1]
     key: torch.Tensor = call.args[2]
@@ -61,11 +64,12 @@ _SORTED_ABOVE = 3072
 
 
 def _embedding_backward(call: OpCall) -> int:
-    """Indices are sorted, and the rows of equal ones summed, at most ten at a time, in float32.
+    """Workspace of sorting the indices and summing the gradient's rows of equal indices in float32,
+    at most ten rows to a partial sum.
 
-    cuda/Embedding.cu (up to 3072 indices: no workspace), cuda/EmbeddingBackwardKernel.cu: the
-    sorted indices and where they were; three arrays of as many entries as there can be different
-    indices; a row and its offset for each partial sum.
+    Up to 3072 indices there is none (cuda/Embedding.cu). Above
+    (cuda/EmbeddingBackwardKernel.cu): the sorted indices and their original positions; three arrays
+    with an entry for every possible distinct index; a row and its offset for each partial sum.
     """
     gradient: torch.Tensor = call.args[0]
     n_indices: int = call.args[1].numel()
@@ -79,8 +83,8 @@ def _embedding_backward(call: OpCall) -> int:
 
 
 def _group_norm_backward(call: OpCall) -> int:
-    """Two sums for each channel of each image (ds, db), and what the gradient of the input is made
-    of: one number for each channel where there is a weight (c1), two for each group (c2, c3)."""
+    """Two sums per channel of each image (ds, db), and the coefficients of the input's gradient:
+    one per channel if there is a weight (c1), two per group (c2, c3)."""
     n_images, n_channels, _, n_groups = map(int, call.args[5:9])
     n_per_channel = 2 if call.args[4] is None else 3
     return _FLOAT_BYTES * n_images * (n_per_channel * n_channels + 2 * n_groups)
@@ -90,16 +94,17 @@ _WARP = 32
 _MANY_ROWS = 2**16
 _MOST_BLOCKS = 2**15
 _MOST_MULTIPROCESSORS = 148
-"""Of the cards in `graphs.hardware`: a B200's."""
+"""The most of any card in `graphs.hardware`: a B200's."""
 
 
 def _norm_backward(call: OpCall) -> int:
-    """Copies of a gradient and an input that are not in order (expect_contiguous), and partial sums
-    of the gradients of weight and bias, where rows are many and short.
+    """Contiguous copies of gradient and input if they are not contiguous (expect_contiguous), and,
+    for many short rows, partial sums of the gradients of weight and bias.
 
-    cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel, also of RMSNorm: a sum for each
-    32 rows, or fewer. How short depends on the card's multiprocessors; with the most of them, here,
-    at most 8 MiB are counted that other cards do not take.
+    cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel, for layer norm and RMSNorm: at
+    most one partial sum per 32 rows. Up to which length a row is short depends on the card's number
+    of multiprocessors. The largest number is assumed here, which counts up to 8 MiB that other
+    cards do not allocate.
     """
     x: torch.Tensor = call.args[1]
     width: int = math.prod(call.args[2])
@@ -113,14 +118,14 @@ def _norm_backward(call: OpCall) -> int:
 
 
 def _pool_backward(*positions: int) -> Callable[[OpCall], int]:
-    """Copies of these arguments in the layout that the input's strides suggest, the gradient and
-    the input among them (avg_pool2d_backward_out_cuda in cuda/AveragePool2d.cu,
+    """Copies of the arguments at these positions, in the layout that the input's strides suggest
+    (avg_pool2d_backward_out_cuda in cuda/AveragePool2d.cu,
     max_pool2d_with_indices_backward_out_cuda in cuda/DilatedMaxPool2d.cu)."""
     return lambda call: copied_bytes(*given(call, positions), into=suggested_format(call.args[1]))
 
 
 def _roll(call: OpCall) -> int:
-    """roll_cuda in cuda/TensorTransformations.cu reads in order."""
+    """roll_cuda in cuda/TensorTransformations.cu, which reads a contiguous input."""
     return max(roll_bytes(call), copied_bytes(call.args[0]))
 
 
@@ -132,10 +137,10 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.embedding_dense_backward: _embedding_backward,
     aten._safe_softmax: masked_rows_bytes,
     aten.linalg_matrix_exp: matrix_exp_bytes,
-    # a factor and an offset for each channel of each image (a, b): cuda/group_norm_kernel.cu
+    # a factor and an offset per channel of each image (a, b): cuda/group_norm_kernel.cu
     aten.native_group_norm: lambda call: 2 * _FLOAT_BYTES * int(call.args[3]) * int(call.args[4]),
     aten.native_group_norm_backward: _group_norm_backward,
-    # input, weight and bias in order: layer_norm_cuda, _fused_rms_norm_cuda
+    # contiguous input, weight and bias: layer_norm_cuda, _fused_rms_norm_cuda
     # (cuda/layer_norm_kernel.cu)
     aten.native_layer_norm: in_order(0, 2, 3),
     aten._fused_rms_norm: in_order(0, 2),

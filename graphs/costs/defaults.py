@@ -15,12 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 def default_costs(device: torch.device) -> CostModel:
-    """Measured on a CUDA device, where a roofline knows no workspace; a generic CPU's roofline."""
+    """Measured costs on a CUDA device, where a roofline does not know the workspace of cuDNN's
+    convolutions; on the CPU, the roofline of a generic CPU."""
     return measured(device) if device.type == "cuda" else Roofline(named("cpu"))
 
 
 def measured(device: torch.device, *, fallback: Hardware | None = None) -> Measured:
-    """Measured on this device; on CUDA starting from the costs that earlier processes saved.
+    """A model that measures on this device; on CUDA it starts from the costs that earlier processes
+    saved.
 
     fallback: as in `graphs.costs.models.Measured`.
     """
@@ -34,10 +36,10 @@ def measured(device: torch.device, *, fallback: Hardware | None = None) -> Measu
 
 
 def finish_measuring(costs: CostModel) -> None:
-    """Save measured costs to the cache, and release the memory that measuring left cached on CUDA.
+    """Save measured costs to the file, and empty PyTorch's CUDA allocator cache.
 
-    The allocator caches blocks of all the sizes that were measured; a step that runs afterwards
-    would allocate its own beside them, and the process would exceed the budget.
+    The allocator has cached blocks of all sizes that were measured. A step that runs afterwards
+    would allocate its own besides, and the process would exceed the budget.
     """
     if not isinstance(costs, Measured):
         return

@@ -8,9 +8,10 @@ import torch
 
 
 def free_bytes(device: torch.device) -> float:
-    """Of the device; infinite where unknown. On Linux, a process that exceeds it is killed.
+    """How many bytes can still be allocated on the device; infinite if unknown.
 
-    On CUDA what the driver reports as free, and what PyTorch's allocator holds without a tensor.
+    On CUDA: what the driver reports as free, plus what PyTorch's allocator has reserved but not
+    allocated. On the CPU: what Linux reports as available; a process that exceeds it is killed.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,8 +1,8 @@
 """Copies between a device and its host's memory, measured on this machine.
 
-A copy takes a latency and its bytes over a rate: two sizes tell both. On CUDA the host's memory is
-pinned, and the device's clock counts, one direction at a time. On the CPU both memories are the
-host's, and a copy is a memcpy.
+A copy takes a latency plus its bytes over a rate; timing two sizes gives both. On CUDA the host's
+memory is pinned, and copies are timed on the device, one direction at a time. On the CPU both
+memories are the host's, and a copy is a memcpy.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from graphs.hardware import HostCopies
 
 SMALL_BYTES, LARGE_BYTES = 2**12, 2**26
 N_RUNS, N_TOGETHER = 7, 50
-"""Timed runs of each size, and small copies in one of them."""
+"""Timed runs for each size, and how many consecutive small copies make one such run."""
 
 
 def measured_host_copies(device: torch.device) -> HostCopies:
-    """Raises RuntimeError where there is no memory for two copies of LARGE_BYTES."""
+    """Measure rate and latency of copies between the device and the host, in both directions.
+
+    Raises RuntimeError if there is no memory for two tensors of LARGE_BYTES.
+    """
     host = torch.zeros(LARGE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -35,7 +38,8 @@ def measured_host_copies(device: torch.device) -> HostCopies:
 
 
 def _link(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> tuple[float, float]:
-    """Bytes per second of what the large copy has more than the small one, and the rest."""
+    """Rate in bytes per second, from the difference of the large and the small copy, and latency in
+    seconds: what the small copy takes beyond that rate."""
     small_s, large_s = _seconds(target, source, device)
     rate = (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, 1e-12)
     return rate, max(0.0, small_s - SMALL_BYTES / rate)
@@ -44,7 +48,7 @@ def _link(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> t
 def _seconds(
     target: torch.Tensor, source: torch.Tensor, device: torch.device
 ) -> tuple[float, float]:
-    """Of one copy of SMALL_BYTES and of one of LARGE_BYTES."""
+    """Seconds of one copy of SMALL_BYTES and of one of LARGE_BYTES."""
 
     def small() -> None:
         target[:SMALL_BYTES].copy_(source[:SMALL_BYTES], non_blocking=True)
@@ -59,7 +63,8 @@ def _seconds(
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, *, n_runs: int = 1) -> float:
-    """Seconds of one of so many consecutive runs; on CUDA by the device's clock."""
+    """Seconds per run, the mean of `n_runs` consecutive ones; on CUDA timed with events on the
+    device."""
     if device.type != "cuda":
         started_s = time.perf_counter()
         for _ in range(n_runs):

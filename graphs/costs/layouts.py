@@ -1,10 +1,11 @@
-"""Workspace of kernels on the CPU that first copy inputs which lie otherwise than they are read.
+"""Workspace of CPU kernels that first copy their inputs into the layout that they read.
 
-Most kernels read any strides. Those below do not: they copy what is permuted, sliced or expanded.
-Which do, and into which layout, was measured with torch 2.13: tensors of 1 to 5 dimensions in 13
-layouts (both dense ones, transposed, rotated, parts and expansions of either), gradients in all
-pairs of layouts, in float32 and bfloat16. `tests/graphs/costs/test_layouts.py` repeats it.
-Which of CUDA's kernels copy is in `graphs.costs.cuda_workspace`, from their source.
+Most kernels read any strides. Those listed here do not: they copy permuted, sliced or expanded
+inputs. Which kernels copy, and into which layout, was measured with torch 2.13: tensors of 1 to 5
+dimensions in 13 layouts (contiguous and channels-last, both also transposed, rotated, sliced and
+expanded), gradients and inputs in all pairs of layouts, in float32 and bfloat16.
+`tests/graphs/costs/test_layouts.py` repeats this. Which CUDA kernels copy is in
+`graphs.costs.cuda_workspace`, from their source.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import torch
 from graphs.costs.operators import OpCall, aten
 
 _TRANSPOSED_BLOCK = 60 * 60
-"""Numbers of the block through which a transposed matrix is copied (native/Copy.cpp)."""
+"""Elements of the buffer through which PyTorch copies a transposed matrix (native/Copy.cpp)."""
 
 
 def suggested_format(x: torch.Tensor) -> torch.memory_format:
-    """As `suggest_memory_format` of c10/core/TensorImpl.h: the order of the strides decides, so
-    that channels split from a tensor in channels last are in that layout too."""
+    """The layout that PyTorch infers from the strides (`suggest_memory_format` of
+    c10/core/TensorImpl.h): channels-last or contiguous.
+
+    Only the order of the strides decides, so a slice of the channels of a channels-last tensor is
+    channels-last too.
+    """
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if channels_last is None or x.stride(1) == 0:
         return torch.contiguous_format
     least = 0
     for dim in (1, *range(x.dim() - 1, 1, -1), 0):
-        # an image of one channel and one pixel, whose strides say nothing, is not
+        # with one channel and one pixel the strides do not tell the layout: take it as contiguous
         is_ambiguous = dim == 0 and least == x.stride(1)
         if x.shape[dim] == 0 or x.stride(dim) < least or is_ambiguous:
             return torch.contiguous_format
@@ -39,7 +44,7 @@ def suggested_format(x: torch.Tensor) -> torch.memory_format:
 def copied_bytes(
     *tensors: torch.Tensor | None, into: torch.memory_format = torch.contiguous_format
 ) -> int:
-    """Bytes of the copies of those that are not laid out so."""
+    """Bytes of the copies of the tensors that are not contiguous in the layout `into`."""
     missing = [x for x in tensors if x is not None and not x.is_contiguous(memory_format=into)]
     return sum((x.numel() + _block(x)) * x.element_size() for x in missing)
 
@@ -50,18 +55,20 @@ def _block(x: torch.Tensor) -> int:
 
 
 def in_order(*positions: int) -> Callable[[OpCall], int]:
-    """These arguments are read in order."""
+    """An estimate for kernels that read the arguments at these positions in the contiguous
+    layout."""
     return lambda call: copied_bytes(*given(call, positions))
 
 
 def as_suggested(call: OpCall) -> int:
-    """The input is read in order or in channels last, whichever its strides are closer to."""
+    """For kernels that read the input in the layout that its strides suggest."""
     x: torch.Tensor = call.args[0]
     return copied_bytes(x, into=suggested_format(x))
 
 
 def _as_the_gradient(*positions: int) -> Callable[[OpCall], int]:
-    """The gradient's strides decide the layout; a result of another layout is copied at the end."""
+    """An estimate for kernels that use the layout of the gradient, argument 0: they copy the
+    arguments at these positions into it, and at the end the result if its layout is another."""
 
     def estimate(call: OpCall) -> int:
         layout = suggested_format(call.args[0])
@@ -71,11 +78,12 @@ def _as_the_gradient(*positions: int) -> Callable[[OpCall], int]:
 
 
 def given(call: OpCall, positions: tuple[int, ...]) -> list[torch.Tensor | None]:
+    """The call's arguments at these positions, without those that were left out."""
     return [call.args[at] for at in positions if at < len(call.args)]
 
 
 def _layer_norm_backward(call: OpCall) -> int:
-    """Copies of gradient, input and weight; per thread, sums of the gradients of the parameters
+    """Copies of gradient, input and weight; each thread's own sums of the parameters' gradients
     (native/cpu/layer_norm_kernel.cpp)."""
     gradient, x, shape = call.args[:3]
     width = torch.Size(shape).numel()
@@ -89,8 +97,9 @@ def _adaptive_max_pool_backward(call: OpCall) -> int:
 
 
 def roll_bytes(call: OpCall) -> int:
-    """Dimension by dimension (native/TensorTransformations.cpp, roll_common): all results but the
-    last exist until the end. Without dimensions, a copy of what is not contiguous."""
+    """PyTorch rolls one dimension after the other (native/TensorTransformations.cpp, roll_common)
+    and holds all intermediate results until the end. Without dimensions, it copies an input that is
+    not contiguous."""
     x: torch.Tensor = call.args[0]
     n_shifts = len(call.args[1])
     dims = call.args[2] if len(call.args) > 2 else call.kwargs.get("dims", ())
@@ -100,7 +109,8 @@ def roll_bytes(call: OpCall) -> int:
 
 
 def _index_select(call: OpCall) -> int:
-    """A copy along the second dimension only (index_select_out_cpu_dim1_)."""
+    """A contiguous copy of the input, only if rows are selected along the second dimension
+    (index_select_out_cpu_dim1_)."""
     x, dim = call.args[:2]
     return copied_bytes(x) if x.dim() > 1 and dim % x.dim() == 1 else 0
 
@@ -109,7 +119,8 @@ _OF_ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _gelu_backward(call: OpCall) -> int:
-    """Of a contiguous input, oneDNN's, which makes a contiguous result of a contiguous gradient."""
+    """A contiguous input selects oneDNN's kernel, which reads a contiguous gradient and writes a
+    contiguous result."""
     gradient, x = call.args[:2]
     is_exact = call.kwargs.get("approximate", "none") == "none"
     if not (is_exact and x.is_contiguous() and x.dtype in _OF_ONEDNN):
@@ -118,11 +129,12 @@ def _gelu_backward(call: OpCall) -> int:
 
 
 _MADE_IN_ORDER = (aten.upsample_nearest3d_backward, aten._upsample_nearest_exact3d_backward)
+"""These compute a contiguous result, and copy it if the output is not contiguous."""
 
 
 def _upsample_backward(call: OpCall) -> int:
-    """Dense gradients are read as they lie. Others are copied in order, and where they suggest
-    channels last for the result, so is that."""
+    """Contiguous and channels-last gradients are read in place. Others are copied, and so is a
+    result whose layout is channels-last, as such a gradient's strides may suggest."""
     gradient: torch.Tensor = call.args[0]
     out = call.outputs()[0]
     layout = suggested_format(gradient)

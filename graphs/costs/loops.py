@@ -1,7 +1,7 @@
-"""The cost of an operator that is a Python loop over chunks of rows: that of the operators in it.
+"""The cost of an operator that is a Python loop over chunks of rows, from the operators it calls.
 
-The loop is run on fake tensors, on a few chunks only: every further chunk of equal size takes the
-same time, and adds the same bytes to whatever has a row for each row of the input.
+The loop runs on fake tensors, over a few chunks only. Every further chunk of the same size takes
+the same time, and adds the same number of bytes to tensors that have one row per input row.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ _CHUNK_ROWS_AT = {
     "torch_nn::_linear_cross_entropy_batch_chunked": 8,
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": 6,
 }
-"""Operators of `F.linear_cross_entropy` -> the position of their argument `batch_chunk_size`. Their
-arguments 0 and 2, input and target, have the rows."""
+"""Operators of `F.linear_cross_entropy` -> the position of their argument `batch_chunk_size`. The
+loop goes over the rows of their arguments 0 and 2, input and target."""
 
 
 @dataclass(frozen=True)
 class RowLoop(ABC):
-    """A function that handles some rows of its arguments at a time; may be the target of a call in
-    an fx graph, whose generated code calls it by its `__name__`.
+    """A function that handles its arguments in chunks of rows. It may be the target of an fx node;
+    the generated code calls it by its `__name__`.
 
+    rows_per_chunk: rows that are handled at a time.
     row_inputs: positions of the arguments whose first dimension is the rows.
     """
 
@@ -54,7 +55,7 @@ class _TorchsLoop(RowLoop):
 
 
 def row_loop(call: OpCall) -> RowLoop | None:
-    """The call as a loop over rows; None where it is not known to be one."""
+    """The loop over rows that this call runs; None if it is not known to run one."""
     if isinstance(call.target, RowLoop):
         return call.target
     name = getattr(call.packet, "_qualified_op_name", None)
@@ -65,9 +66,14 @@ def row_loop(call: OpCall) -> RowLoop | None:
 
 
 def loop_cost(loop: RowLoop, call: OpCall, cost: Callable[[OpCall], Cost]) -> Cost:
-    """Of the whole loop. cost: of a single operator."""
+    """The cost of the whole loop.
+
+    cost: gives the cost of a single operator.
+    """
+    # Runs with two and with three whole chunks; their difference is the cost of every further one.
+    # The first chunk differs: it may allocate tensors that the others add to.
     n_rows, chunk_rows = call.args[loop.row_inputs[0]].shape[0], loop.rows_per_chunk
-    few = 3 * chunk_rows + n_rows % chunk_rows  # the first chunk may allocate what others add to
+    few = 3 * chunk_rows + n_rows % chunk_rows
     if n_rows <= few:
         return Cost(*_on_rows(loop, call, n_rows, cost))
     less, more = (_on_rows(loop, call, n, cost) for n in (few - chunk_rows, few))
@@ -79,7 +85,7 @@ def loop_cost(loop: RowLoop, call: OpCall, cost: Callable[[OpCall], Cost]) -> Co
 def _on_rows(
     loop: RowLoop, call: OpCall, n_rows: int, cost: Callable[[OpCall], Cost]
 ) -> tuple[float, int]:
-    """Seconds and workspace bytes of the loop on fake tensors with so many rows."""
+    """Seconds and workspace bytes of the loop on fake tensors with this number of rows."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         shape, strides = tensor.shape, tensor.stride()

@@ -1,8 +1,9 @@
-"""Workspace of decompositions and solvers of matrices on the CPU, which LAPACK computes in place.
+"""Workspace of matrix decompositions and solvers on the CPU, which LAPACK computes in place.
 
-Most work on a copy of the matrices, column by column. What is beside it was compared with the
-profiler's memory events (torch 2.13 with MKL, float32 and complex64, matrices of 64 to 1024 rows,
-single ones and batches): a few rows more or less, for the size of its blocks is LAPACK's affair.
+Most first copy the matrices into column-major order. What they allocate besides was compared with
+the profiler's memory events (torch 2.13 with MKL, float32 and complex64, single matrices and
+batches of 64 to 1024 rows). The estimates are right up to a few rows, since LAPACK chooses the size
+of its blocks. They are in bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from graphs.costs.convolution_workspace import plain_bytes
 from graphs.costs.operators import OpCall, aten
 
 _BLOCK = 60 * 60
-"""Numbers of the block through which a single matrix is transposed (native/Copy.cpp)."""
+"""Elements of the buffer through which PyTorch copies a transposed matrix (native/Copy.cpp)."""
 
 
 def _copy_of(position: int, n_rows: int = 0) -> Callable[[OpCall], int]:
-    """A copy of this argument, and at most so many rows beside it."""
+    """An estimate: a copy of the argument at this position, and at most `n_rows` rows besides."""
 
     def estimate(call: OpCall) -> int:
         x: torch.Tensor = call.args[position]
@@ -31,14 +32,15 @@ def _copy_of(position: int, n_rows: int = 0) -> Callable[[OpCall], int]:
 
 
 def _rows(call: OpCall) -> int:
-    """A block of rows, and two more."""
+    """A block of 32 or 64 rows, depending on the size, and two more."""
     x: torch.Tensor = call.args[0]
     n = max(x.shape[-2:])
     return int((34 if n <= 320 else 66) * n * x.element_size())
 
 
 def _eigh(call: OpCall) -> int:
-    """With vectors, what syevd or heevd asks for, of one matrix at a time."""
+    """Without eigenvectors a copy and some rows; with them the workspace that LAPACK's syevd or
+    heevd asks for, for one matrix at a time."""
     x: torch.Tensor = call.args[0]
     wants_vectors = call.args[2] if len(call.args) > 2 else call.kwargs.get("compute_v", True)
     if not wants_vectors:

@@ -2,8 +2,8 @@
 
 Every allocation of torch's CPU allocator, and every free of memory that was allocated under the
 profiler, is an event with its size. Their running sum, in recording order, is the memory taken
-since the start; it agrees with a malloc hook within 0.1 MB. Not seen are allocations that a library
-makes past torch's allocator, and those of other threads (a backward pass on the CPU runs in the
+since the start; it agrees with a malloc hook within 0.1 MB. Allocations that a library makes past
+torch's allocator are not seen, nor those of other threads (a backward pass on the CPU runs in the
 caller's thread). Frees of memory allocated before the profiler started are seen only by chance
 (torch does not know their size, except for addresses in use under an earlier profiler), so the
 measured code should not free what it did not allocate.
@@ -28,7 +28,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.autograd.profiler import record_function
 
 _START = "__start_profile"
-"""The mark that the profiler itself makes when it starts."""
+"""The name of the event that the profiler itself records when it starts."""
 _PART = "part of a measured run: "
 _ALLOCATION: Any = "memory_alloc"
 """The kind of the events that have a size (torch's stubs type it as an integer)."""
@@ -36,16 +36,21 @@ _ALLOCATION: Any = "memory_alloc"
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """peak_bytes: the maximum above the start. end_bytes: what is still allocated at the end."""
+    """Bytes above what was allocated at the start.
+
+    peak_bytes: the maximum.
+    end_bytes: what is still allocated at the end.
+    """
 
     peak_bytes: int
     end_bytes: int
 
 
 def cpu_peak_bytes(run: Callable[[], object]) -> MemoryUse:
-    """Run once under the profiler. What `run` returns is freed before the end.
+    """Run once under the profiler and return the bytes taken. What `run` returns is freed before
+    the end.
 
-    Raises what `run` raises, and RuntimeError where another profiler is active.
+    Raises what `run` raises, and RuntimeError if another profiler is active.
     """
     taken = peak = 0
     for event in _recorded(run):
@@ -56,8 +61,8 @@ def cpu_peak_bytes(run: Callable[[], object]) -> MemoryUse:
 
 
 def cpu_peak_bytes_by_part(run: Callable[[], object]) -> dict[str, int]:
-    """Like `cpu_peak_bytes`, for each part of the run that `begin_part` starts: the maximum above
-    the start of that part (over all parts of one name)."""
+    """Like `cpu_peak_bytes`, for each part of the run that `begin_part` starts: the peak bytes
+    above the start of that part (the largest peak if several parts have the same name)."""
     peaks: dict[str, int] = {}
     part, taken = "", 0
     for event in _recorded(run):

@@ -31,24 +31,26 @@ from graphs.hardware import Hardware, HostCopies, Link, card_called, link_betwee
 DISPATCH_S = 5e-6
 """Seconds in which eager PyTorch dispatches one operator, however small: `torch.ops.aten.add` of
 eight numbers takes 5 µs and `mm` of 8 x 8 takes 7 µs from Python on a server core with torch 2.13.
-On a GPU the host dispatches while the device works, so it is a lower bound there, not an addend."""
+On a GPU the host dispatches while the device works, so an operator takes at least this long; it is
+not added to the device's time."""
 
 TIME_PER_CALL_S = 0.5
 """Measuring one call stops once its runs have taken this long; a slower call runs once more."""
 
 BATCH_S, MOST_IN_BATCH = 2e-3, 50
-"""On CUDA, short calls are timed in batches of about this length and of at most so many runs:
-between two events around a single run the device would wait for the host to dispatch it."""
+"""On CUDA, short calls are timed in batches of about BATCH_S seconds and at most MOST_IN_BATCH
+runs. With events around every single run, the device would wait for the host's dispatch, and that
+wait would be timed too."""
 
 _CALL_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AssertionError, MemoryError)
-"""A call that raises one of these cannot be run by itself."""
+"""What a call raises that cannot be run in isolation."""
 
 
 class CostModel(Protocol):
     """Gives the cost of a call; `description` goes into the graph's meta and the report.
 
-    It may have `host_copies` too (`graphs.hardware.HostCopies`), for plans with host memory; else
-    those of the device count.
+    A model may also have the attribute `host_copies` (`graphs.hardware.HostCopies`), for plans that
+    move tensors to host memory; without it, the rates of the named device are used.
     """
 
     @property
@@ -63,9 +65,10 @@ class Roofline:
     float32 products run at the TF32 rate where torch's settings of this process allow it and the
     device has it: by default in convolutions, not in matrix products. Not modelled: caches, and
     that no operator reaches the peak rates. Workspace is estimated from what the device's kernels
-    allocate; that of cuDNN's convolutions can only be measured and is 0.
+    allocate; that of cuDNN's convolutions can only be measured and counts as 0.
 
-    link: to the other ranks of a step that has collectives (default: `link_between`).
+    hardware: the device.
+    link: the connection to the other ranks, for collectives (default: `link_between(hardware)`).
     """
 
     def __init__(self, hardware: Hardware, *, link: Link | None = None) -> None:
@@ -114,24 +117,25 @@ def _rate_name(call: OpCall) -> str:
 
 
 class Measured:
-    """Runs each distinct call on the device: the median time of a few runs, and its workspace.
+    """Runs each distinct call on the device, for the median time of a few runs and its workspace.
 
-    Inputs are random numbers between 0 and 1 with the call's shapes, strides and dtypes; in
-    products of matrices normal ones, since power and so the clock depend on them (an H200 takes 2
-    to 5 % longer). Integers are valid indices in operators that look up rows, the ends of equal
-    groups in grouped products, and zeros elsewhere. Inputs may be in the card's cache: on an H200
-    that makes no difference. Only the tensors of one call are held at a time. Active modes
-    (autocast, FLOP counters, fake tensors) do not affect the runs. The random state is restored; on
-    CUDA the allocator's peak statistics are not.
+    Inputs are random, with the call's shapes, strides and dtypes: uniform between 0 and 1, but
+    normally distributed in matrix products, since the values affect the power draw and with it the
+    clock (an H200 takes 2 to 5 % longer). Integers are valid indices in operators that look up
+    rows, the ends of equal groups in grouped products, and zeros elsewhere. Inputs may be in the
+    card's cache: on an H200 that makes no difference. Only the tensors of one call are held at a
+    time. Active modes (autocast, FLOP counters, fake tensors) do not affect the runs. The random
+    state is restored; on CUDA the allocator's peak statistics are not.
 
-    fallback: the hardware whose roofline costs a call that cannot be run by itself, or for which
-        there is not enough memory (`n_fallbacks` counts them); default: this device, or an H100
-        where the card is unknown.
+    device: a CPU or CUDA device of this machine.
+    fallback: the hardware whose roofline is used for a call that cannot be run in isolation or
+        does not fit in memory (`n_fallbacks` counts these); default: this device, or an H100 if the
+        card is unknown.
     n_runs: timed runs per call.
     cache: costs saved by earlier processes; `save` adds to it.
 
-    Raises RuntimeError where a call leaves the CUDA device in an error state, after which nothing
-    can run.
+    Raises ValueError for another device type or n_runs below 1, and RuntimeError if a call leaves
+    the CUDA device in an error state, after which nothing can run.
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class Measured:
 
     @functools.cached_property
     def host_copies(self) -> HostCopies:
-        """The link to the host, measured when it is first asked for."""
+        """Rates of copies to and from the host, measured on first access."""
         return measured_host_copies(self.device)
 
     def save(self) -> None:
@@ -219,9 +223,9 @@ class Measured:
             return self.roofline.cost(call)
 
     def _run(self, call: OpCall) -> Cost:
-        """A warm-up, timed runs, and one run for the peak memory; a slow call is timed once.
+        """A warm-up run, timed runs, and one run for the peak memory; a slow call is timed once.
 
-        The first run never counts: cuDNN compiles its attention in it, which takes up to a second.
+        The warm-up is never timed: cuDNN compiles its attention in it, which takes up to a second.
         """
         needed = call.made_bytes() + sum(t.untyped_storage().nbytes() for t in call.inputs())
         if needed > free_bytes(self.device):
@@ -254,10 +258,11 @@ class Measured:
 def from_description(
     description: Mapping[str, Any], *, device: torch.device | None = None
 ) -> CostModel:
-    """The cost model that a graph's meta describes; a generic CPU's roofline where it names none.
+    """The cost model that a graph's meta describes; a generic CPU's roofline if it describes none.
 
-    device: the device to measure on, where costs were measured on one of its type (None: the first
-        such). Where that type is missing here, the roofline of `fallback` is used.
+    device: the device to measure on, if the described costs were measured on one of this type
+        (None: the first device of that type). If the costs were measured on CUDA and there is none
+        here, the roofline of the described `fallback` is used.
     """
     kind = str(description.get("device", "cpu"))
     if description.get("model") != "measured":
@@ -271,14 +276,14 @@ def from_description(
 
 
 def hardware_of(costs: CostModel | None) -> Hardware | None:
-    """The device that the costs are of; None where they do not say."""
+    """The hardware that the costs are for; None if the model does not say."""
     if isinstance(costs, Measured):
         return costs.roofline.hardware
     return costs.hardware if isinstance(costs, Roofline) else None
 
 
 def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:
-    """The call with real tensors of the same shapes, strides and types."""
+    """A function that runs the call on real tensors of the same shapes, strides and dtypes."""
     n_indices = _n_indices(call)
     is_product = call.packet in _PRODUCTS
     args, kwargs = pytree.tree_map_only(
@@ -324,7 +329,8 @@ def _with_equal_groups(
     *rest: Any,
     **more: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a grouped product. With all groups ending at 0 it would multiply nothing."""
+    """The arguments of a grouped product, with equal groups filled into `ends`. (It was filled with
+    zeros; with every group ending at 0, nothing would be multiplied.)"""
     ends = more.pop("offs", ends)
     if ends is not None:
         of_rows = one.dim() == 2 and other.dim() == 3
@@ -336,9 +342,10 @@ def _with_equal_groups(
 
 
 def _n_indices(call: OpCall) -> dict[int, int]:
-    """Of each index tensor, by its id: how many positions it can refer to.
+    """id() of each index tensor -> how many positions its indices can refer to.
 
-    With equal indices, scatter-adds would wait for each other as they do not in real training.
+    Indices are drawn from all of these: with equal ones, scatter-adds would wait for each other,
+    which they do not in real training.
     """
     args = call.args
     packet = call.packet

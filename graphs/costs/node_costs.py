@@ -1,4 +1,4 @@
-"""The cost of each operator of a traced program, and what they add up to."""
+"""The cost of each operator of a traced program, and the sums over all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from graphs.hardware import Hardware
 
 
 class NodeCosts:
-    """The cost of each fx node; sums the roofline's times along with the measured ones."""
+    """Gives the cost of each fx node; adds up measured times and, for comparison, the roofline's.
+
+    costs: the cost model; None: every node costs nothing.
+    """
 
     def __init__(self, costs: CostModel | None) -> None:
         self._costs = costs
@@ -31,12 +34,12 @@ class NodeCosts:
 
     @property
     def hardware(self) -> Hardware | None:
-        """The device that the costs are of."""
+        """The hardware that the costs are for; None if the model does not say."""
         return hardware_of(self._costs)
 
     @property
     def description(self) -> dict[str, Any]:
-        """The cost model's, with the sums over all operators where they were measured."""
+        """The cost model's description; for measured costs, also the sums over all operators."""
         if self._costs is None:
             return {}
         described = dict(self._costs.description)

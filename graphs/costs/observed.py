@@ -1,4 +1,4 @@
-"""The cost of a node that stands for many operators: what one real run of it took."""
+"""The cost of a node that runs many operators, as observed in one real run of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from graphs.costs.operators import OpCall
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """One real run. The target of such a node's call has it as its attribute `observed`.
+    """One real run of a node's function, which has it as its attribute `observed`.
 
-    calls: its operators, on meta tensors; a roofline adds up their times.
+    calls: the operators that ran, with meta tensors as arguments; a roofline adds up their times.
     time_s: measured seconds.
-    workspace_bytes: allocated beside inputs and outputs while it runs.
+    workspace_bytes: bytes allocated besides inputs and outputs during the run.
     """
 
     calls: tuple[OpCall, ...]
@@ -27,16 +27,18 @@ class ObservedRun:
 
 
 def observed_run(call: OpCall) -> ObservedRun | None:
-    """What was observed of the call; None for an operator."""
+    """The observed run of the call's target; None for an ordinary operator."""
     found = getattr(call.target, "observed", None)
     return found if isinstance(found, ObservedRun) else None
 
 
 class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators that run inside, views left out.
+    """Records the operators that are dispatched while the mode is active, except views.
 
-    communicates: whether a collective is among them.
-    reads_values: whether the size of a result, or a number that Python gets, depends on values.
+    calls: these operators, with meta tensors as arguments.
+    communicates: whether a collective was among them.
+    reads_values: whether the shape of a result, or a number returned to Python (`.item()`),
+        depended on a tensor's values.
     """
 
     def __init__(self) -> None:
@@ -65,13 +67,13 @@ _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.inde
 
 
 def _on_meta(call: OpCall) -> OpCall:
-    """The call with tensors that take no memory; one that is there twice stays one."""
+    """The call with meta tensors, which take no memory. A tensor that occurs twice stays one."""
     made: dict[int, torch.Tensor] = {}
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
             like: dict[str, Any] = {"dtype": tensor.dtype, "device": "meta"}
-            if tensor.is_nested:  # the padded one
+            if tensor.is_nested:  # take the padded tensor instead
                 sizes: torch.Tensor = tensor._nested_tensor_size()
                 new = torch.empty(len(sizes), *sizes.amax(0).tolist(), **like)
             elif tensor.layout == torch.strided:

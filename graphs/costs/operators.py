@@ -15,9 +15,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OpCall:
-    """An operator call; its tensor arguments are fake or real tensors.
+    """An operator call; its tensors are fake, meta or real ones.
 
-    target: an OpOverload, or a higher-order operator. value: what the call returns.
+    target: an OpOverload, or a higher-order operator.
+    args: positional arguments.
+    kwargs: keyword arguments.
+    value: what the call returns.
     """
 
     target: Any
@@ -27,7 +30,7 @@ class OpCall:
 
     @classmethod
     def from_node(cls, node: torch.fx.Node) -> OpCall:
-        """The call of a traced fx node, by the values in its `meta`."""
+        """The call that a traced fx node makes, with the values recorded in `meta["val"]`."""
         args, kwargs = torch.fx.map_arg(
             (node.args, node.kwargs),
             lambda item: item.meta.get("val"),  # a subgraph of a higher-order operator has none
@@ -36,7 +39,7 @@ class OpCall:
 
     @property
     def packet(self) -> Any:
-        """The operator without its overload; None for one that is not an ATen operator."""
+        """The operator without its overload; None if the target is not an OpOverload."""
         return getattr(self.target, "overloadpacket", None)
 
     def inputs(self) -> list[torch.Tensor]:
@@ -46,7 +49,7 @@ class OpCall:
         return tensors_in(self.value)
 
     def mutated(self) -> list[torch.Tensor]:
-        """The inputs that the call writes, by its schema."""
+        """The inputs that the call writes in place, according to its schema."""
         schema = getattr(self.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return []
@@ -56,17 +59,17 @@ class OpCall:
         return tensors_in([given.get(name) for name in written])
 
     def made_bytes(self) -> int:
-        """Bytes of the storages that the call allocates for its outputs."""
+        """Bytes of the storages that the call allocates for its outputs (views allocate none)."""
         return sum(_storages(self.outputs(), but=self.inputs()).values())
 
     def is_view(self) -> bool:
-        """Whether all it does is return views of its inputs' storages."""
+        """Whether the call does nothing but return views of its inputs' storages."""
         outputs = self.outputs()
         return bool(outputs) and not _storages(outputs, but=self.inputs()) and not self.mutated()
 
     def key(self) -> Any:
-        """Equal for calls that cost the same: operator, options, and per tensor its shape, strides,
-        dtype and device type."""
+        """A key that is equal for calls that cost the same: the operator, its options, and the
+        shape, strides, dtype and device type of each tensor."""
         return (self.target, _described(self.args), _described(self.kwargs))
 
 
@@ -79,9 +82,9 @@ class Cost:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in what an operator takes or returns, in order.
+    """The tensors in an operator's arguments or results, in order.
 
-    Lists and dicts are all that operators nest; pytree, which knows more, takes ten times as long.
+    Operators nest only lists, tuples and dicts; pytree, which handles more, is ten times slower.
     """
     if isinstance(value, torch.Tensor):
         return [value]
@@ -93,7 +96,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _storages(tensors: Iterable[torch.Tensor], *, but: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each storage of the tensors, but for those of others."""
+    """The storages of `tensors` that no tensor of `but` uses: their id -> bytes."""
     old = {item.untyped_storage()._cdata for item in but}
     found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return {storage: n_bytes for storage, n_bytes in found.items() if storage not in old}
@@ -117,7 +120,7 @@ Shape = Sequence[int]
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Scores and their product with the values; with grouped queries, several heads share keys.
+    """The scores and their product with the values. With grouped queries, several heads share keys.
 
     As in torch's registry, a causal mask is not counted as half of the work.
     """
@@ -128,7 +131,7 @@ def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> in
 def _attention_backward(
     _: Shape, query: Shape, key: Shape, value: Shape, *__: Any, **___: Any
 ) -> int:
-    """The scores once more, then the gradients of values, probabilities, queries and keys."""
+    """The scores, recomputed, then the gradients of values, probabilities, queries and keys."""
     n_scores = math.prod(query[:-1]) * key[-2]
     return 2 * n_scores * (3 * query[-1] + 2 * value[-1])
 
@@ -140,7 +143,8 @@ def _rnn(inputs: Shape, weights: Sequence[Shape], *_: Any, **__: Any) -> int:
 
 
 def _mkldnn_rnn(inputs: Shape, of_input: Shape, of_hidden: Shape, *_: Any, **__: Any) -> int:
-    """One direction of one layer of nn.LSTM on the CPU: every step, times both matrices."""
+    """One direction of one layer of nn.LSTM on the CPU: every step is multiplied by the input's and
+    the hidden state's matrix."""
     return 2 * math.prod(inputs[:-1]) * (math.prod(of_input) + math.prod(of_hidden))
 
 
@@ -196,10 +200,11 @@ FLOPS: Mapping[Any, Callable[..., int]] = {
     for name in names.split()
     if hasattr(aten, name)
 }
-"""Formulas of shapes that torch's registry lacks; also a `custom_mapping` for FlopCounterMode.
+"""FLOPs as a function of shapes, for operators that torch's registry lacks; can also be passed to
+FlopCounterMode as `custom_mapping`.
 
-Attention is here although the registry has it: in older torch it rejects grouped queries. The fast
-path of torch.nn.MultiheadAttention is not: it has no backward.
+Attention is here although the registry has it, because in older torch that formula rejects grouped
+queries. The fast path of torch.nn.MultiheadAttention is not, because it has no backward.
 """
 
 _wrapped: Callable[[Callable[..., int]], Callable[..., int]] = shape_wrapper
@@ -207,7 +212,8 @@ _FLOPS_OF_TENSORS = {packet: _wrapped(formula) for packet, formula in FLOPS.item
 
 
 def flops_of(call: OpCall) -> int:
-    """Floating-point operations of matrix products, convolutions and attention; others count 0."""
+    """Floating-point operations of the call; 0 for operators without a formula. Matrix products,
+    convolutions, attention and RNNs have one."""
     packet = call.packet if call.packet is not None else call.target
     formula = _FLOPS_OF_TENSORS.get(packet) or flop_registry.get(packet)
     if formula is None:
@@ -218,7 +224,7 @@ def flops_of(call: OpCall) -> int:
 # ---- bytes -------------------------------------------------------------------------------------
 
 _READS_ROWS = {aten.embedding, aten.index, aten.index_select, aten.gather}
-"""They read as many bytes of their first input as they write, not all of it."""
+"""Operators that read only as many bytes of their first input as they write, not all of it."""
 
 _SHAPE_ONLY = """
     zeros_like ones_like full_like rand_like randn_like new_zeros new_ones new_full fill_ zero_
@@ -233,16 +239,16 @@ _NOT_READ: Mapping[Any, tuple[int, ...]] = {
     aten.avg_pool2d_backward: (1,),
     **{getattr(aten, name): (0,) for name in _SHAPE_ONLY.split()},
 }
-"""Positions of inputs of which only the shape, or a few elements, are read."""
+"""Positions of inputs that count as not read: only their shape, or a few elements, are."""
 
 _ALLOCATIONS = "empty empty_like empty_strided new_empty new_empty_strided"
 _WRITES_NOTHING = {getattr(aten, name) for name in _ALLOCATIONS.split()}
 
 
 def bytes_moved(call: OpCall) -> int:
-    """Bytes of all tensors read and written, each once; 0 for a view.
+    """Bytes of all tensors that the call reads and writes, each counted once; 0 for a view.
 
-    An expanded tensor counts with the bytes of its storage.
+    An expanded tensor counts the bytes of its storage.
     """
     if call.packet in _WRITES_NOTHING or call.is_view():
         return 0
@@ -269,8 +275,8 @@ def _n_bytes(tensor: torch.Tensor) -> int:
 
 
 def dtype_of(call: OpCall) -> str:
-    """Name of the dtype that the operator computes in: that of its largest floating-point input,
-    else output, else float32."""
+    """The name of the dtype that the operator is taken to compute in: that of its largest
+    floating-point input, else of its largest floating-point output, else "float32"."""
     for tensors in (call.inputs(), call.outputs()):
         floating = [item for item in tensors if item.dtype.is_floating_point]
         if floating:

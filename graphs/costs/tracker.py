@@ -14,7 +14,9 @@ from graphs.costs.operators import Cost, OpCall
 class Tracker(TorchDispatchMode):
     """Tracks the bytes that are allocated and not yet freed, and sums the seconds of operators.
 
-    peak_bytes: the most that was allocated at once, workspace of operators included.
+    cost: gives the cost of an operator.
+    peak_bytes: the most that was allocated at once, including the operators' workspace.
+    time_s: the sum over the operators so far.
     """
 
     def __init__(self, cost: Callable[[OpCall], Cost]) -> None:
@@ -30,7 +32,7 @@ class Tracker(TorchDispatchMode):
         value = func(*args, **(kwargs or {}))
         call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
         if not call.outputs() and not call.mutated():
-            return value  # it asks for a property (prim.device)
+            return value  # it queries a property, such as prim.device
         known = {item.untyped_storage()._cdata for item in call.inputs()}
         for item in call.outputs():
             storage = item.untyped_storage()

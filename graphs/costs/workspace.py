@@ -1,12 +1,12 @@
-"""Workspace of operators on the CPU, estimated without running them.
+"""Workspace of operators on the CPU, estimated without running them. All estimates are in bytes.
 
 Convolutions matter most (a tenth of a step's peak in a ResNet): oneDNN reorders tensors into blocks
-of 16 channels, computes there, and reorders the result. The estimates follow its order of copies.
-Compared with the profiler's memory events on an x86 machine with AVX-512 and torch 2.13
-(`tests/graphs/costs/test_workspace.py` repeats this), they are within a few percent of the bytes
-that a float32 convolution handles. With AVX2 it takes no more, often less; with SSE alone it may
-take more. Other machines choose other layouts; for exact bytes, measure. CUDA is not covered:
-cuDNN's workspace depends on the algorithm it picks on the card.
+of 16 channels, convolves these, and reorders the result. The estimates follow the order in which it
+makes these copies. Compared with the profiler's memory events on an x86 machine with AVX-512 and
+torch 2.13 (`tests/graphs/costs/test_workspace.py` repeats this), they are off by a few percent of
+the bytes of a float32 convolution's tensors. With AVX2 oneDNN takes no more, often less; with SSE
+alone it may take more. Other machines choose other layouts; for exact bytes, measure. For CUDA, see
+`graphs.costs.cuda_workspace`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def _is_dense(*tensors: torch.Tensor) -> bool:
 
 
 def _batch_norm_backward(call: OpCall) -> int:
-    """As much as the input's gradient where gradient and input have the same layout; else a number
-    for each channel, and in 16 bits the gradient in 32 bits, of which kernels for some pairs of
-    layouts take none (native/Normalization.cpp)."""
+    """As much as the input's gradient if gradient and input have the same layout. Otherwise one
+    element per channel and, for 16-bit inputs, a gradient in 32 bits, which kernels for some pairs
+    of layouts do not allocate (native/Normalization.cpp)."""
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
     if _is_dense(gradient, x):
@@ -52,18 +52,19 @@ def _batch_norm_backward(call: OpCall) -> int:
 
 
 def _in_32_bits(x: torch.Tensor) -> int:
+    """Bytes of a copy of `x` in 32 bits; 0 if it has 32 bits already."""
     return x.numel() * 4 if x.element_size() < 4 else 0
 
 
 def _matrix_product(call: OpCall) -> int:
-    """A copy of each matrix whose rows or columns do not lie side by side, such as an expanded
-    gradient; of a batch one at a time (native/LinearAlgebra.cpp, addmm_impl_cpu_)."""
+    """A copy of each factor that is neither row-major nor column-major, such as an expanded
+    gradient; of a batch, one matrix at a time (native/LinearAlgebra.cpp, addmm_impl_cpu_)."""
     copied_bytes = 0
     for x in [each for each in call.args if isinstance(each, torch.Tensor)][-2:]:
         (n_rows, n_columns), (row_stride, column_stride) = x.shape[-2:], x.stride()[-2:]
         by_columns = row_stride == 1 and column_stride >= max(1, n_rows)
         by_rows = column_stride == 1 and row_stride >= max(1, n_columns)
-        # conjugates are computed first, but for a single one that is transposed (BLAS reads it)
+        # conjugates are computed first, except of a single transposed matrix, which BLAS can read
         if x.is_conj() and x.dim() > 2:
             copied_bytes += plain_bytes(x)
         elif not (by_columns or by_rows) or (x.is_conj() and row_stride != 1):
@@ -72,7 +73,8 @@ def _matrix_product(call: OpCall) -> int:
 
 
 def _attention(call: OpCall) -> int:
-    """Per thread, a tile of scores, the maxima and sums of its rows, and a tile of the output."""
+    """Per thread, a tile of scores, the maxima and sums of its rows, and a tile of the output, all
+    in float32."""
     query: torch.Tensor = call.args[0]
     key: torch.Tensor = call.args[1]
     rows, columns = _tile(query, key)
@@ -80,7 +82,8 @@ def _attention(call: OpCall) -> int:
 
 
 def _attention_backward(call: OpCall) -> int:
-    """Per thread, a tile of scores and one of their gradient; a copy of the output's gradient."""
+    """Per thread, a tile of scores and one of their gradient, in float32; a copy of the output's
+    gradient."""
     query: torch.Tensor = call.args[1]
     key: torch.Tensor = call.args[2]
     rows, columns = _tile(query, key)
@@ -98,7 +101,7 @@ _NOT_REDUCED = 0
 
 
 def _reduced_loss(call: OpCall) -> int:
-    """All terms, which are then summed up (ATen/native/Loss.cpp)."""
+    """The loss of every element before they are summed (ATen/native/Loss.cpp)."""
     x, target, reduction = call.args[:3] if len(call.args) > 2 else (*call.args, 1)
     return 0 if reduction == _NOT_REDUCED else max(plain_bytes(x), plain_bytes(target))
 
@@ -107,13 +110,16 @@ _INDEX_BYTES = 8
 
 
 def masked_rows_bytes(call: OpCall) -> int:
-    """Which numbers are -inf, which rows are so throughout, and a zero for those
-    (ATen/native/transformers/attention.cpp, _safe_softmax, on every device): of attention with
-    dropout or a mask, where it is not one kernel."""
+    """Workspace of `_safe_softmax`, which attention with dropout or a mask calls if it does not run
+    as one kernel (ATen/native/transformers/attention.cpp; the same on every device).
+
+    It takes a mask of the elements that are -inf, one of the rows that are -inf throughout, and a
+    zero to fill these rows with.
+    """
     x, dim = call.args[0], call.args[1]
     n_rows = x.numel() // max(1, x.shape[dim])
     masks = int(x.numel() + n_rows + call.outputs()[0].element_size())
-    return max(masks, copied_bytes(x))  # the softmax is done before
+    return max(masks, copied_bytes(x))  # the softmax's copy is freed before the masks are made
 
 
 def _sort(call: OpCall) -> int:
@@ -126,18 +132,20 @@ def _sort(call: OpCall) -> int:
 
 
 def _median(call: OpCall) -> int:
-    """A copy that is partitioned: of all values, or where they do not lie side by side."""
+    """A copy of the input that is partitioned: for the median of all elements, or along a dimension
+    that is not contiguous."""
     x: torch.Tensor = call.args[0]
     dim = call.args[1] if len(call.args) > 1 else None
     return 0 if dim is not None and x.dim() and x.stride(dim) == 1 else plain_bytes(x)
 
 
 _LARGEST_VECTORIZED = 128
-"""Height and width, added up, of images that are made channel by channel beyond."""
+"""The largest height plus width of an output that the vectorized kernel makes; larger images are
+computed channel by channel."""
 
 
 def _upsample(call: OpCall) -> int:
-    """Input and output in the channels-last layout, up to a size
+    """Copies of input and output in the channels-last layout, for images up to a size
     (`_use_vectorized_kernel_cond_2d` of ATen/native/cpu/UpSampleKernel.cpp)."""
     x, out = call.args[0], call.outputs()[0]
     is_small = out.shape[-2] + out.shape[-1] <= _LARGEST_VECTORIZED
@@ -149,8 +157,11 @@ def _upsample(call: OpCall) -> int:
 
 
 def _trilinear(call: OpCall) -> int:
-    """One slice after the other: the product of two factors, summed up where the third has no such
-    dimension, and its product with the third (native/Linear.cpp)."""
+    """Workspace of nn.Bilinear, computed slice by slice along `unroll_dim` (native/Linear.cpp).
+
+    Per slice: the product of the first two factors, already summed over those summed dimensions
+    that the third factor lacks, and its product with the third factor.
+    """
     *factors, first, second, third, summed = call.args[:7]
     unrolled = call.args[7] if len(call.args) > 7 else call.kwargs.get("unroll_dim", 1)
     shapes = []
@@ -168,16 +179,21 @@ def _trilinear(call: OpCall) -> int:
 
 
 def _resized(call: OpCall) -> int:
-    """What the result is made in is as large as the input; a larger result gets another storage."""
+    """A contiguous copy of an input that is not contiguous. If the output is larger than the input,
+    also the storage first allocated for it, which was only as large as the input."""
     x: torch.Tensor = call.args[0]
     return strided_bytes(x) + (plain_bytes(x) if call.outputs()[0].numel() > x.numel() else 0)
 
 
 def matrix_exp_bytes(call: OpCall) -> int:
-    """Of the polynomial of degree 18 (ATen/native/LinearAlgebra.cpp, compute_T18): the matrices
-    scaled, five powers, five combinations of them; of a single matrix also a copy and the result.
-    Numbers for each matrix: its norm, and twice how often it is halved. Single matrices of a small
-    norm, which only their values tell, take less. The same on every device."""
+    """Workspace of the matrix exponential by the Taylor polynomial of degree 18
+    (ATen/native/LinearAlgebra.cpp, compute_T18); the same on every device.
+
+    It takes ten copies (the scaled matrices, their powers, linear combinations of these); for a
+    single matrix two more, a copy of it and the result. Besides, three elements per matrix: its
+    norm, and twice how often it is halved. A single matrix of small norm takes less, but only its
+    values tell.
+    """
     x: torch.Tensor = call.args[0]
     n = x.shape[-1]
     if n < 2:
@@ -196,7 +212,7 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.mse_loss: _reduced_loss,
     aten.smooth_l1_loss: _reduced_loss,
     aten.huber_loss: _reduced_loss,
-    # log-sigmoid beside the terms, which are the result where they are not reduced
+    # the log-sigmoids, and the loss of every element, which without reduction is the output
     aten.binary_cross_entropy_with_logits: lambda call: (
         plain_bytes(call.args[0]) * (1 if call.args[4:5] == (_NOT_REDUCED,) else 2)
     ),
@@ -215,26 +231,26 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.upsample_nearest2d: _upsample,
     aten._upsample_nearest_exact2d: _upsample,
     aten.upsample_bilinear2d: _upsample,
-    # the grid of each image in homogeneous coordinates: three numbers for two
+    # the grid of each image in homogeneous coordinates: three per pixel, where the output has two
     aten.affine_grid_generator: lambda call: plain_bytes(call.outputs()[0]) // 2 * 3,
     # backward probabilities, as large as the forward ones
     aten._ctc_loss_backward: lambda call: plain_bytes(call.args[6]),
     # the gradient's elements that the mask selects, at most all of them
     aten.masked_scatter_backward: lambda call: plain_bytes(call.args[0]),
-    # for means, the number of elements at each place, and what is added up to it
+    # for means, the number of elements at each position, and the ones that are summed up to it
     aten.scatter_reduce: lambda call: (
         plain_bytes(call.args[0]) + plain_bytes(call.args[3]) + call.args[3].numel()
         if call.args[4] == "mean"
         else 0
     ),
     aten.convolution_backward: convolution_backward,
-    # in 16 bits, an input that is in neither layout is computed in 32 bits first
+    # a 16-bit input that is neither contiguous nor channels-last is computed in 32 bits first
     **dict.fromkeys(
         (aten.native_batch_norm, aten._native_batch_norm_legit_functional),
         lambda call: 0 if _is_dense(call.args[0]) else _in_32_bits(call.args[0]),
     ),
     aten.native_batch_norm_backward: _batch_norm_backward,
-    # two sums for each channel of each image (native/cpu/group_norm_kernel.cpp)
+    # two sums per channel of each image (native/cpu/group_norm_kernel.cpp)
     aten.native_group_norm_backward: lambda call: (
         2 * call.args[5] * call.args[6] * max(4, call.args[1].element_size())
     ),
@@ -245,15 +261,16 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
 
 
 def _product_gradient(call: OpCall) -> int:
-    """With zeros: products of the other factors, from both sides."""
+    """Workspace if some element is zero: the products of all other elements are then computed as
+    cumulative products from both ends."""
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
     return 5 * plain_bytes(x) + x.numel() + 4 * plain_bytes(gradient)
 
 
 def _sum_of_selected(call: OpCall) -> int:
-    """What is selected, at most all; besides, of a mask that is not contiguous and with several
-    threads, two integers for each element (native/TensorAdvancedIndexing.cpp)."""
+    """The selected elements, at most all of them. With contiguous input and mask and one thread, as
+    much again; else two integers per element (native/TensorAdvancedIndexing.cpp)."""
     x: torch.Tensor = call.args[0]
     mask: torch.Tensor = call.args[1]
     is_plain = x.is_contiguous() and mask.is_contiguous() and torch.get_num_threads() == 1
@@ -272,4 +289,5 @@ _GRADIENTS: Mapping[str, Callable[[OpCall], int]] = {
         for name in ("max", "min", "median", "nanmedian")
     },
 }
-"""Of `graphs.capture.as_eager.gradients`; as the profiler shows them."""
+"""Estimates for the operators of `graphs.capture.as_eager.gradients`, from the profiler's memory
+events."""

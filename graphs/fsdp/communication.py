@@ -1,14 +1,15 @@
-"""How long a rank of FSDP2 waits for what it gathers and reduces, beside its operators.
+"""How long a rank of FSDP2 waits for communication that its operators do not hide.
 
-FSDP2 communicates beside the operators: in the forward pass a group is gathered while the one
-before it runs, in the backward pass from when the group that runs before it begins; a group's
-gradients are reduced while the next groups run. All of it goes over one link, one after another, in
-the time of `graphs.hardware`. An operator waits for its group's parameters, a reduction for the one
-before it, and the optimizer for the last.
+FSDP2 communicates while operators run. In the forward pass, a group is gathered while the group
+before it runs; in the backward pass, from the moment when the group that runs before it begins. A
+group's gradients are reduced while the next groups run. All of this goes over one link, one
+collective after another, in the times of `graphs.hardware`. Operators wait for their group's
+parameters, a reduction waits for the one before it, and the optimizer for the last.
 
-The waits are those of the step without recomputation, and become the times of the nodes where they
-occur, so that the times of all nodes add up to the step. What a plan recomputes hides more of the
-communication than is counted: plans that recompute are a little faster than they say.
+The waits are those of the step without recomputation. They are added to the times of the nodes at
+which they occur, so that the times of all nodes add up to that of the step. Recomputed operators
+hide further communication, which is not counted: plans that recompute are a little faster than
+predicted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ REDUCE, ALL_REDUCE = "fsdp.reduce_scatter", "fsdp.all_reduce"
 
 
 def with_waits(graph: Graph, sharding: Sharding, link: Link) -> Graph:
-    """The sharded step in which each rank waits for the others. graph: without an optimizer."""
+    """The sharded step with the waits added to the times of its nodes.
+
+    graph: a sharded step without an optimizer.
+    """
     waits = _Clock(graph, sharding, link).waits()
     nodes = tuple(
         dataclasses.replace(node, time_s=node.time_s + waits.get(node.name, 0.0))
@@ -34,10 +38,13 @@ def with_waits(graph: Graph, sharding: Sharding, link: Link) -> Graph:
 
 
 class _Clock:
-    """Goes through the step with two clocks: of the operators, and of the link.
+    """Goes through the step with two clocks: one for the operators and one for the link.
 
-    _now_s: of the operators. _free_s: when the link is free.
-    _gathered_s: buffer -> when all of it is there. _begun_s: when the last group could be gathered.
+    _now_s: the time of the operators.
+    _free_s: when the link is free again.
+    _begun_s: when the current group began to run; in the forward pass, the next group is gathered
+        from then on.
+    _gathered_s: buffer -> when its all-gather is done.
     """
 
     def __init__(self, graph: Graph, sharding: Sharding, link: Link) -> None:
@@ -46,18 +53,20 @@ class _Clock:
         self._gathered_s: dict[str, float] = {}
 
     def waits(self) -> dict[str, float]:
-        """Seconds by the node that they are spent before."""
+        """Node -> seconds that the rank waits before it; for the last reduction, also those that it
+        waits for its end."""
         found: dict[str, float] = {}
         reduced_s, last = 0.0, None
         for node in self._graph.nodes:
             ready_s = self._now_s
-            if node.op == GATHER:
+            # ready_s: when the node can run, as far as communication is concerned
+            if node.op == GATHER:  # runs beside the operators; only COPY_OUT waits for it
                 begin_s = self._begun_s if node.phase == "forward" else self._now_s
                 self._gathered_s[node.outputs[0]] = self._sent(node, begin_s)
             elif node.op == COPY_OUT:
                 ready_s = self._gathered_s[node.inputs[0]]
                 self._begun_s = max(self._now_s, ready_s)
-            elif node.op == REDUCE:
+            elif node.op == REDUCE:  # waits for the reduction before it, not for its own
                 ready_s = reduced_s
                 reduced_s = self._sent(node, max(self._now_s, ready_s))
                 last = node
@@ -71,7 +80,7 @@ class _Clock:
         return found
 
     def _sent(self, node: Node, begin_s: float) -> float:
-        """When the collective, which can begin then, is done."""
+        """When the collective is done, which can begin at `begin_s` if the link is free."""
         seconds, n_ranks, names = {
             GATHER: (all_gather_s, self._sharding.n_ranks, node.outputs),
             REDUCE: (reduce_scatter_s, self._sharding.n_ranks, node.inputs),

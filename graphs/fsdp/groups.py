@@ -1,4 +1,4 @@
-"""The groups of parameters that FSDP2 gathers together, and when each group runs in a step."""
+"""The groups of parameters that FSDP2 gathers together, and where in the step each group runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from graphs.fsdp.spec import ELEMENT_BYTES, ShardingError, shard_rows
 from graphs.graph import Graph, Node, is_under
 
 ROOT = ""
-"""The path of the model itself: the group of the parameters that are in no other group."""
+"""The path of the model itself, whose group has the parameters that are in no other group."""
 
 
 @dataclass(frozen=True)
 class ShardedParameter:
     """A parameter and its shards.
 
-    stored_bytes, gathered_bytes, reduced_bytes: of the shard of each rank, padding included: as it
-        is stored, as it is gathered (in which gradients are computed), as gradients are reduced.
-    gradient: the tensor that holds its whole gradient, if it has one.
-    is_even: whether its rows are a multiple of the number of ranks.
-    n_sums: tensor-parallel ranks over which its gradient has yet to be added up (1: none).
-    is_cast: whether its shard is cast to be gathered.
+    path: its name in the model.
+    tensor: its tensor in the graph.
+    stored_bytes, gathered_bytes, reduced_bytes: bytes of each rank's shard, including padding, in
+        three dtypes: the one it is stored in, the one it is gathered in (gradients are computed in
+        it, too), and the one gradients are reduced in.
+    gradient: the tensor that holds its whole gradient; None: it has none.
+    is_even: whether its number of rows is a multiple of the number of ranks.
+    n_sums: tensor-parallel ranks over which its gradient still has to be summed (1: none).
+    is_cast: whether its shard is cast before it is gathered.
     """
 
     path: str
@@ -38,15 +41,17 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class Group:
-    """The parameters that are gathered together.
+    """A group: parameters that are gathered together.
 
-    gathered_bytes, cast_bytes: of one rank's shards, as they are gathered, and of those that are
-        cast for it. reduced_bytes, gradient_bytes: of
-        its shards of gradients, as they are reduced and as they are stored.
-
-    first, last: positions of its first and last forward node.
-    begins, ends: positions of its first and last later node (None: it has no backward).
-    late: whether its gradients are reduced at the end of the backward pass.
+    path: of the module that `fully_shard` is called on.
+    first, last: positions of its first and last node among the forward nodes.
+    begins, ends: positions of its first and last node among the later nodes (None: it has no
+        backward).
+    late: whether its gradients are reduced only at the end of the backward pass.
+    gathered_bytes: bytes of one rank's shards as they are gathered.
+    cast_bytes: the part of these that is cast before.
+    reduced_bytes, gradient_bytes: bytes of one rank's shards of the gradients, as they are reduced
+        and as they are stored.
     """
 
     path: str
@@ -79,13 +84,19 @@ class Group:
 
     @property
     def casts_gradients(self) -> bool:
-        """Whether they are stored in another dtype than they are reduced in."""
+        """Whether gradients are stored in another dtype than they are reduced in."""
         return self.gradient_bytes != self.reduced_bytes
 
 
 def read_parameters(
     graph: Graph, n_ranks: int, *, reduce_dtype: str | None = None
 ) -> list[ShardedParameter]:
+    """The parameters of a traced step and their shards.
+
+    reduce_dtype: the dtype that gradients are reduced in; None: the one that they are computed in.
+
+    Raises ShardingError for scalars, and for a graph without `parameter_layout`.
+    """
     layout = graph.meta.parameter_layout
     if not layout:
         raise ShardingError("the graph has no parameter_layout in its meta; trace the model again")
@@ -117,7 +128,8 @@ def read_parameters(
 
 
 class GroupFinder:
-    """The root and the modules at `paths`, and when each runs, forward and backward."""
+    """Finds the groups (the root, and the modules at `paths`) and where each runs, forward and
+    backward."""
 
     def __init__(self, graph: Graph, parameters: Sequence[ShardedParameter], paths: Sequence[str]):
         self._graph = graph
@@ -129,14 +141,14 @@ class GroupFinder:
         self._forward = graph.forward_nodes
         self._later = graph.later_nodes
         self._sums = set(graph.meta.gradient_sums)
-        # trained parameters, and the forward tensors that depend on them
+        # trained parameters, and the forward tensors that depend on them: these get a gradient
         self._with_gradient = {p.tensor for p in parameters if p.gradient is not None}
         for node in self._forward:
             if not self._with_gradient.isdisjoint(node.inputs):
                 self._with_gradient.update(node.outputs)
 
     def found(self) -> list[Group]:
-        """In the given order, the root first; only groups that have parameters and run.
+        """The groups that have parameters and run, in the order of `paths`, the root first.
 
         Raises ShardingError for a module that cannot be a group.
         """
@@ -144,6 +156,7 @@ class GroupFinder:
         return [group for group in groups if group is not None]
 
     def _group(self, path: str) -> Group | None:
+        """The group of the module at this path; None if it does not run."""
         owned = self._owned[path]
         if path == ROOT:
             n_later = len(self._later)
@@ -155,6 +168,7 @@ class GroupFinder:
         if not inside:
             return None
         self._check(path, inside)
+        # its backward includes the nodes that make its gradients, whichever module they are in
         makers = {
             self._graph.producer[p.gradient].name
             for p in owned
@@ -179,6 +193,11 @@ class GroupFinder:
         )
 
     def _check(self, path: str, inside: Sequence[int]) -> None:
+        """Raise ShardingError if the module runs several times or in several pieces, or another
+        module reads its parameters.
+
+        inside: positions of its forward nodes.
+        """
         readers: dict[str, list[Node]] = {p.tensor: [] for p in self._owned[path]}
         for node in self._forward:
             for name in dict.fromkeys(node.inputs):
@@ -200,7 +219,11 @@ class GroupFinder:
                     )
 
     def _after_sums(self, later: Sequence[int]) -> int:
-        """Autograd sums the gradients of a group's inputs before it leaves the group."""
+        """The position of the last node of a group's backward pass, including the nodes after it
+        that sum gradients: autograd sums those of a group's inputs before it leaves the group.
+
+        later: positions of the group's later nodes.
+        """
         made = {name for i in later for name in self._later[i].outputs}
         end = later[-1]
         while end + 1 < len(self._later):

@@ -1,4 +1,5 @@
-"""The blocks of a model: the members of its outermost module lists and sequences."""
+"""The blocks of a model, which are the default groups of FSDP2: the members of its outermost module
+lists and sequentials."""
 
 from __future__ import annotations
 
@@ -13,14 +14,18 @@ if TYPE_CHECKING:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether only the members of the module are called, not the module itself."""
+    """Whether the module only holds others, which are called instead of it (ModuleList,
+    ModuleDict)."""
     from torch import nn  # here: this package is importable without torch
 
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def listed_blocks(model: nn.Module, path: str = "") -> Iterator[str]:
-    """The paths of the members of the outermost lists and sequences of several modules."""
+    """The paths of the members of the outermost ModuleLists and Sequentials with several members.
+
+    path: look only inside the module at this path.
+    """
     from torch import nn
 
     module = model.get_submodule(path)
@@ -34,7 +39,7 @@ def listed_blocks(model: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def called_children(model: nn.Module, path: str = "") -> Iterator[str]:
-    """The nearest submodules whose forward is called."""
+    """The paths of the outermost submodules of the module at `path` whose forward is called."""
     for name, child in model.get_submodule(path).named_children():
         inside = f"{path}.{name}" if path else name
         if is_container(child):
@@ -61,7 +66,11 @@ def default_groups(model: nn.Module) -> tuple[str, ...]:
 
 
 def groups_of(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """The sharding's groups, checked, in the model's order; raises ShardingError."""
+    """The paths of the sharding's groups in the model's order, or of the default groups if it names
+    none.
+
+    Raises ShardingError if a module that it names cannot be a group.
+    """
     if sharding.groups is None:
         return default_groups(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -84,7 +93,7 @@ def groups_of(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 
 
 def _places(model: nn.Module) -> list[list[str]]:
-    """All names of each parameter."""
+    """For each parameter, all names that it has in the model."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""How FSDP2 shards a step, and the sharding that a graph or a plan was made for."""
+"""The settings of FSDP2, and how they are recorded in a graph or a plan."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from typing import Any
 from graphs.hardware import link_named
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Of the dtypes that a policy can name."""
+"""The dtypes that a policy can name -> bytes per element."""
 
 
 class ShardingError(ValueError):
-    """The step cannot be sharded this way; says why."""
+    """The step cannot be sharded as asked; the message says why."""
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The fields of `torch.distributed.fsdp.MixedPrecisionPolicy`, with names for dtypes.
+    """The fields of `torch.distributed.fsdp.MixedPrecisionPolicy`, with dtypes given by name.
 
-    param_dtype: of the gathered parameters, and so of what is computed; None: that of the shards.
-    reduce_dtype: in which gradients are reduced, and accumulated where they are not; None: that in
-        which they are computed. They are then cast to the dtype of the shards.
-    output_dtype: what each group returns is cast to it; None: it is not.
-    cast_forward_inputs: what each group is called with is cast to param_dtype.
+    param_dtype: dtype of the gathered parameters, and so of the computation; None: that of the
+        shards.
+    reduce_dtype: dtype in which gradients are reduced, or accumulated while they are not reduced;
+        None: the dtype in which they are computed. Afterwards they are cast to the dtype of the
+        shards.
+    output_dtype: the dtype that the outputs of each group are cast to; None: they are not cast.
+    cast_forward_inputs: whether the inputs of each group are cast to param_dtype.
+
+    Raises ShardingError for an unknown dtype.
     """
 
     param_dtype: str | None = None
@@ -51,7 +55,12 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, policy: object) -> MixedPrecision:
-        """The same policy. policy: one of PyTorch's, of ours, or the fields of one."""
+        """The policy as a MixedPrecision.
+
+        policy: a MixedPrecisionPolicy of PyTorch, a MixedPrecision, or a dict of its fields.
+
+        Raises ShardingError for anything else.
+        """
         names = [each.name for each in dataclasses.fields(cls)]
         if isinstance(policy, Mapping) and policy.keys() <= set(names):
             return cls(**policy)
@@ -65,21 +74,23 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How FSDP2 is applied.
+    """How FSDP2 is used.
 
-    n_ranks: devices that share each parameter.
+    n_ranks: devices that a parameter is divided among.
     groups: paths of the modules that `fully_shard` is called on, in the model's order, before the
         model itself; None: the model's blocks (`graphs.fsdp.module_blocks.default_groups`).
-    n_replicas: hybrid sharding: so many times n_ranks devices, on a mesh of (n_replicas, n_ranks);
-        each shard's gradient is summed over its replicas.
+    n_replicas: for hybrid sharding: how often the n_ranks devices are replicated, on a mesh of
+        (n_replicas, n_ranks); each shard's gradient is summed over its replicas.
     reshard_after_forward: False: a group keeps its whole parameters from its forward to its
-        backward pass, and gathers them once. None: whichever plan is faster.
-    link: between the devices, a name of `graphs.hardware` ("nvlink4", "ib-ndr"): what a rank waits
-        for over it is counted (`graphs.fsdp.communication`). None: the link of the card that is
-        planned for; on the CPU communication takes no time.
-    mp_policy: in which dtypes it computes and reduces, a MixedPrecisionPolicy of PyTorch.
-    accumulates_whole: gradients of several backward passes add up as whole ones, and are reduced
-        after the last: `set_requires_gradient_sync(False)` for the others.
+        backward pass, and gathers them only once. None: whichever gives the faster plan.
+    link: the link between the devices, by its name in `graphs.hardware` ("nvlink4", "ib-ndr"). The
+        time that a rank waits for communication over it is counted (`graphs.fsdp.communication`).
+        None: the link of the card that is planned for; on the CPU, communication takes no time.
+    mp_policy: the dtypes to compute and reduce in, a MixedPrecisionPolicy of PyTorch.
+    accumulates_whole: whether gradients of several backward passes accumulate unsharded and are
+        reduced only in the last one (`set_requires_gradient_sync(False)` for the others).
+
+    Raises ShardingError for illegal values.
     """
 
     n_ranks: int
@@ -124,14 +135,14 @@ class Sharding:
 
 
 def shard_rows(n_rows: int, n_ranks: int) -> int:
-    """Rows of the largest shard, to which FSDP2 pads the others."""
+    """Rows of each shard of a parameter with `n_rows` rows; FSDP2 pads all to the largest shard."""
     return -(-n_rows // n_ranks)
 
 
 def sharding_of(environment: Mapping[str, Any]) -> Sharding | None:
-    """The sharding in the environment of a graph or plan; None: the step is not sharded.
+    """The sharding recorded in the environment of a graph or plan; None: the step is not sharded.
 
-    Raises ShardingError for one that is none.
+    Raises ShardingError for a malformed record.
     """
     found = environment.get("sharding")
     if not isinstance(found, Mapping):
@@ -146,7 +157,7 @@ def sharding_of(environment: Mapping[str, Any]) -> Sharding | None:
 
 
 def sharding_words(environment: Mapping[str, Any]) -> str:
-    """ "per rank of 8, FSDP2"; "" for a step that is not sharded."""
+    """For reports: "per rank of 8, FSDP2"; "" for a step that is not sharded."""
     sharding = sharding_of(environment)
     if sharding is None:
         return ""

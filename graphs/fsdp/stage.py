@@ -1,19 +1,21 @@
-"""A micro-batch's step in a stage of a pipeline whose parameters FSDP2 shards.
+"""The step of one micro-batch in a stage of a pipeline whose parameters FSDP2 shards.
 
-`torch.distributed.pipelining` (torch 2.13) keeps a sharded stage whole for a step of the optimizer:
-`backward_maybe_with_nosync` reshards and reduces nothing after a backward pass, and
+`torch.distributed.pipelining` (torch 2.13) keeps a sharded stage whole until the optimizer steps:
+`backward_maybe_with_nosync` neither reshards nor reduces after a backward pass, and
 `perform_reduce_grad` does both for one group after another when no micro-batch is in flight any
-more. With reshard_after_forward=False, which is what is planned,
+more. Only reshard_after_forward=False is planned:
 
-- *the first forward pass* gathers each group before its first operator. None of the whole gradients
-  is there then, nor the parameters of later groups: only what the buffers take beyond these is
-  counted, since the nodes here stand for every micro-batch;
-- *between* whole parameters and the sums of whole gradients are resident;
-- *after the last backward pass* a group's whole parameters are freed, its sums copied into one
-  buffer and freed, and reduce-scattered. What that takes beyond what the groups before it have
-  freed is counted. These nodes belong to the optimizer's step, which runs once as they do.
+- *The first forward pass* gathers each group before its first operator. The nodes here stand for
+  every micro-batch, so whole parameters and whole gradients are counted throughout. But in the
+  first forward pass the gradients and the parameters of later groups do not exist yet, so buffers
+  count only for what they take beyond the bytes of these.
+- *In between*, whole parameters and the sums of whole gradients are resident.
+- *After the last backward pass*, a group's whole parameters are freed; its sums are copied into one
+  buffer, freed, and reduce-scattered. This counts for what it takes beyond the bytes that the
+  groups before have freed. Its nodes have phase optimizer, since they run once per optimizer step.
 
-What is gathered is waited for in the first micro-batch, and counted in each with its share.
+A rank waits for the all-gathers only in the first micro-batch; each micro-batch counts its share of
+that time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from graphs.pipeline import Pipeline
 def of_stage(sharding: Sharding, pipeline: Pipeline) -> Sharding:
     """The sharding as a stage of a pipeline runs it.
 
-    Raises ShardingError for one that gathers in each micro-batch, and for several stages on a rank.
+    Raises ShardingError if it gathers in each micro-batch, or if there are several stages on a
+    rank.
     """
     if pipeline.schedule == "interleaved":
         raise ShardingError(
@@ -59,10 +62,12 @@ def sharded_stage(
     on_cpu: bool = False,
     **options: Any,
 ) -> Graph:
-    """The step of one micro-batch as one rank runs it; `graph` is that of the whole stage, whose
-    gradients accumulate, without an optimizer.
+    """The step of one micro-batch of a stage, as one rank of FSDP2 runs it.
 
-    The rest is as for `sharded`, but for what `of_stage` sets.
+    graph: the unsharded stage's step, whose gradients accumulate, without an optimizer.
+    n_microbatches: micro-batches per optimizer step.
+    options: the other fields of `Sharding`, except those that `of_stage` sets.
+    n_ranks, groups, on_cpu: as for `sharded`.
 
     Raises ShardingError as `sharded` does. Cost: linear in the graph, times the number of groups.
     """
@@ -74,8 +79,12 @@ def sharded_stage(
 
 @dataclass
 class _StageTransform(Transform):
-    """_absent_bytes: of what is resident here, that is not there at this moment of the first
-    forward pass, or after the last backward pass."""
+    """Goes through the step of a stage.
+
+    n_microbatches: micro-batches per optimizer step.
+    _absent_bytes: bytes of resident tensors that do not exist yet at this moment of the first
+        forward pass, or not any more after the last backward pass.
+    """
 
     n_microbatches: int = field(kw_only=True)
     _absent_bytes: int = 0
@@ -90,7 +99,7 @@ class _StageTransform(Transform):
             self.tensors.append(Tensor(name, self._whole_bytes(group), "parameter"))
         added = (t.size_bytes for t in self.tensors if t.kind in ("parameter", "gradient"))
         self._absent_bytes = sum(added)
-        held: tuple[str, ...] = ()  # the buffer that was gathered into last
+        held: tuple[str, ...] = ()  # the buffer of the last all-gather
         held_bytes = 0
         for position, node in enumerate(self.graph.forward_nodes):
             for group in self._groups:  # outer groups come first
@@ -102,7 +111,12 @@ class _StageTransform(Transform):
             self._put("end of forward", ROOT, "forward", inputs=held)
 
     def _gather(self, group: Group, before: tuple[str, ...], before_bytes: int) -> tuple[str, ...]:
-        """The buffer that is gathered into, and stays until the next group's is there."""
+        """Gather a group. Returns its buffer, which is held until the next group is gathered.
+
+        before, before_bytes: the buffer of the group before, and its bytes.
+        """
+        # What the all-gather takes at its peak, and what is held before and after it, each beyond
+        # the bytes that are counted as resident but do not exist yet. The difference is workspace.
         whole_bytes = self._whole_bytes(group)
         taken_bytes = before_bytes + whole_bytes + group.cast_bytes
         taken_bytes += whole_bytes if self.on_cpu else 0
@@ -138,13 +152,19 @@ class _StageTransform(Transform):
             self._reduce_after_last(group)
 
     def _add_cast(self, group: Group) -> None:
-        """What autograd does not add, as it is of another dtype, at the end of the group."""
+        """At the end of the group's backward pass, add those gradients to their sums that autograd
+        does not add by itself, because their sums have another dtype."""
         for parameter in group.trained:
             is_left = parameter.path not in self._added
             if is_left and parameter.gradient not in self._added_when_read:
                 self._add(parameter)
 
     def _reduce_after_last(self, group: Group) -> None:
+        """Free the group's whole parameters and reduce its gradients after the last backward pass.
+
+        The workspace of the node is the largest of three moments: tensor-parallel partial sums are
+        added up, sums are copied into the buffer, and the buffer is reduced.
+        """
         if not group.trained:
             self._absent_bytes += self._whole_bytes(group)
             return
@@ -166,7 +186,7 @@ class _StageTransform(Transform):
             stays_bytes += size_bytes
         self._absent_bytes -= stays_bytes
         reduction_s, n_replicas, link = 0.0, self.sharding.n_replicas, self._link
-        if link is not None:  # nothing runs beside it
+        if link is not None:  # no operators run meanwhile, so all of it is waited for
             reduction_s = reduce_scatter_s(flat_bytes, n_ranks=n_ranks, link=link)
             if n_replicas > 1:
                 reduction_s += all_reduce_s(size_bytes, n_ranks=n_replicas, link=link)

@@ -1,45 +1,44 @@
 """A training step as one rank of FSDP2 (`torch.distributed.fsdp.fully_shard`) runs it.
 
 FSDP2 splits each parameter along its first dimension into equal shards, one per rank, and gathers
-the parameters of a group of modules while they are needed. `sharded` adds that to a traced step:
-parameters become shards, and nodes are inserted that gather, free and reduce, in the order of the
-hooks of torch 2.13 (`torch/distributed/fsdp/_fully_shard`) with their default settings:
+the parameters of a group (those of a module) while they are needed. `sharded` adds that to a traced
+step: parameters become shards, and nodes are inserted that gather, free and reduce, in the order of
+the hooks of torch 2.13 (`torch/distributed/fsdp/_fully_shard`) with their default settings:
 
 - *Forward.* Before a group's first operator its shards are all-gathered into one buffer, and copied
   from there into whole parameters, which are freed after its last operator. The buffer is freed
   when the next group has gathered its own, that of the last group at the end of the forward pass.
   The root keeps its whole parameters to the end of the backward pass.
 - *Backward.* When the gradient of a group's output arrives, its parameters are gathered again,
-  unless they have been prefetched: each group, when it starts, gathers the group that ran before it
-  into a buffer, which is copied out when that group starts.
+  unless they have been prefetched: each group, when it starts, prefetches the group that ran before
+  it in the forward pass into a buffer, which is copied out when that group starts.
 - *After a group's backward* its whole parameters are freed, its gradients copied into one buffer
   and freed, and reduce-scattered to a shard. That buffer is freed when the next group reduces. A
   group none of whose inputs gets a gradient does this at the end of the backward pass, as the root
   does.
-- *Whole gradients that add up* (`Sharding.accumulates_whole`). Before the last backward pass none
-  is reduced, and in it the sum of a group is freed once it has been. Both are one step here, which
-  takes at each moment what the larger of both takes.
-- *Mixed precision.* With a policy, the traced step computes in its param_dtype
-  (`graphs.trace`): shards are cast before they are gathered, gradients are reduced in its
-  reduce_dtype, and their shards are cast to the parameters' own.
-- Recomputation of a checkpoint inside of a group finds the whole parameters. A checkpoint around a
-  whole group would call the group's hooks again; the inserted nodes are not recomputable, so such a
-  region is refused (`solver.module_checkpointing.regions`).
+- *Whole gradients that accumulate* (`Sharding.accumulates_whole`). Before the last backward pass
+  nothing is reduced; in the last one, each group's sum is freed once it is reduced. One graph
+  stands for both kinds of passes: at each moment it takes as much as the larger of the two.
+- *Mixed precision.* With a policy, the traced step computes in its param_dtype (`graphs.trace`):
+  shards are cast before they are gathered, gradients are reduced in its reduce_dtype, and their
+  shards are cast to the parameters' dtype.
+- *Checkpoints.* When a checkpoint inside of a group recomputes, the group's parameters are whole. A
+  checkpoint around a whole group would call the group's hooks again; the inserted nodes are not
+  recomputable, so such a region is refused (`solver.module_checkpointing.regions`).
 
 A schedule of single operators may recompute an operator outside of its group's backward, which
 FSDP2 cannot do; the whole parameters that it would need are then not counted. Exported plans
 (`to_torch_checkpoint`) recompute only inside of groups.
 
-A module that is distributed over tensor-parallel ranks is sharded as it is: what a rank has of each
-parameter is split once more. Gradients that DTensor leaves as partial sums are added up before they
-are copied in.
+If a module is distributed over tensor-parallel ranks, FSDP2 shards the part of each parameter that
+a rank has. Gradients that DTensor leaves as partial sums are summed over these ranks before they
+are copied into the buffer.
 
-With `Sharding.link` what a rank waits for is counted (`graphs.fsdp.communication`); without it
-communication takes no time.
-Not modelled: CPU offload, reshard_after_forward by a number of ranks,
-groups of several modules, shard placements other than dim 0,
-and memory that NCCL allocates outside of torch's allocator. What gloo allocates on the CPU is
-counted: a copy of what it gathers, and one of what it reduces.
+With `Sharding.link`, the time that a rank waits for communication is counted
+(`graphs.fsdp.communication`); without it, communication takes no time. Not modelled: CPU offload,
+reshard_after_forward as a number of ranks, groups of several modules, shard placements other than
+dim 0, and memory that NCCL allocates outside of torch's allocator. What gloo allocates on the CPU
+is counted: a copy of what it gathers, and one of what it reduces.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from graphs.graph import Graph, Node, Phase, Tensor
 from graphs.hardware import all_reduce_s, link_named
 
 GLOO_SCALARS_BYTES = 12
-"""gloo divides a sum by the number of ranks, a tensor that it allocates in two dtypes."""
+"""gloo divides a sum by the number of ranks, for which it allocates scalars in two dtypes."""
 
 
 def sharded(
@@ -68,12 +67,14 @@ def sharded(
     on_cpu: bool = False,
     **options: Any,
 ) -> Graph:
-    """The step as one rank runs it; `graph` is a traced step without an optimizer.
+    """The step as one rank of FSDP2 runs it.
 
-    groups: paths of modules, in the model's order; the root is added. Those without parameters of
+    graph: a traced step without an optimizer.
+    n_ranks: devices that each parameter is divided among.
+    groups: paths of modules, in the model's order; the root is added. Groups without parameters of
         their own, and those that do not run, have no effect.
+    on_cpu: whether the step runs on the CPU, where gloo communicates and FSDP2 pads rows in a copy.
     options: the other fields of `Sharding`.
-    on_cpu: the step runs on the CPU, where gloo communicates and FSDP2 pads rows in a copy.
 
     Raises ShardingError for a group that runs several times or not in one piece, a parameter that
     is read outside of its group, and a graph without `parameter_layout`.
@@ -87,7 +88,7 @@ def sharded(
 
 
 def check_unsharded(graph: Graph) -> None:
-    """Raise ShardingError for a step with an optimizer, and for one that is sharded already."""
+    """Raise ShardingError for a step with an optimizer, and for a step that is sharded already."""
     if any(node.phase == "optimizer" for node in graph.nodes):
         raise ShardingError(
             "the graph includes an optimizer step: shard first, then add the optimizer"
@@ -102,15 +103,20 @@ def check_unsharded(graph: Graph) -> None:
 class Transform:
     """Goes through the step as FSDP2's hooks do, and inserts nodes for what they allocate.
 
-    _flat: group -> the buffer that it was gathered into and not yet copied out of.
-    _whole: group -> its whole parameters.
+    nodes, tensors: those of the new graph so far (tensors: only the added ones).
+    _flat: path of a group -> the buffer that it was gathered into, until it is copied out.
+    _whole: path of a group -> its whole parameters, while they exist.
     _gathered: the last buffer of the forward pass.
     _reduced: the last buffer that gradients were copied into.
-    _all_reduced: with replicas, what was reduced and is not itself the gradient, to the end.
-    _sums, _added_when_read, _added: of whole gradients that add up, by path: their tensors; by
-        gradient, those that autograd adds by itself; and those that have been added.
-    _freed_bytes: of sums that the last backward pass has reduced, less what it holds for them.
+    _all_reduced: with replicas, reduced buffers that are not the gradients themselves, which are
+        held to the end of the backward pass.
+    _sums: path of a parameter -> the sum of its whole gradients, if these accumulate.
+    _added_when_read: whole gradient -> its parameter, if autograd itself adds it to the sum.
+    _added: paths of the parameters whose gradients have been added to their sums.
+    _freed_bytes: bytes of the sums that the last backward pass has reduced, less what it holds in
+        their place.
     _order: the groups in the order in which their forward ended.
+    _done: paths of the groups whose backward has ended.
     """
 
     graph: Graph
@@ -131,6 +137,7 @@ class Transform:
     _done: set[str] = field(default_factory=set)
 
     def run(self) -> Graph:
+        """The sharded step."""
         graph = self.graph
         policy = self.sharding.mp_policy
         reduce_dtype = None if policy is None else policy.reduce_dtype
@@ -189,7 +196,7 @@ class Transform:
                         if group.path not in self._flat:
                             self._flat[group.path] = self._all_gather(group, "backward")
                         self._unshard(group, "backward", self._flat.pop(group.path))
-                    # prefetch the group that ran before it
+                    # prefetch the group whose forward ended before this one's
                     before = self._order[max(0, self._order.index(group) - 1)]
                     if before.path not in self._whole and before.path not in self._flat:
                         self._flat[before.path] = self._all_gather(before, "backward")
@@ -200,12 +207,13 @@ class Transform:
         for group in self._groups:
             if group.begins is not None and group.path not in self._done:
                 self._post_backward(group)
-        # gathered for a group that no gradient reached
+        # also frees buffers that were gathered for groups which no gradient reached
         if held := (*self._flat.values(), *self._all_reduced):
             self._put("end of backward", ROOT, "backward", inputs=held)
 
     def _put_later(self, node: Node) -> None:
-        """In place of a node that adds up gradients stands what adds to the sum of whole ones."""
+        """Put a later node of the traced step. A node that accumulates a gradient is replaced: by
+        one that adds the whole gradient to its sum if whole gradients accumulate, else by none."""
         if self._accumulated.isdisjoint(node.inputs) or node.outputs:
             self.nodes.append(node)
             return
@@ -215,21 +223,24 @@ class Transform:
                 self._add(parameter)
 
     def _make_sums(self) -> None:
-        """Of whole gradients: autograd adds to them at once where they are not of another dtype."""
+        """Create the sums of whole gradients. Autograd itself adds gradients to their sums if both
+        have the same dtype."""
         for parameter in (p for group in self._groups for p in group.trained):
             assert parameter.gradient is not None
             whole_bytes = self.graph.tensor_by_name[parameter.gradient].size_bytes
             sum_bytes = whole_bytes * parameter.reduced_bytes // parameter.gathered_bytes
             name = self._sums[parameter.path] = f"fsdp: sum of gradients ({parameter.path})"
-            size_bytes = max(sum_bytes, parameter.stored_bytes)  # the shard takes its place
+            # once it is reduced, the shard of the gradient takes its place
+            size_bytes = max(sum_bytes, parameter.stored_bytes)
             self.tensors.append(Tensor(name, size_bytes, "gradient"))
             if sum_bytes == whole_bytes:
                 self._added_when_read[parameter.gradient] = parameter
 
     def _add(self, parameter: ShardedParameter) -> None:
+        """Put a node that adds the whole gradient to its sum."""
         assert parameter.gradient is not None
         sum_of = self._sums[parameter.path]
-        # on the CPU, numbers of another dtype are copied first
+        # on the CPU, a gradient of another dtype is converted in a copy first
         is_cast = parameter.reduced_bytes != parameter.gathered_bytes
         copy_bytes = self.sharding.n_ranks * parameter.reduced_bytes if is_cast else 0
         read = (parameter.gradient, sum_of)
@@ -237,10 +248,11 @@ class Transform:
         self._added.add(parameter.path)
 
     def _to_be_reduced(self, trained: Sequence[ShardedParameter]) -> tuple[str, ...]:
-        """Their whole gradients, or what these have been added to."""
+        """The whole gradients of these parameters, or the sums that they have been added to."""
         return tuple(self._sums.get(p.path, p.gradient) for p in trained if p.gradient is not None)
 
     def _post_backward(self, group: Group) -> None:
+        """What FSDP2 does after a group's backward: free whole parameters, reduce gradients."""
         self._done.add(group.path)
         for parameter in group.trained:
             if parameter.path in self._sums and parameter.path not in self._added:
@@ -281,7 +293,7 @@ class Transform:
             if group.casts_gradients or self._accumulated:
                 self._all_reduced.append(reduced)
         if group.casts_gradients:
-            # what they were reduced from is there until the next group reduces
+            # the buffer that they were reduced from is held until the next group reduces
             self._put("cast gradients", group.path, "backward", (reduced, copied), (name,))
         if self._accumulated:
             resident = f"{name}.accumulated"
@@ -289,8 +301,11 @@ class Transform:
             self._put("accumulate", group.path, "backward", (name, resident))
 
     def _reduce_sums(self, group: Group) -> None:
-        """The sums stay here, and what the last backward pass takes beyond those that it has freed
-        is counted: together the larger of it and of one before it."""
+        """Reduce the sums of whole gradients.
+
+        The sums stay resident in the graph, as in all backward passes but the last. What the last
+        one takes counts only beyond the sums that it has freed, so that the larger of both counts.
+        """
         n_ranks, size_bytes = self.sharding.n_ranks, group.reduced_bytes
         sums = self._to_be_reduced(group.trained)
         sums_bytes = sum(tensor.size_bytes for tensor in self.tensors if tensor.name in sums)
@@ -319,8 +334,8 @@ class Transform:
             self._put("all reduce", group.path, "backward", (copied,), (reduced,))
 
     def _partial_sums(self, group: Group) -> tuple[int, float]:
-        """FSDP2 replaces gradients that DTensor has left as partial sums, one after another. What
-        adding them up takes: bytes, and seconds over the link."""
+        """Bytes and seconds of summing, over tensor-parallel ranks, the group's gradients that
+        DTensor has left as partial sums. FSDP2 replaces them one after another."""
         parts = [p for p in group.trained if p.n_sums > 1]
         sizes = [self.graph.tensor_by_name[p.gradient].size_bytes for p in parts if p.gradient]
         if self.sharding.link is None or not parts:
@@ -333,6 +348,10 @@ class Transform:
         return max(sizes), math.fsum(each_s)
 
     def _all_gather(self, group: Group, phase: Phase, before: tuple[str, ...] = ()) -> str:
+        """Put a node that gathers the group's shards into a buffer, and return the buffer.
+
+        before: buffers that are held until then.
+        """
         n_bytes = self.sharding.n_ranks * group.gathered_bytes
         flat = self._tensor("gathered", group, phase, n_bytes, "buffer")
         shards = tuple(parameter.tensor for parameter in group.parameters)
@@ -341,12 +360,14 @@ class Transform:
         return flat
 
     def _unshard(self, group: Group, phase: Phase, flat: str) -> None:
+        """Put a node that copies whole parameters out of the buffer `flat`."""
         n_bytes = self.sharding.n_ranks * group.gathered_bytes
         whole = self._tensor("whole parameters", group, phase, n_bytes, "parameter")
         self._put("copy out", group.path, phase, (flat,), (whole,))
         self._whole[group.path] = whole
 
     def _tensor(self, what: str, group: Group, phase: Phase, size_bytes: int, kind: Any) -> str:
+        """Add a tensor and return its name."""
         name = f"fsdp: {what}, {phase} ({group.path})"
         self.tensors.append(Tensor(name, size_bytes, kind))
         return name
@@ -362,7 +383,10 @@ class Transform:
         workspace_bytes: int = 0,
         time_s: float = 0.0,
     ) -> None:
-        """cpu_bytes: of workspace, on the CPU alone."""
+        """Put a node that does `what`, for the group or parameter at `path`; not recomputable.
+
+        cpu_bytes: workspace that it takes only on the CPU.
+        """
         workspace_bytes += cpu_bytes if self.on_cpu else 0
         name, op = f"fsdp: {what}, {phase} ({path})", f"fsdp.{what.replace(' ', '_')}"
         module = path.rpartition(".")[0]  # around the group's module, as its hooks are

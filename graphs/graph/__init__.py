@@ -1,4 +1,4 @@
-"""Graph: nodes and tensors of one training step, checked, and its file."""
+"""The type Graph: the nodes and tensors of one training step, validated, and its file format."""
 
 from graphs.graph.eager_memory import as_eager, held_by_functions, with_saved
 from graphs.graph.meta import GraphMeta

@@ -1,18 +1,19 @@
-"""The step as eager mode runs it without a plan: what it holds longer, and what it overwrites.
+"""The step as eager mode runs it without a plan: which tensors it holds longer or overwrites.
 
 A graph is functional and made of single operators, and a schedule frees each tensor after its last
-use. PyTorch's own step differs in four ways, which `graphs.trace` has noted in the graph's meta:
+use. PyTorch's own step differs in four ways, which `graphs.trace` records in the graph's meta:
 
 functions   The backward pass runs whole functions, each of one or more operators. What a function
-            has read, and what it computes on the way (`grad * (2 * self.pow(1))` for a square),
-            stays until it returns: temporaries of C++ live as long as their expression, and the
-            engine holds the incoming gradients and the saved tensors meanwhile. What is known to
-            be dropped before (`graphs.capture.backward_rehearsal`) is not counted for longer.
-saved       What autograd saves for a function stays until it has run, read or not; and what a
-            variable of `forward` holds, until it is assigned again or its function returns.
-sums        Where a tensor gets several gradients, the engine adds the next one to the sum so far,
-            in place if nothing else refers to it (torch/csrc/autograd/input_buffer.cpp).
-in place    Operators that overwrite their first argument.
+            reads, and its intermediate results (`grad * (2 * self.pow(1))` for a square), stay
+            live until it returns: C++ temporaries live as long as their expression, and the engine
+            holds the incoming gradients and the saved tensors meanwhile. Tensors that are known to
+            be dropped earlier (`graphs.capture.backward_rehearsal`) count only until then.
+saved       What autograd saves for a function stays live until the function has run, even if it
+            does not read it. What a variable of `forward` holds stays live until the variable is
+            reassigned or its function returns.
+sums        If a tensor gets several gradients, the engine adds each to the sum so far, in place if
+            nothing else refers to the sum (torch/csrc/autograd/input_buffer.cpp).
+in place    Some operators overwrite their first argument.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from graphs.graph.step_graph import Graph, Node
 
 
 def as_eager(graph: Graph) -> Graph:
-    """The plain step with eager mode's lifetimes: freed after their last use here, its tensors are
-    on the device as long as they are in PyTorch's own step. Names in its meta that the graph does
-    not have are ignored.
+    """The plain step with eager mode's lifetimes and overwriting.
+
+    Nodes get additional inputs, and tensors become aliases, such that freeing each tensor after its
+    last use here keeps it live exactly as long as in PyTorch's own step. Names in the meta that the
+    graph does not have are ignored.
 
     Cost: linear in the size of the graph.
     """
@@ -47,9 +50,10 @@ def as_eager(graph: Graph) -> Graph:
 
 
 def with_saved(nodes: Sequence[Node], saved: Mapping[str, Sequence[str]]) -> tuple[Node, ...]:
-    """Each node also reads what eager mode holds until it has run, if the step makes it.
+    """The nodes, each of which also reads the tensors that eager mode holds until it has run, if
+    nodes of the step make them.
 
-    saved: node -> tensors.
+    saved: node -> these tensors.
     """
     made = {name for node in nodes for name in node.outputs}
     return tuple(
@@ -63,10 +67,11 @@ def with_saved(nodes: Sequence[Node], saved: Mapping[str, Sequence[str]]) -> tup
 def held_by_functions(
     nodes: Sequence[Node], functions: Iterable[Sequence[str]], *, dropped: Mapping[str, str]
 ) -> tuple[Node, ...]:
-    """The last node of each function also reads what the others read, so that it stays until then.
+    """The nodes, where the last one of each function also reads what the function's other nodes
+    read, so that it stays live until the function returns.
 
-    functions: names of nodes, in order.
-    dropped: tensor -> the node that reads it instead of the last one.
+    functions: the names of each function's nodes, in order.
+    dropped: tensor -> the node up to which it stays live instead.
     """
     node_by_name = {node.name: node for node in nodes}
     made = {name for node in nodes for name in node.outputs}
@@ -84,11 +89,11 @@ def held_by_functions(
 
 
 _WRITES = {"aten.rrelu_with_noise_functional.default": ((1, 1),)}
-"""Positions of a result, and of the argument that eager mode writes it into."""
+"""Operator -> pairs of positions: a result, and the argument that eager mode writes it into."""
 
 
 def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:
-    """Tensor -> the one whose storage it is on in eager mode."""
+    """Tensor -> the tensor whose storage it is on in eager mode."""
     in_place, sums = set(graph.meta.eager_overwrites), set(graph.meta.gradient_sums)
     root = {tensor.name: graph.root(tensor.name) for tensor in graph.tensors}
     last_read = {name: at for at, node in enumerate(nodes) for name in node.inputs}
@@ -104,6 +109,8 @@ def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:
         if len(node.outputs) != 1 or not node.inputs:
             continue
         (out,), old = node.outputs, root[node.inputs[0]]
+        # the output is written over the first input: by an in-place operator, or by a sum of
+        # gradients if nothing reads the sum so far afterwards
         is_written = node.name in in_place or (
             node.name in sums
             and old in graph.producer

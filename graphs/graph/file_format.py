@@ -1,4 +1,4 @@
-"""The file format graph/2: a graph as a plain dictionary, and back."""
+"""The file format graph/2: converts a graph to a plain dictionary and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMAT, OLDER_FORMATS = "graph/2", ("graph/1",)
 
 
 def to_json(graph: Lookups) -> dict[str, Any]:
-    """The plain dictionary of format graph/2."""
+    """The graph as a plain dictionary of format graph/2."""
     optional: dict[str, tuple[Any, Any]] = {
         "n_in_flight": (graph.n_in_flight, 1),
         "host_state_bytes": (graph.host_state_bytes, 0),
@@ -26,7 +26,7 @@ def to_json(graph: Lookups) -> dict[str, Any]:
         "meta": graph.meta.to_json(),
         **{name: value for name, (value, default) in optional.items() if value != default},
         "outputs": list(graph.outputs),
-        # the fields of Tensor and Node are those of the format, in its order
+        # Tensor and Node have the fields of the format, in its order
         "tensors": [dict(vars(tensor)) for tensor in graph.tensors],
         "nodes": [
             {**vars(node), "inputs": list(node.inputs), "outputs": list(node.outputs)}
@@ -36,9 +36,13 @@ def to_json(graph: Lookups) -> dict[str, Any]:
 
 
 def read_fields(value: object, *, source: str) -> dict[str, Any]:
-    """The fields of a graph, from the dictionary of format graph/2; unknown ones are ignored.
+    """Read the fields of a graph from a dictionary of format graph/2; unknown fields are ignored.
 
-    Format graph/1 is the same without `overwrites`.
+    Format graph/1 is read too: it has neither `overwrites` nor, in its meta, `rewrites`.
+
+    source: where the dictionary comes from, for error messages.
+
+    Raises FormatError.
     """
     record = Record(value, where=source)
     record.expect_format(FORMAT, *OLDER_FORMATS)

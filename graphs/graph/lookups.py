@@ -1,4 +1,4 @@
-"""The nodes and tensors of a step, and what is looked up in them again and again."""
+"""The fields of a graph, and quantities that are derived from them once and looked up often."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from graphs.graph.parts import Node, Tensor
 class Lookups:
     """The fields of a `graphs.graph.Graph`.
 
-    n_in_flight: micro-batches of a pipeline, or passes of a step with several (`graphs.passes`),
-        whose forward pass has begun and whose backward pass has not ended, at most. This step is
-        that of one of them; each of the others holds what its forward pass left for backward.
-    accumulated: outputs that the backward pass makes if it is the first of those in flight to run;
-        each later one, beside which one less is in flight, finds them on the device and adds to
-        them: gradients of parameters.
-    others_bytes: what each of the others holds at least, since it may be another call, or may have
-        run backward (`in_turn`).
-    in_turn: those in flight run backward one after the other, each by itself, and no other begins
-        after that (GPipe). So gradients are added in place, and one that has run leaves
-        others_bytes. Else one backward pass runs through all of them.
-    host_state_bytes: of the optimizer's state, and of parameters (`graphs.parameter_loads`), which
-        are in host memory for the whole step. Nodes of phase optimizer copy them through their
-        workspace, and their time is that with the copies (`graphs.host_state`).
+    nodes: in the order in which the framework runs them; forward, outside, backward, optimizer.
+    tensors: all that nodes read or write. Those that no node outputs are resident.
+    outputs: tensors that are live at the end of the step.
+    meta: see `GraphMeta`.
+    n_in_flight: the most micro-batches of a pipeline that are in flight at once (forward begun,
+        backward not ended), or the passes of a step with several passes (`graphs.passes`). This
+        graph is the step of one of them; each of the others holds what its forward pass saved.
+    accumulated: parameters' gradients, outputs, that are summed over those in flight. The first
+        backward pass to run makes them; each later one finds them on the device and adds to them,
+        but has one less in flight beside it.
+    others_bytes: a lower bound on the bytes that each other one in flight holds, since that may be
+        another call of the model, or may have run its backward pass (`in_turn`).
+    in_turn: whether those in flight run their backward passes one after the other, each on its own,
+        and no new one begins in between (GPipe). Then gradients are added in place, and one whose
+        backward pass has run still holds others_bytes. Otherwise one backward pass runs through all
+        of them.
+    host_state_bytes: bytes of optimizer state, and of parameters
+        (`graphs.host_state.parameter_loads`), that are in host memory for the whole step. Nodes of
+        phase optimizer copy them through their workspace, and their time includes the copies
+        (`graphs.host_state`).
     """
 
     nodes: tuple[Node, ...]
@@ -51,15 +57,15 @@ class Lookups:
 
     @cached_property
     def producer(self) -> dict[str, Node]:
-        """The node that outputs each tensor; resident tensors have none."""
+        """Tensor -> the node that outputs it; resident tensors are missing."""
         return {name: node for node in self.nodes for name in node.outputs}
 
     @cached_property
     def consumers(self) -> dict[str, tuple[Node, ...]]:
-        """The nodes that read each tensor, in graph order."""
+        """Tensor -> the nodes that read it, in graph order."""
         readers: dict[str, list[Node]] = {tensor.name: [] for tensor in self.tensors}
         for node in self.nodes:
-            for name in dict.fromkeys(node.inputs):  # each reader once
+            for name in dict.fromkeys(node.inputs):  # a node counts once per tensor
                 readers[name].append(node)
         return {name: tuple(nodes) for name, nodes in readers.items()}
 
@@ -69,23 +75,23 @@ class Lookups:
 
     @cached_property
     def later_nodes(self) -> tuple[Node, ...]:
-        """All nodes of the other phases; each runs exactly once."""
+        """All nodes that are not of the forward phase; each runs exactly once."""
         return tuple(node for node in self.nodes if node.phase != "forward")
 
     @cached_property
     def n_before_optimizer(self) -> int:
-        """The nodes before the optimizer's first one, in whose step no other micro-batch is in
-        flight any more; without an optimizer all nodes."""
+        """How many nodes come before the optimizer's first one; without an optimizer, all nodes.
+        (While the optimizer steps, no other micro-batch is in flight.)"""
         late = (index for index, node in enumerate(self.nodes) if node.phase == "optimizer")
         return next(late, len(self.nodes))
 
     @cached_property
     def awaited_bytes(self) -> tuple[int, ...]:
-        """Of each later node: bytes of `accumulated` that are on the device while it runs in a
-        backward pass that finds them there, and not yet in the one that makes them. So is what one
-        that has run leaves.
+        """For each later node: bytes of `accumulated` that are on the device while it runs in a
+        later backward pass, but not in the first one, which has not made them yet.
 
-        A gradient is awaited until the last node that reads it has run.
+        A gradient counts up to the last node that makes or reads it. With `in_turn`, others_bytes
+        are added, which a micro-batch holds whose backward pass has run.
         """
         left_bytes = self.others_bytes if self.in_turn else 0
         awaited = tuple(accumulate(reversed(self._completed_bytes)))[::-1]
@@ -93,14 +99,17 @@ class Lookups:
 
     @cached_property
     def summed_bytes(self) -> tuple[int, ...]:
-        """Of each later node: bytes of `accumulated` that it is the last one to read, unless they
-        are added in place. A backward pass that finds them on the device has their sum beside both
-        then, since autograd adds what it has got for several uses of a tensor out of place."""
+        """For each later node: bytes of `accumulated` that it is the last one to make or read; 0 if
+        gradients are added in place (`in_turn`).
+
+        At this node, autograd in a later backward pass adds the new gradient to the existing one
+        out of place, so that both and their sum are live.
+        """
         return tuple(0 if self.in_turn else each for each in self._completed_bytes)
 
     @cached_property
     def _completed_bytes(self) -> tuple[int, ...]:
-        """Of each later node: bytes of `accumulated` that it is the last one to make or read."""
+        """For each later node: bytes of `accumulated` that it is the last one to make or read."""
         late = dict.fromkeys(self.accumulated, 0)
         for index, node in enumerate(self.later_nodes):
             if node.phase != "optimizer":
@@ -112,7 +121,7 @@ class Lookups:
 
     @cached_property
     def resident(self) -> tuple[Tensor, ...]:
-        """Tensors that no node outputs: live for the whole step (their aliases too)."""
+        """Tensors that no node outputs, aliases included: live for the whole step."""
         return tuple(tensor for tensor in self.tensors if tensor.name not in self.producer)
 
     @cached_property
@@ -121,15 +130,16 @@ class Lookups:
 
     @cached_property
     def baseline_time_s(self) -> float:
-        """Seconds of the step when each node runs once."""
+        """Seconds of the step if each node runs once."""
         return math.fsum(node.time_s for node in self.nodes)
 
     @cached_property
     def needs(self) -> dict[str, tuple[str, ...]]:
-        """By node, what must be live for it to run: its inputs, and what it makes a view of.
+        """Node -> the tensors that must be live for it to run: its inputs, and the storages that it
+        makes views of.
 
-        A view node normally reads a tensor on the storage; where the graph does not say so, the
-        root of the storage is needed all the same.
+        A view node normally reads a tensor on the storage. If it does not, the root of the storage
+        is needed besides its inputs.
         """
         return {node.name: self._needs(node) for node in self.nodes}
 
@@ -146,7 +156,7 @@ class Lookups:
 
     @cached_property
     def views(self) -> dict[str, tuple[str, ...]]:
-        """Root -> its aliases that nodes output; only storages with such aliases."""
+        """Root -> its aliases that nodes output; roots without such aliases are missing."""
         views: dict[str, tuple[str, ...]] = {}
         for tensor in self.tensors:
             if tensor.alias_of is not None and tensor.name in self.producer:

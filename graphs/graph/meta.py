@@ -1,4 +1,4 @@
-"""What a graph says about the model and the run it was traced from, beside its structure."""
+"""Metadata of a graph: what it says about the model and the step that it was traced from."""
 
 from __future__ import annotations
 
@@ -12,43 +12,47 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 @dataclass(frozen=True)
 class GraphMeta:
-    """Metadata of a graph; no part of its structure or of `graph_id`. Every field may be empty.
+    """Metadata of a graph; not part of its structure or of `graph_id`. Every field may be empty.
 
     model: the class of the module, or a title.
-    scope: what one node stands for, where it is not one operator.
-    rewrites: those that the graph was made with (`graphs.rewrites`); none: the plain step.
-    refused_rewrites: those that were tried on the device and changed bits there.
-    called_losses: calls of `F.cross_entropy` in row chunks, in steps of stock modules. Of each the
-        number of the `call` among those of the forward pass; whether it `keeps` log-softmax;
-        n_classes; dtype of the logits, and the one that it is computed_in; the module around it.
-    gradients: "fresh", or "accumulate" where new gradients are added to existing ones; of a
-        pipeline's micro-batches "accumulate, inputs fresh" (`graphs.training_step.accumulation`).
+    scope: what one node stands for, if it is not one operator.
+    rewrites: the rewrites that the graph was made with (`graphs.rewrites`); empty: the plain step.
+    refused_rewrites: rewrites that were tried on the device and changed bits there.
+    called_losses: calls of `F.cross_entropy` that run in row chunks, in steps of stock modules. For
+        each: `call`, its number among the calls of the forward pass; whether it `keeps`
+        log-softmax; `n_classes`; the `dtype` of the logits, and the one it is `computed_in`; the
+        `module` around it.
+    gradients: "fresh", or "accumulate" if new gradients are added to existing ones; for a
+        pipeline's micro-batches "accumulate, inputs fresh"; further ones are in
+        `graphs.training_step.accumulation`.
     parameters, buffers: path in the module -> tensor of the graph.
     inputs: argument of forward ("x", "batch['labels']") -> tensor of the graph.
-    parameter_layout: per parameter its shape, element_bytes, tensor, and gradient (or None).
+    parameter_layout: for each parameter its shape, element_bytes, tensor, and gradient (or None).
     eager_overwrites: nodes that overwrite their first input in eager mode; "in_place" in files.
-        Not what a rewrite lets overwrite: that is `Node.overwrites`.
+        Overwriting that a rewrite adds is in `Node.overwrites` instead.
     module_calls: path of a module -> how often forward calls it; not recorded in older files.
     gradient_sums: nodes that sum the gradients of one tensor.
-    backward_functions: the nodes of each autograd function that has several; also those forward
-        nodes of a call traced as several that read what it holds until it returns, and its last.
-    dropped: tensor that such a function makes -> the last of its nodes during which eager mode
-        holds it, where that is not the function's last.
-    saved_unread: node -> tensors that eager mode holds until then, though no later one reads them:
-        autograd up to a backward node, variables of forward up to a forward node.
-    held_in_calls: forward node -> tensors that variables of forward hold until then, where autograd
-        saves nothing, though no later forward node reads them. None: not known.
+    backward_functions: for each autograd function with several nodes, their names. Likewise for
+        each forward operator that is traced as several nodes: those that read what the operator
+        holds until it returns, and its last node.
+    dropped: tensor made by such a function -> the last of the function's nodes during which eager
+        mode holds it, if that is not the function's last node.
+    saved_unread: node -> tensors that eager mode holds until this node has run, although no later
+        node reads them: autograd up to a backward node, variables of forward up to a forward node.
+    held_in_calls: the same if autograd saves nothing: forward node -> tensors that variables of
+        forward hold until it has run, although no later forward node reads them. None: not known.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
-    dtypes: dtype -> storages of it, but those that exist before the step.
-    parameter_forms, buffer_forms, input_forms: dtype and shape in words, compared by `apply`.
-    device_bytes: resident tensors that no node reads: what a card holds for the step besides.
+    dtypes: dtype -> the storages of that dtype, except those that exist before the step.
+    parameter_forms, buffer_forms, input_forms: dtype and shape as text, compared by `apply`.
+    device_bytes: names of resident tensors that no node reads; they count what a CUDA card holds
+        during the step besides the step's tensors.
     costs: the description of the cost model.
     environment: what the traced graph depends on (`environment_of`), and the chosen loss,
         optimizer and sharding.
     own_checkpoints: whether the model calls torch.utils.checkpoint by itself.
-    no_cache: whether a cache that the model would return for generation is left out.
-    extra: every other key of the file, and known keys with a value of another type.
-    key_order: the file's keys in their order; a file is written back unchanged.
+    no_cache: whether the step leaves out a cache that the model would return for generation.
+    extra: all other keys of the file, and known keys whose value has another type.
+    key_order: the keys of the file in their order, so that it is written back unchanged.
     """
 
     model: str = ""
@@ -88,18 +92,19 @@ class GraphMeta:
 
     @cached_property
     def dtype_of(self) -> Mapping[str, str]:
-        """Storage -> dtype, of those that are recorded."""
+        """Storage -> its dtype, for the storages in `dtypes`."""
         return {name: dtype for dtype, names in self.dtypes.items() for name in names}
 
     @property
     def device(self) -> str:
-        """The type of the device that the step was traced for: "cpu", "cuda". "": not recorded."""
+        """The type of device that the step was traced for, "cpu" or "cuda"; "" if not recorded."""
         found = self.environment.get("device")
         return found if isinstance(found, str) else ""
 
     @property
     def opaque_parts(self) -> tuple[Mapping[str, Any], ...]:
-        """The modules that are planned as one piece (`graphs.capture.opaque`)."""
+        """The modules that could not be traced and are planned as one piece each
+        (`graphs.capture.opaque`)."""
         found = self.environment.get("opaque")
         return tuple(p for p in found if isinstance(p, dict)) if isinstance(found, list) else ()
 
@@ -129,7 +134,7 @@ class GraphMeta:
         return cls(**fields, extra=extra, key_order=tuple(values))
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `from_json` was given, with what has changed since."""
+        """The `meta` object of a graph file: what `from_json` was given, with the changes since."""
         values = {key: getattr(self, _FIELD_OF.get(key, key)) for key in _TYPES}
         changed = {
             key: v for key, v in values.items() if v or (key in _NOT_KNOWN and v is not None)
@@ -138,7 +143,7 @@ class GraphMeta:
 
 
 def _opaque_notes(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """On modules that are planned as one piece: one sentence for each reason."""
+    """Notes on modules that are planned as one piece, one note for each reason."""
     by_reason: dict[tuple[str, bool], list[str]] = {}
     for part in parts:
         reason = str(part.get("why")), part.get("recomputable") is not False
@@ -181,8 +186,8 @@ _REFUSED = (
 
 
 def _reads_values(environment: Mapping[str, Any]) -> str:
-    """That another batch may be another step; empty if no values are read, or if a file has them in
-    another form."""
+    """The note that another batch may lead to another step, because forward reads values. Empty if
+    it reads none, or if a file records them in another form."""
     if not environment.get("values_read"):
         return ""
     try:
@@ -202,9 +207,9 @@ def _reads_values(environment: Mapping[str, Any]) -> str:
 
 
 _FIELD_OF = {"in_place": "eager_overwrites"}
-"""Key of a file -> the field, where the names differ."""
+"""Key in the file -> name of the field, where the two differ."""
 _NOT_KNOWN = ("held_in_calls",)
-"""Fields that are None where nothing is known, and may be empty otherwise."""
+"""Fields for which None (not known) and empty differ, so that empty ones are written too."""
 _KEY_OF = {field: key for key, field in _FIELD_OF.items()}
 
 _TYPES = {

@@ -1,4 +1,4 @@
-"""What a graph is made of: tensors and nodes, and what is legal about each by itself."""
+"""The parts of a graph, tensors and nodes, and the checks of each on its own."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ PHASES: tuple[str, ...] = get_args(Phase)
 MAX_BYTES = 2**60
 """One exbibyte; a larger tensor is an error in the file."""
 MAX_TIME_S = 1e12
-"""Of one node: 30,000 years."""
+"""The longest time of one node: 30,000 years."""
 
 
 class GraphError(ValueError):
-    """Not a legal graph; the message names the field and what would be right."""
+    """The graph is not legal; the message names the field and what would be right."""
 
 
 DROP = "outputs.dropped"
-"""The node that stands for the caller's letting go of outputs of the model before the backward pass
-(`graphs.training_step.with_dropped_outputs`). It reads all that the model returns, in order."""
+"""Name of the node at which the caller drops outputs of the model, before the backward pass
+(`graphs.training_step.with_dropped_outputs`). It reads all outputs of the model, in order."""
 
 RANDOM_STATE = "random_state"
-"""The tensor that counts the states of random numbers which a step keeps on the CPU."""
+"""Name of the tensor that counts the bytes of the random states that a step keeps on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Tensor:
     """What a node reads or writes.
 
     name: unique in its graph.
-    size_bytes: bytes of its storage. An alias shares its root's storage and adds nothing.
-    kind: shown in reports; the simulator does not look at it.
-    alias_of: the tensor whose storage it shares, which is not an alias itself.
+    size_bytes: bytes of its storage. An alias shares its root's storage and adds no bytes.
+    kind: shown in reports; the simulator does not use it.
+    alias_of: the tensor (itself not an alias) whose storage it shares; None: it has its own.
     """
 
     name: str
@@ -52,15 +52,18 @@ class Tensor:
 class Node:
     """One operator call.
 
+    name: unique in its graph.
+    op: the operator, such as "aten.mm.default".
     inputs, outputs: names of tensors. A node without outputs runs for its side effect (a buffer
         update, the optimizer step).
     time_s: seconds of one run.
     workspace_bytes: temporary memory while the operator runs, besides inputs and outputs.
+    phase: "forward", "outside" (a loss that the caller computes), "backward" or "optimizer".
     recomputable: whether it can be recomputed with bitwise identical results (forward nodes only;
         all other nodes run once).
     module: path of the module that called it, e.g. "blocks.3.attn".
-    overwrites: the input that its one output replaces: an alias on the same storage, and from then
-        on nothing may read what was there. None: it overwrites nothing.
+    overwrites: the input that the node overwrites with its only output, which is an alias on the
+        same storage. From then on no node may read what was there. None: it overwrites nothing.
     """
 
     name: str
@@ -76,6 +79,10 @@ class Node:
 
 
 def check_names(items: Sequence[Tensor | Node], *, what: str) -> None:
+    """Raise GraphError unless all names are non-empty and unique.
+
+    what: "tensor" or "node", for the message.
+    """
     for name, count in Counter(item.name for item in items).items():
         if not name:
             raise GraphError(f"a {what} has an empty name")
@@ -84,6 +91,10 @@ def check_names(items: Sequence[Tensor | Node], *, what: str) -> None:
 
 
 def check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Raise GraphError unless size, kind and alias of the tensor are legal.
+
+    tensors: name -> tensor, for all tensors of the graph.
+    """
     if not 0 <= tensor.size_bytes <= MAX_BYTES:
         raise GraphError(
             f"tensor {tensor.name!r}: size_bytes is {tensor.size_bytes}; it must be from 0 to 2**60"
@@ -107,6 +118,7 @@ def check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
 
 
 def check_node(node: Node) -> None:
+    """Raise GraphError unless phase, time and workspace of the node are legal."""
     if node.phase not in PHASES:
         raise GraphError(f"node {node.name!r}: phase is {node.phase!r}; one of {', '.join(PHASES)}")
     if not 0 <= node.time_s <= MAX_TIME_S:

@@ -1,4 +1,4 @@
-"""The problem: one training step as a graph of operators (time) and tensors (bytes).
+"""One training step as a graph of operators (with seconds) and tensors (with bytes).
 
 A `Graph` lists the operators of the step in the order in which the framework runs them, and the
 tensors that they read and write. It needs no torch: `graphs.trace` builds it from a model,
@@ -26,10 +26,11 @@ __all__ = ["RANDOM_STATE", "Graph", "GraphError", "Kind", "Node", "Phase", "Tens
 
 @dataclass(frozen=True)
 class Graph(Lookups):
-    """A training step: nodes in the framework's order, tensors, and what is live at its end.
+    """A training step: nodes in the framework's order, tensors, and the outputs, which are live at
+    the end.
 
-    The fields are described where they are declared, at `Lookups`. Validated on construction;
-    raises GraphError.
+    The fields are described at `Lookups`, which declares them. Validated on construction; raises
+    GraphError.
     """
 
     def __post_init__(self) -> None:
@@ -47,8 +48,9 @@ class Graph(Lookups):
     def graph_id(self) -> str:
         """SHA-256 of the structure that a schedule refers to.
 
-        Names, ops, wiring, phases, overwrites, sizes, aliases and outputs; no times, workspace or
-        metadata. The optimizer is left out: `apply` runs the model, whichever steps afterwards.
+        Includes names, ops, wiring, phases, overwrites, sizes, aliases and outputs, but no times,
+        workspace or metadata. The optimizer is left out: `apply` runs the model, and any optimizer
+        may step afterwards.
         """
         made_late = {n for node in self.nodes if node.phase == "optimizer" for n in node.outputs}
         structure = {
@@ -69,32 +71,33 @@ class Graph(Lookups):
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
     def module_part(self) -> Graph:
-        """What `apply` runs: forward and backward nodes, and the tensors that they use.
+        """The part that `apply` runs: forward and backward nodes, and the tensors that they use.
 
-        Gradients that the caller's loss hands to the backward pass become resident. Tracing the
-        module alone and tracing it with its loss and optimizer give the same module part, that of
-        one micro-batch.
+        Gradients that the caller's loss hands to the backward pass become resident. The module part
+        is the same whether the module was traced alone or with loss and optimizer, and is the step
+        of one micro-batch.
         """
         returned = self.returned if DROP in self.node_by_name else ()
         return self._part(("forward", "backward"), returned=returned)
 
     def loss_part(self) -> Graph:
-        """The loss that the caller computes.
+        """The part that the caller computes: the loss outside of the model.
 
-        What the model returns is resident there, and comes first among the outputs.
+        In it the model's outputs are resident, and come first among the outputs.
         """
         return self._part(("outside",), returned=self.returned)
 
     @property
     def returned(self) -> tuple[str, ...]:
-        """The outputs that forward nodes make, in the order in which the model returns them; those
-        that the caller drops before the backward pass, too."""
+        """The outputs of the model, in the order in which it returns them, including those that the
+        caller drops before the backward pass."""
         if (drop := self.node_by_name.get(DROP)) is not None:
             return drop.inputs
         made = {name for node in self.forward_nodes for name in node.outputs}
         return tuple(name for name in self.outputs if name in made)
 
     def _part(self, phases: tuple[Phase, ...], *, returned: tuple[str, ...] = ()) -> Graph:
+        """The graph of the nodes of these phases; `returned` come first among its outputs."""
         nodes = tuple(node for node in self.nodes if node.phase in phases)
         used = {name for node in nodes for name in (*node.inputs, *node.outputs)} | {*returned}
         used |= {t.alias_of for t in self.tensors if t.alias_of and t.name in used}
@@ -107,23 +110,25 @@ class Graph(Lookups):
         )
 
     def save(self, path: str | Path) -> None:
-        """Write `graph.json` (format graph/2), atomically."""
+        """Write the graph to a file of format graph/2, atomically."""
         write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Graph:
-        """Read `graph.json`; raises FormatError naming the field that is wrong."""
+        """Read a graph file; raises FormatError, which names the wrong field."""
         return cls.from_json(read_json(path), source=str(path))
 
     def to_json(self) -> dict[str, Any]:
-        """The plain dictionary of format graph/2."""
+        """The graph as a plain dictionary of format graph/2."""
         return to_json(self)
 
     @classmethod
     def from_json(cls, value: object, *, source: str = "graph") -> Graph:
-        """Build a graph from the dictionary of format graph/2; unknown fields are ignored.
+        """Build a graph from a dictionary of format graph/2; unknown fields are ignored.
 
-        Raises FormatError, which says what is wrong where in `source`.
+        source: where the dictionary comes from, for error messages.
+
+        Raises FormatError, which says what is wrong and where.
         """
         fields = read_fields(value, source=source)
         try:
@@ -133,5 +138,5 @@ class Graph(Lookups):
 
 
 def is_under(path: str, ancestor: str) -> bool:
-    """Whether the module at `path` is the one at `ancestor` ("": the model) or inside of it."""
+    """Whether the module at `path` is the module at `ancestor` ("": the model) or inside it."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, whatever of ours and of PyTorch's lies in between."""
+"""Warnings that point at the user's line of code, past the frames of this project and PyTorch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _OURS = ("graphs", "solver", "scheduler_runtime", "checkpoint_solver")
 
 
 def warn(words: str) -> None:
-    """A UserWarning at the innermost line that is neither ours nor PyTorch's.
+    """Issue a UserWarning at the innermost line that is neither in this project nor in PyTorch.
 
-    Where there is none (a backward pass in a thread of autograd), at the caller's line.
-    `warnings.warn` skips files by itself from Python 3.12 on.
+    If there is no such line (a backward pass in a thread of autograd), at the caller's line. From
+    Python 3.12 on, `warnings.warn` can skip files by itself.
     """
     folders = [str(_ROOT / name) for name in _OURS]
     if (torch := sys.modules.get("torch")) is not None:

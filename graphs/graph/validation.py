@@ -1,4 +1,4 @@
-"""What makes a graph legal: names, sizes, aliases, wiring and order."""
+"""Validation of a graph: names, sizes, aliases, wiring and order of the nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphs.graph.parts import (
 )
 
 MAX_TOTAL_BYTES = 2**61
-"""Of all storages and one workspace: twice that many bytes still fit into 63 bits."""
+"""The most bytes of all storages and one workspace; twice that many still fit into 63 bits."""
 
 
 def validate(graph: Lookups) -> None:
@@ -62,9 +62,10 @@ def validate(graph: Lookups) -> None:
 
 
 def _check_wiring(graph: Lookups) -> set[str]:
-    """Inputs exist before they are read, outputs are written once, phases come in order.
+    """Check that inputs are made before they are read, tensors are made once and not read after
+    they are overwritten, and phases come in order.
 
-    Returns what the nodes make.
+    Returns the tensors that nodes make. Raises GraphError.
     """
     tensors, made_by = graph.tensor_by_name, graph.producer
     made: set[str] = set()
@@ -117,7 +118,8 @@ def _check_wiring(graph: Lookups) -> set[str]:
 
 
 def _check_overwrite(node: Node, graph: Lookups) -> None:
-    """Whatever touches the storage runs once, so that what was overwritten is never asked for."""
+    """Check that the overwritten storage is one that the step makes, and that all nodes which make
+    or read it run only once, since a recomputation could not read what was overwritten."""
     old = node.overwrites or ""
     maker = graph.producer.get(old)
 

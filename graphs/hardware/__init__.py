@@ -1,4 +1,5 @@
-"""Named devices and their rates; links between them, and the time of collectives over them."""
+"""Known devices and disks with their rates, links between devices, and the time of collectives over
+these links."""
 
 from graphs.hardware.devices import (
     DEVICES,

@@ -6,10 +6,9 @@ ratios between operators, and costs can be measured instead. "float32" is the ra
 products. Only matrix products, convolutions and attention are costed by these rates, so they are
 tensor-core rates wherever the card has them for the dtype.
 
-Rates of links are what others measured and published, for one direction at a time and pinned
-memory: PCI Express reaches 0.8 to 0.9 of its nominal rate. How much host memory there is, and how
-fast a disk is, depends on the machine and not on the card: of those only a superchip's memory is
-here.
+Rates of links to the host are published measurements, for one direction at a time and pinned
+memory; PCI Express reaches 0.8 to 0.9 of its nominal rate. The amount of host memory depends on the
+machine, not on the card, so it is given only for a superchip (GH200), which includes it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ _DENSE = ", halved where it states sparsity; fp64 by its tensor cores"
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies between a device and its host's memory, away from the device (out) and back (in).
+    """Rates of copies from a device to its host's memory (out) and back to the device (in).
 
-    out_bytes_per_s, in_bytes_per_s: of large copies.
-    latency_s: what each copy takes besides, whatever its size.
+    out_bytes_per_s, in_bytes_per_s: rates of large copies.
+    latency_s: what each copy takes besides, regardless of its size.
     source: where the figures come from.
-    capacity_bytes: of the host's memory, where it belongs to the device (None: the machine's).
+    capacity_bytes: size of the host memory if it is part of the device (None: it depends on the
+        machine).
 
     Raises ValueError for a rate that is not above zero and for a latency below zero.
     """
@@ -88,14 +88,16 @@ class Hardware:
     name: as given to --device.
     title: as shown in reports.
     kind: torch's device type.
-    flops_per_s: by dtype name ("float32", ...; "tfloat32" is float32 rounded in tensor cores); a
-        dtype that is not listed runs at float32's rate.
+    flops_per_s: FLOP/s by dtype name ("float32", ...; "tfloat32" is float32 rounded in tensor
+        cores); a dtype that is not listed runs at float32's rate.
     bytes_per_s: memory bandwidth.
     capacity_bytes: memory as sold (the driver may keep back a percent of it); None: unknown, and a
         budget cannot be given as a share of it.
-    host_copies: to the host's memory and back.
+    host_copies: rates of copies to the host's memory and back.
     source: where the figures come from.
-    compute_capability: of a CUDA card, major and minor; None: not a card, or unknown.
+    compute_capability: of a CUDA card, (major, minor); None: not a card, or unknown.
+
+    Raises ValueError if float32 has no rate, or a rate or the capacity is not above zero.
     """
 
     name: str
@@ -122,7 +124,7 @@ class Hardware:
                 raise ValueError(f"{figure} of {self.name} is {value}; it must be above 0")
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s for a dtype by its torch name without the prefix."""
+        """FLOP/s for a dtype, given its torch name without the prefix ("bfloat16")."""
         return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
 
@@ -132,7 +134,7 @@ _CARDS: tuple[
 ] = (
     # name, title, compute capability, TFLOP/s of the dtypes in _DTYPES, memory GB/s, memory GB,
     # link, source
-    # no tf32, no bf16
+    # T4 and V100 have no tf32 and no bf16: these run at float32's rate
     ("t4", "NVIDIA T4 16 GB", (7, 5), (0.254, 8.1, 8.1, 65, 8.1), 320, 16, _PCIE_3,
      "NVIDIA T4 datasheet (2019), fp64 1/32 of fp32; bandwidth: 256 bits at 10 Gbit/s"),
     ("v100-16gb", "NVIDIA V100 16 GB SXM2", (7, 0), (7.8, 15.7, 15.7, 125, 15.7), 900, 16, _PCIE_3,
@@ -216,7 +218,7 @@ def named(name: str) -> Hardware:
 
 
 def name_key(name: str) -> str:
-    """What a name is looked up by: case, spaces, "-" and "_" do not matter."""
+    """The key by which a name is looked up: lower case, without spaces, "-" and "_"."""
     return re.sub(r"[\s_-]", "", name.lower())
 
 
@@ -227,11 +229,14 @@ _BY_KEY = {
 
 
 def card_called(torch_name: str, *, capacity_bytes: int) -> Hardware | None:
-    """The known device that a CUDA card is, by its driver's name for it; None: an unknown card.
+    """The known device for a CUDA card, from the driver's name for it; None: an unknown card.
 
     "NVIDIA A100-SXM4-40GB" is a100-40gb, "NVIDIA H100 PCIe" is h100-pcie: the model must be one
     word of the driver's name. Among variants, the one with the most words in common wins, then the
     one nearest in capacity.
+
+    torch_name: the name as torch gives it (`get_device_properties(...).name`).
+    capacity_bytes: the card's memory.
     """
     words = set(re.split(r"[^a-z0-9]+", torch_name.lower().replace("rtx ", "rtx")))
     candidates = [

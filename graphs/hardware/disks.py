@@ -1,11 +1,11 @@
-"""Rates of disks by kind, as makers publish them.
+"""Known kinds of disks and their rates, as the manufacturers publish them.
 
     disk_named("nvme4").write_bytes_per_s
 
-Each is one drive of its kind, and its best: of long sequential writes and reads while the drive is
-cool and its write cache is not full. A drive of a server may write at half of that, and one that
-has been written for minutes slower still: where the plan is to run, measure (`--disk-rate
-measured`).
+Each entry is one drive of its kind at its best: long sequential writes and reads while the drive is
+cool and its write cache is not full. A server's drive may write at half that rate, and a drive that
+has been written to for minutes is slower still. Where the plan will run, measure instead
+(`--disk-rate measured`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from graphs.hardware.devices import name_key
 
 @dataclass(frozen=True)
 class Disk:
-    """name: as users give it. source: the drive whose rates these are, and where they are said."""
+    """One kind of disk.
+
+    name: as users give it.
+    write_bytes_per_s, read_bytes_per_s: rates of long sequential writes and reads.
+    source: the drive that has these rates, and where they are published.
+    """
 
     name: str
     write_bytes_per_s: float
@@ -41,7 +46,7 @@ DISKS: Mapping[str, Disk] = {disk.name: disk for disk in (
 
 
 def disk_named(name: object) -> Disk | None:
-    """The kind of disk of that name; case, spaces, "-" and "_" do not matter. None: no kind."""
+    """The kind of disk of that name; case, spaces, "-" and "_" do not matter. None: unknown."""
     return _BY_KEY.get(name_key(name)) if isinstance(name, str) else None
 
 

@@ -1,14 +1,15 @@
-"""Links between the devices that train together, and how long collectives take over them.
+"""Links between devices that train together, and how long collectives take over them.
 
     all_reduce_s(n_bytes, n_ranks=8, link=named("nvlink4"))
 
-Rates and latencies of GPUs' links are those by which NCCL chooses its algorithms (`topo.h` and
-`tuning.cc` in `src/graph` of NVIDIA/nccl, in 2026; also in torch's `_inductor/comm_analysis.py`):
-what it takes a ring to reach, below the nominal rates. The times are those of a ring under the
-"simple" protocol, as nccl-tests' `doc/PERFORMANCE.md` counts them: each rank sends and receives
-(n - 1) / n of the bytes, twice for an all-reduce. Not modelled: reductions inside switches (NVLink
-SHARP reaches 476 GB/s where a ring reaches 371; NVIDIA/nccl-tests issue 290), the quicker protocols
-of small messages, several nodes with several links each, and communication beside computation.
+Rates and latencies of links between GPUs are those that NCCL assumes when it chooses its algorithms
+(`topo.h` and `tuning.cc` in `src/graph` of NVIDIA/nccl, in 2026; also in torch's
+`_inductor/comm_analysis.py`). They are what NCCL expects a ring to reach, below the nominal rates.
+The times are those of a ring under the "simple" protocol, as nccl-tests' `doc/PERFORMANCE.md`
+counts them: each rank sends and receives (n - 1) / n of the bytes, twice for an all-reduce. Not
+modelled: reductions inside switches (NVLink SHARP reaches 476 GB/s where a ring reaches 371;
+NVIDIA/nccl-tests issue 290), the faster protocols for small messages, several nodes with several
+links each, and communication that overlaps computation.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from graphs.hardware.devices import Hardware, name_key
 
 
 def is_collective(op: str) -> bool:
-    """Whether a rank of tensor parallelism calls this operator together with the others."""
+    """Whether the operator of this name is a collective, which all ranks of tensor parallelism call
+    together."""
     return op.startswith("_c10d_functional.")
 
 
@@ -28,10 +30,11 @@ def is_collective(op: str) -> bool:
 class Link:
     """What connects one device with the others.
 
-    name: as users give it. title: as shown in reports.
-    bytes_per_s: of one device, in one direction.
-    call_s: what each collective takes besides, whatever its size.
-    step_s: and for each message that a rank waits for.
+    name: as users give it.
+    title: as shown in reports.
+    bytes_per_s: what one device sends (and receives) per second.
+    call_s: what each collective takes besides, regardless of its size.
+    step_s: what each message that a rank waits for takes besides.
     source: where the figures come from.
 
     Raises ValueError for a rate that is not above zero and for a latency below zero.
@@ -111,27 +114,28 @@ _OF_DEVICE = {
 
 
 def link_between(hardware: Hardware) -> Link:
-    """The link between several such devices in one machine: PCI Express 4 where none is known."""
+    """The link between several of these devices in one machine; PCI Express 4 if it is unknown."""
     return LINKS[_OF_DEVICE.get(hardware.name, "pcie4")]
 
 
 def all_reduce_s(n_bytes: int, *, n_ranks: int, link: Link) -> float:
-    """Seconds in which each of `n_ranks` gets the sum of tensors of `n_bytes`."""
+    """Seconds of an all-reduce: each of `n_ranks` gets the sum of tensors of `n_bytes`."""
     return _ring_s(n_bytes, n_rounds=2, n_ranks=n_ranks, link=link)
 
 
 def all_gather_s(n_bytes: int, *, n_ranks: int, link: Link) -> float:
-    """Seconds in which each rank gets all parts of a tensor that has `n_bytes` in all."""
+    """Seconds of an all-gather: each rank gets all parts of a tensor of `n_bytes` in total."""
     return _ring_s(n_bytes, n_rounds=1, n_ranks=n_ranks, link=link)
 
 
 def reduce_scatter_s(n_bytes: int, *, n_ranks: int, link: Link) -> float:
-    """Seconds in which each rank gets its part of the sum of tensors of `n_bytes`."""
+    """Seconds of a reduce-scatter: each rank gets its part of the sum of tensors of `n_bytes`."""
     return _ring_s(n_bytes, n_rounds=1, n_ranks=n_ranks, link=link)
 
 
 def _ring_s(n_bytes: int, *, n_rounds: int, n_ranks: int, link: Link) -> float:
-    """Each rank passes on n - 1 of n equal parts in each round."""
+    """Seconds of `n_rounds` rounds over a ring; in each, every rank passes on n - 1 of n equal
+    parts of the tensor."""
     if n_ranks < 1:
         raise ValueError(f"n_ranks is {n_ranks}; expected at least 1")
     if n_ranks == 1:

@@ -1,14 +1,14 @@
-"""Parameters in host memory, as nodes of the step that copy them to the device.
+"""Parameters in host memory, which nodes of the step copy to the device.
 
-Such a parameter is on the device only from where an operator reads it to where none does for long.
-A node without inputs makes it, a copy from the host that takes the time of the link; the node may
-run again, so whether the parameter stays between forward and backward pass or is copied once more
-is the same question as for any other storage, and all that is proven of schedules holds. Nothing is
-ever copied back by these nodes, for only the optimizer changes parameters (`graphs.host_state`).
+Such a parameter is on the device only while operators read it. A node without inputs makes it: a
+copy from the host, whose time is that of the link. The node is recomputable, so the solver decides,
+as for any other storage, whether the parameter stays on the device between forward and backward
+pass or is copied again, and its proofs hold. These nodes never copy back to the host, since only
+the optimizer changes parameters (`graphs.host_state`).
 
-The idea is that of ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857), for one device. The
-copies are counted on the compute stream, one after the other with the operators: a runtime that
-hides them is faster than planned.
+The idea is that of ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857), here for one device.
+The copies are counted on the compute stream, one after the other with the operators; a runtime that
+overlaps them with operators is faster than planned.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from graphs.graph import Graph, Node
 
 LEAST_BYTES = 2**18
-"""Smaller parameters stay: their copies take longer than the link's rate says."""
+"""Smaller parameters stay on the device; copying them takes longer than the link's rate says."""
 LOAD = "copy of a parameter from the host"
+"""The op of the nodes that copy a parameter to the device."""
 
 
 def load_of(tensor: str) -> str:
-    """The node that makes a parameter. No traced name has a dot in that place."""
+    """The name of the node that copies a parameter to the device. No traced name starts like this:
+    none has a dot there."""
     return f"load.{tensor}"
 
 
 def may_be_loaded(graph: Graph) -> tuple[str, ...]:
     """The parameters that can be on the host, in the order in which the step first reads them.
 
-    Not those that share a storage, that a loss outside of the model reads, that the model returns,
-    or that nothing but the optimizer reads.
+    Parameters are left out that are smaller than LEAST_BYTES, share a storage, are read by a loss
+    outside of the model, are returned by the model, or are read by no node except the optimizer's.
     """
     parameters = set(graph.meta.parameters.values())
     shared = {name for tensor in graph.tensors for name in (tensor.alias_of,) if name is not None}
@@ -52,9 +54,11 @@ def may_be_loaded(graph: Graph) -> tuple[str, ...]:
 
 
 def with_loads(graph: Graph, tensors: Iterable[str], *, in_s: Callable[[int], float]) -> Graph:
-    """The step that copies these parameters to the device where it reads them first.
+    """The step with these parameters on the host: nodes copy each to the device before the first
+    node that reads it, at the latest at the end of the forward pass.
 
-    in_s: seconds of a copy of so many bytes.
+    tensors: from `may_be_loaded`.
+    in_s: bytes -> seconds of a copy to the device.
     """
     modules = {tensor: name.rpartition(".")[0] for name, tensor in graph.meta.parameters.items()}
     n_forward = len(graph.forward_nodes)
@@ -72,7 +76,7 @@ def with_loads(graph: Graph, tensors: Iterable[str], *, in_s: Callable[[int], fl
     nodes: list[Node] = []
     for index, node in enumerate(graph.nodes):
         nodes += before.get(index, ())
-        if node.phase == "optimizer":  # it copies them by itself
+        if node.phase == "optimizer":  # it makes its own copies (`graphs.host_state`)
             reads = tuple(name for name in node.inputs if name not in tensors)
             node = dataclasses.replace(node, inputs=reads)
         nodes.append(node)
@@ -81,7 +85,10 @@ def with_loads(graph: Graph, tensors: Iterable[str], *, in_s: Callable[[int], fl
 
 
 def without_loads(graph: Graph, tensors: Collection[str]) -> Graph:
-    """The step that `with_loads` was given."""
+    """The step that `with_loads` was given: undoes it.
+
+    tensors: the parameters that are on the host.
+    """
     loads = {load_of(name) for name in tensors}
     parameters = [tensor.name for tensor in graph.tensors if tensor.kind == "parameter"]
     nodes = []
@@ -97,7 +104,8 @@ def without_loads(graph: Graph, tensors: Collection[str]) -> Graph:
 
 
 def _first_reads(graph: Graph, tensors: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """(index of the first node of the module that reads it, name) for those that are read."""
+    """(index of the first forward or backward node that reads the parameter, its name); parameters
+    that no such node reads are left out."""
     index_of = {node.name: index for index, node in enumerate(graph.nodes)}
     for name in tensors:
         readers = [node for node in graph.consumers[name] if node.phase in ("forward", "backward")]

@@ -1,12 +1,13 @@
-"""Optimizer state in host memory: on the device only while the optimizer steps, in buckets.
+"""Optimizer state in host memory, which is on the device only while the optimizer steps.
 
-Parameters can be there with it (`graphs.parameter_loads`): they are copied in and out with the
-state of their bucket.
+The state is used once per step. If it is kept on the host, the forward and the backward pass can
+use its bytes on the device. The optimizer then steps one bucket of parameters at a time: their
+state is copied in, used, and copied back, while the next bucket's state arrives and the last one's
+leaves. Results are bitwise identical, since each parameter is stepped on its own with the same
+operators on the device.
 
-State is used once a step. Kept on the host, it leaves its bytes on the device to forward and
-backward pass. The optimizer then steps a bucket of parameters at a time: their state is fetched,
-used, and stored again, while that of the next bucket arrives and that of the last one leaves. As
-each parameter is stepped by itself, with the same operators on the device, the bits are the same.
+Parameters can be on the host, too (`graphs.host_state.parameter_loads`). In the optimizer's step
+they are copied in and out with the state of their bucket.
 
 The idea is that of ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), which steps on the CPU.
 """
@@ -24,10 +25,10 @@ from graphs.graph import Graph
 from graphs.host_state.parameter_loads import may_be_loaded, with_loads, without_loads
 
 WHERE = ("auto", "device", "host")
-"""What may be asked for: where the state is better off, or one of the two."""
+"""Where the user may ask for the state to be; "auto": wherever the plan is better."""
 
 STEP, STATE = "optimizer_step", "optimizer_state"
-"""The node and the tensor of `with_optimizer`."""
+"""The names of the node and the tensor that `with_optimizer` adds."""
 
 _WHERE = "environment: optimizer"
 
@@ -37,9 +38,11 @@ Seconds = Callable[[int], float]
 
 @dataclass(frozen=True)
 class StateBucket:
-    """The next n_parameters of those that the optimizer trains, in its own order.
+    """Consecutive parameters of the optimizer, which it steps together.
 
-    state_bytes: of their state, side by side. workspace_bytes, time_s: of their step.
+    n_parameters: how many of its trained parameters, in its own order.
+    state_bytes: bytes of their state, stored contiguously.
+    workspace_bytes, time_s: of their step.
     """
 
     n_parameters: int
@@ -49,9 +52,10 @@ class StateBucket:
 
 
 def buckets_of(graph: Graph) -> tuple[StateBucket, ...]:
-    """Those that the optimizer of this step can take its state through; (): it has to stay.
+    """The buckets in which the optimizer of this step can fetch its state from the host; () if the
+    state has to stay on the device.
 
-    Raises FormatError for figures that are none.
+    Raises FormatError for malformed figures.
     """
     environment = graph.meta.environment
     if STEP not in graph.node_by_name or STATE not in graph.tensor_by_name:
@@ -62,7 +66,10 @@ def buckets_of(graph: Graph) -> tuple[StateBucket, ...]:
 
 
 def optimizer_of(environment: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The optimizer in the environment of a graph or plan. Raises FormatError for what is none."""
+    """The optimizer's description in the environment of a graph or plan; empty if there is none.
+
+    Raises FormatError if it is not an object.
+    """
     found = environment.get("optimizer") or {}
     if not isinstance(found, dict):
         raise FormatError(f"{_WHERE} is {found!r:.60}; expected an object")
@@ -70,7 +77,10 @@ def optimizer_of(environment: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def buckets_in(environment: Mapping[str, Any]) -> tuple[StateBucket, ...]:
-    """Those that the environment of a graph or plan has. Raises FormatError."""
+    """The optimizer's buckets in the environment of a graph or plan; () if there are none.
+
+    Raises FormatError for malformed ones.
+    """
     optimizer = Record(optimizer_of(environment), where=_WHERE)
     names = [field.name for field in dataclasses.fields(StateBucket)]
     found = []
@@ -86,13 +96,16 @@ def buckets_in(environment: Mapping[str, Any]) -> tuple[StateBucket, ...]:
 
 
 def streamed_step_s(buckets: Sequence[StateBucket], *, out_s: Seconds, in_s: Seconds) -> float:
-    """Seconds of the optimizer's step with its state on the host, until all of it is back there.
+    """Seconds of the optimizer's step with its state on the host, until all state is back there.
 
-    The next bucket is fetched as soon as one is about to be stepped, and the bucket before the last
-    has left by then.
+    At most three buckets are on the device: while one is stepped, the next one arrives and the one
+    before leaves. A bucket is not stepped before the bucket two before it has left.
+
+    out_s, in_s: bytes -> seconds of a copy to the host and back.
     """
     if not buckets:
         return 0.0
+    # when the last bucket was stepped, and when each bucket has left the device (two 0.0 in front)
     stepped_s, left_s = 0.0, [0.0, 0.0]
     arrived_s = in_s(buckets[0].state_bytes)
     for bucket, after in zip(buckets, [*buckets[1:], None], strict=True):
@@ -105,8 +118,8 @@ def streamed_step_s(buckets: Sequence[StateBucket], *, out_s: Seconds, in_s: Sec
 
 
 def streamed_workspace_bytes(buckets: Sequence[StateBucket]) -> int:
-    """The most that such a step takes: of a bucket that leaves, one that is stepped, and one that
-    arrives the state, and the workspace."""
+    """The most bytes that such a step takes: the state of the buckets that leave, are stepped and
+    arrive at the same time, and the workspace of the one that is stepped."""
     sizes = [0, *(bucket.state_bytes for bucket in buckets), 0]
     taken = (sum(sizes[i : i + 3]) + each.workspace_bytes for i, each in enumerate(buckets))
     return max(taken, default=0)
@@ -115,10 +128,12 @@ def streamed_workspace_bytes(buckets: Sequence[StateBucket]) -> int:
 def with_state_on_host(
     graph: Graph, *, out_s: Seconds, in_s: Seconds, parameters: Collection[str] = ()
 ) -> Graph | None:
-    """The same step with the optimizer's state on the host; None: it has to stay on the device.
+    """The same step with the optimizer's state on the host; None if it has to stay on the device.
 
-    out_s, in_s: of copies to the host and back. What cannot leave (`kept_state_bytes`) stays.
-    parameters: tensors of `host_parameters` that are on the host, too.
+    State that cannot leave (`kept_state_bytes`) stays on the device.
+
+    out_s, in_s: bytes -> seconds of a copy to the host and back.
+    parameters: tensors that are on the host, too, from `host_parameters`.
     """
     graph = with_state_on_device(graph)
     buckets = buckets_of(graph)
@@ -128,7 +143,7 @@ def with_state_on_host(
         return None
     optimizer = Record(optimizer_of(graph.meta.environment), where=_WHERE)
     size_bytes = {name: graph.tensor_by_name[name].size_bytes for name in parameters}
-    # the buckets with the bytes of their parameters that are on the host
+    # buckets whose state_bytes include their parameters on the host, which are copied with them
     tensors = graph.meta.parameters
     trains = iter(optimizer_of(graph.meta.environment).get("trains") or ())
     copied = []
@@ -149,14 +164,17 @@ def with_state_on_host(
 
 
 def host_parameters(graph: Graph) -> tuple[str, ...]:
-    """The parameters that can be on the host with the state, in the order of their first use; ():
-    none, or the graph does not say which the optimizer trains, in which order."""
+    """The parameters that can be on the host with the state, in the order of their first use. ()
+    if there are none, or the graph does not record which parameters the optimizer trains."""
     trains = optimizer_of(graph.meta.environment).get("trains")
     return may_be_loaded(graph) if isinstance(trains, list) and trains else ()
 
 
 def parameters_on_host(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Those that are there: name in the module -> tensor. Raises FormatError for what is none."""
+    """The parameters that are on the host: name in the module -> tensor.
+
+    Raises FormatError for a malformed record.
+    """
     found = Record(optimizer_of(environment), where=_WHERE)
     names = found.mapping("parameters_on_host", default={})
     if not all(isinstance(tensor, str) for tensor in names.values()):
@@ -165,14 +183,15 @@ def parameters_on_host(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def host_parameter_bytes(graph: Graph) -> int:
-    """Of `host_state_bytes`, those of parameters."""
+    """The part of `host_state_bytes` that is parameters."""
     names = parameters_on_host(graph.meta.environment).values()
     known = graph.tensor_by_name
     return sum(known[name].size_bytes for name in names if name in known)
 
 
 def with_state_on_device(graph: Graph) -> Graph:
-    """The step that `with_state_on_host` was given; a graph that does not say it as it is."""
+    """The step that `with_state_on_host` was given: undoes it. A graph without state on the host is
+    returned unchanged."""
     if not graph.host_state_bytes or not buckets_of(graph):
         return graph
     optimizer = Record(optimizer_of(graph.meta.environment), where=_WHERE)
@@ -188,8 +207,8 @@ def with_state_on_device(graph: Graph) -> Graph:
 
 
 def state_copies_s(graph: Graph) -> float:
-    """Seconds by which copies of the optimizer's state, and of parameters, make the step longer,
-    each parameter copied once before the optimizer; 0 on the device."""
+    """Seconds that copies of the optimizer's state and of parameters add to the step, if each
+    parameter is copied in once before the optimizer's step; 0 if all is on the device."""
     return graph.baseline_time_s - with_state_on_device(graph).baseline_time_s
 
 
@@ -202,6 +221,12 @@ def _with(
     host_bytes: int,
     parameters: Collection[str] = (),
 ) -> Graph:
+    """The graph with these figures of the optimizer's step, and these bytes of state.
+
+    device_bytes: bytes of state on the device.
+    host_bytes: bytes of state and parameters on the host.
+    parameters: the parameters on the host.
+    """
     optimizer = {**optimizer_of(graph.meta.environment), "state_on_host": host_bytes > 0}
     optimizer.pop("parameters_on_host", None)
     if parameters:

@@ -1,4 +1,5 @@
-"""How a model is called: its arguments and outputs as flat lists of leaves, and their structure."""
+"""Calls of a model: its arguments and outputs, flattened into lists of leaves and a structure, and
+their names."""
 
 from graphs.model_calls.call import (
     HOLE,

@@ -1,4 +1,4 @@
-"""How a model is called: its batch as a call, and the loss in its output."""
+"""How a model is called with a batch, and where the loss is in its output."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from graphs.model_calls import nested
 class TraceError(ValueError):
     """The step cannot be captured as one graph; the message says why and what to change.
 
-    runs_in_eager: the module may still run in eager mode; only recording it as one graph fails, so
-        it can be planned from measured submodules, and the message says so.
+    runs_in_eager: whether the module may still run in eager mode, and only recording it as one
+        graph fails. Then it can be planned from measured submodules, and the message says so.
     why: the message without that sentence.
-    short: what is in the way and where, without advice.
+    short: what cannot be captured and where, without advice.
     """
 
     def __init__(self, why: str, *, runs_in_eager: bool = False, short: str = "") -> None:
@@ -30,7 +30,7 @@ class TraceError(ValueError):
 
 
 class NoLossError(TraceError):
-    """No loss is found in what the model, or the loss function, returns."""
+    """What the model or the loss function returns has no recognizable loss."""
 
 
 _BY_SUBMODULES = (
@@ -41,7 +41,12 @@ _BY_SUBMODULES = (
 
 @dataclass
 class Call:
-    """A call of a model with its tensors taken out: `tensors` fill the holes of `rest`."""
+    """A call of a model, separated into its tensors and everything else.
+
+    tensors: the tensors of its arguments, in order.
+    rest: the flat arguments, with HOLE in place of each tensor.
+    spec: the structure of the arguments.
+    """
 
     tensors: list[torch.Tensor]
     rest: list[Any]
@@ -51,7 +56,11 @@ class Call:
     def of(
         cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, order: Sequence[str] = ()
     ) -> Call:
-        """order: of keyword arguments (`argument_order`), so that theirs makes no difference."""
+        """The call with these arguments.
+
+        order: names in the order to bring keyword arguments into (`argument_order`), so that the
+            order in which they are given makes no difference.
+        """
         named = {name: kwargs[name] for name in order if name in kwargs}
         flat, spec = nested.flatten((args, {**named, **kwargs}))
         tensors = [item for item in flat if isinstance(item, torch.Tensor)]
@@ -59,7 +68,7 @@ class Call:
         return cls(tensors=tensors, rest=rest, spec=spec)
 
     def without_values(self) -> Call:
-        """The same with tensors on the meta device, for what outlives the batch."""
+        """The same call with tensors on the meta device, to keep after the batch is freed."""
         tensors = [
             strided_like(tensor, "meta").requires_grad_(tensor.requires_grad)
             if tensor.layout == torch.strided
@@ -77,7 +86,7 @@ class Call:
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature; None for compiled code, which has none."""
+    """The signature of forward; None for compiled code, which has none."""
     try:
         return inspect.signature(forward)
     except (TypeError, ValueError):
@@ -94,7 +103,7 @@ def argument_order(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class Hole:
-    """Marks the place of a tensor."""
+    """Marks the place of a tensor that was taken out."""
 
 
 HOLE = Hole()
@@ -103,7 +112,8 @@ HOLE = Hole()
 def as_call(
     batch: Any, inputs: Callable[[Any], Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The (args, kwargs): model(x) for a tensor, model(*x) for a tuple, model(**x) for a dict.
+    """The (args, kwargs) that a model is called with: model(x) for a tensor, model(*x) for a tuple
+    or list, model(**x) for a dict.
 
     inputs: selects the part of the batch that the model is called with (None: all of it).
     """
@@ -117,7 +127,7 @@ def as_call(
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise TraceError where forward does not take these arguments.
+    """Raise TraceError if forward does not take these arguments.
 
     The most common mistake is a batch that includes the targets.
     """
@@ -138,8 +148,10 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def find_loss(output: Any) -> torch.Tensor:
     """The scalar to differentiate: the output, its `.loss`, or the only scalar of a tuple.
 
-    A scalar that is computed from a few of the parameters behind the other outputs is another
-    output: the temperature that CLIP returns beside its logits.
+    A scalar that depends on less than half as many parameters as the other outputs do is not taken
+    for the loss: CLIP returns its temperature beside the logits.
+
+    Raises NoLossError if there is no loss, and TraceError if it requires no gradient.
     """
     if isinstance(output, torch.Tensor):
         candidates = [output]
@@ -175,7 +187,7 @@ def find_loss(output: Any) -> torch.Tensor:
 
 
 def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[Any]:
-    """What accumulates gradients of these tensors, one for each parameter."""
+    """The leaves of the autograd graph of these tensors: one gradient accumulator per parameter."""
     stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen: set[Any] = {*stack}
     while stack:
@@ -197,12 +209,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def strided_like(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """An empty tensor of the same shape, strides and dtype (empty_like closes gaps)."""
+    """An empty tensor of the same shape, strides and dtype. (`empty_like` would close gaps.)"""
     where = tensor.device if device is None else device
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
 
 
 def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether the strides place each element alike; where a size is 1 they do not matter."""
+    """Whether both strides place every element alike. Those of dimensions of size 1 do not
+    matter."""
     each = zip(shape, one, other, strict=True)
     return all(size == 1 or a == b for size, a, b in each)

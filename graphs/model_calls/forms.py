@@ -1,4 +1,5 @@
-"""What a traced step depends on, in words: compared by `apply`, kept in both files."""
+"""What a traced step depends on, as text that `apply` compares and that graph and schedule files
+store."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from graphs.model_calls.local_parts import is_distributed, local_part
 from graphs.model_calls.names import plain_arguments, tensor_names
 
 FROZEN = ", frozen"
-"""The end of the form of a parameter that requires no gradient."""
+"""The suffix of the form of a parameter that requires no gradient."""
 
 
 def parameter_forms(model: nn.Module) -> dict[str, str]:
-    """Dtype and shape of each parameter: "float32 [5, 32]", "float32 [5, 32], frozen"."""
+    """Name -> dtype and shape of each parameter: "float32 [5, 32]", "float32 [5, 32], frozen"."""
     return {
         name: _form(parameter) + ("" if parameter.requires_grad else FROZEN)
         for name, parameter in model.named_parameters()
@@ -26,12 +27,13 @@ def parameter_forms(model: nn.Module) -> dict[str, str]:
 
 
 def buffer_forms(model: nn.Module) -> dict[str, str]:
-    """Dtype and shape of each buffer."""
+    """Name -> dtype and shape of each buffer."""
     return {name: _form(buffer) for name, buffer in model.named_buffers()}
 
 
 def input_forms(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Dtype and shape of each tensor of a call, with unusual strides and requires_grad."""
+    """Dtype and shape of each tensor of a call; also its strides if it is not contiguous, and
+    whether it requires a gradient."""
     forms = []
     for tensor in tensors:
         words = [_form(tensor)]
@@ -55,7 +57,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def bytes_by_dtype(model: nn.Module) -> dict[str, int]:
-    """Bytes of the parameters by dtype name: shown in the advice, never compared."""
+    """Dtype name -> bytes of the parameters of that dtype. Shown in advice, never compared."""
     sizes: Counter[str] = Counter()
     for p in map(local_part, model.parameters()):
         sizes[str(p.dtype).removeprefix("torch.")] += p.numel() * p.element_size()
@@ -65,9 +67,9 @@ def bytes_by_dtype(model: nn.Module) -> dict[str, int]:
 def environment_of(
     call: Call, model: nn.Module, *, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """What the traced graph depends on: with another value of any of these the graph may differ.
+    """What the traced graph depends on: if any of these values changes, the graph may differ.
 
-    device: of the step (None: that of the model).
+    device: the device of the step (None: the model's).
     """
     kind = (device_of(model) if device is None else device).type
     autocast = (

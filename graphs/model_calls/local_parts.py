@@ -9,18 +9,19 @@ import torch
 
 
 def is_distributed(tensor: object) -> bool:
-    """Whether it is a DTensor."""
+    """Whether the object is a DTensor."""
     return is_distributed_class(type(tensor))
 
 
 def is_distributed_class(kind: type) -> bool:
-    """Whether tensors of this class are; torch's module for them takes a second to import."""
+    """Whether this is DTensor or a subclass. Does not import torch's module, which takes a second:
+    if that is not imported, nothing is a DTensor."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and issubclass(kind, module.DTensor)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, on the same memory; a plain tensor is its own part."""
+    """This rank's part of a DTensor, sharing its memory; a plain tensor is returned itself."""
     if not is_distributed(tensor):
         return tensor
     distributed: Any = tensor
@@ -30,7 +31,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def distributed_as(spec: Any, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor with this local part, placed as a spec says (mesh, placements, shape, strides)."""
+    """A DTensor with this local part, and the mesh, placements, shape and strides of a spec."""
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Names of what a model is called with, and of its state.
+"""Names of a model's arguments, parameters and buffers.
 
-Arguments have their names in forward's signature: "x", "batch['labels']".
+Arguments are named as in forward's signature: "x", "batch['labels']".
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, those that are tied under each of their names, but each attribute of
-    a module once: a module that is shared has its first name alone."""
+    """(name, tensor) for all parameters and buffers.
+
+    A tensor that several attributes hold (tied weights) comes under each of their names. A module
+    that occurs several times comes only under its first name.
+    """
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -30,12 +33,12 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_names(call: Call, model: nn.Module) -> list[str]:
-    """What forward calls each tensor of the call."""
+    """The name in forward of each tensor of the call."""
     return [name for name, item in _named(call, model) if item is HOLE]
 
 
 def plain_arguments(call: Call, model: nn.Module) -> dict[str, str]:
-    """The arguments that are no tensors, written out; without those that have their default."""
+    """Name -> text of each argument that is not a tensor, except those equal to their default."""
     signature = signature_of(model.forward)
     defaults: dict[str, Any] = {}
     if signature is not None:
@@ -50,6 +53,7 @@ def plain_arguments(call: Call, model: nn.Module) -> dict[str, str]:
 
 
 def _named(call: Call, model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, value) for each leaf of the call's arguments; HOLE in place of tensors."""
     signature = signature_of(model.forward)
     parameters = [] if signature is None else signature.parameters.values()
     positional = [each.name for each in parameters if each.kind in _POSITIONAL]

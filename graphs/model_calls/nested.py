@@ -1,8 +1,9 @@
-"""Nested values that contain tensors: what a model is called with, and what it returns.
+"""Nested values that contain tensors: the arguments and outputs of a model.
 
 PyTorch's pytree traverses tuples, lists, dicts, named tuples and registered classes (such as the
-outputs of transformers). This module also traverses dataclasses that contain a tensor. They are
-opened temporarily: registering someone else's class would affect the whole process.
+outputs of transformers). This module also traverses dataclasses that contain a tensor. It converts
+them temporarily ("opens" them), since registering another library's class with pytree would affect
+the whole process.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ unflatten = pytree.tree_unflatten
 
 
 def flatten(value: Any) -> tuple[list[Any], Spec]:
-    """The leaves in order, and the structure for `unflatten(leaves, spec)`."""
+    """The leaves in order, and the structure, from which `unflatten(leaves, spec)` rebuilds the
+    value."""
     return pytree.tree_flatten(_opened(value, ()))
 
 
 def leaves(value: Any) -> list[Any]:
+    """The leaves in order."""
     return pytree.tree_leaves(_opened(value, ()))
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
+    """The leaves that are tensors, in order."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def paths(spec: Spec) -> list[tuple[Any, ...]]:
     """The path of each leaf as pytree's keys (`torch.utils._pytree.keystr` formats them)."""
-    # with tensors as leaves, since a dataclass without any is not opened
+    # use tensors as leaves: a dataclass without a tensor would not be opened
     like = unflatten([torch.empty(0)] * spec.num_leaves, spec)
     return [path for path, _ in pytree.tree_flatten_with_path(_opened(like, ()))[0]]
 
@@ -48,13 +52,13 @@ def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-    """Stands for a tensor that is also the leaf at this index."""
+    """Takes the place of a tensor that is already the leaf at this index."""
 
     index: int
 
 
 def once(flat: Sequence[Any]) -> list[Any]:
-    """The leaves with each tensor once: in its other places stands a `Repeated`."""
+    """The leaves, with all but the first occurrence of each tensor replaced by `Repeated`."""
     first: dict[int, int] = {}
     return [
         Repeated(first[id(leaf)])
@@ -65,13 +69,13 @@ def once(flat: Sequence[Any]) -> list[Any]:
 
 
 def in_all_places(flat: Sequence[Any]) -> list[Any]:
-    """Undoes `once`."""
+    """The leaves with each `Repeated` replaced by its tensor: undoes `once`."""
     return [flat[leaf.index] if isinstance(leaf, Repeated) else leaf for leaf in flat]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
-    """A dataclass instance as its class and its attributes, fields first."""
+    """A dataclass instance, as its class and its attributes (fields first)."""
 
     kind: type
     names: tuple[str, ...]
@@ -79,7 +83,10 @@ class _Opened:
 
 
 def _opened(value: Any, around: tuple[int, ...]) -> Any:
-    """`value` with its dataclass instances opened. around: ids of the enclosing instances."""
+    """The value with its dataclass instances opened.
+
+    around: ids of the enclosing instances, which are not opened again (a cycle).
+    """
 
     def opened(leaf: Any) -> Any:
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type) or id(leaf) in around:
@@ -88,7 +95,7 @@ def _opened(value: Any, around: tuple[int, ...]) -> Any:
         names = tuple(attributes | getattr(leaf, "__dict__", {}))
         inside = (*around, id(leaf))
         values = tuple(_opened(getattr(leaf, name), inside) for name in names)
-        # an instance without tensors is an option, compared by identity
+        # an instance without tensors is a plain option: it stays a leaf, compared by identity
         if not any(isinstance(item, torch.Tensor) for item in pytree.tree_leaves(values)):
             return leaf
         return _Opened(type(leaf), names, values)

@@ -1,4 +1,4 @@
-"""A row-chunk node in the making: wide operators of a traced step, on the rows of one chunk."""
+"""Builds row-chunk nodes: moves wide operators of a traced step into the body of such a node."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _INTO: dict[Any, Any] = {
     aten._log_softmax.default: aten._log_softmax.out,
     aten._log_softmax_backward_data.default: aten._log_softmax_backward_data.out,
 }
-"""Operators that may write into their own first argument, and how they are called then."""
+"""Operators that may overwrite their first argument -> the overload that does so."""
 
 _OUT = {**_INTO, aten.gather.default: aten.gather.out}
-"""Operators that may write into an output of the new node."""
+"""Operators that may write directly into an output of the new node -> the overload that does so."""
 
 _OVER_ZEROS: dict[Any, Any] = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.index_put.default: aten.index_put_.default,
 }
-"""Operators whose zeros are made for them, and how they write there."""
+"""Operators that write into zeros made for this purpose -> the overload that writes in place."""
 
 _DIM_AT: dict[Any, int] = {
     aten._log_softmax.default: 1,
@@ -38,7 +38,7 @@ _DIM_AT: dict[Any, int] = {
     aten.sum.dim_IntList: 1,
     aten.logsumexp.default: 1,
 }
-"""Operator -> the position of its dimension, which is that of the classes."""
+"""Operator -> the position of its argument `dim`, which is the dimension of the classes."""
 
 _REDUCED = {aten.sum.dim_IntList, aten.logsumexp.default}
 
@@ -46,9 +46,10 @@ _EXPONENTIALS = {aten.exp.default, aten.logsumexp.default}
 
 
 class Body:
-    """Collects operators around one wide tensor, and becomes a node that runs them by chunks.
+    """Collects operators around a wide tensor, then makes a node that runs them in chunks.
 
-    n_outs: how many outputs the node will have.
+    region: the operators.
+    n_outs: the number of outputs that the node will have.
     """
 
     def __init__(self, region: WideOperators, *, n_outs: int = 1) -> None:
@@ -61,9 +62,10 @@ class Body:
         self._overwritable: list[fx.Node] = []
 
     def read(self, node: fx.Node, *, overwritable: bool = False) -> fx.Node:
-        """The value of a node of the step: made in the body, or else an input of the new node.
+        """The value in the body of a node of the step. If the body does not compute it, it becomes
+        an input of the new node.
 
-        overwritable: the output may be written into it.
+        overwritable: whether the new node's output may be written into it.
         """
         if node.meta["val"].numel() == self._region.shape.numel():
             node = without_views(node)
@@ -75,7 +77,7 @@ class Body:
         return self._values[node]
 
     def run(self, node: fx.Node) -> None:
-        """Run an operator of the step on the rows of the chunk."""
+        """Add an operator of the step to the body; it will run on the rows of a chunk."""
         args: Any = self._args(node)
         kwargs: dict[str, Any] = {}
         if node.target is aten._to_copy.default:
@@ -84,11 +86,12 @@ class Body:
         value = self.call(target, *args, **kwargs)
         value.meta["dtype"] = node.meta["val"].dtype
         if node.target in _INTO and args[0].meta.get("dtype") == node.meta["val"].dtype:
-            value.target, value.kwargs = _INTO[node.target], {"out": args[0]}  # made in the body
+            # its argument was computed in the body, so it may be overwritten
+            value.target, value.kwargs = _INTO[node.target], {"out": args[0]}
         self._values[node] = value
 
     def _args(self, node: fx.Node) -> tuple[Any, ...]:
-        """The arguments of the operator on rows by classes."""
+        """The arguments of the operator in the body, where wide tensors are rows x classes."""
         given: Any = node.args
         if node.target in _OVER_ZEROS:
             zeros = self.call(aten.zeros_like.default, self.read(self._region.wide))
@@ -107,7 +110,7 @@ class Body:
         return tuple(args)
 
     def _one_of_each_row(self, classes: fx.Node) -> list[fx.Node]:
-        """[0, 1, ..., classes], with the number of each row in the chunk."""
+        """The indices ([0, 1, ...], classes) that pick one class from each row of a chunk."""
         ones = self.call(aten.ones_like.default, self.read(classes))
         count = self.call(aten.cumsum.default, ones, 0)
         return [self.call(aten.sub.Tensor, count, 1), self.read(classes)]
@@ -117,19 +120,22 @@ class Body:
         return self._graph.call_function(target, args, kwargs)
 
     def write(self, value: fx.Node, made: torch.Tensor) -> None:
-        """Make the value the next output of the new node. made: the fake tensor of all its rows."""
+        """Make this value of the body the next output of the new node.
+
+        made: the fake tensor of the output with all rows.
+        """
         destination = self._destinations[len(self._made)]
         self._made.append(made)
         target = _OUT.get(value.target, value.target)
         if target in _OUT.values() and value.meta.get("dtype", made.dtype) == made.dtype:
             value.target, value.kwargs = target, {"out": destination}
             return
-        if value.target is aten._to_copy.default:  # copying casts
+        if value.target is aten._to_copy.default:  # copy_ casts by itself
             value = value.args[0]  # type: ignore[assignment]
         self._graph.call_function(aten.copy_.default, (destination, value))
 
     def replace_gradient(self) -> None:
-        """Run the operators of the backward pass; the new node makes the gradient."""
+        """Add the operators of the backward pass, and let the new node make the gradient."""
         gradient = self._region.backward[-1]
         for node in self._region.backward:
             self.run(node)
@@ -138,16 +144,18 @@ class Body:
         take_place(gradient, new)
 
     def write_for(self, node: fx.Node) -> None:
-        """Make the value of an operator of the step the next output."""
+        """Make the result of an operator of the step the next output of the new node."""
         made = node.meta["val"]
         drops_classes = node.target in _REDUCED and node.args[2:3] != (True,)  # keepdim
         shape = self._region.shape[:1] if drops_classes else self._rows_of(made)
         self.write(self._values[node], made.view(shape))
 
     def nodes_before(self, place: fx.Node, *, like: fx.Node) -> tuple[fx.Node, ...]:
-        """The outputs of the finished node, which is put before `place` in the step's graph.
+        """Finish the new node and insert it before `place` in the step's graph.
 
-        like: a node whose phase and module it has.
+        like: the node whose phase and module it gets.
+
+        Returns one node for each of its outputs.
         """
         graph, made = place.graph, tuple(self._made)
         meta = place_of(like)
@@ -165,7 +173,7 @@ class Body:
 
     def _chunks(self) -> RowChunks:
         self._graph.output(None)
-        self._graph.eliminate_dead_code()  # casts that copying does
+        self._graph.eliminate_dead_code()  # casts that copy_ does by itself
         calls = [node for node in self._graph.nodes if node.op == "call_function"]
         inputs, body = list(self._inputs), fx.GraphModule({}, self._graph)
         return RowChunks(
@@ -180,7 +188,7 @@ class Body:
         )
 
     def _rows_of(self, value: torch.Tensor) -> torch.Size | None:
-        """The shape of a tensor whose first dimension is the rows; None where it has none."""
+        """The shape in which the tensor's first dimension is the rows; None if it has no rows."""
         n_rows, n_classes = self._region.shape
         if value.numel() == n_rows * n_classes:
             return self._region.shape
@@ -190,18 +198,19 @@ class Body:
 
 
 def take_place(old: fx.Node, new: fx.Node) -> None:
-    """Let what reads a node of the step read one with the same elements, which stands before it."""
+    """Let all readers of a node of the step read a new node with the same elements instead, which
+    comes before the old one."""
     with old.graph.inserting_before(old):
         view = _view(new, old.meta["val"].shape)
     old.replace_all_uses_with(view)
 
 
 def put_before(place: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Call an ordinary operator in the step's graph, as part of what `place` belongs to."""
+    """Insert a call of an operator before `place` in the step's graph, in its phase and module."""
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args)
-    # In the mode of the values: `where.Scalar` makes tensors of scalars on their device, and that
-    # card may not be here.
+    # In the fake mode of the values: `where.Scalar` creates tensors from scalars on their device,
+    # which may be a card that this machine does not have.
     values = fx.map_arg(args, lambda argument: argument.meta["val"])
     with torch._guards.detect_fake_mode(values) or nullcontext():
         value = target(*values)
@@ -210,13 +219,13 @@ def put_before(place: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 def place_of(node: fx.Node) -> dict[str, Any]:
-    """Phase, module and autograd function, in the words of fx's metadata."""
+    """The node's fx metadata that says its phase, module and autograd function."""
     kept = ("partitioner_tag", "custom", "seq_nr")
     return {key: node.meta[key] for key in kept if key in node.meta}
 
 
 def _view(node: fx.Node, shape: torch.Size) -> fx.Node:
-    """The node itself where it has the shape."""
+    """A view of the node in this shape; the node itself if it has the shape."""
     value = node.meta["val"]
     if value.shape == shape:
         return node

@@ -1,8 +1,8 @@
-"""Calls of `F.cross_entropy` in row chunks, as a step of stock modules can have them.
+"""Runs calls of `F.cross_entropy` in row chunks, as far as a step of stock modules can.
 
-Such a step runs the model's own code, so a function can be put in the place of a call and nothing
-else: casts and scaling around the call stay as they are. What the function allocates is what these
-programs say (`scheduler_runtime.execute.called_losses`).
+Such a step runs the model's own code, in which only the call itself can be replaced by another
+function (`scheduler_runtime.execute.called_losses`); casts and scaling around the call stay. The
+programs here allocate what that function does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ABOUT = "called_loss"
 
 
 def rewrite(captured: Capture) -> bool:
-    """Log-softmax is computed by chunks, and again in the backward pass, where the logits are as
-    they were; returns whether there was anything to change."""
+    """Compute log-softmax in chunks, and recompute it in the backward pass; only for calls that do
+    not overwrite the logits. Returns whether there was anything to change."""
     regions = [each for each in _calls(captured.graph) if not overwrites_logits(each.softmax)]
     for region in regions:
         _describe(region, keeps=False)
@@ -33,7 +33,8 @@ def rewrite(captured: Capture) -> bool:
 
 
 def rewrite_backward(captured: Capture) -> bool:
-    """Log-softmax is kept whole; returns whether there was anything to change."""
+    """Keep log-softmax whole, and run only the backward pass in chunks. Returns whether there was
+    anything to change."""
     regions = list(_calls(captured.graph))
     for region in regions:
         _describe(region, keeps=True)
@@ -42,7 +43,8 @@ def rewrite_backward(captured: Capture) -> bool:
 
 
 def _calls(graph: fx.Graph) -> Iterator[CrossEntropy]:
-    """Cross-entropies that are one call, by the operators of the call alone."""
+    """The cross-entropies that are one call of `F.cross_entropy`, without operators around the
+    call."""
     for region in list(cross_entropies(graph)):
         number = called_loss_of(region.softmax)
         if number is None or region.loss is None or region.row_results or region.others_read:
@@ -53,7 +55,7 @@ def _calls(graph: fx.Graph) -> Iterator[CrossEntropy]:
 
         before = tuple(dropwhile(lambda node: not is_inside(node), region.before))
         backward = tuple(takewhile(is_inside, region.backward))
-        if len(backward) < 2:  # of the loss and of log-softmax
+        if len(backward) < 2:  # there must be those of the loss and of log-softmax
             continue
         first = (*before, region.softmax)[0]
         logits = without_views(first.all_input_nodes[0])
@@ -61,7 +63,7 @@ def _calls(graph: fx.Graph) -> Iterator[CrossEntropy]:
 
 
 def _describe(region: CrossEntropy, *, keeps: bool) -> None:
-    """Note on the gradient, which a node in chunks will make, what the call is."""
+    """Record what the call is in the metadata of its gradient, which a row-chunk node will make."""
     gradient = region.backward[-1]
     about = {
         "call": called_loss_of(region.softmax),
@@ -75,13 +77,14 @@ def _describe(region: CrossEntropy, *, keeps: bool) -> None:
 
 
 def rewrite_layout(layout: Layout) -> Layout:
-    """The gradient is written over log-softmax where that is kept; the logits are the model's."""
+    """Let the gradient overwrite log-softmax if that is kept. The logits belong to the model and
+    are not overwritten."""
     keeps = {name for name, about in _about(layout).items() if about["keeps"]}
     return in_place.overwriting(layout, lambda node: node.name in keeps)
 
 
 def _about(layout: Layout) -> dict[str, dict[str, Any]]:
-    """By the name of the node that makes the gradient."""
+    """Name of the node that makes the gradient -> what `_describe` recorded about the call."""
     return {
         name: about
         for name, call in layout.calls.items()
@@ -91,6 +94,6 @@ def _about(layout: Layout) -> dict[str, dict[str, Any]]:
 
 
 def described(layout: Layout) -> list[dict[str, Any]]:
-    """`GraphMeta.called_losses`: what the function in the place of each call must know."""
+    """`GraphMeta.called_losses`: what the function that replaces each call must know."""
     about = _about(layout)
     return [about[node.name] for node in layout.nodes if node.name in about]

@@ -1,9 +1,11 @@
-"""The loss in row chunks: log-softmax exists for one chunk of rows at a time, forward and backward.
+"""Runs the loss in row chunks: log-softmax exists for only one chunk of rows at a time, in the
+forward and in the backward pass.
 
-The forward pass picks each row's log-probability of its target; PyTorch's own `nll_loss` of the
-N x 1 column has the bits of that of the whole. A loss by hand gets what it gathers, and its sums
-over the classes, likewise. The backward pass computes log-softmax again, chunk
-by chunk, and writes the gradient of the logits. Where something else reads log-softmax, it stays.
+The forward pass picks the log-probability of each row's target; PyTorch's own `nll_loss` on this
+N x 1 column is bitwise identical to that on the whole log-softmax. For hand-written losses, what
+they gather and their sums over the classes are computed in chunks likewise. The backward pass
+recomputes log-softmax chunk by chunk, and writes the gradient of the logits. A loss stays unchanged
+if anything else reads its log-softmax.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from graphs.rewrites.log_sum_exp import rewrite_sums
 aten = torch.ops.aten
 
 _IGNORED = -100
-"""Marks ignored rows of the column, whose only class is 0."""
+"""The target of ignored rows in the loss of the column, where all other rows have target 0."""
 
 
 def rewrite(captured: Capture) -> bool:
-    """Change the captured graph; returns whether there was anything to change."""
+    """Change the captured program; returns whether there was anything to change."""
     regions = [region for region in cross_entropies(captured.graph) if _can_run_again(region)]
     for region in regions:
         put_in_chunks(region)
@@ -36,7 +38,7 @@ def rewrite(captured: Capture) -> bool:
 
 
 def put_in_chunks(region: CrossEntropy) -> None:
-    """Change the graph that the region is in."""
+    """Change the region's graph: the loss runs in chunks, forward and backward."""
     _results(region)
     body = Body(region)
     body.read(region.logits, overwritable=region.has_form_of_gradient(region.logits))
@@ -47,7 +49,8 @@ def put_in_chunks(region: CrossEntropy) -> None:
 
 
 def _can_run_again(region: CrossEntropy) -> bool:
-    """Whether the loss can do without log-softmax, and all that it reads exists where it begins."""
+    """Whether nothing else needs log-softmax, and all that the loss reads besides exists before its
+    first operator."""
     results = _readers(region)
     if region.others_read or not results:
         return False
@@ -57,12 +60,12 @@ def _can_run_again(region: CrossEntropy) -> bool:
 
 
 def _readers(region: CrossEntropy) -> list[fx.Node]:
-    """What reads log-softmax and has no wide result."""
+    """The operators that read log-softmax and have no wide result, in order."""
     return sorted([*region.row_results, *([region.loss] if region.loss else [])])
 
 
 def _results(region: CrossEntropy) -> None:
-    """What the loss reads of each row, in place of log-softmax."""
+    """Insert the forward node: it computes what the loss reads of each row of log-softmax."""
     place = _readers(region)[0]
     body = Body(region, n_outs=len(_readers(region)))
     index = None if region.loss is None else _picked_for(region.loss, place)
@@ -81,7 +84,8 @@ def _results(region: CrossEntropy) -> None:
 
 
 def _picked_for(loss: fx.Node, place: fx.Node) -> fx.Node:
-    """The classes to pick for an nll_loss, which is made one of the column of picked values."""
+    """The class to pick from each row for an nll_loss. Changes the nll_loss's arguments so that it
+    can read the column of picked values instead of log-softmax."""
     values, target, _, reduction, ignored = loss.args
     is_ignored = put_before(place, aten.eq.Scalar, target, ignored)
     first = put_before(place, aten.masked_fill.Scalar, target, is_ignored, 0)

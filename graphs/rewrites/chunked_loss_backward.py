@@ -1,7 +1,8 @@
-"""The loss in row chunks, log-softmax kept: no time is lost to compute it again.
+"""Runs the loss's backward pass in row chunks and keeps log-softmax, so that nothing is recomputed.
 
-The backward pass writes the gradient of the logits chunk by chunk; gradients of log-softmax, and of
-the logits before a cast, exist for one chunk at a time. Casts before log-softmax join it, likewise.
+The backward pass writes the gradient of the logits chunk by chunk. The gradients of log-softmax,
+and of the logits before a cast, exist for only one chunk at a time. Casts and scalings before
+log-softmax run in chunks together with it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from graphs.rewrites.log_sum_exp import rewrite_sums
 
 
 def rewrite(captured: Capture) -> bool:
-    """Change the captured graph; returns whether there was anything to change."""
+    """Change the captured program; returns whether there was anything to change."""
     regions = list(cross_entropies(captured.graph))
     for region in regions:
         put_in_chunks(region)
@@ -21,7 +22,7 @@ def rewrite(captured: Capture) -> bool:
 
 
 def put_in_chunks(region: CrossEntropy) -> None:
-    """Change the graph that the region is in."""
+    """Change the region's graph: its backward pass runs in chunks."""
     body = Body(region)
     body.read(region.softmax, overwritable=region.has_form_of_gradient(region.softmax))
     body.replace_gradient()

@@ -1,14 +1,14 @@
-"""Rows of numbers in fewer bits, and back: what a compressed storage holds.
+"""Codes that store rows of numbers in fewer bits, and nodes that pack and unpack them.
 
-| code | what is stored | of |
+| code | what is stored | for |
 |---|---|---|
-| bits | eight truth values in a byte | bool; every bit comes back |
+| bits | eight booleans per byte | bool; restored exactly |
 | bf16 | bfloat16 | float32, float64 |
-| fp8 | float8_e4m3fn, and a float32 scale for each row | floating point of two bytes or more |
-| int8 | int8, and a float32 scale for each row | floating point of two bytes or more |
+| fp8 | float8_e4m3fn, and a float32 scale per row | floating point of two bytes or more |
+| int8 | int8, and a float32 scale per row | floating point of two bytes or more |
 
-A scale makes the largest magnitude of its row the largest that the code has. Blocks with a scale of
-their own are those of Dettmers et al. 2022 (8-bit optimizers, arXiv:2110.02861).
+The scale maps the largest magnitude of its row to the largest that the code can represent. Scaling
+blocks separately is the method of Dettmers et al. 2022 (8-bit optimizers, arXiv:2110.02861).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphs.costs import RowLoop
 from graphs.rewrites.chunk_sizes import rows_per_chunk
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
-"""By code with a scale: the largest magnitude that it has."""
+"""Code with a scale -> the largest magnitude that it can represent."""
 PACKED_DTYPES = {
     "bits": torch.uint8,
     "bf16": torch.bfloat16,
@@ -36,7 +36,12 @@ _BITS = 8
 
 @dataclass(frozen=True)
 class Code:
-    """How rows of `width` numbers of this dtype are stored."""
+    """How rows of `width` elements of this dtype are stored.
+
+    name: of the code, a key of PACKED_DTYPES.
+    dtype: of the elements when they are not packed.
+    width: elements per row.
+    """
 
     name: str
     dtype: torch.dtype
@@ -44,7 +49,8 @@ class Code:
 
     @classmethod
     def of(cls, name: str, *, dtype: torch.dtype, n_numbers: int) -> Code | None:
-        """None: the code is not for such numbers, or would not make them smaller."""
+        """The code of this name for a storage of `n_numbers` elements of this dtype. None if it
+        cannot store them, or would not make them smaller."""
         if name == "bits":
             fits = dtype == torch.bool and n_numbers % _BITS == 0
             return cls(name, dtype, _BITS) if fits else None
@@ -54,13 +60,14 @@ class Code:
         return None if width is None else cls(name, dtype, width)
 
     def packed(self, n_rows: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and dtype of each tensor that is stored for so many rows."""
+        """Shape and dtype of each tensor that stores `n_rows` rows."""
         shape = (n_rows,) if self.name == "bits" else (n_rows, self.width)
         scales = (((n_rows, 1), torch.float32),) if self.name in LARGEST else ()
         return ((shape, PACKED_DTYPES[self.name]), *scales)
 
     def pack(self, rows: torch.Tensor, stored: torch.Tensor, *scale: torch.Tensor) -> None:
-        """Write what is stored of these rows. Each number is read as few times as can be."""
+        """Pack these rows into `stored` and, for codes that have one, `scale`. Reads each element
+        as few times as possible."""
         if self.name == "bits":
             ones = rows.view(torch.uint8).bitwise_left_shift(_shifts(rows.device))
             torch.sum(ones, 1, dtype=torch.uint8, out=stored)
@@ -68,16 +75,16 @@ class Code:
             stored.copy_(rows)
         else:
             scale[0].copy_(torch.linalg.vector_norm(rows, math.inf, dim=1, keepdim=True))
-            # of a row of zeros: any scale will do
+            # for a row of zeros any scale above 0 will do
             scale[0].div_(LARGEST[self.name]).clamp_(min=torch.finfo(torch.float32).tiny)
             scaled = rows / scale[0]
             stored.copy_(scaled.round_() if self.name == "int8" else scaled)
 
     def unpack(self, rows: torch.Tensor, stored: torch.Tensor, *scale: torch.Tensor) -> None:
-        """Write the rows again."""
+        """Unpack into `rows`."""
         if self.name == "bits":
             bit = torch.ones_like(shifts := _shifts(rows.device)).bitwise_left_shift_(shifts)
-            rows.copy_(stored.unsqueeze(1).bitwise_and(bit))  # not 0 is true
+            rows.copy_(stored.unsqueeze(1).bitwise_and(bit))  # the cast to bool: not 0 is True
         elif self.name == "int8":
             torch.mul(stored, scale[0], out=rows)
         else:
@@ -92,7 +99,7 @@ def _shifts(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, repr=False)
 class Pack(RowLoop):
-    """The target of a call: rows -> what is stored of them, a tensor or several."""
+    """The target of a node that packs: rows -> the tensor or tensors that store them."""
 
     __name__ = "pack"
     code: Code
@@ -116,7 +123,7 @@ class Pack(RowLoop):
 
 @dataclass(frozen=True, repr=False)
 class Unpack(RowLoop):
-    """The target of a call: what `Pack` has stored -> the rows."""
+    """The target of a node that unpacks: the tensors that `Pack` returned -> the rows."""
 
     __name__ = "unpack"
     code: Code

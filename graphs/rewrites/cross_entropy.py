@@ -1,13 +1,13 @@
-"""Cross-entropies in a traced step: where they are, and which operators around them are row-wise.
+"""Finds cross-entropies in a traced step, and the row-wise operators around them.
 
 `F.cross_entropy` of N rows of V classes is traced as log-softmax, the negative log-likelihood of
-the targets (`nll_loss`), and their two backward operators, each with a result of N x V elements
-("wide"). Losses by hand read log-softmax otherwise: they gather the log-probability of a token, or
-multiply it by the probabilities of a teacher. Casts before and after (to float32 and back) and
-arithmetic with numbers, with wide tensors and with one number for each row belong to the region, as
-do sums over the classes.
+the targets (`nll_loss`), and their two backward operators. A result of N x V elements is called
+"wide"; log-softmax and both backward operators have one. Hand-written losses read log-softmax in
+other ways: they gather the log-probability of a token, or multiply it by the probabilities of a
+teacher. A region also includes casts before and after (to float32 and back), arithmetic with
+numbers, with wide tensors or with one number per row, and sums over the classes.
 
-Rows are all axes but the last.
+Rows are all dimensions but the last.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ _SPREAD = {aten.scatter_add.default, aten.index_put.default}
 
 @dataclass(frozen=True, kw_only=True)
 class WideOperators:
-    """Row-wise operators around a tensor of rows and classes, which are to run by chunks.
+    """Row-wise operators around a wide tensor, which are to run in chunks of rows.
 
-    before: casts and scalings of `logits` that nothing else reads, in order; `wide` is what they
-        make, or log-softmax of it.
-    row_results: what the forward pass reads of `wide` by row.
+    logits: the wide tensor that they start from.
+    before: casts and scalings of `logits` that nothing else reads, in order.
+    wide: the result of `before`, or log-softmax of that result.
+    row_results: forward operators that reduce `wide` to a result per row.
     backward: wide operators of the backward pass, in order; the last makes the gradient.
     """
 
@@ -56,18 +57,18 @@ class WideOperators:
         return rows_and_classes(self.wide.meta["val"])
 
     def has_form_of_gradient(self, node: fx.Node) -> bool:
-        """Whether the gradient has the dtype of this wide node."""
+        """Whether the gradient has the dtype of this wide node, so that it can overwrite it."""
         return bool(node.meta["val"].dtype == self.backward[-1].meta["val"].dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(WideOperators):
-    """One cross-entropy in a step, by its nodes; `wide` is log-softmax.
+    """The nodes of one cross-entropy in a step; `wide` is log-softmax.
 
-    loss: nll_loss; None where there is none.
-    after: other operators of the forward pass that read log-softmax and have results by row in the
-        end, in order; `row_results` are those whose result is not wide.
-    others_read: whether something else reads log-softmax, so that it must be kept whole.
+    loss: nll_loss; None if there is none.
+    after: other forward operators that lead from log-softmax to results per row, in order.
+        `row_results` are those of them whose result is not wide.
+    others_read: whether anything else reads log-softmax, so that it must be kept whole.
     """
 
     loss: fx.Node | None
@@ -80,16 +81,17 @@ class CrossEntropy(WideOperators):
 
     @property
     def own(self) -> tuple[fx.Node, ...]:
-        """The operators whose results the chunks make instead."""
+        """The operators that the chunks replace."""
         return (*self.before, self.softmax, *self.after, *self.backward)
 
 
 def cross_entropies(graph: fx.Graph) -> Iterator[CrossEntropy]:
-    """Those of enough rows, whose loss reads log-softmax by rows, and whose backward pass has more
-    wide operators than that of log-softmax.
+    """The cross-entropies of a program that can run in chunks.
 
-    Class weights are read column by column. Where all elements are one sum, log-softmax is better
-    computed twice than kept to be overwritten.
+    They have enough rows, a loss that reads log-softmax by rows (with class weights it reads by
+    columns), and at least one wide operator in the backward pass besides that of log-softmax.
+    Without one (the loss sums all elements of log-softmax), recomputing log-softmax is better than
+    keeping it to overwrite it.
     """
     for node in graph.find_nodes(op="call_function", target=aten._log_softmax.default):
         found = _read(node)
@@ -98,7 +100,7 @@ def cross_entropies(graph: fx.Graph) -> Iterator[CrossEntropy]:
 
 
 def without_views(node: fx.Node) -> fx.Node:
-    """What the node is a view of, as long as that has the same elements."""
+    """The node that this node views, through any chain of views with the same elements."""
     while node.target in _VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -114,7 +116,10 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 
 def erase_unread(own: Collection[fx.Node]) -> None:
-    """Erase those of these operators, and views of them, that nothing reads any more."""
+    """Erase the operators, and views of them, that nothing reads any more.
+
+    own: the operators; of those that write into zeros, the zeros are erased as well.
+    """
     (graph,) = {node.graph for node in own}
     erased: set[Any] = {*own, *(node.args[0] for node in own if node.target in _SPREAD)}  # zeros
     for node in reversed(list(graph.nodes)):
@@ -123,6 +128,7 @@ def erase_unread(own: Collection[fx.Node]) -> None:
 
 
 def _read(softmax: fx.Node) -> CrossEntropy | None:
+    """The cross-entropy around this log-softmax; None if it cannot run in chunks."""
     value = softmax.meta["val"]
     if value.dim() < 2 or softmax.args[1] not in (value.dim() - 1, -1):
         return None
@@ -140,7 +146,7 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
         return None
     for loss in losses:
         _, target, weight, *_ = loss.args
-        # elements cannot be gathered by targets in bytes
+        # gather takes no uint8 targets
         if weight is not None or target.meta["val"].dtype != torch.int64:  # type: ignore[union-attr]
             return None
     region = Region(softmax)
@@ -158,7 +164,7 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
         return None
     handed_out = (softmax, *row_results, backward[-1])
     if any(user.op == "output" for node in handed_out for user in node.users):
-        return None  # the step knows it by its node
+        return None  # outputs of the step are found by their node, which must stay
     return CrossEntropy(
         logits=logits,
         before=before,
@@ -172,10 +178,12 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
 
 
 def rows_and_classes(value: torch.Tensor) -> torch.Size:
+    """The shape of a wide tensor with all dimensions but the last flattened."""
     return torch.Size((value.shape[:-1].numel(), value.shape[-1]))
 
 
 def _has_view(value: torch.Tensor, *shape: int) -> bool:
+    """Whether the tensor can be viewed in this shape."""
     try:
         value.view(shape)
     except (RuntimeError, ValueError):  # expanded or transposed
@@ -184,14 +192,17 @@ def _has_view(value: torch.Tensor, *shape: int) -> bool:
 
 
 class Region:
-    """The row-wise operators around a wide tensor, such as a log-softmax."""
+    """Finds the row-wise operators around a wide tensor, such as a log-softmax."""
 
     def __init__(self, wide: fx.Node) -> None:
         self.wide = wide
         self.shape = rows_and_classes(wide.meta["val"])
 
     def before(self, node: fx.Node, only_for: set[fx.Node]) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """The logits, and what is done to them to make `node` of them, where no others read it."""
+        """The logits, and the casts and scalings that make `node` from them.
+
+        only_for: the nodes that may read `node`; a step that others read, too, is not included.
+        """
         steps: list[fx.Node] = []
         while self.is_cast_or_scaled(node) and only_for.issuperset(readers(node)):
             steps.insert(0, node)
@@ -200,12 +211,14 @@ class Region:
         return node, tuple(steps)
 
     def after(self, backward: set[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-        """Readers of the tensor whose wide results are read by each other alone, and those of them
-        that have a result by row.
+        """The forward operators that lead from the wide tensor to results per row, and those of
+        them that have such a result. No other operators read their wide results.
+
+        backward: nodes of the backward pass, which are not among them.
         """
         members: set[fx.Node] = set()
         found = readers(self.wide)
-        for node in found:  # it grows
+        for node in found:  # grows in the loop
             if node in backward or node in members:
                 continue
             if self.is_row_result(node):
@@ -213,6 +226,7 @@ class Region:
             elif self.is_arithmetic(node):
                 members.add(node)
                 found += readers(node)
+        # take out nodes with a wide result that others read, until there are none
         while wide := {
             node
             for node in members
@@ -227,7 +241,8 @@ class Region:
         return tuple(after), tuple(filter(self.is_row_result, after))
 
     def backward_of(self, softmax_backward: fx.Node) -> tuple[fx.Node, ...]:
-        """Wide operators of the backward pass that are read by each other alone."""
+        """The wide operators of the backward pass around that of log-softmax, in order. Only the
+        last one's result is read by other operators."""
         members = {softmax_backward}
         self.add_made_for(softmax_backward, members)
         users = readers(softmax_backward)
@@ -237,13 +252,13 @@ class Region:
         return tuple(each for each in softmax_backward.graph.nodes if each in members)
 
     def add_made_for(self, node: fx.Node, members: set[fx.Node]) -> None:
-        """Add the operators that make the wide arguments of a member, if for members only."""
+        """Add the operators that make the wide arguments of a member, if only members read them."""
         for argument in node.all_input_nodes:
             maker = without_views(argument)
             if maker in members or not members.issuperset(readers(maker)):
                 continue
             if maker.meta.get("partitioner_tag") != node.meta.get("partitioner_tag"):
-                continue  # of the forward pass
+                continue  # it belongs to the forward pass
             is_nll = maker.target is aten.nll_loss_backward.default
             is_copy = maker.target is aten._to_copy.default and self.is_cast_or_scaled(maker)
             if is_nll or is_copy or self.is_arithmetic(maker) or self.is_spread(maker):
@@ -261,7 +276,7 @@ class Region:
         )
 
     def is_cast_or_scaled(self, node: fx.Node) -> bool:
-        """Whether it changes the dtype of one wide tensor, or multiplies it by a number."""
+        """Whether the node casts one wide tensor, or multiplies or divides it by a number."""
         if not self.is_wide(node) or len(node.all_input_nodes) != 1:
             return False
         (source,) = node.all_input_nodes
@@ -272,7 +287,8 @@ class Region:
         return node.target in _SCALED and not node.kwargs
 
     def is_arithmetic(self, node: fx.Node) -> bool:
-        """Whether each element is made of those at its place, and of one number for the row."""
+        """Whether each element of the result depends only on elements at its own position, on
+        numbers, and on one number per row."""
         if not self.is_wide(node) or node.target not in _ARITHMETIC or node.kwargs:
             return False
         shape = node.meta["val"].shape
@@ -287,12 +303,13 @@ class Region:
         return True
 
     def come_as_rows(self, node: fx.Node) -> bool:
-        """Whether the wide tensors that it reads are rows by classes also where they are made."""
+        """Whether the wide tensors that the node reads, without views, can be viewed as rows x
+        classes."""
         made = [without_views(source).meta["val"] for source in node.all_input_nodes]
         return all(v.numel() != self.shape.numel() or _has_view(v, *self.shape) for v in made)
 
     def is_row_result(self, node: fx.Node) -> bool:
-        """Whether it sums a wide tensor over the classes, or picks some of them."""
+        """Whether the node reduces a wide tensor over the classes, or picks some per row."""
         if node.target not in (*_REDUCED, aten.gather.default, aten.index.Tensor) or node.kwargs:
             return False
         wide, dim, *rest = node.args
@@ -306,7 +323,7 @@ class Region:
         return dim in last and self._indexes(rest[0], wide.meta["val"])
 
     def is_spread(self, node: fx.Node) -> bool:
-        """Whether it is the gradient of what was picked: zeros but for some classes."""
+        """Whether the node is the gradient of picking classes: zeros, except for some classes."""
         if node.target not in _SPREAD or not self.is_wide(node):
             return False
         args: Any = node.args
@@ -329,7 +346,7 @@ class Region:
         )
 
     def _is_one_of_each_row(self, index: Any, wide: torch.Tensor) -> bool:
-        """Whether it is [arange(rows), classes], for a tensor of rows by classes."""
+        """Whether the index is [arange(rows), classes], for a tensor of rows x classes."""
         if len(index) != 2 or wide.dim() != 2 or None in index:
             return False
         (rows, classes), n = index, self.shape[0]
@@ -340,6 +357,6 @@ class Region:
         )
 
     def _indexes(self, index: Any, wide: torch.Tensor) -> bool:
-        """Whether it has some elements for each row of a wide tensor."""
+        """Whether the index (or source) has the rows of a wide tensor, and is contiguous."""
         value = index.meta["val"]
         return bool(value.shape[:-1] == wide.shape[:-1] and value.is_contiguous())

@@ -1,16 +1,15 @@
-"""Storages that wait for the backward pass in fewer bits.
+"""Stores what is saved for backward in fewer bits.
 
-After the forward operator that makes a storage a node packs it (`graphs.rewrites.codes`), and
-before the first backward operator that reads it another one unpacks it. Whatever the backward pass
-reads of the storage it reads from there. Both are nodes like others: the packed storage is kept,
-recomputed, or copied to the host in its fewer bytes, as the solver decides, and the bound is proven
-for that program. Operators of the forward pass, also those that are recomputed, read the storage
-itself.
+A node after the forward operator that makes a storage packs it (`graphs.rewrites.codes`), and one
+before the first backward operator that reads it unpacks it; the backward pass reads only the
+unpacked one. Both are ordinary nodes: the solver decides whether the packed storage is kept,
+recomputed, or copied to the host in its fewer bytes, and proves its bound for that program. Forward
+operators, recomputed or not, read the original storage.
 
-How much of it is packed is a choice among a few programs: of the storages that could be, those
-come first whose recomputation would take longest for their bytes.
+How much is packed is a choice between a few variants. Of the storages that can be packed, those
+come first that have the most recomputation time per byte.
 
-Masks in bits come back with every bit. The other codes change results: what waits is rounded.
+Masks packed into bits are restored exactly. All other codes change results, since they round.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from graphs.rewrites.codes import Code, Pack, Unpack
 aten = torch.ops.aten
 
 LEAST_NUMBERS = 2**14
-"""Of a storage: packing a smaller one saves little."""
+"""Elements of the smallest storage that is packed; packing smaller ones saves little."""
 
 
 def rewrite(captured: Capture, *, code: str, share: float = 1.0) -> bool:
-    """Change the captured graph; returns whether there was anything to change.
+    """Change the captured program; returns whether there was anything to change.
 
     code: a name of `graphs.rewrites.codes`.
-    share: of the bytes that may wait packed, those that do at most, the most rewarding first.
+    share: which share of the bytes that can be packed is packed, at most.
     """
     held = {
         storage
@@ -53,9 +52,9 @@ def rewrite(captured: Capture, *, code: str, share: float = 1.0) -> bool:
         readers = [] if how is None else sorted(_late_readers(node), key=position.__getitem__)
         if how is not None and readers:
             found.append(_Waiting(node, readers, how))
-    # First those whose recomputation would take longest for their bytes, the longest waiting first
-    # among equals. Packing takes time by bytes. So does making again what has few operations for
-    # its bytes, which is therefore worth no packing; what takes many operations is.
+    # Storages with the most FLOPs per byte first; among equals, those that wait longest. Packing
+    # takes time in proportion to the bytes. So does recomputing a storage with few FLOPs per byte,
+    # which is therefore better recomputed than packed.
     left_bytes = share * sum(each.n_bytes for each in found)
     for each in sorted(found, key=lambda each: -each.flops_per_byte):
         if each.n_bytes <= left_bytes:
@@ -66,7 +65,12 @@ def rewrite(captured: Capture, *, code: str, share: float = 1.0) -> bool:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A storage that may wait packed. readers: of the backward pass, the first first."""
+    """A storage that can be packed.
+
+    made: the node that makes it.
+    readers: the nodes of the backward pass that read it, in order.
+    code: how to pack it.
+    """
 
     made: fx.Node
     readers: list[fx.Node]
@@ -78,16 +82,16 @@ class _Waiting:
 
     @property
     def flops_per_byte(self) -> float:
-        """Of the operator that makes it; by operators and shapes alone."""
+        """FLOPs per byte of the operator that makes it. Depends only on operators and shapes."""
         source: Any = self.made.args[0] if self.made.target is operator.getitem else self.made
         return flops_of(OpCall.from_node(source)) / self.n_bytes
 
 
 def _code_for(node: fx.Node, name: str) -> Code | None:
-    """How the storage that the node makes is packed; None: it stays as it is.
+    """How to pack the storage that the node makes; None: it is not packed.
 
-    What an operator returns beside its first result, in floating point, is statistics of it (means,
-    log-sum-exps), which are small and must be precise.
+    Further floating-point results of an operator after its first one are not packed: they are
+    statistics (means, log-sum-exps), which are small and must be precise.
     """
     value = node.meta.get("val")
     if node.op != "call_function" or _is_late(node) or not isinstance(value, torch.Tensor):
@@ -107,14 +111,14 @@ def _code_for(node: fx.Node, name: str) -> Code | None:
     n_bytes = value.untyped_storage().nbytes()
     is_whole = n_bytes == value.numel() * value.element_size() and value.storage_offset() == 0
     steps = zip(value.shape, value.stride(), strict=True)
-    n_apart = 1 + sum((n - 1) * step for n, step in steps)  # from its first number to its last
+    n_apart = 1 + sum((n - 1) * step for n, step in steps)  # from its first element to its last
     if not is_whole or n_apart != value.numel():
         return None
     return Code.of(name, dtype=value.dtype, n_numbers=value.numel())
 
 
 def _wait_packed(made: fx.Node, readers: list[fx.Node], code: Code) -> None:
-    """Pack what `made` has made, and let these nodes of the backward pass read it unpacked."""
+    """Pack the result of `made`, and let these nodes of the backward pass read it unpacked."""
     graph, value = made.graph, made.meta["val"]
     form = (list(value.shape), list(value.stride()))
     n_rows = math.prod(value.shape) // code.width
@@ -141,7 +145,8 @@ def _wait_packed(made: fx.Node, readers: list[fx.Node], code: Code) -> None:
     copies = {made: new}
 
     def unpacked(node: fx.Node) -> fx.Node:
-        """The node of the backward pass that has the value of this one."""
+        """What a reader reads instead of this node: the same view of the unpacked storage. Nodes on
+        other storages, and those of the backward pass, stay."""
         if _is_late(node) or storage not in _storages(node):
             return node
         if node not in copies:  # a view
@@ -155,8 +160,8 @@ def _wait_packed(made: fx.Node, readers: list[fx.Node], code: Code) -> None:
         reader.args = fx.map_arg(reader.args, unpacked)
         reader.kwargs = fx.map_arg(reader.kwargs, unpacked)
     waiting = list(readers)
-    for node in waiting:  # it grows
-        if storage in _storages(node):  # a view that the backward pass makes
+    for node in waiting:  # grows in the loop
+        if storage in _storages(node):  # the backward pass made a view: it moves to the new storage
             node.meta["val"] = _value(node)
             waiting += node.users
 
@@ -167,7 +172,7 @@ def _value(call: fx.Node) -> Any:
 
 
 def _call(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-    """A call in the phase and the module of another node."""
+    """A call in the phase and the module of the node `like`."""
     node = like.graph.call_function(target, args, kwargs or {})
     custom = like.meta.get("custom") or {}
     node.meta = {"custom": {k: v for k, v in custom.items() if k == "module_path"}}
@@ -177,7 +182,8 @@ def _call(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
 
 
 def _late_readers(made: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of the backward pass that read the storage, by way of the forward pass's views."""
+    """The nodes of the backward pass that read the storage, directly or through views that the
+    forward pass makes."""
     (storage,) = _storages(made)
     seen, waiting = {made}, [made]
     while waiting:
@@ -192,7 +198,7 @@ def _late_readers(made: fx.Node) -> Iterator[fx.Node]:
 
 
 def _storages(node: Any) -> set[int]:
-    """Addresses of the storages of its values."""
+    """Identities of the storages of a node's values."""
     if not isinstance(node, fx.Node):
         return set()
     values = pytree.tree_leaves(node.meta.get("val"))
@@ -200,4 +206,5 @@ def _storages(node: Any) -> set[int]:
 
 
 def _is_late(node: fx.Node) -> bool:
+    """Whether the node belongs to the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward"

@@ -1,14 +1,15 @@
-"""The head's product and its cross-entropy in row chunks: no logits, and other last bits.
+"""Runs the head's matrix product and its cross-entropy in row chunks, so that the logits never
+exist as a whole. Changes last bits.
 
-The forward pass makes the loss and, chunk by chunk, the gradients of the rows, of the head's weight
-and of its bias, all for a gradient of 1 of the summed loss (`HeadLoop`); the backward pass scales
-them. So the head's product is computed once, as in the plain step, and nothing of N x V elements
-outlives a chunk. (Wijmans et al. 2024, "Cut Your Losses", and Liger Kernel, Hsu et al. 2024, make
-gradients in the forward pass likewise.)
+The forward pass computes the loss and, chunk by chunk, the gradients of the rows, of the head's
+weight and of its bias, all for a gradient of 1 of the summed loss (`HeadLoop`); the backward pass
+scales them. So the head's product is computed once, as in the plain step, and no tensor of N x V
+elements outlives a chunk. (Wijmans et al. 2024, "Cut Your Losses", and Liger Kernel, Hsu et al.
+2024, also compute gradients in the forward pass.)
 
-It takes cross-entropies whose logits are an `mm` or `addmm` that nothing else reads, reduced to a
-mean or a sum. Not in float16: its loss scale is chosen so that gradients neither overflow nor
-vanish, and is not known in the forward pass.
+This applies to cross-entropies, reduced to a mean or a sum, whose logits are an `mm` or `addmm`
+that nothing else reads. Not in float16: there the loss scale keeps gradients from overflowing or
+vanishing, and it is not known in the forward pass.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _TRANSPOSED = {aten.t.default, aten.numpy_T.default}
 
 
 def rewrite(captured: Capture, *, n_chunks: int) -> bool:
-    """Change the captured graph; returns whether there was anything to change.
+    """Change the captured program; returns whether there was anything to change.
 
-    Losses whose rows do not make so many chunks stay as they are.
+    Losses with too few rows for `n_chunks` chunks are not changed.
     """
     found = False
     for region in list(cross_entropies(captured.graph)):
@@ -49,8 +50,11 @@ def rewrite(captured: Capture, *, n_chunks: int) -> bool:
 
 @dataclass(frozen=True)
 class _Head:
-    """The product that makes the logits, their loss, and the operators that make its gradients.
+    """The head: the product that makes the logits, and the nodes that make its gradients.
 
+    product: the `mm` or `addmm`.
+    rows, weight, bias: its arguments.
+    loss: the node of the loss.
     gradients: name of a gradient, as in `HeadLoop.makes` -> the node that makes it.
     """
 
@@ -63,7 +67,8 @@ class _Head:
 
 
 def _head_of(region: CrossEntropy) -> _Head | None:
-    """None where it is not the simple case."""
+    """The head that makes the logits of this cross-entropy; None if the operators around it do not
+    have the form that `HeadLoop` can replace."""
     loss = region.loss
     if loss is None or len(region.backward) < 2:
         return None
@@ -88,6 +93,7 @@ def _head_of(region: CrossEntropy) -> _Head | None:
         bias, rows, weight = arguments
     else:
         return None
+    # every reader of the product's gradient must be a gradient that the loop can make
     gradients: dict[str, fx.Node] = {}
     for reader in _through_transposes(region.backward[-1]):
         name = _gradient_name(reader, region.backward[-1], rows, weight)
@@ -100,7 +106,7 @@ def _head_of(region: CrossEntropy) -> _Head | None:
 
 
 def _through_transposes(node: fx.Node) -> list[fx.Node]:
-    """Who reads a node, through views and transposes."""
+    """The operators that read a node, directly or through views and transposes."""
     found: list[fx.Node] = []
     for user in readers(node):
         found += _through_transposes(user) if user.target in _TRANSPOSED else [user]
@@ -110,7 +116,8 @@ def _through_transposes(node: fx.Node) -> list[fx.Node]:
 def _gradient_name(
     reader: fx.Node, d_product: fx.Node, rows: fx.Node, weight: fx.Node
 ) -> str | None:
-    """Which gradient an operator makes of that of the product; None: none that is known."""
+    """Which gradient (a name in `HeadLoop.makes`) an operator computes from the gradient of the
+    product; None: none of these."""
     if reader.target is aten.sum.dim_IntList:
         sums_rows = reader.args[1:] == ([0], True)
         return "bias" if sums_rows and _source_of(reader.args[0]) == (d_product, 0) else None
@@ -127,7 +134,7 @@ def _gradient_name(
 
 
 def _source_of(node: Any) -> tuple[fx.Node, int]:
-    """What it is a view of, and whether transposed (1)."""
+    """The node that this node is a view of, and 1 if it is transposed, else 0."""
     transposed = 0
     while True:
         node = without_views(node)
@@ -137,7 +144,8 @@ def _source_of(node: Any) -> tuple[fx.Node, int]:
 
 
 def _replace(region: CrossEntropy, head: _Head, chunk_rows: int) -> None:
-    """The loss's node becomes the loop, and the nodes that made gradients scale those of it."""
+    """Turn the loss's node into the loop, and the nodes that made gradients into ones that scale
+    the loop's gradients."""
     loss, d_loss = head.loss, region.backward[0].args[0]
     of_loss, *of_weights = loss.users  # getitems of the loss and of the sum of weights
     _, target, _, reduction, ignored = loss.args
@@ -161,7 +169,7 @@ def _replace(region: CrossEntropy, head: _Head, chunk_rows: int) -> None:
     _, *made = loop(*(node.meta["val"] for node in loss.args))  # type: ignore[union-attr]
     loss.meta["val"] = (of_loss.meta["val"], *made)
     with loss.graph.inserting_after(of_loss):
-        parts = [  # each is put right after the loss
+        parts = [  # in reverse order, since each is inserted right after the loss
             loss.graph.call_function(operator.getitem, (loss, at)) for at in range(len(made), 0, -1)
         ][::-1]
     for part, value in zip(parts, made, strict=True):
@@ -177,9 +185,10 @@ def _replace(region: CrossEntropy, head: _Head, chunk_rows: int) -> None:
 
 
 def _as_float32(gradient: fx.Node) -> fx.Node:
-    """The cast that alone reads a gradient of 16 bits (autocast), else the gradient itself.
+    """The cast to float32 of a 16-bit gradient, if nothing else reads that (autocast); else the
+    gradient itself.
 
-    Sums over chunks are float32 already.
+    The loop's sums over chunks are float32 already, so the cast can be replaced, too.
     """
     node, n_transposed = gradient, 0
     while len(node.users) == 1:
@@ -194,9 +203,9 @@ def _as_float32(gradient: fx.Node) -> fx.Node:
 
 
 def _scale(node: fx.Node, made: fx.Node, scale: fx.Node) -> None:
-    """Let a node of the backward pass make the product of a gradient with a number.
+    """Turn a node of the backward pass into the product of a gradient and a scale (1 element).
 
-    In float32 and by chunks: `mul` would round the number to 16 bits.
+    It multiplies in float32 and in chunks; `mul` would round the scale to 16 bits.
     """
     n_rows, *row = node.meta["val"].shape
     dtype = node.meta["val"].dtype
@@ -218,7 +227,10 @@ def _scaled(out: torch.Tensor, made: torch.Tensor, scale: torch.Tensor) -> None:
 
 
 def _step(node: fx.Node, *, is_cast: bool = False) -> Step:
-    """A scaling by a number, or a cast to the dtype of the node."""
+    """A function that does what the node does: scales by a number, or casts to its dtype.
+
+    is_cast: take only the cast to the node's dtype.
+    """
     target, numbers, dtype = node.target, node.args[1:], node.meta["val"].dtype
     if is_cast or target is aten._to_copy.default:
         return lambda tensor: tensor.to(dtype)

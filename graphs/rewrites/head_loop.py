@@ -1,4 +1,5 @@
-"""One node for the head's product, its cross-entropy and their gradients, by chunks of rows."""
+"""A node that computes the head's matrix product, its cross-entropy and their gradients in chunks
+of rows."""
 
 from __future__ import annotations
 
@@ -13,32 +14,35 @@ from graphs.costs import RowLoop
 aten = torch.ops.aten
 
 EACH, MEAN, SUM = 0, 1, 2
-"""Reductions, as `nll_loss` numbers them."""
+"""Reductions of a loss, numbered as in `nll_loss`."""
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 PRODUCTS_PER_SUM = 4
-"""Of 16 bits that are summed in 16 bits, before their sum is added to the one in float32. To add
-each by itself would move the float32 sum as often: 16 chunks of the head of a Llama with 4 layers
-would take 11 % of its step, instead of 3 %. Of four roundings in a growing sum the error is 1.2 of
-one, and the plain step has one too."""
+"""How many 16-bit products of the weight's gradient are summed in 16 bits before their sum is added
+to the float32 one. Adding each product on its own would read and write the float32 sum each time:
+with 16 chunks, that takes 11 % of the step of a Llama with 4 layers, instead of 3 %. The error of
+four roundings in a growing sum is 1.2 times that of one, and the plain step has one, too."""
 
 
 @dataclass(frozen=True, repr=False)
 class HeadLoop(RowLoop):
     """The target of such a node: (rows, target, weight[, bias]) -> (loss, divisor, gradients...).
 
-    rows is N x D, target N, weight D x V, bias V. The loss is a number; gradients are those of the
-    sum over rows, to be divided by `divisor` (1 element) and multiplied by the loss's own gradient.
-    The weight's gradient is summed in float32 at least, the loss and the bias's in float64.
+    rows is N x D, target N, weight D x V, bias V. The loss is a scalar. The gradients are those of
+    the sum over all rows: they still have to be divided by `divisor` (1 element) and multiplied by
+    the gradient of the loss. The weight's gradient is summed in float32 at least, the loss and the
+    bias's gradient in float64.
 
-    rows_per_product: of one chunk; `rows_per_chunk` is a multiple, after which sums are up to date.
-    title: the operators in it, for the node's `op`.
-    reduction: MEAN or SUM. ignored: the target of rows that do not count.
-    dtype: of the loss.
-    makes: which gradients, of "rows", "weight", "weight.t" (V x D) and "bias" (1 x V).
-    before, after: casts and scalings of the product before its log-softmax, and of the gradient of
-        what that reads.
+    rows_per_product: rows of one chunk. `rows_per_chunk` is a multiple of it, after which partial
+        sums are added to the totals.
+    title: names of the operators that it replaces, for the node's `op`.
+    reduction: MEAN or SUM.
+    ignored: the target of rows that do not count.
+    dtype: dtype of the loss.
+    makes: the gradients to return, of "rows", "weight", "weight.t" (V x D) and "bias" (1 x V).
+    before: casts and scalings between the product and log-softmax.
+    after: those between the gradient of log-softmax's input and the gradient of the product.
     """
 
     __name__ = "head_loop"
@@ -76,7 +80,7 @@ class HeadLoop(RowLoop):
                 sums["weight.t"].add_product(d_product.t(), chunk)
             if "bias" in sums:
                 sums["bias"].add(d_product.sum(0, keepdim=True, dtype=exact))
-            del d_product  # before the next is made
+            del d_product  # free it before the next one is computed
             if end == n_rows or end % self.rows_per_chunk == 0:
                 for each in sums.values():
                     each.finish()
@@ -84,7 +88,8 @@ class HeadLoop(RowLoop):
         if self.reduction == MEAN:
             n_counted = (target != self.ignored).sum()
             loss = loss / n_counted
-            divisor = n_counted.clamp(min=1).to(exact).view(1)  # no row counts: gradients are 0
+            # if no row counts, the gradients are 0, so any divisor will do
+            divisor = n_counted.clamp(min=1).to(exact).view(1)
         made: Any = (d_rows if name == "rows" else sums[name].total for name in self.makes)
         return loss.to(self.dtype), divisor, *made
 
@@ -96,13 +101,15 @@ class HeadLoop(RowLoop):
         bias: tuple[torch.Tensor, ...],
         loss: torch.Tensor,
     ) -> torch.Tensor:
-        """The gradient of a chunk's product, where that of the loss is 1; adds to the loss."""
+        """The gradient of a chunk's product for a gradient of 1 of the summed loss. Adds the
+        chunk's part to `loss`."""
         logs = torch.addmm(bias[0], rows, weight) if bias else torch.mm(rows, weight)
         for step in self.before:
             logs = step(logs)
         aten._log_softmax.out(logs, 1, False, out=logs)
         losses, _ = aten.nll_loss_forward.default(logs, target, None, EACH, self.ignored)
         loss.add_(losses.sum(dtype=loss.dtype))
+        # reduced as a sum, so that a mean can divide by the count of all chunks at the end
         one = logs.new_ones(())
         made: torch.Tensor = aten.nll_loss_backward.default(
             one, logs, target, None, SUM, self.ignored, one
@@ -118,7 +125,7 @@ class HeadLoop(RowLoop):
 
 
 class _Sum:
-    """A sum in float32 at least, to which products of 16 bits come by way of a partial sum."""
+    """A sum in float32 at least. 16-bit products are first summed in a 16-bit partial sum."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -141,7 +148,7 @@ class _Sum:
             self._partial = torch.mm(one, other)
 
     def finish(self) -> None:
-        """Bring the total up to date."""
+        """Add the partial sum to the total."""
         if self._partial is not None:
             self.add(self._partial)
             self._partial = None

@@ -1,12 +1,13 @@
-"""Outputs into dying inputs: a gradient that is read for the last time makes room for the next.
+"""Lets operators write their output over an input that is read for the last time.
 
 An operator of the backward pass writes its result over an input of the same form that nothing reads
-afterwards, and the result is an alias of that input. Every bit stays: the operator is the same
-kernel, which reads each position before it writes it.
+afterwards; the result becomes an alias of that input. Results stay bitwise identical, since the
+same kernel runs, and it reads each position before it writes it.
 
 The loss in row chunks writes the gradient of the logits over the logits, or over log-softmax, which
-was written over the logits. What makes and reads those runs once then: they are read last where the
-backward pass begins, so that computing them again would save little.
+was written over the logits. The operators that make and read these then run only once. Little is
+lost by that: the logits are last read at the beginning of the backward pass, where recomputing them
+would save little.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ELEMENTWISE = {
     aten.leaky_relu_backward.default,
     aten.softplus_backward.default,
 }
-"""These are not tagged as such."""
+"""Element-wise operators that PyTorch does not tag as pointwise."""
 
 ROW_WISE = {
     aten._log_softmax.default,
@@ -40,15 +41,16 @@ ROW_WISE = {
     aten._softmax.default,
     aten._softmax_backward_data.default,
 }
-"""They read what they need of a row, or of a position, before they write it: on the CPU as tested,
-on CUDA by their source."""
+"""Row-wise operators that read all they need of a row (or position) before they write it: tested on
+the CPU, read in the source for CUDA."""
 
 IN_PLACE = {
     aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
     aten.relu.default: aten.relu_.default,
 }
-"""These have only an in-place overload that computes directly. Arithmetic with a number has one
-too, but `mul_(x, 0.3)` rounds the number to 16 bits first, where `mul` does not."""
+"""Operators whose only overload that computes in place is the in-place one -> that overload.
+Arithmetic with a number has one, too, but is missing: for 16-bit tensors `mul_(x, 0.3)` first
+rounds the number to 16 bits, which `mul` does not."""
 
 
 def rewrite(layout: Layout) -> Layout:
@@ -57,7 +59,10 @@ def rewrite(layout: Layout) -> Layout:
 
 
 def overwriting(layout: Layout, may: Callable[[Node], bool]) -> Layout:
-    """The same for some nodes. may: whether a node may overwrite an input."""
+    """Like `rewrite`, but only for some nodes.
+
+    may: whether a node may overwrite an input.
+    """
     made = {name: node for node in layout.nodes for name in node.outputs}
     readers: dict[str, list[str]] = {}  # storage -> the nodes that read it, in order
     seen = set(layout.outputs)
@@ -66,10 +71,10 @@ def overwriting(layout: Layout, may: Callable[[Node], bool]) -> Layout:
             readers.setdefault(name, []).append(node.name)
         call = layout.calls.get(node.name)
         if call is not None and isinstance(call.target, OpaqueForward | OpaqueBackward):
-            # a module that runs as one piece may hold it beyond the step, in an attribute or a hook
+            # a module that runs as one piece may keep its tensors, in an attribute or a hook
             seen |= {*node.inputs, *node.outputs}
     last = {name: nodes[-1] for name, nodes in readers.items()}
-    free = {  # may take part: nobody outside of the step sees them
+    free = {  # storages that may be overwritten: nothing outside of the step reads them
         tensor.name
         for tensor in layout.tensors
         if tensor.kind == "activation" and tensor.name in made and tensor.name not in seen
@@ -106,9 +111,9 @@ def overwriting(layout: Layout, may: Callable[[Node], bool]) -> Layout:
 
 
 def _pinned(layout: Layout, free: set[str], last: dict[str, str]) -> set[str]:
-    """Forward tensors to overwrite: logits and log-softmax of a loss in row chunks.
+    """The forward tensors that may be overwritten: logits and log-softmax of a loss in row chunks.
 
-    Log-softmax may be written over the logits itself where the gradient is written over it.
+    If the gradient is written over log-softmax, log-softmax may be written over the logits.
     """
     pinned: set[str] = set()
     for node in reversed(layout.nodes):
@@ -127,11 +132,11 @@ def _pinned(layout: Layout, free: set[str], last: dict[str, str]) -> set[str]:
 def _overwrites(
     layout: Layout, call: torch.fx.Node, dying: set[str], size_bytes: dict[str, int]
 ) -> Iterator[Overwrite]:
-    """The ways in which this call can overwrite one of these storages."""
+    """The ways in which this call can overwrite one of the storages in `dying`."""
     made = call.meta.get("val")
     overload, keyword = _overload(call.target)
     if overload is None or not isinstance(made, torch.Tensor) or made.is_complex():
-        return  # of complex numbers, the CPU's division has other last bits over its input
+        return  # complex division on the CPU gives other last bits when it overwrites its input
     arguments = [
         item
         for item in pytree.tree_leaves((call.args, call.kwargs))
@@ -152,16 +157,16 @@ def _overwrites(
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that read the same positions of a storage as the same numbers."""
+    """A key that is equal for tensors that view a storage in the same way."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 @functools.cache
 def _overload(target: Any) -> tuple[Callable[..., Any] | None, str | None]:
-    """The overload that writes into a tensor that it is given, and the name of that argument.
+    """The overload of an operator that writes into a given tensor, and the name of that argument,
+    which is None for an in-place overload. (None, None) if there is no such overload.
 
-    A generated one computes first and copies then, which saves nothing. The name is None for an
-    in-place overload.
+    Generated overloads do not count: they compute first and then copy, which saves nothing.
     """
     if target in IN_PLACE:
         return IN_PLACE[target], None
@@ -183,6 +188,6 @@ def _overload(target: Any) -> tuple[Callable[..., Any] | None, str | None]:
 
 
 def _takes(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    """Names and types of what it reads."""
+    """Names and types of the arguments that the overload reads."""
     arguments = overload._schema.arguments
     return [(item.name, str(item.type)) for item in arguments if not item.is_out]

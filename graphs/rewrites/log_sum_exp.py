@@ -1,8 +1,9 @@
-"""Losses written with `logsumexp`, and z-losses, in row chunks.
+"""Runs losses written with `logsumexp`, such as z-losses, in row chunks.
 
-`logsumexp(logits) - logits.gather(...)` has no log-softmax. The sum is computed by chunks, as it
-takes a tensor of the logits' size while it runs, and so is the gradient: the backward pass computes
-softmax as `(logits - sum).exp()`, and multiplies and adds up a few tensors of that size.
+`logsumexp(logits) - logits.gather(...)` contains no log-softmax. `logsumexp` itself is computed in
+chunks, since it takes a tensor of the logits' size while it runs. So is the gradient: the backward
+pass computes softmax as `(logits - logsumexp).exp()`, and multiplies and adds a few tensors of that
+size.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ aten = torch.ops.aten
 
 
 def rewrite_sums(graph: fx.Graph) -> bool:
-    """Change the program; returns whether there was anything to change."""
+    """Change the traced program; returns whether there was anything to change."""
     found = False
     sums = graph.find_nodes(op="call_function", target=aten.logsumexp.default)
     for wide in dict.fromkeys(without_views(node.args[0]) for node in sums):
         region = _read(wide)
         if region is None:
             continue
+        # forward: a row-chunk node for each result that takes a wide temporary (casts of the
+        # logits, which each node repeats, or logsumexp's own)
         for node in region.row_results:
             if region.before or node.target is aten.logsumexp.default:
                 body = Body(region)
@@ -39,6 +42,7 @@ def rewrite_sums(graph: fx.Graph) -> bool:
                     body.run(each)
                 body.write_for(node)
                 take_place(node, *body.nodes_before(node, like=node))
+        # backward: one node, which makes the gradient of the logits and may overwrite them
         body = Body(region)
         body.read(region.logits, overwritable=region.has_form_of_gradient(region.logits))
         for node in region.before:
@@ -50,7 +54,8 @@ def rewrite_sums(graph: fx.Graph) -> bool:
 
 
 def _read(wide: fx.Node) -> WideOperators | None:
-    """What reads a wide tensor of which the log of the sum of exponentials is taken."""
+    """The operators around a wide tensor that `logsumexp` reads; None if they do not have the form
+    that can run in chunks."""
     value = wide.meta["val"]
     if value.dim() < 2 or not is_worthwhile(*rows_and_classes(value)):
         return None
@@ -62,7 +67,8 @@ def _read(wide: fx.Node) -> WideOperators | None:
     seeds = [each for each in users if each.target is aten.sub.Tensor and _is_backward(each)]
     if not seeds or not any(each.target is aten.logsumexp.default for each in row_results):
         return None
-    last = seeds[0]  # the gradient is where row-wise operators of the backward pass lead from here
+    # follow the row-wise operators of the backward pass from `logits - logsumexp` to the gradient
+    last = seeds[0]
     while len(after := readers(last)) == 1:
         if not region.is_arithmetic(after[0]) and not region.is_cast_or_scaled(after[0]):
             break
@@ -78,7 +84,7 @@ def _read(wide: fx.Node) -> WideOperators | None:
     if not all(map(region.come_as_rows, (*before, *row_results, *backward))):
         return None
     if any(user.op == "output" for each in (*row_results, last) for user in each.users):
-        return None  # the step knows it by its node
+        return None  # outputs of the step are found by their node, which must stay
     return WideOperators(
         logits=logits, before=before, wide=wide, row_results=row_results, backward=backward
     )

@@ -1,4 +1,4 @@
-"""The names of rewrites, and which of them are planned for the user's word. Imports no torch."""
+"""The names of rewrites, and which variants are planned for the user's word. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ Variant = tuple[str, ...]
 N_CHUNKS = (2, 4, 8, 16, 32, 64)
 
 HEAD_AND_LOSS = {f"head_and_loss_in_{n}_chunks": n for n in N_CHUNKS}
-"""Name of a rewrite -> chunks of rows. They change last bits."""
+"""Name of a rewrite -> its number of chunks of rows. These rewrites change last bits."""
 
 CODES = ("bf16", "fp8", "int8")
 
 SHARES = {"_16th": 1 / 16, "_4th": 1 / 4, "_half": 1 / 2, "": 1.0}
-"""What follows the name of a rewrite in fewer bits -> the share of the bytes that wait packed."""
+"""Suffix of the name of a rewrite in fewer bits -> the share of the bytes that it packs."""
 
 FEWER_BITS: dict[str, tuple[str, float]] = {
     "packed_masks": ("bits", 1.0),
     **{f"waiting_in_{code}{part}": (code, SHARES[part]) for code in CODES for part in SHARES},
 }
-"""Name of a rewrite -> code of `graphs.rewrites.codes`, and share of the bytes that may wait in it.
-All but the first change results."""
+"""Name of a rewrite in fewer bits -> code of `graphs.rewrites.codes`, and the share of the bytes
+that can be packed which it packs. All but the first change results."""
 
 CALLED_LOSSES = ("cross_entropy_in_chunks", "cross_entropy_backward_in_chunks")
-"""Of those that change a program these, and `loss_in_place`, are of calls of `F.cross_entropy`: a
-step of stock modules can have them."""
+"""The rewrites of the program that only change calls of `F.cross_entropy`, so that a step of stock
+modules can have them (and `loss_in_place`, which changes the layout)."""
 
 STOCK: tuple[Variant, ...] = tuple((name, "loss_in_place") for name in reversed(CALLED_LOSSES))
-"""The variants that a step of stock modules can have, beside the plain one."""
+"""The variants that a step of stock modules can have, besides the plain one."""
 
 PROGRAM_REWRITES = (
     *(*HEAD_AND_LOSS, "chunked_loss", "chunked_loss_backward"),
     *(*CALLED_LOSSES, *FEWER_BITS),
 )
-"""They change a Capture, before it becomes a layout; a variant has one in chunks at most, and one
-or two in fewer bits."""
+"""The rewrites that change a Capture, before it becomes a layout. A variant has at most one in
+chunks, and at most two in fewer bits."""
 
 REWRITES: tuple[str, ...] = (*PROGRAM_REWRITES, "in_place", "loss_in_place")
-"""The others change the layout. `graphs.rewrites.passes` has the function of each."""
+"""All rewrites; the last two change the layout. `graphs.rewrites.passes` has their functions."""
 
 WORDS = ("bitwise", "allclose", "none", "lossless", *CODES)
-"""What a plan may do to the results: keep every bit; change last bits as well; "none": nothing is
-rewritten; "lossless": keep every bit, and let masks wait in bits; a code: also round what waits for
-the backward pass to it."""
+"""How far a plan may change results. "bitwise": not at all; "allclose": last bits may change;
+"none": nothing is rewritten; "lossless": bitwise, and masks are saved for backward as bits; a code:
+what is saved for backward may also be rounded to this code."""
 
 
 def check_word(word: str) -> str:
-    """The word itself; raises ValueError for any other than WORDS."""
+    """Return the word; raise ValueError if it is not one of WORDS."""
     if word not in WORDS:
         raise ValueError(
             f"rewrites is {word!r}; expected 'bitwise' (results stay bitwise identical), "
@@ -59,8 +59,8 @@ def check_word(word: str) -> str:
 
 
 def results_of(rewrites: Iterable[str]) -> str:
-    """What a step with these rewrites keeps of the plain one's results: "bitwise", "allclose", or
-    "lossy": what waited for the backward pass has been rounded."""
+    """How close a step with these rewrites comes to the plain step's results: "bitwise", "allclose"
+    or "lossy" (what is saved for backward is rounded)."""
     rewrites = tuple(rewrites)
     if any(FEWER_BITS.get(name, ("", 0))[0] in CODES for name in rewrites):
         return "lossy"
@@ -70,7 +70,7 @@ def results_of(rewrites: Iterable[str]) -> str:
 def variants_of(word: str, *, sharded: bool = False) -> tuple[Variant, ...]:
     """The variants to plan for a word of WORDS.
 
-    sharded: the step of one rank of FSDP2, which stock modules run.
+    sharded: whether this is the step of one rank of FSDP2, which only stock modules run.
     """
     if check_word(word) == "none":
         return ((),)
@@ -96,5 +96,5 @@ def is_stock(rewrites: Iterable[str]) -> bool:
 
 
 def rewrites_program(rewrites: Iterable[str]) -> bool:
-    """Whether one of them changes the program, rather than the layout alone."""
+    """Whether any of these rewrites changes the program, and not just the layout."""
     return any(name in PROGRAM_REWRITES for name in rewrites)

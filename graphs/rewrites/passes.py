@@ -30,10 +30,10 @@ PROGRAM_PASSES: dict[str, Callable[[Capture], bool]] = {
         for name, (code, share) in FEWER_BITS.items()
     },
 }
-"""They change a captured program, and return whether there was anything to change."""
+"""Rewrites that change a captured program in place, and return whether anything changed."""
 
 LAYOUT_PASSES: dict[str, Callable[[Layout], Layout]] = {
     "in_place": in_place.rewrite,
     "loss_in_place": called_losses.rewrite_layout,
 }
-"""They return a new layout; the one that they are given does not change."""
+"""Rewrites that return a new layout and leave the given one unchanged."""

@@ -1,7 +1,7 @@
-"""Whether row chunks keep every bit here: a property of the device's kernels, tried on it.
+"""Tests whether row chunks give bitwise identical results, which depends on the device's kernels.
 
-Each node that runs by chunks is run on a few rows of its own width, all at once and in chunks.
-Where a column is picked for it, PyTorch's `nll_loss` is run on the column and on the whole.
+Each node that runs in chunks is run on a few rows of its own width, all at once and in chunks. For
+a loss of a picked column, PyTorch's `nll_loss` is run on the column and on the whole tensor.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from graphs.rewrites.chunk_sizes import ALIGNED_ROWS
 from graphs.rewrites.row_chunks import RowChunks
 
 aten = torch.ops.aten
-N_ROWS = 3 * ALIGNED_ROWS + 1  # so that the last chunk is as short as it can be
+N_ROWS = 3 * ALIGNED_ROWS + 1  # so that the last chunk is as short as possible
 N_POSITIONS = 256
-"""Of exponentials that are compared."""
+"""How many exponentials are compared."""
 N_CLASSES = 8
-"""Of the losses that are compared; a loss reads one element of a row."""
+"""The number of classes in the losses that are compared; a loss reads one element per row, so few
+suffice."""
 
 
 def keeps_bits(graph: fx.Graph, costs: Any) -> bool:
-    """Whether the row-chunk nodes of a program have the same bits by chunks as at once.
+    """Whether all row-chunk nodes of a program give the same bits in chunks as all at once.
 
-    costs: the description of the cost model. Nothing is tried where it is of a CUDA device and
-    there is none here; {}: the program will run here, whatever it was planned for.
+    costs: the description of the cost model. If it is for a CUDA device and there is none here,
+        nothing is tried and the answer is True. {}: the program will run on this machine, whatever
+        it was planned for.
     """
     if hardware.is_cuda(costs) and not torch.cuda.is_available():
         return True
@@ -63,7 +65,7 @@ def _keeps(node: fx.Node) -> bool:
 
 
 def _reads_picked(node: fx.Node) -> bool:
-    """Whether it is a loss of the one column that row chunks have picked."""
+    """Whether the node is an nll_loss of the column that a row-chunk node has picked."""
     if node.target is not aten.nll_loss_forward.default:
         return False
     source: Any = node.args[0]
@@ -74,7 +76,11 @@ def _reads_picked(node: fx.Node) -> bool:
 
 @functools.cache
 def _same(chunks: RowChunks, forms: Any, device: torch.device, n_threads: int) -> bool:
-    """n_threads: what the answer may depend on besides."""
+    """Whether a row-chunk node gives the same bits in chunks as all at once.
+
+    forms: shape (of a row, for row inputs) and dtype of each input.
+    n_threads: not used, but part of the cache's key, since the answer may depend on it.
+    """
     torch.manual_seed(0)
     width = max(shape[0] for shape, _ in forms if shape)
     args = []
@@ -93,10 +99,10 @@ def _same(chunks: RowChunks, forms: Any, device: torch.device, n_threads: int) -
 
 @functools.cache
 def _same_exponentials(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether an exponential does not depend on where it is in a tensor, and of how many.
+    """Whether an exponential is independent of its position in the tensor and of the tensor's size.
 
-    A kernel may compute what is left over at the end of a vector, or of a thread's share, in
-    another way. Of a few rows that would seldom be seen.
+    A kernel may compute the remainder at the end of a vector, or of a thread's share, in another
+    way. Comparing only a few rows would seldom show that.
     """
     torch.manual_seed(0)
     values = torch.empty(N_POSITIONS, device=device).uniform_(-20, 5).to(dtype)
@@ -112,6 +118,7 @@ def _same_exponentials(dtype: torch.dtype, device: torch.device) -> bool:
 def _same_loss(
     n_rows: int, dtype: torch.dtype, reduction: int, device: torch.device, n_threads: int
 ) -> bool:
+    """Whether nll_loss of a picked column gives the bits of nll_loss of the whole tensor."""
     torch.manual_seed(0)
     values = -torch.rand(n_rows, N_CLASSES, device=device).to(dtype)
     target = torch.randint(-1, N_CLASSES, (n_rows,), device=device)

@@ -1,4 +1,4 @@
-"""The variants of a step, and how they are made. Imports no torch until then."""
+"""The variants of a step, and the functions that make them. Imports torch only in these."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class StockVariants:
-    """The variants that a step of stock modules can have besides, made when they are asked for.
+    """Further variants, which a step of stock modules can have; made on first access.
 
-    They stay behind when what holds them is copied or pickled.
+    Copying or pickling gives an object without variants.
     """
 
     def __init__(self, make: Callable[[], tuple[Graph, ...]]) -> None:
@@ -34,12 +34,13 @@ class StockVariants:
 
 @dataclass(frozen=True)
 class Variants:
-    """One training step as several programs that have the same results.
+    """One training step as several programs with the same results.
 
     plain: the step as the framework runs it without a plan.
     planned: the programs to plan; at least one, and `plain` may be among them.
-    kept: the traced program, for `apply` in this process (None: it is traced again).
-    stock: for exports in this process (None: the planned ones are all, or are not known).
+    kept: the traced program, for `apply` in this process (None: `apply` traces again).
+    stock: variants of stock modules, for exports in this process (None: there are none besides the
+        planned ones, or they are not known).
     """
 
     plain: Graph
@@ -49,14 +50,16 @@ class Variants:
 
     @classmethod
     def of(cls, step: Graph | Variants) -> Variants:
-        """A graph alone is its only variant."""
+        """The variants of a step. A single graph is the only one to plan; its plain step is the
+        same without in-place rewrites and with the optimizer's state on the device."""
         if isinstance(step, Variants):
             return step
         return cls(with_state_on_device(_not_in_place(step)), (step,))
 
 
 def _not_in_place(graph: Graph) -> Graph:
-    """The step in which every output has memory of its own; the graph itself if it is that step."""
+    """The step without `Node.overwrites`: each output that overwrote an input gets memory of its
+    own. The graph itself if no node overwrites."""
     if not any(node.overwrites for node in graph.nodes):
         return graph
     owner: dict[str, str] = {}  # overwritten storage -> the tensor that is there now
@@ -83,10 +86,13 @@ def offered(
     *,
     runs_here: bool = False,
 ) -> Variants:
-    """The step and those variants of it that keep all bits on the device, each once.
+    """The plain step, and those of the traced variants that may be planned: those that keep all
+    bits on the device, each once.
 
-    traced: graph and program of the plain step, then of others. Where the device that is planned
-    for is not here, nothing is tried, unless the step will run here all the same (runs_here).
+    traced: graph and program of the plain step, then of the other variants.
+    planned: the variants that the user's word allows.
+    runs_here: whether the step will run on this machine even if it was traced for another device.
+        Otherwise, if the device is not here, nothing is tried and all variants are offered.
     """
     from graphs.rewrites.probe import keeps_bits  # here: it takes torch
 
@@ -99,7 +105,8 @@ def offered(
     graphs = [
         replace(graph, meta=replace(graph.meta, refused_rewrites=refused)) for graph, _ in traced
     ]
-    found = {  # a rewrite that finds nothing to change makes no other graph
+    # by graph_id, since a variant whose rewrites find nothing to change has the same graph
+    found = {
         graph.graph_id: graph
         for graph in reversed(graphs)
         if (variant := tuple(graph.meta.rewrites)) in planned and tried[variant]
@@ -108,14 +115,16 @@ def offered(
 
 
 def keeps_bits_here(program: Capture) -> bool:
-    """Whether a program in row chunks has all bits of the plain step on this device; tried once."""
+    """Whether a program with row chunks gives all bits of the plain step on this device, as tried
+    once."""
     from graphs.rewrites.probe import keeps_bits  # here: it takes torch
 
     return keeps_bits(program.graph, {})
 
 
 def program_with(captured: Capture, rewrites: Sequence[str]) -> Capture:
-    """The program after those of PROGRAM_REWRITES: a new one, or itself where nothing changes."""
+    """The program after those of the rewrites that are in PROGRAM_REWRITES: a new one, or the same
+    object if nothing changes."""
     from graphs.rewrites.passes import PROGRAM_PASSES  # here: it takes torch
 
     for name, rewrite in PROGRAM_PASSES.items():
@@ -133,7 +142,8 @@ def losses_in_chunks(layout: Layout) -> list[dict[str, Any]]:
 
 
 def rewritten(layout: Layout, rewrites: Sequence[str]) -> Layout:
-    """The layout after these rewrites. Raises ValueError for one that does not exist."""
+    """The layout after those of the rewrites that change layouts. Raises ValueError for an unknown
+    rewrite."""
     from graphs.rewrites.passes import LAYOUT_PASSES  # here: it takes torch
 
     unknown = [name for name in rewrites if name not in REWRITES]

@@ -1,7 +1,8 @@
-"""One node that runs several row-wise operators, for one chunk of rows after the other.
+"""A node that runs several row-wise operators, one chunk of rows after the other.
 
-What lies between the operators exists for one chunk at a time. A row-wise operator gives a row the
-same bits whatever other rows it is given with it; `graphs.rewrites.probe` tries that on the device.
+The operators' intermediate results exist for only one chunk at a time. Results are bitwise
+identical if the operators compute each row independently of the other rows that they are called
+with; `graphs.rewrites.probe` checks this on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from graphs.rewrites.chunk_sizes import chunk_starts
 
 @dataclass(frozen=True)
 class Out:
-    """An output of the node: a row of this shape and dtype for each row."""
+    """An output of the node.
+
+    shape: of one row.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,15 +31,16 @@ class Out:
 
 @dataclass(frozen=True, repr=False)
 class RowChunks(RowLoop):
-    """The target of such a node: called like an operator; dimension 0 of `row_inputs` is the rows.
+    """The target of such a node, called like an operator.
 
-    title: the operators in it, for the node's `op`.
-    outs: a single one is returned as a tensor, several as a tuple.
-    overwritable: positions of inputs that a single output may be written into.
-    has_exponentials: whether there are some in it, which must not depend on where a chunk ends.
-    body: (outputs of one chunk..., its inputs...) -> None; writes the outputs.
-    source: what the body computes, constants included: nodes that differ in a temperature or an
-        ignored target are different.
+    title: names of the operators that it runs, for the node's `op`.
+    outs: its outputs; a single one is returned as a tensor, several as a tuple.
+    overwritable: positions of inputs that its output may be written into, if it has only one.
+    source: code of the body with its constants, so that nodes that differ in a temperature or an
+        ignored target are not equal.
+    body: (outputs of one chunk..., inputs of one chunk...) -> None; writes the outputs.
+    has_exponentials: whether it computes exponentials. For bitwise identical results, these must
+        not depend on where a chunk ends.
     """
 
     __name__ = "row_chunks"
@@ -47,7 +52,10 @@ class RowChunks(RowLoop):
     has_exponentials: bool = False
 
     def __call__(self, *args: Any, out: torch.Tensor | None = None) -> Any:
-        """Run all chunks. out: what a single output is written into (None: new memory)."""
+        """Run all chunks.
+
+        out: the tensor to write the output into, if there is only one (None: allocate it).
+        """
         first = args[self.row_inputs[0]]
         n_rows = first.shape[0]
         outs = (

@@ -1,7 +1,7 @@
-"""Graphs made from numbers: chains, residual nets, loops. No torch.
+"""Synthetic graphs for tests and benchmarks: chains, residual nets, loops. Imports no torch.
 
-For tests and benchmarks. They are written as a forward pass with `Tape`, which adds a backward pass
-as autograd would. The same arguments give the same graph.
+Each records a forward pass on a `Tape`, which adds a backward pass as autograd would. The same
+arguments give the same graph.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from graphs.synthetic.tape import Tape
 
 
 def chain(*, n_blocks: int, size_bytes: int = 1000, time_s: float = 1.0) -> Graph:
-    """Equal ops in a row, each with its input saved for backward."""
+    """A chain of equal ops, each of which saves its input for backward."""
     tape = Tape(backward_ratio=1.0)
     x = tape.input("x", size_bytes)
     for i in range(n_blocks):
@@ -33,7 +33,7 @@ def residual(*, n_blocks: int, width_bytes: int = 1 << 20) -> Graph:
 
 
 def recurrent(*, n_steps: int, state_bytes: int = 1 << 16, n_cell_ops: int = 6) -> Graph:
-    """A loop of cells: a few ops per step on a hidden state that is carried along."""
+    """A recurrent net: `n_cell_ops` ops per step, on the hidden state of the step before."""
     tape = Tape()
     x = tape.input("x", state_bytes * n_steps)
     state = tape.op("start", [x], state_bytes, 1e-6)

@@ -1,4 +1,5 @@
-"""A forward pass from numbers, and the backward pass that autograd would add to it. No torch."""
+"""Builds synthetic graphs: a forward pass of ops with given bytes and seconds, and the backward
+pass that autograd would add to it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ class Tape:
     """Records forward ops and what they save for backward, then adds the backward ops.
 
     The backward of an op takes `backward_ratio` times its forward time, reads the gradient of its
-    output and what it saved, and makes one gradient per input and per parameter (an output of the
-    graph). Several gradients of one tensor are summed pair by pair.
+    output and what it saved, and makes one gradient per input and per parameter (the latter are
+    outputs of the graph). Several gradients of one tensor are summed pairwise, in ops that take
+    `add_s_per_byte` for each byte that they read or write.
     """
 
     backward_ratio: float = 2.0
@@ -50,8 +52,13 @@ class Tape:
     ) -> str:
         """Run an op forward; returns its first output.
 
-        size_bytes: of its output, or of several; all but the first are saved for backward.
-        parameter_bytes: it has a parameter of that size, whose gradient its backward makes.
+        size_bytes: bytes of its output, or of each of several outputs; all but the first of these
+            are saved for backward.
+        time_s: seconds of the forward op.
+        parameter_bytes: bytes of the op's parameter, whose gradient its backward makes (None: it
+            has no parameter).
+        saves_inputs, saves_output: what is saved for backward. A parameter always is.
+        workspace_bytes: of the forward op, and of its backward op.
         """
         sizes = [size_bytes] if isinstance(size_bytes, int) else list(size_bytes)
         outputs = [
@@ -92,7 +99,7 @@ class Tape:
             if output not in gradient:
                 continue
             made: list[str] = []
-            meeting: list[tuple[str, str]] = []
+            meeting: list[tuple[str, str]] = []  # tensors that already have a gradient: sum both
             for name in dict.fromkeys(op.inputs):
                 if name in self._leaves:
                     continue

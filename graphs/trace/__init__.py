@@ -1,4 +1,4 @@
-"""`trace`: from a PyTorch model and a batch to the Graph of one training step."""
+"""`trace`: turns a PyTorch model and a batch into the Graph of one training step."""
 
 from graphs.model_calls import TraceError
 from graphs.trace.entry_point import trace, trace_variants

@@ -1,4 +1,4 @@
-"""The Graph of a captured module, before the rest of the step is added."""
+"""The Graph of a captured module, before loss, sharding and optimizer are added."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from graphs.training_step import accumulation, with_accumulation, with_device_by
 
 
 def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
-    """With what eager mode did in the rehearsal."""
-    # Where a rewrite has let a node before it overwrite what is held until a node has run, what is
-    # there instead. Names that the graph does not have stay as they are.
-    there: dict[str, str] = {}  # storage -> the tensor that is there now
+    """The graph, with what eager mode did in the rehearsal recorded in its meta."""
+    # A rewrite may have let a node overwrite a tensor that eager mode holds longer. Then the tensor
+    # that is on its storage by then is recorded instead. Names that the graph does not have stay.
+    there: dict[str, str] = {}  # storage -> the tensor that is on it now
     saved = {name: list(names) for name, names in rehearsed.saved.items()}
     for node in graph.nodes:
         if node.overwrites is not None:
@@ -62,13 +62,21 @@ def captured_graph(
     gradients: str,
     cost: NodeCosts,
 ) -> Graph:
-    """One variant of a captured step."""
+    """The graph of one variant of a captured step.
+
+    captured: the traced program, after the rewrites.
+    layout: its nodes and tensors.
+    rewrites: the variant.
+    device: the device of the step; None: the model's.
+    gradients: as in `GraphMeta.gradients`.
+    cost: gave the nodes their costs; describes the cost model.
+    """
     arguments = tensor_names(call, model)
     tensors_of: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
     for placeholder, source in captured.sources.items():
         name = arguments[source.index] if source.kind == "input" else source.name
         tensors_of.setdefault(source.kind, {})[name] = placeholder.name
-    dtypes: dict[str, list[str]] = {}  # of storages, but those that exist before the step
+    dtypes: dict[str, list[str]] = {}  # dtype -> storages, except those that exist before the step
     for tensor in layout.tensors:
         before = tensor.kind in ("parameter", "buffer", "input", "optimizer_state")
         if not before and tensor.name in layout.dtypes:
@@ -79,7 +87,7 @@ def captured_graph(
         "gradients": gradients,
         "gradient_outputs": list(captured.gradient_outputs),
     }
-    gradient_strides = []  # where they are others than the output's own
+    gradient_strides = []  # of gradients whose strides differ from those of their output
     for index, tangent in captured.tangents.items():
         own, strides = captured.outputs[index].meta["val"], tangent.meta["val"].stride()
         if not same_strides(own.shape, own.stride(), strides):
@@ -132,7 +140,8 @@ def captured_graph(
 
 
 def _values_read(captured: Capture) -> list[dict[str, Any]]:
-    """What the module read of the batch and its buffers, each once; of random numbers in order."""
+    """The values that the module read of the batch and its buffers, each once, and those that it
+    read of random numbers, in order and as one entry."""
     found: list[dict[str, Any]] = []
     for guard in captured.guards:
         if not guard.recipe.is_chance and (described := guard.described()) not in found:
@@ -147,10 +156,14 @@ def _values_read(captured: Capture) -> list[dict[str, Any]]:
 def _parameter_layout(
     model: nn.Module, captured: Capture, layout: Layout
 ) -> dict[str, dict[str, Any]]:
-    """What sharding needs to know of each parameter: shape and bytes of an element of what this
-    rank has of it, its tensor in the graph, and that of its gradient (None: it has none). n_sums:
-    tensor-parallel ranks whose gradients are parts of a sum that nobody has added up yet (1: they
-    are not)."""
+    """What sharding needs to know about each parameter, by its name.
+
+    shape, element_bytes: of this rank's part of the parameter.
+    tensor: its tensor in the graph.
+    gradient: the tensor of its gradient; None: it has none.
+    n_sums: how many tensor-parallel ranks hold partial sums of the gradient that are not reduced
+        yet; missing: the gradient is not a partial sum.
+    """
     parameters = {name: local_part(p) for name, p in model.named_parameters()}
     found: dict[str, dict[str, Any]] = {}
     for node, source in captured.sources.items():

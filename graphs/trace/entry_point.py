@@ -1,4 +1,4 @@
-"""From a PyTorch model and a batch to the Graph of one training step.
+"""Turns a PyTorch model and a batch into the Graph of one training step.
 
     graph = trace(model, batch, optimizer=optimizer)
 
@@ -74,39 +74,42 @@ def trace(
     zero: Zero | None = None,
     rewrites: Iterable[str] = (),
 ) -> Graph:
-    """Trace one training step into a cost/memory Graph; no tensor is allocated or changed, unless
-    a submodule cannot be traced: then it is run and measured (`graphs.capture.opaque`).
+    """Trace one training step into a Graph of time and memory.
+
+    No tensor is allocated or changed, unless a submodule cannot be traced: that one is run and
+    measured (`graphs.capture.opaque`).
 
     model: real, fake or on the meta device. The step uses the ambient autocast and the model's
         train or eval mode.
     batch: a tensor is called as model(x), a tuple as model(*x), a dict as model(**x).
     loss: None: the model returns the loss (a scalar, `.loss`, or the only scalar of a tuple).
-        A function of (output, batch): the caller computes the loss; its operators are counted
-        (phase "outside") but never rescheduled. If it only selects what the model has computed
-        (`output.loss`), the loss is the model's.
+        A function of (output, batch): the caller computes the loss with it; its operators are
+        counted (phase "outside") but never rescheduled. If the function only selects a value that
+        the model has computed (`output.loss`), the model computes the loss.
     inputs: a function that selects the part of the batch that the model is called with (`lambda
-        batch: batch[0]`, where the rest is for the loss). None: all of it.
-    optimizer: its state and the memory of its step are counted; None: no optimizer. It, its class,
-        a function from the trainable parameters to it, or its name in torch.optim.
+        batch: batch[0]` if the rest is for the loss). None: all of it.
+    optimizer: its state and the memory of its step are counted; None: no optimizer. Give an
+        optimizer, its class, a function from the trainable parameters to it, or its name in
+        torch.optim.
     gradients: "fresh": None before the step; "accumulate": allocated before the step.
-    device: of the graph's tensors (default: the model's; meta means CPU).
-    costs: seconds and workspace of each operator (default: measured on a CUDA device, the roofline
-        of a generic CPU otherwise).
-    fsdp: the step as one rank of FSDP2 runs it (`graphs.fsdp.transform`): a number of ranks, with
-        each block of the model as a group, or a Sharding. `batch` is that of one rank.
-    pipeline: the step of one micro-batch in a stage of a pipeline (`graphs.pipeline`). `model` is
-        the stage, `batch` a micro-batch: for all but the first stage with tensors that require
-        gradients. Only the last stage has a loss. `gradients` add up over the micro-batches;
-        under GPipe "fresh" ones are not there in the first backward pass.
-    passes: forward passes, each on a batch like this one, that wait for one backward pass together
-        (`graphs.passes`). `loss` is that of one of them.
-    zero: the step as one rank of DeepSpeed's ZeRO runs it (`graphs.zero`). `batch` is
-        that of one rank; `optimizer` is needed.
-    rewrites: names of `graphs.rewrites` to change the step with; (): the step as it is.
+    device: the device of the step (default: the model's; meta means CPU).
+    costs: gives seconds and workspace of each operator (default: measured on a CUDA device, the
+        roofline of a generic CPU otherwise).
+    fsdp: trace the step as one rank of FSDP2 runs it (`graphs.fsdp.transform`): a number of ranks,
+        with each block of the model as a group, or a Sharding. `batch` is that of one rank.
+    pipeline: trace the step of one micro-batch in a stage of a pipeline (`graphs.pipeline`).
+        `model` is the stage and `batch` a micro-batch, whose tensors require gradients for all but
+        the first stage. Only the last stage has a loss. `gradients` accumulate over the
+        micro-batches; under GPipe, "fresh" ones do not exist in the first backward pass.
+    passes: how many forward passes, each on a batch like this one, wait for one common backward
+        pass (`graphs.passes`). `loss` is the loss of one of them.
+    zero: trace the step as one rank of DeepSpeed's ZeRO runs it (`graphs.zero`). `batch` is that of
+        one rank; `optimizer` is required.
+    rewrites: names of the rewrites to apply (`graphs.rewrites`); (): the plain step.
 
     Raises TraceError, saying what cannot be traced and why; ShardingError for illegal groups;
-    PipelineError for a stage that cannot be one; PassesError for passes that cannot be planned;
-    ZeroError for a step that the engine runs in another way than is planned.
+    PipelineError for an impossible stage; PassesError for passes that cannot be planned; ZeroError
+    for a step that DeepSpeed's engine runs differently from what would be planned.
     """
     traced = _traced(
         model,
@@ -127,13 +130,14 @@ def trace_variants(
     fsdp: int | Sharding | None = None,
     **options: Any,
 ) -> Variants:
-    """Trace the step once, as itself and with the rewrites that a plan may choose from.
+    """Trace the step once and return its variants: the plain step, and the step with the rewrites
+    that a plan may choose from.
 
-    rewrites: a word of `graphs.rewrites.WORDS`. A sharded step has those of stock modules, and with
-        `reshard_after_forward=None` each of them resharding and not.
-    The rest is as for `trace`.
+    rewrites: a word of `graphs.rewrites.WORDS`. A sharded step has only the variants of stock
+        modules, and with `reshard_after_forward=None` each of these with and without resharding.
+    The other parameters are those of `trace`.
 
-    Raises what `trace` raises; ValueError for another word.
+    Raises what `trace` raises; ValueError for an unknown word.
     """
     chooses = isinstance(fsdp, Sharding) and fsdp.reshard_after_forward is None
     if chooses and options.get("pipeline") is None:
@@ -145,7 +149,7 @@ def trace_variants(
         return replace(resharded, planned=(*resharded.planned, *kept_whole.planned))
     planned = variants_of(rewrites, sharded=fsdp is not None)
     if fsdp is not None and options.get("pipeline") is not None:
-        planned = ((),)  # where chunks of several micro-batches' losses would be is not modelled
+        planned = ((),)  # losses in chunks are not modelled for several micro-batches in flight
     traced = _traced(
         model, batch, lambda step: step.variants(planned), _Options(fsdp=fsdp, **options)
     )
@@ -158,6 +162,7 @@ def trace_variants(
 
 
 def _sharding(fsdp: int | Sharding | None, pipeline: Pipeline | None) -> Sharding | None:
+    """The sharding that `fsdp` asks for, as a stage runs it if there is a pipeline; None: none."""
     if pipeline is not None:
         pipeline.check_runs()
     if pipeline is None:
@@ -169,9 +174,14 @@ def _sharding(fsdp: int | Sharding | None, pipeline: Pipeline | None) -> Shardin
 
 @dataclass(frozen=True)
 class _Traced:
-    """variants: the graph of each chosen variant of the step, and its module's part.
+    """The result of tracing a step.
 
-    stock: makes those of stock modules. None: the chosen ones are of that kind, or there are none.
+    variants: for each chosen variant, the graph of the whole step and the captured step of the
+        module.
+    call: how the model was called.
+    device: the device of the step.
+    stock: makes the graphs of the variants that stock modules can run. None: there are none besides
+        the chosen ones.
     """
 
     variants: list[tuple[Graph, CapturedStep]]
@@ -182,7 +192,7 @@ class _Traced:
 
 @dataclass(frozen=True)
 class _Options:
-    """Of `trace`, whose docstring explains each."""
+    """The options of `trace`, which explains them."""
 
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     inputs: Callable[[Any], Any] | None = None
@@ -202,6 +212,10 @@ def _traced(
     choose: Callable[[CapturedStep], list[CapturedStep]],
     given: _Options,
 ) -> _Traced:
+    """Check the options and trace the step.
+
+    choose: selects the variants to build from the captured step.
+    """
     gradients, fsdp, pipeline, zero = given.gradients, given.fsdp, given.pipeline, given.zero
     passes = Passes(given.passes, accumulate=gradients == ACCUMULATE)
     if gradients not in GRADIENTS:
@@ -213,8 +227,8 @@ def _traced(
     if pipeline is not None:
         check_stage(model, call, pipeline, has_loss=given.loss is not None)
         in_turn = pipeline.schedule == "gpipe" and fsdp is None and gradients == FRESH
-        if pipeline.n_microbatches > 1 or fsdp is not None:  # FSDP2 reduces after the last
-            # None is there from the start where all backward passes come last.
+        if pipeline.n_microbatches > 1 or fsdp is not None:  # FSDP2 reduces after the last one
+            # under GPipe no gradients exist before the first backward pass
             gradients = OF_PASSES if in_turn else OF_MICRO_BATCHES
     if passes.n > 1:
         if pipeline is not None or fsdp is not None:
@@ -250,6 +264,7 @@ def _traced_on(
     costs: CostModel,
     passes: Passes,
 ) -> _Traced:
+    """Trace the step for this device: the module first, then everything around it."""
     loss, fsdp, pipeline, zero = given.loss, given.fsdp, given.pipeline, given.zero
     optimizer = given.optimizer
     returned = loss_index if pipeline is None or pipeline.is_last else indices_with_gradient
@@ -317,7 +332,7 @@ def _traced_on(
                 graph = sharded_stage(graph, n_microbatches=pipeline.n_microbatches, **options)
         return finished(graph)
 
-    # It does not hold the model.
+    # a partial of a module-level function, which keeps no reference to the model
     finished = functools.partial(
         _finished,
         optimizer=optimizer_cost,
@@ -344,7 +359,7 @@ def _finished(
     passes: Passes,
     own_checkpoints: bool,
 ) -> Graph:
-    """The step of the module with what follows."""
+    """The step of the module, completed with ZeRO, optimizer, pipeline and passes."""
     graph = with_zero(graph, zero)
     if optimizer is not None:
         graph = with_optimizer(graph, optimizer)
@@ -358,7 +373,8 @@ def _finished(
 def _stock(
     step: CapturedStep, finished: Callable[[Graph], Graph], costs: CostModel
 ) -> tuple[Graph, ...]:
-    """The variants that stock modules can run, with the bits of the plain step on the device."""
+    """The variants that stock modules can run and that keep all bits of the plain step on the
+    device."""
     traced = [(finished(each.graph), each.captured) for each in step.variants(STOCK)]
     finish_measuring(costs)
     return offered(traced, STOCK).planned

@@ -1,10 +1,10 @@
-"""What can be said of a module before it is traced: modules of which the same is said trace alike.
+"""A key of a module that is known before it is traced: modules with equal keys trace alike.
 
-That is its class and all of its attributes: of its submodules in turn, numbers and words by value,
-parameters by form, buffers by form and, where they have any, by content; and which of them are the
-same object, or share memory. Of whatever else may decide what `forward` does nothing can be said,
-such as an object of another class, or a function that carries values: then the module is like no
-other.
+The key has the module's class and all of its attributes, those of submodules included: numbers and
+strings by value; parameters by dtype, shape, strides and device; buffers likewise and, unless they
+are on the meta device, by content; and which of these are the same object or share memory. A module
+gets no key if it holds anything else that may decide what `forward` does, such as an object of
+another class or a function with a closure: it may not trace like any other.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from torch import nn
 
 MOST_ELEMENTS = 2**16
-"""Of a buffer whose content is compared."""
+"""The largest buffer whose content is part of a key; a module with a larger one gets no key."""
 _VALUES = (bool, int, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
 _BY_IDENTITY = (enum.Enum, types.BuiltinFunctionType, type)
 
 
 class _NothingIsKnownError(Exception):
-    """Of this value."""
+    """The value may decide what `forward` does, in a way that the key cannot tell."""
 
 
 def known_by(*values: Any) -> Hashable | None:
-    """Equal for modules, and nested values that they are called with, which trace alike.
+    """The key of a module and the nested values that it is called with; equal keys trace alike.
 
-    None: like no other.
+    None: there is no key.
     """
     try:
         return _of(values, {})
@@ -40,7 +40,10 @@ def known_by(*values: Any) -> Hashable | None:
 
 
 def _of(value: Any, seen: dict[int, int]) -> Hashable:
-    """seen: identities of modules, tensors and storages, numbered as they come."""
+    """The key of one value; raises _NothingIsKnownError.
+
+    seen: identity of each module, tensor and storage so far -> its number, in order of appearance.
+    """
     kind = type(value)
     if value is None or kind in _VALUES or isinstance(value, _BY_IDENTITY):
         return kind, value
@@ -62,7 +65,7 @@ def _of(value: Any, seen: dict[int, int]) -> Hashable:
 
 
 def _number(value: Any, seen: dict[int, int]) -> int | None:
-    """Of what has been seen before; None: it has not."""
+    """The number of an object that was seen before; None, and it gets one, if it was not."""
     known = seen.get(id(value))
     seen.setdefault(id(value), len(seen) + 1)
     return known

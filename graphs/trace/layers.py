@@ -1,7 +1,8 @@
-"""The layers of a model that is divided into stages: what each is called with, and its least time.
+"""Reads the layers of a model that is to be divided into pipeline stages: what each layer is called
+with, and the least time it takes.
 
-Layers are called one after another: what one returns is what the next is called with, as
-`nn.Sequential` and the stages of `torch.distributed.pipelining` do.
+Layers are called one after another, each with what the one before it returned, as by
+`nn.Sequential` and the stages of `torch.distributed.pipelining`.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ from graphs.trace.traced_device import traced_device
 from graphs.training_step import FRESH, MetaOutputs, indices_with_gradient
 
 StageOf = Callable[[Sequence[nn.Module]], nn.Module]
-"""Makes the module of a stage of its layers."""
+"""Makes the module of a stage from its layers."""
 
 
 @dataclass(frozen=True)
 class Layer:
     """One layer.
 
-    inputs: what it is called with where it is the first of its stage: for all but the model's
-        first tensors on the meta device, those of floating point with gradients.
-    form: layers of the same form make stages of the same graph. One that shares a parameter with
-        another layer has its own.
-    least_s: seconds of its forward and backward operators, which any stage with it runs (0: where
-        what follows does not use all that it returns, a stage may run fewer).
-    parameters: identities of its parameters.
-    gives_gradient: whether a gradient comes back to the first stage from here: this layer or one
-        before it is trained.
+    inputs: what the layer is called with if it is the first of its stage. For the model's first
+        layer, the batch; for all others, tensors on the meta device, of which those in floating
+        point require gradients.
+    form: layers of equal form make stages of equal graphs. A layer that shares a parameter with
+        another layer has a form of its own.
+    least_s: a lower bound on the seconds that any stage with this layer takes for it: those of its
+        forward and backward operators. 0 if a stage may run fewer of them, because what follows
+        need not use all that the layer returns.
+    parameters: id() of its parameters.
+    gives_gradient: whether the layer's output requires a gradient, because this layer or one before
+        it is trained.
     """
 
     inputs: Any
@@ -59,10 +62,12 @@ def read_layers(
     device: torch.device | str | None = None,
     costs: CostModel | None = None,
 ) -> tuple[Layer, ...]:
-    """Trace each layer by itself, those alike once; no tensor is allocated or changed.
+    """Trace each layer on its own, equal layers once; no tensor is allocated or changed.
 
-    batch: what the first layer is called with. It, device and costs are as for
+    layers: in the order in which they are called.
+    batch: what the first layer is called with; batch, device and costs are as for
         `graphs.trace.trace`.
+    stage_of: makes the module of a stage from its layers.
 
     Raises TraceError.
     """
@@ -86,14 +91,13 @@ def read_layers(
             if known is None or known not in traced:
                 traced[known] = _traced(module, args, kwargs, device=target, costs=costs)
             output, form, least_s, gives_back = traced[known]
-            if value_has_gradient and not gives_back:  # what comes before runs no backward pass
+            if value_has_gradient and not gives_back:  # earlier layers run no backward pass
                 found = [dataclasses.replace(each, least_s=0.0) for each in found]
             value_has_gradient = _has_gradient(output)
             if any(n_holders[parameter] > 1 for parameter in held[index]):
                 form = None
             found.append(
                 Layer(
-                    # what a stage gets of the one before it
                     inputs=value if index == 0 else nested.map_tensors(_received, value),
                     form=index if form is None else form,
                     least_s=least_s,
@@ -101,7 +105,7 @@ def read_layers(
                     gives_gradient=value_has_gradient,
                 )
             )
-            if len(list(nested.tensors(output))) > 1:  # what comes after may use some of it
+            if len(list(nested.tensors(output))) > 1:  # the next layer may not use all of them
                 found = [dataclasses.replace(each, least_s=0.0) for each in found]
             value = output
     finish_measuring(costs)
@@ -116,10 +120,12 @@ def _traced(
     device: torch.device,
     costs: CostModel,
 ) -> tuple[Any, Hashable, float, bool]:
-    """What a layer returns, its form (None: like no other) and its seconds, without loss and
-    optimizer, and whether what it is called with gets a gradient.
+    """Trace one layer, without loss and optimizer.
 
-    A frozen layer that gets no gradient either is not traced.
+    Returns what it returns (on the meta device), its form (None: unlike any other), the seconds of
+    its operators, and whether its inputs get a gradient.
+
+    A layer without a backward pass (frozen, and its inputs require no gradients) is not traced.
     """
     call = Call.of(args, kwargs, order=argument_order(module.forward))
     outputs = MetaOutputs(module, call, device=device)
@@ -147,6 +153,7 @@ def _has_gradient(output: Any) -> bool:
 
 
 def _received(tensor: torch.Tensor) -> torch.Tensor:
-    """What a stage gets of the one before it."""
+    """A tensor as a stage receives it from the one before: a leaf that requires a gradient if its
+    dtype can have one."""
     needs_gradient = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach().requires_grad_(needs_gradient)

@@ -1,11 +1,11 @@
-"""A device mesh of ranks that are not there, to plan for one of them in a process of its own.
+"""A device mesh of ranks that do not run, to plan for one of them in a single process.
 
     with fake_mesh(8) as mesh:
         with torch.device("meta"):
             model = parallelize_module(Model(), mesh, styles)
         solution = solve(model, batch, budget="70GB", optimizer="AdamW", device="h100")
 
-PyTorch's "fake" process group has ranks that never answer: collectives on it do nothing at once.
+It is built on PyTorch's "fake" process group, whose collectives return at once and do nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DIMENSION = "tp"
-"""The name of the mesh's one dimension, as torchtitan has it."""
+"""The name of the mesh's only dimension, the same as in torchtitan."""
 
 
 @contextlib.contextmanager
 def fake_mesh(n_ranks: int) -> Iterator[DeviceMesh]:
-    """A mesh of one dimension, "tp", whose first rank is this process; inside it modules are
-    distributed and planned. Weights stay as they are, or on the meta device.
+    """A context with a one-dimensional mesh, "tp", in which this process is rank 0. Distribute
+    modules and plan inside it.
+
+    Nothing is communicated, so a weight's part has the values that this process has; weights may be
+    on the meta device.
 
     n_ranks: at least 2.
 
-    Raises ValueError for fewer ranks, TraceError where a process group is initialised already.
+    Raises ValueError for fewer ranks, and TraceError if a process group is initialised already.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

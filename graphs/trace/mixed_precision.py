@@ -1,8 +1,8 @@
-"""A module as FSDP2 runs it under a MixedPrecisionPolicy: in other dtypes than it is stored.
+"""A module as FSDP2 runs it under a MixedPrecisionPolicy: in other dtypes than it is stored in.
 
-FSDP2 casts a group's parameters when it gathers them, what its modules are called with before they
-run, and what they return after it. The copy of a module that is made here does the same, so that a
-trace of it has those casts, and all operators in the dtypes in which they run.
+FSDP2 casts a group's parameters when it gathers them, the arguments of its module before the module
+runs, and its results afterwards. This file makes a copy of the model that does the same, so that
+its trace contains these casts, and all operators run in the right dtypes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from graphs.model_calls import TraceError, bytes_by_dtype, is_distributed, local
 
 
 def in_precision_of(policy: MixedPrecision, model: nn.Module, groups: Iterable[str]) -> nn.Module:
-    """A copy of the module, to be traced, that computes in the dtypes of the policy.
+    """A copy of the model, for tracing, that computes in the dtypes of the policy.
 
-    Its parameters have no values, and its buffers are those of the module. It belongs to classes
-    made from those of the module, with the same names, which cast in `forward`.
+    Its parameters are on the meta device, and it shares the model's buffers. The modules that
+    `fully_shard` is called on get subclasses of the same name, whose `forward` casts.
 
     groups: paths of the modules that `fully_shard` is called on, before the model itself.
 
-    Raises TraceError for a module that cannot be copied or has a `forward` beside its class's.
+    Raises TraceError if the model cannot be copied, or a module has an instance attribute
+    `forward`.
     """
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     dtype = _dtype(policy.param_dtype)
     memo |= {id(parameter): _without_values(parameter, dtype) for parameter in model.parameters()}
     made = _copied(model, memo)
     paths, names = ("", *groups), [name for name, _ in model.named_parameters()]
-    # groups that have parameters which are in no group inside of them
+    # the groups that own parameters: each belongs to the innermost group around it
     own = {max((p for p in paths if is_under(name, p)), key=len) for name in names}
     for path in {"", *own}:
         module = made.get_submodule(path)
@@ -61,7 +62,10 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def with_stored(graph: Graph, model: nn.Module) -> Graph:
-    """What is known of the parameters, as they are stored. model: of which a copy was traced."""
+    """The graph, with the stored dtypes of the parameters recorded in its meta.
+
+    model: the model, of which the graph traced a copy (`in_precision_of`).
+    """
     stored = {name: local_part(p).element_size() for name, p in model.named_parameters()}
     layout = {
         name: entry
@@ -79,6 +83,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _without_values(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    """A parameter like this one on the meta device, in `dtype` if both are floating point."""
     is_cast = dtype is not None and parameter.is_floating_point()
     part = torch.empty_like(local_part(parameter), dtype=dtype if is_cast else None, device="meta")
     whole = part
@@ -91,8 +96,11 @@ def _without_values(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Pa
 
 
 def _casting(kind: type[nn.Module], policy: MixedPrecision, *, around: str) -> type[nn.Module]:
-    """A class of modules that run as a group of FSDP2 does. around: path of the module around it,
-    whose operators the casts are: FSDP2 does them outside of `forward`."""
+    """A subclass whose `forward` casts arguments and results as FSDP2 does for a group.
+
+    around: path of the enclosing module. The casts count as its operators, since FSDP2 runs them
+        outside of the group's `forward`.
+    """
     inner = kind.forward
     computed = _dtype(policy.param_dtype) if policy.cast_forward_inputs else None
     returned = _dtype(policy.output_dtype)
@@ -106,7 +114,8 @@ def _casting(kind: type[nn.Module], policy: MixedPrecision, *, around: str) -> t
 
 
 def _cast(values: Any, dtype: torch.dtype | None, around: str) -> Any:
-    """The values with floating-point tensors of this dtype, found as FSDP2 finds them."""
+    """The nested values, with floating-point tensors cast to this dtype; None: unchanged. Uses
+    FSDP2's own function to find the tensors."""
     if dtype is None:
         return values
 

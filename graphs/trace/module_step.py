@@ -1,7 +1,7 @@
-"""From a module and a call to the graph of its own step: no optimizer, no loss of the caller.
+"""Traces a module into the graph of its own step, without optimizer and loss of the caller.
 
 `graphs.capture.joint_graph` records the module on fake tensors, `graphs.capture.extraction` folds
-views away, `graphs.costs.models` gives the cost of each operator.
+views into their storages, `graphs.costs.models` gives the cost of each operator.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ def trace_module(
     known: Capture | None = None,
     arriving: Mapping[int, tuple[int, ...]] | None = None,
 ) -> CapturedStep:
-    """Trace the module alone, without outside loss and optimizer. `costs=None`: all zero.
+    """Trace the module alone, without a loss outside of it and without optimizer.
 
-    opaque: of the environment of a plan for this step.
-    known: the traced program, where there is one already (`KeptCapture`).
-    arriving: index of an output -> strides of its gradient, where they are not the output's own.
+    device: the device of the step; None: the model's.
+    choose: picks, from the model's output, the indices of the flat outputs that get gradients.
+    gradients: as in `GraphMeta.gradients`.
+    costs: None: every operator costs nothing.
+    rewrites: the rewrites to apply.
+    opaque: the parts to run as one piece, from the environment of a plan for this step.
+    known: the traced program, if there is one already (`KeptCapture`).
+    arriving: index of an output -> strides of its gradient, if they differ from the output's.
     """
     if device is not None:
         refuse_other(device)
@@ -71,15 +76,18 @@ def trace_module(
 def rehearsed(
     model: nn.Module, call: Call, step: CapturedStep, *, device: torch.device | None
 ) -> CapturedStep:
-    """The step of this call with what a baseline has to know of eager mode: it is run once more, on
-    fake tensors (`graphs.capture.rehearse`). model, call, device: as it was traced with.
+    """The step with what eager mode holds and overwrites recorded, which the baseline needs.
+
+    The model runs once more for this, on fake tensors (`graphs.capture.rehearse`).
+
+    model, call, device: those that the step was traced with.
     """
     plain = step.with_rewrites(())
     return step.as_rehearsed(rehearse(model, call, plain.captured, plain.layout, device=device))
 
 
 def loss_index(output: Any) -> tuple[int, ...]:
-    """The index of the loss among the flat outputs of a model that returns it."""
+    """The index of the loss among the flat outputs of a model that returns it, as a tuple."""
     loss = find_loss(output)
     flat = nested.leaves(output)
     return (next(index for index, item in enumerate(flat) if item is loss),)

@@ -1,4 +1,4 @@
-"""A captured step and its variants: the same program with other rewrites, or other costs."""
+"""A captured step and its variants: the same program with different rewrites or costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from graphs.trace.captured_graph import as_rehearsed
 class CapturedStep:
     """The captured program and its graph: what `apply` needs to run a schedule.
 
-    _rehearsed: what eager mode does otherwise, in the graphs of all variants (None: not known).
+    captured: the traced program, after the rewrites.
+    layout: its nodes and tensors.
+    graph: the graph of the module's step.
+    _original: the traced program without rewrites.
+    _extracted: makes the captured step of a program, with these rewrites and costs.
+    _rehearsed: what eager mode holds and overwrites, recorded in the graphs of all variants (None:
+        not known).
     """
 
     captured: Capture
@@ -44,7 +50,7 @@ class CapturedStep:
         return self._variant(self.captured, tuple(self.graph.meta.rewrites), costs)
 
     def variants(self, wanted: Iterable[Variant]) -> list[CapturedStep]:
-        """The plain step, and those variants of it whose rewrites of the program find something."""
+        """The plain step, and those of the wanted variants whose rewrites change the program."""
         steps = [self.with_rewrites(())]
         for variant in dict.fromkeys(wanted):
             program = program_with(self._original, variant)
@@ -54,7 +60,7 @@ class CapturedStep:
         return steps
 
     def as_rehearsed(self, rehearsed: Rehearsed) -> CapturedStep:
-        """The same step, whose graphs say what eager mode does otherwise."""
+        """The same step, with what eager mode holds and overwrites recorded in its graphs."""
         graph = as_rehearsed(self.graph, rehearsed)
         return replace(self, graph=graph, _rehearsed=rehearsed)
 

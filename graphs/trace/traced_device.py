@@ -1,4 +1,4 @@
-"""The device of a step that is traced."""
+"""Decides for which device a step is traced, and refuses devices that cannot be planned for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def refuse_other(device: torch.device) -> None:
 
 
 def refuse_meta_batch(model: nn.Module, call: Call) -> None:
-    """Raise TraceError where the batch is on the meta device and no parameter is: the
-    step could be planned but not run."""
+    """Raise TraceError if the batch is on the meta device but the model is not: that step could be
+    planned but not run."""
     parameters = [*model.parameters()]
     if not parameters or any(p.device.type == "meta" for p in parameters):
         return
@@ -39,7 +39,12 @@ def traced_device(
 ) -> torch.device:
     """The device of the step; meta tensors are planned as CPU tensors.
 
-    card: that the costs are of, which can be traced for where it is not.
+    device: what the caller asks for; None: the device of the model and the batch.
+    card: the hardware that the costs are for. A CUDA card can be traced for even if this machine
+        has none.
+
+    Raises TraceError if model and batch are on several devices, or the device cannot be planned
+    for.
     """
     if device is not None:
         target = torch.device(device)

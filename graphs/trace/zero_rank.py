@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine holds for a rank, from the model and its optimizer."""
+"""Reads from the model and its optimizer what DeepSpeed's engine holds for a rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def of_rank(
     device: torch.device,
     costs: CostModel,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `zero_figures` returns.
+    """The figures of the engine and of its optimizer step, as `zero_figures` returns them.
 
-    Raises ZeroError for a model and an optimizer that the engine takes in another way.
+    Raises ZeroError if the engine would not run this model with this optimizer as planned.
     """
     if optimizer is None:
         raise ZeroError("the engine has the optimizer's state: give optimizer=")

@@ -1,4 +1,4 @@
-"""The rest of a training step around a traced module: loss, accumulation, optimizer."""
+"""What a training step has besides the traced module: loss, gradient accumulation, optimizer."""
 
 from graphs.training_step.around import (
     ACCUMULATE,

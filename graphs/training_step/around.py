@@ -1,7 +1,7 @@
-"""The parts of a training step around the module: gradient accumulation and the optimizer.
+"""Adds the other parts of a training step to a module's graph: gradient accumulation, the
+optimizer, and a loss of which only the bytes are known.
 
-They are added to a traced module's graph without torch, so that a plan can be recreated from what a
-schedule file says about them.
+This needs no torch, so that a plan can be recreated from what a schedule file says about them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ ACCUMULATED = ".accumulated"
 
 @dataclass(frozen=True)
 class Accumulation:
-    """Which gradients exist before the step, so that new ones are added to them.
+    """To which existing gradients new ones are added.
 
-    of_module: those of parameters. of_inputs: those of inputs that require gradients.
-    of_step: they are made by another pass of the same step (`Graph.accumulated`), or by another
-        micro-batch, where all forward passes come before the first backward pass.
-    taken: none exist, and each is copied and freed as soon as it is complete (`graphs.zero`).
+    of_module: gradients of parameters accumulate.
+    of_inputs: gradients of inputs that require gradients accumulate.
+    of_step: they do not exist before the step, but accumulate over its passes
+        (`Graph.accumulated`), or over micro-batches if all forward passes come before the first
+        backward pass.
+    taken: none exist; each new gradient is copied and freed as soon as it is complete
+        (`graphs.zero`).
     """
 
     of_module: bool
@@ -33,7 +36,7 @@ class Accumulation:
     taken: bool = False
 
     def of(self, kind: str) -> bool:
-        """kind: of the tensor that the gradient is for, as in `Tensor.kind`."""
+        """Whether gradients of tensors of this kind (`Tensor.kind`) accumulate."""
         return self.of_inputs if kind == "input" else self.of_module
 
 
@@ -50,7 +53,7 @@ _ACCUMULATIONS = {
 
 
 def accumulation(word: str) -> Accumulation:
-    """What `GraphMeta.gradients` stands for. Raises ValueError for another word."""
+    """The meaning of a word in `GraphMeta.gradients`. Raises ValueError for an unknown word."""
     if word not in _ACCUMULATIONS:
         known = ", ".join(map(repr, _ACCUMULATIONS))
         raise ValueError(f"gradients is {word!r}; one of {known}")
@@ -60,14 +63,18 @@ def accumulation(word: str) -> Accumulation:
 def with_accumulation(
     graph: Graph, gradients: Mapping[str, str], *, of_step: bool = False, taken: bool = False
 ) -> Graph:
-    """Gradients exist from the start; a new one is added once it is complete and its parameter is
-    not read any more, which is when the runtime returns it.
+    """Add resident gradients, and nodes that add the new gradients to them.
+
+    A new gradient is added as soon as it is complete and its parameter is not read any more, which
+    is when the runtime returns it.
 
     gradients: tensor of a new gradient -> tensor of its parameter.
-    of_step: as in `Accumulation`: they are outputs, and none is there from the start.
-    taken: as in `Accumulation`: what takes them stands in place of what adds them.
+    of_step: as in `Accumulation`. The gradients stay outputs, and none is resident.
+    taken: as in `Accumulation`. Each gradient is read by a node that takes it, and none is
+        resident.
     """
     gradients = {name: of for name, of in gradients.items() if name in graph.producer}
+    # each gradient is added after the later of its maker and the last reader of its parameter
     last_reader = {name: node.name for node in graph.later_nodes for name in node.inputs}
     position = {node.name: index for index, node in enumerate(graph.nodes)}
     added_after: dict[str, list[str]] = {}
@@ -105,7 +112,7 @@ def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
         return graph
     resident = [tensor.name for tensor in graph.resident if tensor.kind == "gradient"]
     kept = [n for n in graph.outputs if graph.tensor_by_name[n].kind == "gradient"]
-    gradients = resident or kept  # accumulating: the new ones are freed by then
+    gradients = resident or kept  # if gradients accumulate, the new ones are freed by then
     parameters = [tensor.name for tensor in graph.resident if tensor.kind == "parameter"]
     step = Node(
         name="optimizer_step",
@@ -129,18 +136,17 @@ def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
 LOSS = "loss.of_the_caller"
 _HELD = "loss.held"
 _VALUE, _VALUE_BYTES = "loss.value", 16
-"""The loss and the gradient that `backward` starts from, in float64 at most."""
+"""The loss and the gradient that `backward` starts from: two numbers, in float64 at most."""
 
 
 def with_unknown_loss(graph: Graph, *, reserved_bytes: int, held_bytes: int = 0) -> Graph:
-    """Add a loss of which only this is known: it reads the outputs and returns their gradients.
+    """Add an unknown loss: a node between forward and backward that reads the outputs and makes
+    their gradients, which are not live before.
 
-    It is one node between forward and backward, before which these gradients are not live.
-
-    reserved_bytes: what it takes besides them.
-    held_bytes: the part of that which is live for the whole step: targets, and what the loss of the
-        step before keeps, then that of this one (the terms of `mse_loss`, whose storage its value
-        is in).
+    reserved_bytes: what the loss takes besides these gradients.
+    held_bytes: the part of it that is live for the whole step: targets, and memory that the loss
+        value keeps alive, first that of the step before and then this one's (the value of
+        `mse_loss` is in the storage of its unreduced terms).
     """
     tangents = tuple(tensor.name for tensor in graph.tensors if tensor.kind == "tangent")
     forward = {name for node in graph.forward_nodes for name in node.outputs}
@@ -165,7 +171,7 @@ def with_unknown_loss(graph: Graph, *, reserved_bytes: int, held_bytes: int = 0)
 
 
 def with_loss_bytes(graph: Graph, *, reserved_bytes: int, held_bytes: int) -> Graph:
-    """The same step, whose unknown loss takes these bytes, as of `with_unknown_loss`."""
+    """The same step with other bytes for its unknown loss; they are as in `with_unknown_loss`."""
     nodes = tuple(
         dataclasses.replace(node, workspace_bytes=reserved_bytes - held_bytes)
         if node.name == LOSS
@@ -179,12 +185,12 @@ def with_loss_bytes(graph: Graph, *, reserved_bytes: int, held_bytes: int) -> Gr
 
 
 def with_dropped_outputs(graph: Graph, names: Sequence[str]) -> Graph:
-    """The step of a caller that lets go of these outputs of the model once the loss is computed,
-    before the backward pass."""
+    """The step of a caller that drops these outputs of the model between computing the loss and the
+    backward pass."""
     later, kept = graph.later_nodes, set(graph.outputs)
     of_loss = (at for at, node in enumerate(later) if node.phase == "outside")
     computed = max((at for at in of_loss if kept.intersection(later[at].outputs)), default=-1)
-    # Whatever else is returned is there as well: it names all, for `Graph.returned`.
+    # the node reads all outputs of the model, dropped or not, for `Graph.returned`
     drop = Node(DROP, "outputs, dropped by the caller", graph.returned, (), 0.0)
     drop = dataclasses.replace(drop, phase="outside", recomputable=False)
     return dataclasses.replace(
@@ -195,7 +201,7 @@ def with_dropped_outputs(graph: Graph, names: Sequence[str]) -> Graph:
 
 
 def with_resident(graph: Graph, name: str, size_bytes: int) -> Graph:
-    """Add memory that is live for the whole step (the buckets of data parallelism)."""
+    """Add memory that is live for the whole step, such as the buckets of data parallelism."""
     if not size_bytes:
         return graph
     held = Tensor(name, size_bytes, "buffer")

@@ -1,10 +1,11 @@
-"""What a CUDA card holds for a step besides the step's tensors, and is known beforehand.
+"""Memory that a CUDA card holds during a step besides the step's tensors, as far as it is known
+beforehand.
 
-    workspaces of cuBLAS    one per thread that multiplies, from its first product on
-    rounding                each tensor is allocated in steps of 512 bytes
+    cuBLAS workspaces   one per thread that multiplies matrices, from its first product on
+    rounding            each tensor takes a multiple of 512 bytes
 
-They are resident tensors of the graph that no node reads, so they count towards every peak. What
-remains unknown (the context, cuDNN's workspace, fragmentation) is what the reserve is for.
+These become resident tensors that no node reads, so they count towards every peak. The rest (the
+CUDA context, cuDNN's workspace, fragmentation) is unknown and has to fit in the reserve.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from graphs.hardware import Hardware
 from graphs.training_step.around import with_resident
 
 ALLOCATION_BYTES = 512
-"""kMinBlockSize in PyTorch's c10/cuda/CUDACachingAllocator.cpp: sizes are rounded up to it."""
+"""Sizes are rounded up to a multiple of this: kMinBlockSize in PyTorch's
+c10/cuda/CUDACachingAllocator.cpp."""
 
 _KIB = 1024
 _HOPPER_WORKSPACE_BYTES = 32 * 1024 * _KIB
@@ -34,22 +36,24 @@ _PRODUCTS = {
 _WITH_PRODUCTS = re.compile(
     r"linear_cross_entropy|chunked|^head_loop\(|^opaque_(forward|backward)\(", re.IGNORECASE
 )
-"""Loops over chunks of rows, which they multiply; and modules planned as one piece, which may."""
+"""Other ops that multiply matrices: loops over chunks of rows; and modules that are planned as one
+piece, which may."""
 
 
 def with_device_bytes(graph: Graph, hardware: Hardware | None) -> Graph:
-    """Add what the card holds besides the step's tensors; the same graph for other devices."""
+    """Add the memory that a card holds besides the step's tensors; for other devices, the graph is
+    returned unchanged."""
     if hardware is None or hardware.kind != "cuda":
         return graph
-    # The caller's thread multiplies, and autograd's where there is a backward pass: it multiplies
-    # too, or recomputes products.
+    # If the step multiplies at all, the caller's thread does, and so does autograd's thread in the
+    # backward pass, if only to recompute products.
     multiplies = any(
         node.op.rpartition(".")[0] in _PRODUCTS or _WITH_PRODUCTS.search(node.op)
         for node in graph.nodes
     )
     n_threads = multiplies * (1 + any(node.phase == "backward" for node in graph.nodes))
-    # Sizes in a graph are not rounded, so that its `graph_id` is the same for every device. This is
-    # at most what rounding adds, as if all tensors were on the device at once.
+    # Sizes in a graph are not rounded, so that `graph_id` is the same for every device. This counts
+    # the rounding of all tensors, as if they were on the device at once: an upper bound.
     sizes = (t.size_bytes for t in graph.tensors if t.alias_of is None)
     added = {
         "cublas_workspaces": n_threads * cublas_workspace_bytes(hardware),
@@ -64,12 +68,12 @@ def with_device_bytes(graph: Graph, hardware: Hardware | None) -> Graph:
 def cublas_workspace_bytes(hardware: Hardware) -> int:
     """Bytes of the workspace that PyTorch gives each cuBLAS handle.
 
-    The environment's CUBLAS_WORKSPACE_CONFIG decides, as it does in PyTorch: pairs of KiB and
-    count.
+    The environment variable CUBLAS_WORKSPACE_CONFIG (pairs of KiB and count) overrides the default,
+    as in PyTorch.
     """
     pairs = re.findall(":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(int(size) * int(count) for size, count in pairs) * _KIB
-    # an unknown card may be of any generation: the larger one
+    # an unknown card may be of any generation: assume the larger default
     capability = hardware.compute_capability or (9, 0)
     return _HOPPER_WORKSPACE_BYTES if capability[0] >= 9 else _OTHER_WORKSPACE_BYTES

@@ -1,4 +1,4 @@
-"""What a caller gives as `optimizer=`, read in one place for all entry points."""
+"""Reads what a caller gives as `optimizer=`, for all entry points."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 GivenOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | str
-"""An optimizer of the model's parameters, also in the wrapper of another library; a class or a
-function from the trainable parameters, or from the model, to one; the name of a class of
-`torch.optim` ("AdamW")."""
+"""What may be given as `optimizer=`: an optimizer of the model's parameters, possibly in another
+library's wrapper; a class or function that makes one from the trainable parameters or from the
+model; the name of a class of `torch.optim` ("AdamW")."""
 
 
 def read_optimizer(given: GivenOptimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that is meant; one that is given is returned as it is, out of its wrappers.
+    """The optimizer that `given` stands for. A given optimizer is returned itself, without its
+    wrappers.
 
-    Raises TypeError for anything else; ValueError for an unknown name and for one that needs a
-    closure (LBFGS); what the function raises.
+    Raises TypeError for anything else; ValueError for an unknown name and for an optimizer that
+    needs a closure (LBFGS); and what a given function raises.
     """
     made: Any = given
     if isinstance(given, str):
@@ -52,19 +53,20 @@ def read_optimizer(given: GivenOptimizer, model: nn.Module) -> torch.optim.Optim
 
 
 def is_made_from(given: GivenOptimizer) -> bool:
-    """Whether it stands for an optimizer that is yet to be made: its name, or a function."""
+    """Whether the optimizer is yet to be made: a name, a class or a function is given."""
     is_optimizer = isinstance(given, torch.optim.Optimizer) or _is_wrapper(given)
     return isinstance(given, str) or (callable(given) and not is_optimizer)
 
 
 def _is_wrapper(value: Any) -> bool:
-    """Whether another library has put this around an optimizer (accelerate does)."""
+    """Whether this is another library's wrapper around an optimizer (accelerate has one)."""
     return not isinstance(value, type) and isinstance(
         getattr(value, "optimizer", None), torch.optim.Optimizer
     )
 
 
 def _made(function: Callable[[Any], Any], model: nn.Module) -> Any:
+    """What the function returns for the trainable parameters or, if that fails, for the model."""
     try:
         return function([p for p in model.parameters() if p.requires_grad])
     except (AttributeError, TypeError) as error:

@@ -1,7 +1,8 @@
-"""The nodes of a loss that the caller computes, with what eager mode overwrites and drops early.
+"""The nodes of a loss that the caller computes, as eager mode runs them.
 
-The caller runs these nodes in eager mode, with a plan as well, so the graph itself says it. For the
-model's own nodes `graphs.graph.eager_memory` does, since a plan runs them one by one.
+The caller runs these nodes in eager mode even if the model runs a plan. So what eager mode
+overwrites, holds longer or drops early is part of the graph itself. For the model's own nodes it is
+added only for the baseline (`graphs.graph.eager_memory`), since a plan runs them one by one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from graphs.graph import with_saved
 
 @dataclass(frozen=True)
 class LossLayout:
-    """layout: a node that overwrites a tensor of the loss makes none; what it writes has one name.
-    dropped: as `Rehearsed.dropped` has it, with these names.
+    """The nodes and tensors of a loss.
+
+    layout: a node that overwrites its input has no output; the tensors that occupy one storage one
+        after the other have a single name.
+    dropped: as `Rehearsed.dropped`, with these names.
     """
 
     layout: Layout
@@ -25,12 +29,15 @@ class LossLayout:
 
     @classmethod
     def of(cls, layout: Layout, rehearsed: Rehearsed) -> LossLayout:
-        """layout: as extracted, where each node makes a tensor of its own."""
+        """The layout of a loss with what the rehearsal found.
+
+        layout: as extracted, in which each node makes a tensor of its own.
+        """
         saving = with_saved(layout.nodes, rehearsed.saved)
         layout = dataclasses.replace(layout, nodes=list(saving))
         final = _final_names(layout, rehearsed.in_place)
         nodes = []
-        for node in layout.nodes:  # an output that is one of the inputs is none
+        for node in layout.nodes:  # an output that is now the same tensor as an input is dropped
             inputs = tuple(dict.fromkeys(final.get(name, name) for name in node.inputs))
             outputs = (final.get(name, name) for name in node.outputs)
             made = tuple(name for name in outputs if name not in inputs)
@@ -43,10 +50,10 @@ class LossLayout:
 
 
 def _final_names(layout: Layout, in_place: Sequence[str]) -> dict[str, str]:
-    """Tensor that is overwritten -> the last one on its storage.
+    """Tensor that is overwritten -> the last tensor on its storage.
 
-    Only what the backward pass of the loss makes and reads for the last time is overwritten here;
-    elsewhere the result counts as new, which is at most too much.
+    Considers only tensors that the loss's backward pass makes, overwritten by their last reader.
+    All other in-place results count as new tensors, which can only overestimate memory.
     """
     made = {out for node in layout.nodes if node.phase == "backward" for out in node.outputs}
     last_reader = {name: node.name for node in layout.nodes for name in node.inputs}

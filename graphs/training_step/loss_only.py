@@ -9,7 +9,7 @@ from torch import nn
 
 
 class LossOnly(nn.Module):
-    """Calls the model and returns `output.loss`, so that the logits are freed afterwards.
+    """Calls the model and returns only `output.loss`, so that the logits can be freed.
 
     The logits of a language model can be the largest tensor of the step; if they are returned, the
     caller holds them to the end of the step.

@@ -2,12 +2,12 @@
 
 A twin of the optimizer (same class, same options) steps twice on fake parameters, and its
 allocations are tracked storage by storage. This covers every optimizer whose step does not depend
-on tensor values, without a table. The user's own is not touched: none of its hooks run, no
+on tensor values, without a table. The user's optimizer is not touched: none of its hooks run, no
 scheduler sees the step, and its parameters and state are unchanged.
 
-On CUDA the foreach implementation is the default, which for AdamW allocates about one more copy of
-the parameters; on the CPU a loop over parameters is, which allocates a few tensors as large as the
-largest parameter.
+On CUDA the default is the foreach implementation, which for AdamW allocates about one more copy of
+the parameters. On the CPU it is a loop over the parameters, which allocates a few tensors as large
+as the largest parameter.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _NOT_COPIED = ("state", "param_groups", "step", *_HOOKS)
 optimizer."""
 
 _READ_FROM_TENSORS = {True: 1000.0, False: 1000}
-"""What a step reads from a fake tensor (its step count), by whether it is a floating-point one.
-Large, as in most of training: RAdam and ASGD allocate more after their first few steps."""
+"""The value that a step reads from a fake tensor (its step count): for floating-point tensors, and
+for others. It is large, as in most of training: RAdam and ASGD allocate more after their first few
+steps."""
 
 
 def optimizer_costs(
@@ -59,24 +60,30 @@ def optimizer_costs(
 ) -> dict[str, Any]:
     """Step a twin of the optimizer on fake parameters and gradients.
 
-    Returns what `with_optimizer` takes and schedule files store: its class's name, state_bytes
-    (resident from the first step on), workspace_bytes (the peak that a later step allocates
-    besides), and the time_s of a step; where the state can be on the host, also what
-    `bucket_figures` returns, and `trains`: the names of the parameters in the optimizer's order
-    ("": of another model).
+    Returns what `with_optimizer` takes and schedule files store:
 
-    optimizer: of the model's parameters (real or on the meta device). Those without gradients have
-        no state.
+    name: of the optimizer's class.
+    state_bytes: resident from the first step on.
+    workspace_bytes: the peak that a later step allocates besides.
+    time_s: seconds of a step.
+    state_stays: why the state cannot be in host memory. If it can, there are instead what
+        `bucket_figures` returns, and `trains`: the names of the trained parameters in the
+        optimizer's order ("" for a parameter of another model).
+
+    The parameters of this function:
+
+    optimizer: an optimizer of the model's parameters (real or on the meta device). Parameters that
+        require no gradient have no state.
     device: of the fake tensors.
-    foreach: use the implementation of CUDA (the default on a CUDA device, and where `costs` are
-        those of one), unless the optimizer chooses one itself.
-    n_ranks: each of so many devices steps its shard of the rows of each parameter.
-    parts: for each group, elements of one flat parameter in 32 bits that is in the place of its
-        own; None: it has its own.
+    foreach: use the foreach implementation, unless the optimizer itself chooses one. It is used in
+        any case on a CUDA device, and if `costs` are those of one.
+    n_ranks: number of devices, each of which steps its shard of the rows of each parameter.
+    parts: for each group, the number of elements of the single flat float32 parameter that takes
+        the place of the group's parameters; None: the groups keep their parameters.
 
-    Raises TraceError for an optimizer that cannot step on fake tensors, since it takes a closure or
-    reads values, and for one that has none of the model's parameters. Warns of one that has others
-    besides them.
+    Raises TraceError for an optimizer that cannot step on fake tensors, for instance because it
+    reads values, and for one that has none of the model's parameters. Warns if it has parameters of
+    another model, too.
     """
     optimizer = read_optimizer(optimizer, model)
     name = type(optimizer).__name__
@@ -89,13 +96,13 @@ def optimizer_costs(
             torch.no_grad(),
         ):
             twin = _twin(optimizer, mode, device, foreach=foreach, n_ranks=n_ranks)
-            if parts is not None:  # one parameter of so many elements in each group, without state
+            if parts is not None:  # each group gets a single flat parameter, without state
                 twin.state.clear()
                 for group, n_elements in zip(twin.param_groups, parts, strict=True):
                     flat = torch.empty(n_elements, dtype=torch.float32, device="meta")
                     group["params"] = [_fake(flat, device, trained=True)]
-            with _StepTracker(lambda _call: Cost(0.0)):  # it makes the state; no figure is of it
-                _step(twin)
+            with _StepTracker(lambda _call: Cost(0.0)):  # the first step creates the state; it is
+                _step(twin)  # not measured
 
             def step() -> Figures:
                 with _StepTracker(costs.cost) as tracker:
@@ -135,9 +142,11 @@ def optimizer_costs(
 
 
 def _other_dtype(optimizer: torch.optim.Optimizer) -> str:
-    """That parameters have another dtype than when the optimizer made their state; "": they do not.
+    """The error message for parameters that have changed their dtype since the optimizer created
+    their state; "" if none has.
 
-    Some keep a state in 32 bits for parameters in 16; it is asked where they cannot step.
+    Called only if the optimizer cannot step, since some optimizers keep state in 32 bits for
+    parameters in 16.
     """
     for parameter, state in optimizer.state.items():
         for item in state.values() if isinstance(parameter, torch.Tensor) else ():
@@ -157,7 +166,8 @@ def _other_dtype(optimizer: torch.optim.Optimizer) -> str:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise TraceError for an optimizer of another model or of a copy; warn of a mixture."""
+    """Raise TraceError if the optimizer has only parameters of another model or of a copy; warn if
+    it has some of this model and some others."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     own = {id(p) for p in model.parameters()}
     n_own = sum(id(p) in own for p in held)
@@ -177,7 +187,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 
 
 def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Another optimizer of the same parameters with the same options, before its first step."""
+    """A new optimizer of the same class, parameters and options, as before its first step."""
     held = (p for group in optimizer.param_groups for p in group["params"])
     memo: dict[int, Any] = {id(parameter): parameter for parameter in held}
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
@@ -189,9 +199,10 @@ def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def together(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The figures of several optimizers that step one after the other; None for none.
+    """The figures of several optimizers that step one after the other, as one; None if there are
+    none.
 
-    Only a single one can have its state on the host.
+    Only a single optimizer can have its state on the host, so other figures are left out.
     """
     if len(figures) < 2:
         return dict(figures[0]) if figures else None
@@ -219,7 +230,7 @@ def _twin(
     foreach: bool,
     n_ranks: int,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options, for fake parameters with gradients."""
+    """An optimizer of the same class and options on fake parameters with gradients."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     fakes = {
         id(p): _fake(_shard(local_part(p), n_ranks), device, trained=p.requires_grad)
@@ -257,9 +268,9 @@ def _without(items: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _options(options: dict[str, Any], *, foreach: bool) -> dict[str, Any]:
-    """The options of a group, with the device's default implementation if they name none.
+    """The options of a group, with foreach set if CUDA would choose it and they leave it open.
 
-    torch chooses foreach on CUDA unless the step is differentiable, or the learning rate is a
+    On CUDA, torch chooses foreach unless the step is differentiable, or the learning rate is a
     tensor without `capturable`.
     """
     is_open = options.get("foreach", False) is None and not options.get("fused")
@@ -272,7 +283,7 @@ def _options(options: dict[str, Any], *, foreach: bool) -> dict[str, Any]:
 
 
 def _shard(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
-    """A meta tensor with the rows of the first of `n_ranks` devices, which has the most."""
+    """A meta tensor with the rows of the first of `n_ranks` devices, which has the most rows."""
     if n_ranks == 1 or tensor.dim() == 0:
         return tensor
     shape = (shard_rows(tensor.shape[0], n_ranks), *tensor.shape[1:])
@@ -280,7 +291,10 @@ def _shard(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
 
 
 def _fake(parameter: torch.Tensor, device: torch.device, *, trained: bool) -> nn.Parameter:
-    """A fake parameter like the given one. trained: it requires a gradient, and has one."""
+    """A fake parameter like the given one.
+
+    trained: whether it requires a gradient, and has one.
+    """
     fake = nn.Parameter(strided_like(parameter, device), requires_grad=trained)
     if trained:
         fake.grad = strided_like(parameter, device)
@@ -288,7 +302,7 @@ def _fake(parameter: torch.Tensor, device: torch.device, *, trained: bool) -> nn
 
 
 class _StepTracker(Tracker):
-    """Answers what the step reads from fake tensors."""
+    """A Tracker that supplies values where the optimizer's step reads them from fake tensors."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

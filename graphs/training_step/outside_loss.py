@@ -1,9 +1,9 @@
-"""A loss that the caller computes: its operators between the forward and the backward pass.
+"""A loss that the caller computes: its operators run between the forward and the backward pass.
 
 The loss function is captured separately, on meta tensors in place of the model's outputs. Its nodes
-enter the model's graph with phase "outside": they take time and memory, run once, and are never
-rescheduled. The model's own nodes keep the names that they have when it is traced alone, as `apply`
-does.
+are inserted into the model's graph with phase "outside": they take time and memory, run once, and
+are never rescheduled. The model's own nodes keep the names that they get when it is traced alone,
+as `apply` does.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ PREFIX = "loss."
 
 
 class MetaOutputs:
-    """What the model returns, with meta tensors.
+    """The model's output, with meta tensors in place of the real ones.
 
-    positions: of the tensors among the model's flat outputs.
+    positions: indices of the tensors among the model's flat outputs.
+    tensors: these tensors, on the meta device, with the outputs' strides and requires_grad.
     """
 
     def __init__(self, model: nn.Module, call: Call, *, device: torch.device) -> None:
@@ -41,18 +42,19 @@ class MetaOutputs:
         ]
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The output with these tensors, a new one each time: a loss function may modify it."""
+        """The model's output, built from these tensors. It is a new object each time, since a loss
+        function may modify it."""
         values = iter(tensors)
         flat = [next(values) if isinstance(x, torch.Tensor) else x for x in self._flat]
         return nested.unflatten(nested.in_all_places(flat), self._spec)
 
     def returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
-        """The index of the flat output that the loss function returns unchanged, as
-        `lambda output, batch: output.loss` does; None: it computes something.
+        """The index of the flat output that the loss function returns unchanged, as `lambda output,
+        batch: output.loss` does; None if it computes something.
         """
         meta_batch = nested.map_tensors(lambda t: t.to("meta"), batch)
         value = None
-        # errors are reported, with their place, when the function is captured
+        # errors are reported, with their location, when the function is captured
         with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
             value = loss(self.output(self.tensors), meta_batch)
         for position, tensor in zip(self.positions, self.tensors, strict=True):
@@ -63,7 +65,15 @@ class MetaOutputs:
 
 
 class OutsideLoss:
-    """The captured loss function of one model and batch."""
+    """The captured loss function of one model and batch.
+
+    loss: the function of (output, batch).
+    batch: the whole batch.
+    outputs: the model's output.
+    call: how the model is called with the batch.
+    device: the device of the step.
+    choose: picks the loss from what the function returns, as for `capture`.
+    """
 
     def __init__(
         self,
@@ -89,7 +99,7 @@ class OutsideLoss:
         return tuple(p for i, p in enumerate(self._positions) if i in handed)
 
     def _handed(self) -> dict[int, fx.Node]:
-        """Index of an input of the loss -> fx node of its gradient."""
+        """Index of a tensor input of the loss -> fx node of the gradient that the loss returns."""
         return {
             self.captured.sources[node].index: gradient
             for node, gradient in self.captured.gradients.items()
@@ -97,9 +107,11 @@ class OutsideLoss:
         }
 
     def gradient_strides(self) -> dict[int, tuple[int, ...]]:
-        """By index of the model's flat output, where they are not the output's own.
+        """Index of a flat output of the model -> strides of the gradient that the loss returns for
+        it, if they differ from the output's.
 
-        Expanded gradients are copied into the output's layout: sums over them are the same.
+        Expanded gradients are missing: `insert` copies them into the output's layout, and sums over
+        them stay the same.
         """
         found = {}
         for node, gradient in self.captured.gradients.items():
@@ -112,15 +124,21 @@ class OutsideLoss:
         return found
 
     def extracted(self, *, cost: Callable[[fx.Node], Cost]) -> LossLayout:
-        """The nodes of the loss as the caller runs them: in eager mode, with a plan as well."""
+        """The nodes of the loss as the caller runs them, which is in eager mode even if the model
+        runs a plan."""
         plain = extract(self.captured, cost=cost)
         found = rehearse(self._function, self._call, self.captured, plain, device=self._device)
         return LossLayout.of(plain, found)
 
     def insert(self, graph: Graph, captured: Capture, layout: Layout, loss: LossLayout) -> Graph:
-        """The model's graph with the nodes of the loss after its forward nodes."""
+        """The model's graph with the nodes of the loss inserted after its forward nodes.
+
+        graph, captured, layout: the model's graph, traced program and layout.
+        loss: as `extracted` returns it.
+        """
         loss_layout = loss.layout
         names = self._names(captured, layout, loss_layout)
+        # first rename tensors of the loss to those of the model, then its gradients to tangents
         outside = [_renamed(node, names) for node in loss_layout.nodes]
         made = {name for node in outside for name in node.outputs}
         tangents, copies = self._hand_back(captured, loss_layout, names, made, graph)
@@ -152,7 +170,8 @@ class OutsideLoss:
         )
 
     def _names(self, captured: Capture, layout: Layout, loss_layout: Layout) -> dict[str, str]:
-        """Loss tensor -> its name in the whole graph: model outputs, batch, or a new one."""
+        """Tensor of the loss -> its name in the whole graph: that of a model output or of a tensor
+        of the batch, or a new one."""
         names = {t.name: PREFIX + t.name for t in loss_layout.tensors}
         batch = {
             source.index: layout.storage[node]
@@ -180,9 +199,13 @@ class OutsideLoss:
         made: set[str],
         graph: Graph,
     ) -> tuple[dict[str, str], list[Node]]:
-        """Rename the gradients that the loss returns to the model's tangents.
+        """Identify the gradients that the loss returns with the model's tangents.
 
-        A gradient that is expanded or shared, or whose strides are not the output's, is copied.
+        Returns the gradients to rename (name -> name of the tangent), and nodes that copy all other
+        gradients into their tangents: those that are expanded, are shared between outputs, have
+        other strides than the tangent, or are not made by the loss.
+
+        made: tensors that nodes of the loss make.
         """
         handed = self._handed()
         sizes = {names[t.name]: t.size_bytes for t in loss_layout.tensors}
@@ -210,7 +233,7 @@ class OutsideLoss:
 class LossFunction(nn.Module):
     """A module around the loss function, so that it can be captured like a model.
 
-    Error messages show the name of this class.
+    Error messages mention this class by its name.
     """
 
     def __init__(self, loss: Callable[[Any, Any], torch.Tensor], outputs: MetaOutputs) -> None:
@@ -229,6 +252,7 @@ class LossFunction(nn.Module):
 
 
 def _renamed(node: Node, names: dict[str, str]) -> Node:
+    """The node as one of phase "outside", with a prefixed name and renamed tensors."""
     outside = node.phase == "outside"
     return dataclasses.replace(
         node,

@@ -12,7 +12,10 @@ from graphs.pipeline import Pipeline, PipelineError
 
 
 def check_stage(model: nn.Module, call: Call, pipeline: Pipeline, *, has_loss: bool) -> None:
-    """Raise PipelineError for what cannot be this stage of a pipeline."""
+    """Raise PipelineError if this module, called like this, cannot be this stage of a pipeline.
+
+    has_loss: whether the caller gives a loss function.
+    """
     name, where = type(model).__name__, f"stage {pipeline.stage} of {pipeline.n_stages}"
     if not any(True for _ in model.parameters()):
         raise PipelineError(f"{name} has no parameters: it cannot be a stage ({where})")
@@ -29,7 +32,10 @@ def check_stage(model: nn.Module, call: Call, pipeline: Pipeline, *, has_loss: b
 
 
 def indices_with_gradient(output: Any) -> tuple[int, ...]:
-    """The indices of all flat outputs that a gradient can arrive for, in a stage of a pipeline."""
+    """The indices of all flat outputs of a stage that require a gradient.
+
+    Raises TraceError if there are none.
+    """
     found = tuple(
         index
         for index, item in enumerate(nested.leaves(output))

@@ -1,8 +1,8 @@
-"""Which optimizers can keep their state in host memory, and in which buckets they step then.
+"""Which optimizers can keep their state in host memory, and the buckets in which they then step.
 
-Only those whose step treats each parameter by itself: stepped bucket by bucket they do the same
-arithmetic. What others do is not known; an optimizer that takes a norm over all parameters would
-take it over a bucket.
+Only optimizers whose step treats each parameter on its own can: stepped bucket by bucket, they do
+the same arithmetic. Others are refused, since their step is not known; an optimizer that takes a
+norm over all parameters would take it over a bucket.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ BY_PARAMETER: tuple[type[optim.Optimizer], ...] = (
     *(optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 )
 ALIGNMENT_BYTES = 64
-"""Of each tensor of state in its bucket, as that of PyTorch's allocators on the CPU."""
+"""Alignment of the state tensors in a bucket: that of PyTorch's allocators on the CPU."""
 N_BUCKETS = 64
+"""About how many buckets there are, unless LEAST_BUCKET_BYTES makes it fewer."""
 LEAST_BUCKET_BYTES = 4 * 2**20
-"""Of state: smaller copies take longer than the link's rate says."""
+"""Buckets may hold at least this much state, since smaller copies are slower than the link's rate
+says."""
 
 Figures = tuple[int, float]
 """Workspace in bytes, and seconds."""
 
 
 def why_state_stays(optimizer: optim.Optimizer) -> str:
-    """Why the state of this optimizer cannot leave the device; "": it can."""
+    """The reason why the state of this optimizer cannot leave the device; "" if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in BY_PARAMETER:
         return f"{name} is not one of torch's optimizers that step each parameter by itself"
@@ -40,7 +42,7 @@ def why_state_stays(optimizer: optim.Optimizer) -> str:
 
 
 def trained(optimizer: optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """The parameters that it steps, in its order, each with its group."""
+    """(group, parameter) for each parameter that the optimizer trains, in its own order."""
     return [
         (group, parameter)
         for group in optimizer.param_groups
@@ -50,25 +52,30 @@ def trained(optimizer: optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tens
 
 
 def of_buckets(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a parameter's state that leave the device, by name; scalars and sparse
-    ones stay."""
+    """(name, tensor) for the tensors of a parameter's state that leave the device; scalars and
+    sparse tensors stay."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
             yield name, value
 
 
 def aligned(size_bytes: int) -> int:
+    """The size rounded up to ALIGNMENT_BYTES."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def bucket_figures(
     twin: optim.Optimizer, step: Callable[[], Figures], *, whole: Figures, state_bytes: int
 ) -> dict[str, Any]:
-    """What `graphs.host_state` takes from an optimizer's description: `buckets` and
-    `kept_state_bytes`; where the state stays, `state_stays`: why.
+    """Divide the optimizer's state into buckets, and find what the step of each takes.
 
-    twin: has stepped once. step: steps what is in its groups. whole: of all its parameters.
-    state_bytes: of all its state.
+    Returns `buckets` and `kept_state_bytes` for the optimizer's description, which
+    `graphs.host_state` reads; or `state_stays`, the reason why the state cannot leave the device.
+
+    twin: an optimizer on fake parameters that has stepped once.
+    step: steps the parameters in the twin's groups; returns workspace bytes and seconds.
+    whole: these figures for all of its parameters.
+    state_bytes: bytes of all its state.
     """
     pairs = trained(twin)
     sizes = [[v.nbytes for _, v in of_buckets(twin.state[p])] for _, p in pairs]
@@ -76,7 +83,7 @@ def bucket_figures(
     if not any(left_bytes):
         return {"state_stays": f"{type(twin).__name__} keeps no state that can leave the device"}
     most_bytes = max(sum(left_bytes) // N_BUCKETS, LEAST_BUCKET_BYTES, *left_bytes)
-    # of each parameter alone; those of one shape in one group take the same
+    # the figures of each parameter alone; equal ones in the same group are stepped only once
     figures: list[Figures] = []
     known: dict[Any, Figures] = {}
     groups = twin.param_groups
@@ -97,7 +104,8 @@ def bucket_figures(
         if not buckets or buckets[-1][1] + size_bytes > most_bytes:
             buckets.append([0, 0, 0, 0.0])
             before_bytes = 0
-        # a loop over the parameters may still hold what it took for the one before
+        # foreach steps all parameters of a bucket at once; a loop may, while it steps one, still
+        # hold the temporaries of the one before
         in_turn = max(buckets[-1][2], before_bytes + work_bytes)
         at_once = buckets[-1][2] + work_bytes
         buckets[-1][0] += 1

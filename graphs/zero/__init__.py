@@ -1,4 +1,4 @@
-"""A training step as one rank of DeepSpeed's ZeRO runs it."""
+"""A training step as one rank of DeepSpeed's ZeRO runs it. Imports no torch."""
 
 from graphs.zero.rank import TAKES, Zero, ZeroError, with_zero, zero_figures, zero_words
 from graphs.zero.sharded import sharded_figures

@@ -1,24 +1,27 @@
-"""A training step as one rank of DeepSpeed's ZeRO-1 or ZeRO-2 runs it: what the engine holds beside
-the model. ZeRO-3 is in `graphs.zero.sharded`. Imports no torch.
+"""A training step as one rank of DeepSpeed's ZeRO-1 or ZeRO-2 runs it: what the engine holds
+besides the model. ZeRO-3 is in `graphs.zero.sharded`. Imports no torch.
 
     solve(model, batch, budget="16GB", optimizer=optimizer, zero=Zero(stage=2, n_ranks=8))
 
-As read in DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`), for each group of the optimizer whose
-trained parameters have P elements, padded to a multiple of 2 N for N ranks:
+This is how DeepSpeed 0.19.8 works according to its source (`runtime/zero/stage_1_and_2.py`). Take a
+group of the optimizer whose trained parameters have P elements, padded to a multiple of 2 N for N
+ranks:
 
-- parameters are views of one flat tensor; of a part of P / N the rank has a copy in 32 bits (of
-  parameters in 32 bits too), for which the optimizer has its state and a gradient in 32 bits;
-- *buckets* of `reduce_bucket_size` elements, one or with `overlap_comm` two, are there from the
-  first gradient to the end of the backward pass, whatever the size of the model. They are counted
-  for the whole step, and in the optimizer's step what it takes beyond them;
-- *stage 2*, or `overlap_comm`: a gradient is copied into the bucket and freed. A bucket that is
-  full is copied again for the reduction, and from it the gradients of the parameters of which the
-  rank's part has an element (whole ones, also of a parameter that two ranks share);
-- *stage 1*: all this happens after the backward pass, which leaves whole gradients;
-- *the optimizer's step*: these gradients, one of them in 64 bits for the norm; then they and one
-  flat copy of the part, and its copy in 32 bits; then what the optimizer takes; then, on the CPU,
-  gloo's copy of the parameters, which all are gathered at once (`allgather_bucket_size` is not
-  asked where torch has `all_gather_into_tensor`).
+- *Parameters* are views of one flat tensor. The rank owns a part of P / N elements, and has a
+  float32 copy of it (even if the parameters are float32), which the optimizer steps with its state
+  and a float32 gradient.
+- *Buckets* have `reduce_bucket_size` elements regardless of the size of the model. There is one, or
+  with `overlap_comm` two, from the first gradient to the end of the backward pass. They are counted
+  for the whole step; for the optimizer's step only what it takes beyond them is added.
+- *Stage 2*, or `overlap_comm`: each gradient is copied into the bucket and freed. A full bucket is
+  copied for the reduction. From that copy, the rank keeps the gradients of all parameters that have
+  an element in its part. It keeps them whole, even if another rank owns the rest of a parameter.
+- *Stage 1*: all of this happens after the backward pass, which leaves whole gradients.
+- *The optimizer's step* holds, one after the other: the kept gradients, and one of them in 64 bits
+  for the norm; the kept gradients, a flat copy of the rank's part of them, and that copy in float32
+  if it is not yet; the float32 gradient and what the optimizer itself takes; and, on the CPU,
+  gloo's copy of the parameters, which are all gathered at once (`allgather_bucket_size` has no
+  effect if torch has `all_gather_into_tensor`).
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from graphs.files import read_json
 from graphs.graph import Graph, Tensor
 
 DEFAULT_BUCKET_ELEMENTS = 500_000_000
-"""Of `reduce_bucket_size`."""
+"""The default of `reduce_bucket_size`."""
 _DEFAULTS: Mapping[str, Any] = {
     "contiguous_gradients": True,
     "round_robin_gradients": False,
@@ -51,7 +54,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "mics_shard_size": -1,
     "memory_efficient_linear": True,
 }
-"""Of `zero_optimization`: what is planned for, where another value takes other memory."""
+"""Option in `zero_optimization` -> the only value that is supported; others take other memory."""
 _GATHERS = {
     "max_live_parameters": 1_000_000_000,
     "max_reuse_distance": 1_000_000_000,
@@ -59,27 +62,27 @@ _GATHERS = {
     "param_persistence_threshold": 100_000,
 }
 _WIDEST_BYTES = 16
-"""Of an element: complex128."""
+"""Bytes per element of the widest dtype, complex128."""
 _SECTIONS = ("fp16", "torch_autocast", "amp")
 TAKES = "gradient taken"
-"""The op of a node that copies a gradient into a bucket, after which it is freed."""
+"""The op of nodes that copy a gradient into a bucket, after which the gradient is freed."""
 _OWN, _BUCKETS = "zero: gradients of the rank's part", "zero: buckets"
 
 
 class ZeroError(ValueError):
-    """The step cannot be planned for such ranks; says why."""
+    """The step cannot be planned for ZeRO as asked; the message says why."""
 
 
 @dataclass(frozen=True)
 class Zero:
-    """How DeepSpeed's ZeRO is applied.
+    """How DeepSpeed's ZeRO is used.
 
-    stage: 1, 2 or 3 (`graphs.zero.sharded`); None: that of the config.
-    n_ranks: data-parallel processes.
-    config: DeepSpeed's, as it is given to `deepspeed.initialize`, or the path of its file; None:
+    stage: 1, 2 or 3 (`graphs.zero.sharded`); None: the stage in the config.
+    n_ranks: number of data-parallel processes.
+    config: DeepSpeed's config, as given to `deepspeed.initialize`, or the path of its file; None:
         the defaults.
 
-    Raises ZeroError for what is not planned; FormatError for a file that is no JSON.
+    Raises ZeroError for settings that cannot be planned; FormatError if the file is not JSON.
     """
 
     stage: int | None = None
@@ -108,6 +111,7 @@ class Zero:
         self._check(config, options)
 
     def _check(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Raise ZeroError for settings that cannot be planned."""
         for name, planned in _DEFAULTS.items():
             if options.get(name, planned) not in (planned, None):
                 raise ZeroError(f"zero_optimization.{name} is not supported; leave it out")
@@ -136,15 +140,19 @@ class Zero:
         return isinstance(found, Mapping) and found.get("enabled") is True
 
     def _option(self, *names: str, default: Any) -> Any:
-        """The first of these names in zero_optimization; 5e8 is a whole number in JSON."""
+        """The value of the first of these names that zero_optimization has. Floats become integers,
+        since sizes are often written as 5e8."""
         assert isinstance(self.config, Mapping)
         options: Mapping[str, Any] = self.config.get("zero_optimization", {})
         found = next((options[name] for name in names if name in options), default)
         return int(found) if isinstance(found, float) else found
 
     def check_dtype(self, name: str) -> None:
-        """Raise ZeroError where the engine would cast parameters of this dtype, or add up their
-        gradients in another."""
+        """Raise ZeroError if the engine would cast parameters of this dtype, or accumulate or
+        communicate their gradients in another dtype.
+
+        name: the dtype of the trained parameters, such as "float32".
+        """
         assert isinstance(self.config, Mapping)
         asked = {
             "bf16.enabled": "bfloat16" if self._is_on("bf16") else None,
@@ -173,7 +181,7 @@ class Zero:
 
     @property
     def gathers(self) -> Mapping[str, int]:
-        """The settings of stage 3 that bound which parameters are whole, in elements."""
+        """The settings of stage 3 that limit how many parameters are whole at once, in elements."""
         return {
             name: self._option(f"stage3_{name}", name, default=default)
             for name, default in _GATHERS.items()
@@ -185,23 +193,26 @@ class Zero:
 
     @property
     def frees_gradients(self) -> bool:
-        """While the backward pass runs."""
+        """Whether gradients are freed during the backward pass."""
         return self.stage in (2, 3) or self.n_buckets == 2
 
     def shard(self, n_elements: int) -> int:
-        """Elements of a rank's part of one parameter, in stage 3."""
+        """Elements of a rank's part of one parameter of `n_elements`, in stage 3."""
         return -(-n_elements // self.n_ranks)
 
     def part(self, sizes: Sequence[int]) -> int:
-        """Elements of a rank's part. sizes: elements of the trained parameters of a group."""
+        """Elements of a rank's part of a group, in stages 1 and 2.
+
+        sizes: elements of each trained parameter of the group.
+        """
         return 2 * -(-sum(sizes) // (2 * self.n_ranks))
 
 
 def with_zero(graph: Graph, figures: Mapping[str, Any] | None) -> Graph:
-    """The module's step with what the engine holds, before its optimizer is added.
+    """The module's step, plus what the engine holds; the optimizer is added afterwards.
 
-    graph: of a stage that frees gradients, traced with those that are taken.
-    figures: of `zero_figures` or `sharded_figures`; None: the graph is returned unchanged.
+    graph: if the engine frees gradients during the backward pass, traced with gradients `TAKEN`.
+    figures: from `zero_figures` or `sharded_figures`; None: the graph is returned unchanged.
     """
     if figures is None:
         return graph
@@ -225,7 +236,8 @@ def with_zero(graph: Graph, figures: Mapping[str, Any] | None) -> Graph:
 
 
 def _with_parts(graph: Graph, figures: Mapping[str, Any]) -> Graph:
-    """Of stage 3: the rank's parts of parameters, beside those that are whole."""
+    """For stage 3: parameters shrink to the rank's parts, and whole and gathered parameters are
+    added as resident tensors."""
     n_ranks = int(figures["n_ranks"])
     layout = graph.meta.parameter_layout.values()
     element_bytes = {entry["tensor"]: int(entry["element_bytes"]) for entry in layout}
@@ -233,7 +245,7 @@ def _with_parts(graph: Graph, figures: Mapping[str, Any]) -> Graph:
     def part(tensor: Tensor) -> Tensor:
         if tensor.kind != "parameter" or tensor.name in graph.producer:
             return tensor
-        # one whose dtype is not known: as if it had the widest, which rounds up the most
+        # of unknown dtype: assume the widest, which rounds up the most
         each = element_bytes.get(tensor.name, _WIDEST_BYTES)
         return dataclasses.replace(
             tensor, size_bytes=each * -(-tensor.size_bytes // each // n_ranks)
@@ -254,32 +266,37 @@ def zero_figures(
     element_bytes: int,
     on_cpu: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `with_zero` takes, and the optimizer's figures with those of the engine's step.
+    """What the engine holds in stage 1 or 2: the figures for `with_zero`, and those of the
+    optimizer's step with what the engine takes in it, for `with_optimizer`.
 
-    groups: of the optimizer, the elements of each trained parameter, in its order.
-    optimizer: figures of its step on parts in 32 bits, one for each group.
-    element_bytes: of a parameter.
+    groups: for each group of the optimizer, the elements of each trained parameter, in its order.
+    optimizer: figures of the optimizer's step on one flat float32 part per group.
+    element_bytes: bytes of a parameter's element.
+    on_cpu: whether the step runs on the CPU, where gloo communicates.
     """
     sizes = [n for group in groups for n in group]
     n_elements, largest, bucket = sum(sizes), max(sizes), zero.bucket_elements
     parts = [zero.part(group) for group in groups]
-    own_elements = [0] * zero.n_ranks  # of the parameters that the rank's part has an element of
+    # by rank: elements of the parameters of which the rank's part has at least one element
+    own_elements = [0] * zero.n_ranks
     for group, part in zip(groups, parts, strict=True):
         for end, n in zip(accumulate(group), group, strict=True):
             if not n:
-                continue  # of a group that has no elements the parts have none
+                continue  # a group without elements has parts of size 0
             for rank in range((end - n) // part, -(-end // part)):
                 own_elements[rank] += n
     own_bytes = element_bytes * max(own_elements)
     bucket_bytes = zero.n_buckets * bucket * element_bytes
-    is_one_bucket = n_elements <= bucket  # then it is reduced, and copied from, at the end
+    is_one_bucket = n_elements <= bucket  # then it is reduced only at the end of the backward pass
     reduced_bytes = zero.n_buckets * element_bytes * min(n_elements, max(bucket, largest))
     held_bytes = 0 if is_one_bucket or not zero.frees_gradients else own_bytes
     counted_bytes = bucket_bytes + held_bytes
+    # what each moment of the optimizer's step takes; the graph already counts counted_bytes of it
     moments = [own_bytes + 8 * min(largest, max(parts))]
     if not zero.frees_gradients:
         counted_bytes += n_elements * element_bytes
-        # what is in the bucket is freed, and the rank's part is copied from it
+        # gradients are reduced after the backward pass: those in the bucket are freed, and the
+        # rank's are copied from it
         copied_bytes = 0 if is_one_bucket else own_bytes
         copied_bytes += largest * element_bytes if largest > bucket else 0
         moments.append(counted_bytes + copied_bytes)
@@ -309,9 +326,9 @@ def zero_figures(
 
 
 def zero_words(environment: Mapping[str, Any], *, sharded: bool = False) -> str:
-    """ "per rank of 8, ZeRO-2"; "" for a step that is not.
+    """For reports: "per rank of 8, ZeRO-2"; "" for a step without ZeRO.
 
-    sharded: "" for stages 1 and 2, too, of which each rank has whole parameters.
+    sharded: return "" for stages 1 and 2, too, in which each rank has whole parameters.
     """
     found = environment.get("zero")
     if not isinstance(found, Mapping) or (sharded and found.get("stage") != 3):

@@ -1,23 +1,26 @@
 """A training step as one rank of DeepSpeed's ZeRO-3 runs it: the most that the engine can hold.
 
-Which parameters are whole at a moment depends on its trace of earlier steps, which is not known
-beforehand. What its settings allow is; as read in DeepSpeed 0.19.8 (`runtime/zero/stage3.py`,
-`partitioned_param_coordinator.py`), for parameters of which a rank has 1 / N of each:
+Which parameters are whole at a given moment depends on the engine's trace of earlier steps and is
+not known beforehand, but its settings give a limit. According to the source of DeepSpeed 0.19.8
+(`runtime/zero/stage3.py`, `partitioned_param_coordinator.py`), a rank, which owns 1 / N of each
+parameter, holds:
 
-- *whole*: what is kept since it is used again within `stage3_max_reuse_distance` elements, or what
-  is fetched ahead while there are fewer than `stage3_max_live_parameters`; beyond that the modules
-  that run, and parameters of at most `stage3_param_persistence_threshold` elements;
-- *gathered*: buffers that parameters are fetched into, until all in them have been used; on the CPU
-  gloo's copy of one;
-- the rank's part: its parameters, a copy of them in 32 bits, the optimizer's state, gradients in 32
-  bits;
-- a bucket of `reduce_bucket_size` elements, into which each gradient is copied and freed; while it
-  is reduced, a copy of it, and on the CPU gloo's; a larger gradient stays until the next one comes;
-- products with weights save the parameter, which is emptied after use, and not its values
-  (`memory_efficient_linear`);
-- the optimizer's step begins by giving up all whole parameters.
+- *whole parameters*: those kept because they are used again within `stage3_max_reuse_distance`
+  elements, or fetched ahead while fewer than `stage3_max_live_parameters` are whole; besides, those
+  of the modules that run, and all of at most `stage3_param_persistence_threshold` elements;
+- *gathered parameters*: buffers that parameters are fetched into, until all in them have been used;
+  on the CPU also gloo's copy of one buffer;
+- the rank's part: its parameters, a float32 copy of them, the optimizer's state, and gradients in
+  float32;
+- a bucket of `reduce_bucket_size` elements: each gradient is copied into it and freed. While it is
+  reduced, there is a copy of it, and on the CPU also gloo's. A gradient larger than the bucket
+  stays until the next one comes.
 
-All but what is reduced is counted for the whole step: a bound, not a forecast.
+Products with weights save the parameter, which is emptied after use, rather than its values
+(`memory_efficient_linear`). The optimizer's step begins by freeing all whole parameters.
+
+Everything except the copies of the bucket is counted for the whole step: this is an upper bound,
+not a forecast.
 """
 
 from __future__ import annotations
@@ -38,18 +41,19 @@ def sharded_figures(
     element_bytes: int,
     on_cpu: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As `zero_figures`, for stage 3.
+    """What the engine holds in stage 3; returns the same as `zero_figures`.
 
-    frozen: elements of each parameter that is not trained, and the bytes of one of them.
-    fetched: elements of the parameters of the module that has most of its own.
-    element_bytes: of a trained parameter.
+    groups, optimizer, on_cpu: as for `zero_figures`.
+    frozen: for each parameter that is not trained, its elements and the bytes of one element.
+    fetched: the most parameter elements that a single module has, without its submodules.
+    element_bytes: bytes of a trained parameter's element.
     """
     trained = [n for group in groups for n in group]
     every = [*((n, element_bytes) for n in trained), *frozen]
     persistence = zero.gathers["param_persistence_threshold"]
     persistent_bytes = sum(n * each for n, each in every if n <= persistence)
 
-    # The settings count elements, and any of them may be of the widest dtype.
+    # The settings count elements, all of which may be of the widest dtype.
     widest_bytes, total_bytes = max(each for _, each in every), sum(n * each for n, each in every)
     ahead = zero.gathers["max_live_parameters"]
     kept = max(ahead, zero.gathers["max_reuse_distance"]) + 2 * fetched
