@@ -1,4 +1,6 @@
-"""Lower bounds: the graph in numbers, the cut MILP, and the least time and budget it proves."""
+"""Lower bounds: the graph folded into numbered storages, the cut MILPs on it, and the least time
+and budget that they prove.
+"""
 
 from solver.bound.copies import CopyCut, CopyMilp
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
