@@ -75,7 +75,9 @@ class CopyMilp(CutMilp):
         allowance_bytes: int = 0,
         just_in_time: bool = False,
     ) -> None:
-        """folded: folded with `may_leave`.
+        """Build the program.
+
+        folded: folded with `may_leave`.
         allowance_bytes: taken from the budget.
         just_in_time: assume that nodes are recomputed right before their outputs are read, so that
             only those due before a fetch can hide it.

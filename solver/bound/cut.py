@@ -103,10 +103,10 @@ class CutMilp:
         allowance_bytes: Mapping[int, int] | None = None,
         deadline: Deadline = NEVER,
     ) -> None:
-        """allowance_bytes: by position, bytes to take from the budget, because the schedule made
-            from the solution would exceed it there. The result is then no bound.
+        """Build the program. Raises OutOfTimeError if the deadline passes meanwhile.
 
-        Raises OutOfTimeError if the deadline passes while the program is built.
+        allowance_bytes: by position, bytes to take from the budget, because the schedule made from
+            the solution would exceed it there. The result is then no bound.
         """
         self.folded = folded
         self.positions = tuple(positions)

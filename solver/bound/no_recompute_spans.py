@@ -1,4 +1,4 @@
-"""Spans of a step in which a forward node cannot be recomputed, whatever the schedule.
+"""Spans of a step in which a forward node cannot be recomputed by any schedule.
 
 A storage cannot be recomputed while an alias still holds the old one. If the alias is made by a
 node that runs only once (a view or an in-place overwrite in the backward pass), it cannot be freed

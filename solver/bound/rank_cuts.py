@@ -63,12 +63,14 @@ class RankCuts:
         positions: Sequence[Collection[int]] = (),
         deadline: Deadline = NEVER,
     ) -> None:
-        """passes: as in `Pipeline.passes`.
+        """Build the program.
+
+        passes: as in `Pipeline.passes`.
         room_bytes: for everything that the nodes of these graphs make.
         positions: for each stage, where its graph of `alone` is cut besides TURN; if empty, at the
             fullest position after TURN.
 
-        Raises OutOfTimeError if the deadline passes while the program is built.
+        Raises OutOfTimeError if the deadline passes meanwhile.
         """
         given = positions or [()] * len(graphs)
         stages = [

@@ -50,7 +50,9 @@ class WindowCuts(CutMilp):
     """The program that the module describes."""
 
     def __init__(self, folded: StorageGraph, *, marks: Sequence[int], **rest: Any) -> None:
-        """marks: some of the positions.
+        """Build the program.
+
+        marks: some of the positions.
         rest: the other arguments of CutMilp.
         """
         self._marks = tuple(marks)

@@ -60,8 +60,8 @@ def reversal(*, n_steps: int, n_snapshots: int) -> Iterator[Action]:
     ("drop", i, i)       give up the snapshot of x_i; the present state stays.
 
     Steps are reversed from the last to the first. At most `n_snapshots` snapshots are held, and
-    none at the end. The advances add up to `n_extra_steps`. Memory is O(n_snapshots), whatever
-    `n_steps` is. Raises ValueError, at once, unless both are integers from 1 on.
+    none at the end. The advances add up to `n_extra_steps`. Memory is O(n_snapshots), regardless of
+    `n_steps`. Raises ValueError, when called, unless both are integers from 1 on.
     """
     _check(n_steps, n_snapshots)
     # Flattened in C: one Python frame resumes per action, not two as with `yield from`.

@@ -1,10 +1,10 @@
-"""Take out recomputation for which there is room after all.
+"""Remove recomputation for which there is room after all.
 
-A schedule found by a cut or by greedy eviction recomputes some nodes although the bytes would have
-sufficed to hold what they made. Taking out the run at position i of an order means holding each
-output that is read from there on since its last use before i. The bytes on the device between those
-two positions say whether that fits; the dearest runs are tried first, and what only fed a run that
-was taken out goes too. Ends when nothing more comes out: a local optimum, nothing proven.
+A schedule found by a cut or by greedy eviction recomputes some nodes although there was room to
+hold their outputs. Removing the run at position i of an order means holding each output that is
+read from there on since its last use before i. The bytes on the device between those two positions
+say whether that fits. The most expensive runs are tried first, and runs that only served a removed
+one go too. It ends when nothing more can be removed: a local optimum, with nothing proven.
 
 Cost: linear in the order for each pass, and a few passes.
 """
@@ -30,10 +30,10 @@ MAX_PASSES = 20
 def drop_recomputation(
     folded: StorageGraph, schedule: Schedule, *, budget_bytes: int, deadline: Deadline = NEVER
 ) -> Schedule:
-    """A schedule at most as slow, within the budget if the given one is. An illegal one is returned
-    as it is.
+    """Remove recomputation from a schedule while it stays within the budget.
 
-    At the deadline it is what was reached by then.
+    The result is at most as slow, and within the budget if the given schedule is. An illegal
+    schedule is returned unchanged. When the deadline passes, the result so far is returned.
     """
     for _ in range(MAX_PASSES):
         if deadline.passed:
@@ -48,7 +48,9 @@ def drop_recomputation(
 def _one_pass(
     folded: StorageGraph, schedule: Schedule, budget_bytes: int, deadline: Deadline
 ) -> Schedule | None:
-    """Take out all runs that fit, by the bytes there at the start and what was added since."""
+    """Remove all runs that fit, given the bytes of the schedule and what was added since; None:
+    none.
+    """
     graph = folded.graph
     try:
         simulation = simulate(graph, schedule)
