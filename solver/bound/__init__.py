@@ -1,6 +1,4 @@
-"""Lower bounds: the graph folded into numbered storages, the cut MILPs on it, and the least time
-and budget that they prove.
-"""
+"""Lower bounds on time and budget: the graph as numbered storages, and the cut MILPs on it."""
 
 from solver.bound.copies import CopyCut, CopyMilp
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts

@@ -1,10 +1,10 @@
 """The cut at one position when storages may also be in host memory or on disk.
 
 Consider node p as in `solver.bound.cut`. A storage that later nodes need and that is not on the
-device at p comes back in one of two ways: it is recomputed, or it is fetched; the first time
-counts. So besides x[u] (u is on the device at p) and r[n] (n is recomputed after p) there are h[u]
-(u is not on the device at p, and is fetched the next time that it is there), b (seconds that the
-compute stream loses before p) and a (seconds that it loses after p, not counting recomputation):
+device at p is either recomputed or fetched the next time that it is there. So besides x[u] (u is on
+the device at p) and r[n] (n is recomputed after p) there are h[u] (u is not on the device at p, and
+is fetched the next time that it is there), b (seconds that the compute stream loses before p) and a
+(seconds that it loses after p, not counting recomputation):
 
     minimise    a + b + sum of time_s[n] * r[n]
     subject to  x[u] + h[u] + r[maker(u)] >= 1       for each unit u that is needed after p
@@ -149,8 +149,7 @@ class CopyMilp(CutMilp):
         return self._read(answer)
 
     def solve_near_lp(self, *, gap: float, node_limit: int, deadline: Deadline = NEVER) -> CopyCut:
-        """An integer solution that keeps what the LP keeps entirely, and fetches only what the LP
-        fetches.
+        """An integer solution that keeps what the LP fully keeps, and fetches only what it fetches.
 
         Found within a tenth of a second, it is about as good as the best one. Its lost_share is the
         LP's.

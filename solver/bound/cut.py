@@ -149,8 +149,10 @@ class CutMilp:
                 self.program.count([*columns])
 
     def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
-        """For each position yield the units that may matter there (read later, or by what may be
-        recomputed) and the nodes that may be recomputed between there and the next position.
+        """Yield, for each position, units that may matter there and nodes that may be recomputed.
+
+        Such units are read later, or by what may be recomputed; the nodes may be recomputed between
+        this position and the next.
         """
         folded = self.folded
         for k, p in enumerate(self.positions):
@@ -213,8 +215,9 @@ class CutMilp:
             after = self._add_total(k, {n: [part[n] for part in parts if n in part] for n in nodes})
 
     def _add_total(self, k: int, parts: Mapping[int, list[int]]) -> dict[int, int]:
-        """By node, a column that is 1 if any of its parts is. In the rows of a single cut at p_k,
-        each unit and recomputation serves all later spans together.
+        """By node, a column that is 1 if any of its parts is, with the rows of a single cut at p_k.
+
+        In these rows each unit and recomputation serves all later spans together.
         """
         folded, p, keep = self.folded, self.positions[k], self.keep[k]
         total: dict[int, int] = {}

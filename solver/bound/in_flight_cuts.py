@@ -111,6 +111,7 @@ class _InFlightCuts(CutMilp):
         self._graph, self._span, self._given = graph, span, positions
         self._turn, end = folded.position[TURN], folded.position.get(END, folded.n_nodes)
         self._sizes: dict[int, dict[int, int]] = {}
+        # From END on no other micro-batch is in flight, and at TURN the span graph's rows suffice.
         beside = [p for p in positions if p < end and p != self._turn]
         together = sorted({*positions, self._turn}) if beside else positions
         super().__init__(folded, positions=together, budget_bytes=budget_bytes, deadline=deadline)

@@ -23,9 +23,13 @@ and a.
 on the device at p nor fetched next, n is recomputed before q. If v is fetched next, that fetch is
 over by then. So the part c_in[v] * (h[v] - x[w] - h[w]) of c_in[v] * h[v] counts as due at q.
 
-**As a program.** The rows of the stores are those of one server with release times and a deadline:
-F[u] >= F[of the unit made before u] + c_out[u] * h[u] and F[u] >= T(0, maker(u) + 1) + c_out[u] *
-h[u] say the same with two rows for each unit. The rows of the fetches use a running sum.
+**As a program.** The rows of the stores are those of one server with release times and a deadline.
+With F[u], the end of the store of u, two rows for each unit say the same:
+
+    F[u] >= F[of the unit made before u] + c_out[u] * h[u]
+    F[u] >= T(0, maker(u) + 1) + c_out[u] * h[u]
+
+The rows of the fetches use a running sum.
 
 A disk adds two rows: bytes that are away and do not fit on the host went to the disk before p, and
 come back after p, at the rates of the disk's link. A copy that takes longer than MOST_COPY_SHARE
@@ -92,9 +96,7 @@ class LinkRows:
         return min(time_s / self._baseline_s, MOST_COPY_SHARE)
 
     def _add_stores(self, b: int) -> None:
-        """Add F by unit, in the order in which units are made; the last store is over when p
-        starts.
-        """
+        """Add F by unit, in the order of making; the last store is over when p starts."""
         folded, program = self.folded, self.program
         link, last = self.host.link, None
         for u in sorted(self.away, key=lambda u: (folded.maker[u], u)):
@@ -117,11 +119,13 @@ class LinkRows:
         for u, column in self.away.items():
             cost = self._share(self.host.link.in_s(folded.unit_bytes[u]))
             due = next((use for use in folded.uses[u] if use > p), folded.n_nodes)
+            # A part of u may be due early: it moves from the jobs at `due` to those at `early`.
             early, part = self._early(u, due, made_of)
             jobs.setdefault(due, []).append((column, cost))
             if part is not None:
                 jobs.setdefault(due, []).append((part, -cost))
                 jobs.setdefault(early, []).append((part, cost))
+        # The running sum of fetches up to q is at most the time from p to q plus what is lost.
         lost = self._lost_by(jobs)
         done = self._start_share[min(p + 1, folded.n_nodes)]
         fetched: int | None = None
@@ -215,8 +219,9 @@ class LinkRows:
         self._disk_row(disk.link.in_bytes_per_s, {a: 1.0, **after}, window)
 
     def _disk_row(self, bytes_per_s: float, lost: Mapping[int, float], window: float) -> None:
-        """Add: bytes away <= host capacity + rate * (window + lost time), in shares of the
-        baseline's time.
+        """Add: bytes away <= host capacity + rate * (window + lost time).
+
+        All in shares of the baseline's time.
         """
         size_bytes = self.folded.unit_bytes
         row = {c: self._share(size_bytes[u] / bytes_per_s) for u, c in self.away.items()}

@@ -157,6 +157,7 @@ def binding_cut(
         return Binding(lost_share, ranked, None, timed_out=not ranked and deadline.passed)
     lost_share, first, timed_out = ranked[0][1], None, False
     for p, lp_share in ranked[:2]:
+        # A second MILP is only worth solving where the LP proves nearly as much as the best.
         if lp_share < 0.98 * ranked[0][1] or deadline.passed:
             break
         cuts = solve_cuts(

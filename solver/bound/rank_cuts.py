@@ -38,7 +38,7 @@ Others = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RankBound:
-    """A bound, and the solution that attains it.
+    """A bound, and the solution found.
 
     lost_s: seconds that the plans lose together at least (inf: none fit together).
     saved_bytes: what each stage saves in the program's solution (None: no solution found).
@@ -89,6 +89,7 @@ class RankCuts:
             self._stages.append((stage, first))
             at_positions.append([stage.bytes_at[p].moved(first) for p in stage.positions])
             self._saved.append(stage.bytes_at[stage.turn].moved(first))
+        # These rows limit the saved bytes of each stage; `bound` sets the limits.
         self._limits = [self._row([(1, saved)], self._scale) for saved in self._saved]
         for local, others in _most(passes):
             for own in at_positions[local]:
@@ -126,8 +127,9 @@ class RankCuts:
         return RankBound(lost_s, tuple(found), tuple(kept))
 
     def _row(self, parts: Iterable[tuple[int, _Bytes]], most_bytes: float) -> int:
-        """Add the row: the sum of n times the bytes of each part is at most most_bytes. Returns its
-        number.
+        """Add the row: n times the bytes of each part add up to at most most_bytes.
+
+        Returns its index.
         """
         values: dict[int, float] = {}
         for n, part in parts:
@@ -197,8 +199,10 @@ def _fullest_after(folded: StorageGraph, turn: int) -> Iterator[int]:
 
 
 def _most(passes: Iterable[tuple[int, Others]]) -> list[tuple[int, Others]]:
-    """The passes whose row is not implied by another pass of the same stage with at least as many
-    other micro-batches of every stage.
+    """The passes whose rows no other pass implies.
+
+    A pass implies another of the same stage if it has at least as many other micro-batches of every
+    stage.
     """
     found = sorted(set(passes))
     return [

@@ -1,5 +1,4 @@
-"""The step as numbered nodes and storages: what bounds, the ILP and `auto` read instead of the
-graph.
+"""The step as numbered nodes and storages, which bounds, the ILP and `auto` use for the graph.
 
 Tensors are folded into storages, called units here: a unit is on the device when any tensor on it
 is. A node reads the units of its inputs and those of which it makes an alias, and it makes the
@@ -155,9 +154,7 @@ class StorageGraph:
 
     @cached_property
     def unit_of(self) -> dict[str, int]:
-        """The unit of each tensor that a node makes, by name; views of resident tensors are left
-        out.
-        """
+        """By name of a tensor that a node makes, its unit; views of resident tensors have none."""
         unit = {name: u for u, name in enumerate(self.unit_names)}
         roots = ((name, self.graph.root(name)) for name in self.graph.producer)
         return {name: unit[root] for name, root in roots if root in unit}
@@ -169,8 +166,7 @@ class StorageGraph:
 
     @cached_property
     def held_bytes(self) -> Bytes:
-        """By position p = 0 .. n_nodes: bytes that any schedule holds while p runs, without p's
-        own.
+        """By position p = 0 .. n_nodes: bytes that any schedule holds beside what p itself needs.
 
         These are resident tensors and pinned units, on the device from the end of node p - 1 on.
         What p reads (unless pinned), makes and takes as workspace is not counted. Position n_nodes
@@ -202,8 +198,9 @@ class StorageGraph:
 
     @cached_property
     def baseline_bytes(self) -> Bytes:
-        """By position p: bytes on the device while p runs if each node runs once and every unit is
-        freed after its last use.
+        """By position p: bytes on the device while p runs in the baseline.
+
+        There each node runs once, and every unit is freed after its last use.
         """
         change = np.zeros(self.n_nodes + 2, dtype=np.int64)
         for u, positions in enumerate(self.uses):
@@ -228,8 +225,9 @@ class StorageGraph:
 
     @cached_property
     def last_need(self) -> tuple[int, ...]:
-        """By forward node: the last position for which its outputs can be of use, directly or
-        through any number of recomputations.
+        """By forward node: the last position for which its outputs can be of use.
+
+        That is directly, or through any number of recomputations.
         """
         readers: list[list[int]] = [[] for _ in range(self.n_units)]
         for n in range(self.n_forward):
@@ -256,6 +254,7 @@ class StorageGraph:
         for n in range(self.n_forward):
             if not may[n]:
                 continue
+            # The least bytes held at any position at which the run can still be of use.
             window = min(self.last_need[n], before) - after - 1
             window = min(window, len(least_gap) - 1)
             may[n] = window >= 0 and least_gap[window] + self.run_bytes[n] <= budget_bytes
@@ -272,9 +271,7 @@ class StorageGraph:
 
     @cached_property
     def run_bytes(self) -> Bytes:
-        """By forward node: bytes of its outputs, its workspace, and its inputs that are never
-        pinned.
-        """
+        """By forward node: bytes of its outputs, workspace, and inputs that are never pinned."""
         return np.array(
             [
                 self.own_bytes[n]

@@ -88,7 +88,7 @@ class WindowCuts(CutMilp):
                 columns = list(dict.fromkeys(part[n] for part in parts if n in part))
                 if n >= p:  # not computed yet at mark j
                     continue
-                if n not in total and len(columns) == 1:
+                if n not in total and len(columns) == 1:  # W equals its only part
                     total[n] = columns[0]
                 elif columns != [total.get(n)]:
                     if n not in total:
@@ -138,8 +138,7 @@ def large_units_only(folded: StorageGraph, budget_bytes: int) -> StorageGraph:
 
 
 def without_small(folded: StorageGraph, *, small_bytes: int) -> StorageGraph:
-    """The step as if small units that can be recomputed took no bytes and were always on the
-    device.
+    """The step as if small units that can be recomputed had no bytes and were always there.
 
     Every schedule of the step is also one of the result, so a bound on the result bounds the step.
     small_bytes: units of fewer bytes are small.
@@ -181,8 +180,9 @@ def _positions(
 
 
 def _apart(candidates: Sequence[int], n_most: int, *, distance: int) -> list[int]:
-    """Take the candidates in order, skipping any within `distance` of one already taken; at most
-    n_most. Returns them ascending.
+    """Up to n_most of the candidates that are more than `distance` apart, the first ones first.
+
+    They are returned in ascending order.
     """
     chosen: list[int] = []
     for p in candidates:

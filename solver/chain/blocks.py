@@ -54,8 +54,7 @@ limits, are taken for companions.
 
 @dataclass(frozen=True)
 class Blocks:
-    """A chain of L blocks. All names are names of nodes or of storages (the tensor that owns the
-    storage).
+    """A chain of L blocks. Names are those of nodes, or of storages (by the tensor that owns one).
 
     forward: the forward nodes of blocks 1 .. L, contiguous in graph order.
     backward: the backward nodes that belong to blocks 1 .. L and, as last entry, the nodes of the
@@ -117,6 +116,7 @@ def split_into_blocks(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
     shortest, longest = COMPANION_NODES
     span = max(shortest, min(longest, len(names) // 4))
     guessed = frozenset(s.name for s in storages if s.last_read - s.born >= span)
+    # Cuts depend on companions and companions on cuts: cut with guessed companions, then again.
     cuts = _bottlenecks(*_widths(storages, guessed, len(names)))
     companions = frozenset(
         s.name

@@ -78,8 +78,10 @@ class _Model:
         return sum(self._storages[name].size_bytes for name in storages)
 
     def forward_workspace_bytes(self, block: int) -> int:
-        """Bytes at the peak of the block's forward beyond its input and output, or beyond its input
-        and everything that it saves; the larger of the two.
+        """Workspace of the block's forward, in bytes.
+
+        This is its peak beyond its input and output, or beyond its input and everything that it
+        saves; the larger of the two.
         """
         beside = self.bytes_of(self.crossing[block - 1])
         return max(
@@ -106,11 +108,11 @@ class _Model:
         return peak
 
     def backward_workspace_bytes(self, block: int) -> int:
-        """Bytes at the peak of the segment beyond the block's input, everything that it saves, and
-        the gradients of input and output.
+        """Workspace of the backward segment, in bytes.
 
-        For the caller's loss (block L + 1), which has no forward pass: beyond its input and the
-        gradient of that.
+        This is its peak beyond the block's input, everything that it saves, and the gradients of
+        input and output. For the caller's loss (block L + 1), which has no forward pass, it is the
+        peak beyond its input and the gradient of that.
         """
         segment = self._blocks.backward[block - 1]
         is_loss = block > self._blocks.n_blocks
@@ -130,8 +132,7 @@ class _Model:
 
 
 def _later_live_bytes(graph: Graph) -> dict[str, int]:
-    """For each later node: bytes made by later nodes that are live while it runs, and its
-    workspace.
+    """By later node: live bytes that later nodes made, and its workspace, while it runs.
 
     Later nodes run exactly once, so this does not depend on what is recomputed.
     """

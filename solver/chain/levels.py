@@ -17,9 +17,9 @@ read nothing else runs.
   checkpointing, SIAM J. Sci. Comput. 31(3), 2009. The fewest forward steps for all snapshots
   together; those that are written and read most go to the fastest level.
 
-Let x_start be the present state, with m free snapshots on level k and all levels below free. U_k(n,
-m) is the cost of reversing n steps, and V_k(n, m) the same if x_start has a snapshot on level k
-already:
+Let x_start be the present state, with m free snapshots on level k and all levels below free. Then
+U_k(n, m) is the cost of reversing n steps, and V_k(n, m) the same if x_start has a snapshot on
+level k already:
 
     U_k(n, m) = min(U_{k-1}(n, c_{k-1}), w_k + V_k(n, m - 1))
     V_k(n, m) = min(U_{k-1}(n, c_{k-1}), min over j of j + U_k(n - j, m) + r_k + V_k(j, m))
@@ -190,9 +190,7 @@ class _Stack:
                 self.used[place, n] = np.min(self._splits(place, n))
 
     def _splits(self, place: int, n: int) -> Floats:
-        """The cost of each split, with 1 .. n - 1 steps on the left; inf if it runs more steps than
-        needed.
-        """
+        """The cost of each split, with 1 .. n - 1 steps on the left; inf if it runs extra steps."""
         n_free, level = len(self.on_places) - place, self.on_places[place]
         left, right = np.arange(1, n), np.arange(n - 1, 0, -1)
         forward = left + self._fewest[n_free - 1, right] + self._fewest[n_free, left]
@@ -267,9 +265,7 @@ class _Tables:
 
     @property
     def after_write(self) -> Floats:
-        """The least cost, by number of steps, if x_start has the only snapshot of the slowest
-        level.
-        """
+        """The least cost, by number of steps, if x_start has the slowest level's only snapshot."""
         return self.stored[-1][0]
 
     def _stored(self, lower: Floats, right: Floats, level: Level) -> Floats:

@@ -284,7 +284,7 @@ def _sums(level_s: Sequence[float], one_unit_s: float) -> Floats:
 
 
 def _by_end(table: Floats, kept: npt.NDArray[np.bool_], checks_more: int) -> tuple[Floats, Floats]:
-    """The table by j and j - k, twice: with inf where m + w does not fit at all checks up to j +
+    """The table by j and j - k: with inf where m + w does not fit at all checks up to j +
     checks_more, and without.
     """
     n = len(table) - 1

@@ -132,8 +132,9 @@ class Stretch:
         return nodes, sizes, tuple(sorted(number[u] for u in self.demand))
 
     def needed(self, wanted: Units, held: int | None) -> tuple[float, Units]:
-        """Time of the nodes that make the wanted units if unit `held` is on the device, and the
-        units of the previous level that they read.
+        """Time of the nodes that make the wanted units if unit `held` is on the device.
+
+        Also returns the units of the previous level that these nodes read.
         """
         missing = set(wanted) - {held}
         time_s, before = 0.0, set[int]()
@@ -146,14 +147,11 @@ class Stretch:
 
     @property
     def read_before(self) -> Units:
-        """Units of the previous level that the level's nodes read and later nodes in its window do
-        not.
-        """
+        """Units of the previous level that the level's nodes read and later nodes there do not."""
         return frozenset[int]().union(*(before for *_, before in self.nodes)) - self.later
 
     def saving_s(self, held_bytes: int, *, alone: bool = False) -> float:
-        """The LP of a knapsack: choose units to hold within held_bytes, and nodes to run for the
-        rest.
+        """The LP of a knapsack: units to hold within held_bytes, and nodes to run for the rest.
 
         alone: none of the nodes that read `read_before` may run; inf if that is impossible.
         """
@@ -229,9 +227,7 @@ def _tight_segments(
 
 
 def _usual_width(folded: StorageGraph, bounds: Sequence[int]) -> int:
-    """The median of the bytes that cross the ends of levels, without units that are relatively
-    tiny.
-    """
+    """The median of the bytes that cross the ends of levels, without relatively tiny units."""
     widths = []
     crossing: set[int] = set()
     p = 0

@@ -101,9 +101,7 @@ def _bytes(value: object, where: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKeepingOutput:
-    """Run this block forward. Its output is live afterwards; its input, if live by itself, is
-    freed.
-    """
+    """Run this block forward. Its output is live afterwards; its input by itself is freed."""
 
     block: int
 
@@ -124,8 +122,10 @@ class ForwardKeepingAll:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run this block's backward (block L + 1: the loss) and free what only it needed: the gradient
-    of the block's output, what the block saved, and its input if live by itself.
+    """Run this block's backward (block L + 1: the loss) and free what only it needed.
+
+    That is the gradient of the block's output, what the block saved, and its input if live by
+    itself.
     """
 
     block: int

@@ -164,8 +164,7 @@ class _Bytes:
             self.running[i] = self.x[i - 1] + self.x[i] + self.forward_workspace[i]
 
     def saving(self, s: int, t: int) -> int:
-        """Bytes while block s runs forward and saves, beside the gradient of x_t, and in its
-        backward.
+        """Bytes while block s runs forward and saves, beside the gradient of x_t, or runs backward.
 
         The backward reads the gradient of x_s and makes that of x_{s-1}.
         """
@@ -174,10 +173,10 @@ class _Bytes:
         return self.x[s - 1] + self.saved[s] + max(forward, backward)
 
     def passing(self, s: int) -> list[int]:
-        """For t = s + 1 .. L + 1: bytes while s .. t - 1 run forward beside x_{s-1} and the
-        gradient of x_t.
+        """For t = s + 1 .. L + 1: bytes while s .. t - 1 run forward without saving.
 
-        All of these blocks run once beside these two, whichever k is the split.
+        Beside them are x_{s-1} and the gradient of x_t. All of these blocks run once beside these
+        two, whichever k is the split.
         """
         behind_s = (self.x[s - 1] + running for running in self.running[s + 1 : -1])
         most = accumulate(behind_s, max, initial=self.running[s])
@@ -211,11 +210,10 @@ class _Table:
         self._fill()
 
     def _fill(self) -> None:
-        """Fill segments by start, from the last on, `STARTS_AT_ONCE` starts together, from short to
-        long.
+        """Fill segments by start, from the last on, several starts together, from short to long.
 
-        left[k]: for one start s, the time of the forwards from x_{s-1} to x_{k-1} plus E(s, k-1,
-        m), for the k filled so far.
+        left[k]: for one start s, the forwards from x_{s-1} to x_{k-1} plus E(s, k-1, m), for the k
+        filled so far.
         full: by t, the slots at which s .. t can save everything.
         """
         lefts = np.empty((STARTS_AT_ONCE, self.last + 1, self.slots.n_slots + 1), self.dtype)

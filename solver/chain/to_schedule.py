@@ -40,10 +40,10 @@ def chain_to_schedule(
     keep_inputs: bool = False,
     deadline: Deadline = NEVER,
 ) -> Schedule:
-    """The schedule of the whole step for these operations, which must be legal in the chain
-    problem.
+    """The schedule of the whole step for these operations.
 
-    keep_inputs: never drop a block's input, whatever the operations say.
+    ops: legal in the chain problem.
+    keep_inputs: never drop a block's input, even if the operations do.
 
     Raises OutOfTimeError when the deadline has passed.
     """

@@ -31,8 +31,9 @@ def auto_then_chain_methods(
     places: Places | None = None,
     **options: Any,
 ) -> Proposal:
-    """The best schedule of `auto` and the methods in TRIED. Options are as for
-    `solver.methods.auto.auto`.
+    """The best schedule of `auto` and the methods in TRIED.
+
+    options: the other arguments of `solver.methods.auto.auto`.
     """
     deadline = Deadline.after(time_limit_s)
     may_copy = places is not None and places.host is not None and not options.get("quick")

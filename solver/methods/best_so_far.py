@@ -60,8 +60,9 @@ class BestSoFar:
         return kind is OutOfTimeError
 
     def fits(self, schedule: Schedule) -> bool:
-        """Simulate the schedule, keep it if it is the best, and return whether it fits. An illegal
-        one does not fit.
+        """Simulate the schedule, keep it if it is the best, and return whether it fits.
+
+        An illegal schedule does not fit.
         """
         try:
             return self.keep(schedule, simulate(self.graph, schedule, places=self.places))
@@ -81,9 +82,7 @@ class BestSoFar:
         return self.may_fit(order) and (is_slow or self.fits(schedule()))
 
     def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
-        """Whether the schedule fits, with its copies laid out side by side. It is kept if it is the
-        best.
-        """
+        """Whether the schedule fits, with its copies laid out in memory; kept if it is the best."""
         places = self.places or Places()
         if simulation.host_peak_bytes - self.graph.host_state_bytes > places.host_bytes:
             return False
@@ -108,9 +107,7 @@ class BestSoFar:
 
     @property
     def gap(self) -> float:
-        """Difference between the best schedule's time and the bound, as a share of the baseline's
-        time.
-        """
+        """The best schedule's time less the bound, as a share of the baseline's time."""
         return self.best_share - self.lost_share
 
     def time_s(self, order: Sequence[str]) -> float:

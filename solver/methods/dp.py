@@ -8,9 +8,9 @@ checkpointing for heterogeneous chains: how to train deep neural networks with l
 arXiv:1911.13214 (2019), known as rotor. Optimal for a chain of unequal blocks among persistent
 schedules, in which a block is kept whole, by its input, or not at all. On a graph it falls short
 where blocks are coarse, since it cannot keep the expensive half of one, and where the model is off:
-it charges a recomputed block for ops at its end that do not run. Therefore each of its answers is
-also tried while keeping the input of every block, and the schedule of `sqrt` is simulated as well;
-so it is never worse than that or `every_block`.
+it charges a recomputed block for ops at its end that do not run. Therefore a second bisection keeps
+the input of every block, and the schedule of `sqrt` is simulated as well; so it is never worse than
+that or `every_block`.
 
 Cost: some dozen chain problems of at most DP_MAX_BLOCKS blocks.
 """

@@ -22,9 +22,7 @@ from solver.bound import StorageGraph
 
 @dataclass(frozen=True)
 class Ahead:
-    """A unit to recompute right before the first run of node `since`, and hold up to that of
-    `until`.
-    """
+    """A unit to recompute right before the first run of node `since`, and hold up to `until`."""
 
     unit: int
     since: int
@@ -81,8 +79,9 @@ def _gates(
 
 
 def _since(folded: StorageGraph, u: int, q: int, budget_bytes: int) -> int | None:
-    """The last position before q with room to recompute u, with all its inputs missing, and to hold
-    it from there on; None: there is none in the backward pass.
+    """The last position before q with room to recompute u and to hold it from there on.
+
+    All of u's inputs may be missing then. None: there is no such position in the backward pass.
     """
     run_bytes = max((folded.run_bytes[n] for n in _nodes_for(folded, [u], q)), default=0)
     for p in range(q - 1, folded.n_forward - 1, -1):
@@ -97,9 +96,7 @@ def _since(folded: StorageGraph, u: int, q: int, budget_bytes: int) -> int | Non
 def _nodes_for(
     folded: StorageGraph, units: Iterable[int], q: int, *, held: int | None = None
 ) -> set[int]:
-    """Nodes to run for these units right before q if only `held` and pinned units are on the
-    device.
-    """
+    """Nodes to run for these units right before q, with only `held` and pinned units there."""
     found: set[int] = set()
     missing = list(units)
     while missing:

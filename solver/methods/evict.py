@@ -193,6 +193,7 @@ class _Run:
         if self.bytes + need_bytes > self.budget_bytes:
             locked = {*folded.reads[n], *folded.makes[n]}
             pending = {u for name in stack for u in folded.reads[self._maker(name)]}
+            # Give up what is needed soon only if dropping everything else is not enough.
             for spared in (locked | wanted | pending, locked | wanted, locked):
                 self._make_room(need_bytes, spared)
             if self.bytes + need_bytes > self.budget_bytes:

@@ -207,9 +207,7 @@ class _Model:
         return pulp.LpVariable(f"v{self._n_names}", lowBound=0, upBound=most, cat=kind)
 
     def _cover(self, sweep: _Sweep, i: int, by: pulp.LpVariable | int) -> None:
-        """Add the row: item i is on the device when the sweep begins, or recomputed in it, if `by`
-        is 1.
-        """
+        """Add the row: item i is there when the sweep begins, or recomputed in it, if `by` is 1."""
         supply = sweep.there[i] + sweep.recompute.get(self.items[i].maker, 0)
         self.problem += supply >= by
 
@@ -220,6 +218,7 @@ class _Model:
             root = self.items[i].root
             if root != i:
                 self.problem += column <= sweep.there[root]
+            # A storage is not recomputed while an alias that another node made holds it.
             maker = self.items[root].maker
             if maker in sweep.recompute and self.items[i].maker != maker:
                 self.problem += column + sweep.recompute[maker] <= 1
@@ -236,9 +235,7 @@ class _Model:
                     self._cover(sweep, i, column)
 
     def _due(self, sweep: _Sweep) -> Sequence[int]:
-        """Items that are read when the sweep ends: by the first run of node p, or by the end of the
-        step.
-        """
+        """Items read when the sweep ends, by the first run of node p or by the end of the step."""
         if not sweep.last:
             return ()
         if sweep.stage.p < self.folded.n_nodes:
@@ -254,6 +251,7 @@ class _Model:
             self._at_most([held + k * column for held, k in zip(now, own, strict=True)], room_bytes)
             change = [(i, -self._freed(sweep, following, i, n)) for i in self._touched(sweep, n)]
             for i in self.stages.made[n]:
+                # An output that is there already does not count again after the run.
                 if i in sweep.there and self.items[i].size_bytes:
                     twice = self._variable(most=1)
                     self.problem += twice <= sweep.there[i]

@@ -111,9 +111,7 @@ class Stages:
         )
 
     def _stage(self, p: int, *, allowed: bool) -> Stage:
-        """The stage with what can still be of use at p: read later, or read by what may be
-        recomputed.
-        """
+        """The stage with what can be of use at p: read later, or by what may be recomputed."""
         folded, items = self.folded, self.items
         before = min(p, folded.n_forward)
         may = folded.may_recompute(

@@ -227,8 +227,9 @@ class _Search(BestSoFar):
         return folded.position[self.graph.nodes[fullest].name]
 
     def _plan_for_cap(self, saved_bytes: int) -> None:
-        """Have the method plan for schedules that save at most saved_bytes, with as much saved by
-        each other micro-batch.
+        """Have the method plan for schedules that save at most saved_bytes.
+
+        The other micro-batches are assumed to save as much each.
         """
         if saved_bytes not in self._caps:
             self._caps.add(saved_bytes)

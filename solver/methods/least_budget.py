@@ -107,6 +107,7 @@ def find_obstacle(
             proven_bytes=max(proven_bytes, above_bytes),
             more=lambda: not deadline.passed,
         )
+    # What is on the device at p in every schedule.
     here = [
         (folded.unit_names[u], folded.unit_bytes[u])
         for u in range(folded.n_units)

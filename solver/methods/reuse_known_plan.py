@@ -61,8 +61,7 @@ AS_IT_IS = KnownPlan(Schedule(ops=(), graph_id=""), rewrites=(), gap=0.0)
 
 
 def transferred(graph: Graph, schedule: Schedule) -> Schedule:
-    """Recompute on this graph what `schedule`, of another graph, recomputes before the same
-    operators.
+    """Recompute on this graph what another graph's schedule recomputes before the same ops.
 
     If this graph lacks an operator, the recomputation before it moves to the next one that exists.
     Nodes that this graph cannot recompute are kept. The result may be illegal; the simulator
@@ -83,8 +82,7 @@ def transferred(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 def reused(variants: Variants, known: KnownPlan, request: Request) -> Solution | None:
-    """Apply the known plan's decisions to the step, whose only planned program is the variant in
-    `variants`.
+    """Apply the known plan's decisions to the step, of which a single variant is planned.
 
     Returns None if they do not fit, or if a search may find a plan that is faster by more than
     REUSE_LOSS. The bound holds for this program alone, not for its other variants.

@@ -69,9 +69,11 @@ class Gap:
 
 
 def never_copied(folded: StorageGraph) -> frozenset[int]:
-    """Units that must not be copied: those that a node overwrites, as the old value must not come
-    back; outputs of the graph, which the rules keep from being stored; and those that the caller
-    makes and holds, which are the gradients of outputs, from a loss outside.
+    """Units that must not be copied.
+
+    They are units that a node overwrites, as the old value must not come back; outputs of the
+    graph, which the rules keep from being stored; and units that the caller makes and holds, which
+    are the gradients of outputs, from a loss outside.
     """
     graph = folded.graph
     stay = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}

@@ -1,5 +1,4 @@
-"""The state of host and disk while copies are placed: what is there, and when each copy stream
-ends.
+"""Host and disk while copies are placed: what is there, and when each copy stream ends.
 
 While a unit is away it either stays on the host or goes on to the disk. In the latter case its copy
 on the host is only *passing*: it is given up once the disk has it and its bytes are needed. A part
@@ -88,9 +87,7 @@ class Beside:
                     blocked.add(u in self.to_disk)
 
     def store_at_once(self, units: Collection[int], now_s: float) -> bool:
-        """Store the first of these units that waits, giving up passing copies for room; False: none
-        fits.
-        """
+        """Store the first of these units that waits, giving up passing copies; False: none fits."""
         for u in tuple(self.waiting):
             may = u in units and (u in self.to_disk or self._may_stay(u))
             if may and self._make_room(self.unit_bytes[u]):
@@ -182,9 +179,7 @@ class Beside:
                 self._drop(u)
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Give up passing copies until there is room, however long the copies from and to them
-        take.
-        """
+        """Give up passing copies until there is room, however long their copies still take."""
         for u in self._passing():
             if self._host_bytes + size_bytes <= self.host.capacity_bytes:
                 break

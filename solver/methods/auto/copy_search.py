@@ -96,8 +96,10 @@ class CopySearch(BestSoFar):
         )
 
     def program(self, position: int, *, allowance_bytes: int | None = None) -> CopyMilp:
-        """The program of the cut at this position. With an allowance it counts recomputation where
-        it is needed (`just_in_time`), and proves nothing.
+        """The program of the cut at this position.
+
+        allowance_bytes: if given, recomputation counts only where it is needed (`just_in_time`),
+            and the program proves nothing.
         """
         return CopyMilp(
             self.free,
@@ -115,9 +117,9 @@ class CopySearch(BestSoFar):
     def written_out(
         self, position: int, *, kept: frozenset[int], away: frozenset[int]
     ) -> tuple[Sequence[str], list[Gap]]:
-        """The order of nodes with the cut's recomputation, and the gaps around the position that
-        are copied.
+        """The order of nodes with the cut's recomputation, and the gaps around p that are copied.
 
+        position: p.
         kept, away: the units that the cut keeps on the device, and those that it fetches later.
         """
         schedule = schedule_from_cuts(self.folded, {position: kept | away}, deadline=self.deadline)

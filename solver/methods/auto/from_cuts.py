@@ -86,8 +86,8 @@ def names_let_go(folded: StorageGraph, kept: Collection[int], p: int) -> Iterato
 class FoldedSimulation:
     """A schedule with its simulation, mapped onto positions.
 
-    stage_bytes: by position p, the most bytes on the device from the end of the first run of node p
-        - 1 to the end of that of node p, which includes the recomputation before p.
+    stage_bytes: by position p, the most bytes on the device after the first run of node p - 1 and
+        up to the end of that of node p, which includes the recomputation before p.
     recomputed: (node, p) for every node that is recomputed between those two first runs.
     """
 
@@ -99,9 +99,9 @@ class FoldedSimulation:
     def overflowing(
         self, budget_bytes: int, *, n_most: int, distance: int, but: Collection[int] = ()
     ) -> list[int]:
-        """Positions above the budget, the fullest first, more than `distance` apart, at most
-        n_most.
+        """Positions above the budget, the fullest first, at most n_most.
 
+        distance: the positions are further apart than this.
         but: positions to leave out.
         """
         chosen: list[int] = []

@@ -48,9 +48,7 @@ def drop_recomputation(
 def _one_pass(
     folded: StorageGraph, schedule: Schedule, budget_bytes: int, deadline: Deadline
 ) -> Schedule | None:
-    """Remove all runs that fit, given the bytes of the schedule and what was added since; None:
-    none.
-    """
+    """Remove all runs that fit, one after the other; None: none, or the deadline has passed."""
     graph = folded.graph
     try:
         simulation = simulate(graph, schedule)
@@ -66,6 +64,7 @@ def _one_pass(
         held = runs.held_instead(i)
         if held is None:
             continue
+        # Holding the outputs adds their bytes from their last use before i up to i.
         first = min((start for _, start in held), default=i)
         more = np.zeros(i - first, dtype=np.int64)
         for u, start in held:

@@ -108,6 +108,7 @@ def search_neighbourhoods(search: Search) -> None:
                 _offer_spliced(search, program, kept)
             work += cost
             in_vain = 0 if search.best_share <= before - LEAST_GAIN else in_vain + cost
+            # After a gain, try smaller sizes around it again; otherwise a larger size here.
             if search.best[0] is not was_best:
                 for p in range(middle.stretch.first, middle.stretch.last + 1):
                     sizes[p] = min(sizes[p], max(0, middle.size - 1))
@@ -211,9 +212,7 @@ class _Plan:
         return found
 
     def _urgency(self, middle: _Middle) -> tuple[float, int]:
-        """Sort key: the loss relative to the size; of equally urgent middles the earlier one is
-        larger.
-        """
+        """Sort key: the loss relative to the size; if equal, the earlier middle is more urgent."""
         return self._lost_share_in(middle) / LOSS_PER_SIZE**middle.size, -middle.menu_at[0]
 
     def _smallest_worth_solving(self, sizes: Mapping[int, int]) -> Iterator[_Middle]:
@@ -231,9 +230,7 @@ class _Plan:
         return self.lost_share(middle.menu_at[0], middle.menu_at[-1])
 
     def _middle(self, first: int, size: int) -> _Middle | None:
-        """The middle from this position on, as long as its size allows; None: it has too many
-        nodes.
-        """
+        """The middle from this position on, as long as its size allows; None: too many nodes."""
         wanted = set[int]()
         menu_at: tuple[int, ...] = ()
         nodes: tuple[int, ...] = ()

@@ -11,9 +11,9 @@ from solver.methods.auto.copy_placement import Gap, find_gaps, live_bytes_by_run
 def overflowing(
     folded: StorageGraph, order: Sequence[str], budget_bytes: int, *, away: Iterable[Gap] = ()
 ) -> list[Gap]:
-    """Gaps to spend on the host so that the order fits, the longest first; if it cannot fit, all
-    that help.
+    """Gaps to spend on the host so that the order fits, the longest first.
 
+    If it cannot fit, all gaps that help.
     away: gaps that are spent on the host already.
     """
     live = live_bytes_by_run(folded.graph, order)

@@ -75,9 +75,7 @@ def recombine(search: Search, *, base: int) -> None:
 
 
 def _menus(search: Search, base: int) -> Iterator[Menu]:
-    """Menus that contain the best schedule so far; a second round follows if the first gained
-    enough.
-    """
+    """Menus that contain the best schedule so far; again if the first round gained enough."""
     everything = recomputed_by_best(search).union(*search.menus)
     if len(everything) <= WHOLE:
         yield everything
@@ -142,7 +140,7 @@ def _offer_best(search: Search, menu: Menu, base: int) -> int:
         found = search.offer_cuts(guide)
         if found is None or found.simulation.peak_bytes <= budget_bytes:
             break
-        if before is not None and found.stage_bytes == before.stage_bytes:
+        if before is not None and found.stage_bytes == before.stage_bytes:  # no effect
             break
         before = found
         positions = program.positions

@@ -76,8 +76,9 @@ class _Span:
         return any(first <= self._first and self._last <= last for first, last in spans)
 
     def _add_needed(self, u: int) -> list[int | None]:
-        """For each reader of u, a column that is 1 if u is needed by it or later, in the order of
-        readers; finally a column that is 1 if u is on the device afterwards. None: never.
+        """For each reader of u in order, a column that is 1 if it or a later one needs u.
+
+        Finally a column that is 1 if u is on the device afterwards. None stands for never.
         """
         columns = [self._kept_after.get(u)]
         for n in reversed(self._readers.get(u, [])):
@@ -87,8 +88,9 @@ class _Span:
         return columns[::-1]
 
     def _add_since_before(self, u: int) -> int | None:
-        """A column that is 1 if u is needed in the span or afterwards, and its maker is not
-        recomputed.
+        """A column that is 1 if u must be on the device since the start of the span.
+
+        That is so if it is needed in the span or afterwards and its maker is not recomputed.
         """
         needed, maker = self._needed[u][0], self._cuts.folded.maker[u]
         if needed is None or maker not in self._recompute:

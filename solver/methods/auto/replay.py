@@ -118,6 +118,7 @@ class _Replay:
                 return False
             if not all(map(self._may_run_again, missing)):
                 return False
+            # Units are spared until the last of the missing nodes that reads them has run.
             pending = Counter(u for m in missing for u in folded.reads[m])
             pending.update(wanted)
             for m in missing:
@@ -207,9 +208,7 @@ class _Replay:
         return seconds
 
     def _next_read(self, u: int) -> int | None:
-        """The index of the next read; None if there is none, or if the order makes the unit again
-        first.
-        """
+        """The index of the next read; None: none, or the order makes the unit again before it."""
         events, k = self._events[u], self._next_event[u]
         while k < len(events) and events[k][0] < self.now:
             k += 1

@@ -1,6 +1,4 @@
-"""An order of nodes as lifetimes of units: from each making to the last read before the next
-making.
-"""
+"""An order of nodes as lifetimes of units, each from a making to its last read."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ class Runs:
                 self.last[u][-1] = len(order)
 
     def held_instead(self, i: int) -> list[tuple[int, int]] | None:
-        """What has to be held if the run at i is removed: (unit, first position after its last
-        use).
+        """What has to be held if the run at i is removed: (unit, run after its last use).
 
         Only units that are read later are listed. Returns None if the run cannot be removed: it is
         the first to make a unit, or makes none of its own (a view).
@@ -67,9 +64,7 @@ class Runs:
         return held if self.folded.makes[self.nodes[i]] else None
 
     def take_out(self, i: int) -> None:
-        """Remove the run at i: the previous lifetime of each unit extends to the end of the removed
-        one.
-        """
+        """Remove the run at i: previous lifetimes of its units extend to the removed ones' ends."""
         for u in self.folded.makes[self.nodes[i]]:
             k, last = self.made[u].index(i), self.last[u]
             if last[k] > i:
@@ -77,8 +72,9 @@ class Runs:
             del self.made[u][k], last[k]
 
     def last_read(self, u: int, i: int) -> int:
-        """The last run that reads what unit u holds when run i ends (the making if none does); -1:
-        not made by then.
+        """The last run that reads what unit u holds when run i ends, or else made it.
+
+        Returns -1 if the unit was not made by then.
         """
         made = bisect_right(self.made[u], i)
         return self.last[u][made - 1] if made else -1

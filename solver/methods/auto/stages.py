@@ -304,9 +304,7 @@ QUICK_STAGES: tuple[Callable[[Search], None], ...] = (
 
 
 def _solved_whole(search: Search) -> bool:
-    """Solve the integer program of the whole step; whether it was small enough to be solved to the
-    end.
-    """
+    """Solve the integer program of the whole step, if small; whether it was solved to the end."""
     if search.folded.n_nodes > SMALL_NODES or find_spec("pulp") is None:
         return False
     try:

@@ -102,8 +102,9 @@ class StretchMilp(CutMilp):
         yield from reversed(found)
 
     def _add_totals(self) -> None:
-        """Add no R[n,k]: with them DenseNet-121 and ViT-B lose the same after 40 s, to within 0.1
-        points.
+        """Add no R[n,k].
+
+        With them DenseNet-121 and ViT-B lose the same after 40 s, to within 0.1 points.
         """
 
     def _may_have_stayed(self) -> Mapping[int, int]:
@@ -142,8 +143,9 @@ class StretchMilp(CutMilp):
         return kept_by_best(self, below=below, deadline=self._deadline)
 
     def spliced(self, kept: Mapping[int, frozenset[int]], runs: Runs) -> Schedule:
-        """Put the solution in the place of the stretch in these runs, which may have changed
-        meanwhile.
+        """Put the solution in the place of the stretch in these runs.
+
+        runs: those of the schedule, or of a newer one.
 
         The result may be illegal; the simulator decides.
         """

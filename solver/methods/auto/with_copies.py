@@ -177,8 +177,9 @@ def _choose_elsewhere(search: CopySearch) -> None:
 
 
 def _rounds(search: CopySearch, position: int) -> None:
-    """Solve the cut at a position, offer its schedule, and solve it again with what went wrong
-    excluded.
+    """Offer the schedule of the cut at a position, and solve the cut again while that may help.
+
+    Each round takes away the bytes above the budget, and bars the storage that is waited for most.
     """
     less_bytes, barred = 0, set(never_copied(search.folded))
     for n_before in range(MAX_ROUNDS):
@@ -199,6 +200,7 @@ def _rounds(search: CopySearch, position: int) -> None:
         over_bytes = found.peak_bytes - search.budget_bytes
         if over_bytes > 0:
             search.offer(_overflow_copied(search, order, gaps))
+        # Next round: fewer bytes, and no fetch of the unit for which the stream waits most.
         late = max(placed.waits_s, key=lambda u: (placed.waits_s[u], u), default=None)
         if over_bytes <= 0 and late is None:
             return
