@@ -1,4 +1,4 @@
-"""Lower bounds: the graph in numbers, the cut MILP, and the least time and budget it proves."""
+"""Lower bounds on time and budget: the graph as numbered storages, and the cut MILPs on it."""
 
 from solver.bound.copies import CopyCut, CopyMilp
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts

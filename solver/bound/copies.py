@@ -1,10 +1,10 @@
 """The cut at one position when storages may also be in host memory or on disk.
 
-Stand at node p as in `solver.bound.cut`. A storage that later nodes need and that is not on the
-device now comes back in one of two ways. Take the first: it is recomputed, or it is fetched. So
-beside x[u] (u is on the device at p) and r[n] (n is recomputed after p) there are h[u] (u is not on
-the device at p, and the next time that it is there it was fetched) and the seconds b and a that the
-compute stream loses before p, and after p beside recomputation:
+Consider node p as in `solver.bound.cut`. A storage that later nodes need and that is not on the
+device at p is either recomputed or fetched the next time that it is there. So besides x[u] (u is on
+the device at p) and r[n] (n is recomputed after p) there are h[u] (u is not on the device at p, and
+is fetched the next time that it is there), b (seconds that the compute stream loses before p) and a
+(seconds that it loses after p, not counting recomputation):
 
     minimise    a + b + sum of time_s[n] * r[n]
     subject to  x[u] + h[u] + r[maker(u)] >= 1       for each unit u that is needed after p
@@ -12,16 +12,16 @@ compute stream loses before p, and after p beside recomputation:
                 sum of bytes[u] * x[u] <= budget - resident - what p makes and its workspace
                 sum of bytes[u] * h[u] <= bytes of the host (and of the disk)
                 h[u] = 0 where u holds an output of the graph, which is never stored
-                x[u] = 1 where p reads u; no r[n] where n may not run again, or never fits
+                x[u] = 1 where p reads u; r[n] = 0 where n is not recomputable, or never fits
 
 and the rows of the two directions of the link (`solver.bound.link_rows`).
 
-**Why it bounds every legal schedule.** Read x, h and r off the schedule as it stands at p in
-program order, by which bytes count; then the rows of the link hold. Together the schedule takes the
-time of the first runs and a + b + sum of time_s[n] * r[n]. The other rows are those of
-`solver.bound.cut`; but nothing is there anyway except what is resident, as what cannot be made
-again may be away too, and no alias keeps a node from being recomputed (`StorageGraph.of`,
-`may_leave`).
+**Why it bounds every legal schedule.** Take x, h and r from the state of the schedule at p in
+program order, the order in which bytes are counted; then the rows of the link hold. In total the
+schedule takes the time of the first runs plus at least a + b + sum of time_s[n] * r[n]. The other
+rows are those of `solver.bound.cut`, with two differences: only resident tensors are held in any
+case, since what cannot be recomputed may be away too, and no alias keeps a node from being
+recomputed (`StorageGraph.of` with `may_leave`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from solver.sizes_deadlines_progress import NEVER, Deadline
 
 @dataclass(frozen=True)
 class CopyCut:
-    """The cut at one position, solved.
+    """The solution of the cut at one position.
 
-    lost_share: time that no schedule within the budget avoids to lose, as a share of the baseline's
-    (inf: nothing fits).
-    kept, away: units that the solution has on the device, and fetches later (None: none found). The
-    others that are needed later are recomputed.
+    lost_share: time that every schedule within the budget loses, as a share of the baseline's (inf:
+        nothing fits).
+    kept, away: units that the solution has on the device at the position, and units that it fetches
+        later (None: no solution found). Other units that are needed later are recomputed.
     cost_share: what the solution loses (inf: not known).
     """
 
@@ -60,7 +60,10 @@ class CopyCut:
 
 
 class CopyMilp(CutMilp):
-    """The program of the module. away: the columns h of units."""
+    """The program that the module describes.
+
+    away: by unit, its column h.
+    """
 
     def __init__(
         self,
@@ -72,11 +75,14 @@ class CopyMilp(CutMilp):
         allowance_bytes: int = 0,
         just_in_time: bool = False,
     ) -> None:
-        """folded: with `may_leave`.
+        """Build the program.
 
+        folded: folded with `may_leave`.
         allowance_bytes: taken from the budget.
-        just_in_time: what is recomputed is recomputed right before it is read, so that not all of
-            it can hide a fetch that is due soon. With either the program proves nothing.
+        just_in_time: assume that nodes are recomputed right before their outputs are read, so that
+            only those due before a fetch can hide it.
+
+        With allowance_bytes or just_in_time the result is no bound.
         """
         self._places, self.position = places, position
         super().__init__(
@@ -100,7 +106,7 @@ class CopyMilp(CutMilp):
 
     def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
         folded, p = self.folded, self.position
-        later = {  # what later nodes made may be away as well
+        later = {  # units that later nodes made may be away too
             u
             for u, uses in enumerate(folded.uses)
             if uses and folded.n_forward <= folded.maker[u] < p and uses[-1] >= p
@@ -125,7 +131,7 @@ class CopyMilp(CutMilp):
         )
 
     def forbid(self, units: Iterable[int]) -> None:
-        """Do not fetch these next: proves nothing more."""
+        """Do not fetch these units next. The result is then no bound."""
         for u in units:
             if u in self.away:
                 self.program.most[self.away[u]] = 0.0
@@ -138,13 +144,15 @@ class CopyMilp(CutMilp):
         node_limit: int | None = None,
         deadline: Deadline = NEVER,
     ) -> CopyCut:
+        """Solve as an LP or, if `whole`, as a MILP; the arguments are those of `Milp.solve`."""
         answer = self.program.solve(whole=whole, gap=gap, node_limit=node_limit, deadline=deadline)
         return self._read(answer)
 
     def solve_near_lp(self, *, gap: float, node_limit: int, deadline: Deadline = NEVER) -> CopyCut:
-        """A whole solution that keeps what the LP keeps whole, and fetches only what it fetches.
+        """An integer solution that keeps what the LP fully keeps, and fetches only what it fetches.
 
-        Within a tenth of a second about as good as the best one; its bound is the LP's.
+        Found within a tenth of a second, it is about as good as the best one. Its lost_share is the
+        LP's.
         """
         relaxed = self.program.solve(whole=False, deadline=deadline)
         if relaxed.values is None:

@@ -1,15 +1,15 @@
 """Cuts: positions of the step, and the least time that any schedule must lose because of them.
 
-**One cut.** Stand at the position at which node p is computed for the first time. By the two facts
-of `solver.bound.storage_graph`, the device then holds everything pinned, the inputs of p beside its
-outputs and workspace, and of the other forward units made so far some set S. What S lacks of that
-which later first computations (or the end) read is recomputed after this position, with whatever is
-missing for that in turn. So over all schedules within the budget the time lost is at least
+**One cut.** Consider the position at which node p is computed for the first time. By the facts in
+`solver.bound.storage_graph`, the device then holds everything pinned, the inputs, outputs and
+workspace of p, and some set S of the other forward units made so far. Units outside S that later
+first computations (or the end) read are recomputed after this position, and recursively so are
+missing inputs of these. So over all schedules within the budget the time lost is at least
 
     minimise    sum of time_s[n] * r[n]
     subject to  x[u] + r[maker(u)] >= 1          for each unit u that a node > p or the end reads
                 x[v] + r[maker(v)] >= r[n]       for each unit v that n reads
-                sum of bytes[u] * x[u] <= budget - bytes that are there anyway
+                sum of bytes[u] * x[u] <= budget - bytes that are held in any case
                 x[u] = 1 where p reads u; r[n] = 0 where n is not recomputable, or never fits
 
 over x[u] (u is on the device at p) and r[n] (n is recomputed after p), both binary.
@@ -20,33 +20,31 @@ p_{k+1}, and
 
                 x[u,k+1] <= x[u,k] + r[maker(u),k]   for each unit u made before p_k
 
-so that what is there at a position was there at the one before or was recomputed in between. Where
+so a unit on the device at a position was there at the previous one or was recomputed in between. If
 nothing between the two may read or make u, x[u,k+1] and x[u,k] are one column: what is dropped
-there could as well have been dropped before. One budget row per position. A relaxation of these
-rows alone would be weaker than a single cut's: half a unit can serve half a recomputation in each
+there could as well have been dropped before. There is one byte row per position. The LP of these
+rows alone would prove less than a single cut's: half a unit can serve half a recomputation in each
 of two spans. So R[n,k], n is recomputed at least once after p_k,
 
                 r[n,k], R[n,k+1] <= R[n,k] <= r[n,k] + R[n,k+1]
 
-takes the place of r in the rows of a single cut at p_k; then several cuts bound at least as well as
-each of theirs alone, and the search ends ten times sooner. This is Checkmate (Jain et al. 2020)
-with the step coarsened to the positions that matter and the recomputation in between left free,
-hence a relaxation.
+takes the place of r in the rows of a single cut at p_k. Then several cuts bound at least as well as
+each of them alone, and the search ends ten times sooner. This is Checkmate (Jain et al. 2020),
+relaxed: only the positions that matter, with the recomputation in between left free.
 
 **Why it bounds every legal schedule.** Take one whose peak is within the budget. Let x[.,k] be what
 it has on the device while p_k runs, r[.,k] the nodes that it recomputes between the two positions.
-First row: the reader needs the unit, so it was there all along or was made after p_k, and its
-maker's first computation lies before p_k. Second row: the same for the inputs of what is
-recomputed; v was made before p_k as well, since n was. Byte row: the simulator's count while p_k
-runs, from which things are only left out. r[n,k] = 0 where n cannot fit even beside what every
-schedule holds (`StorageGraph.may_recompute`). Recomputation costs its time on top of the
-baseline's, and r counts each node at most once in each span. Nothing is assumed about the order of
-recomputation, about the forward pass, or about outputs of the forward pass staying (they too may be
-dropped and recomputed). Positions of the forward pass serve as well. Units of size zero cost
-nothing to keep, so x = 1 for them.
+First row: the reader needs the unit, so it was there at p_k or was made after p_k, by its maker,
+whose first computation is before p_k. Second row: the same for the inputs of what is recomputed; v
+was made before p_k as well, since n was. Byte row: it counts a part of what the simulator counts
+while p_k runs. r[n,k] = 0 where n cannot fit even beside what every schedule holds
+(`StorageGraph.may_recompute`). Recomputation adds its time to the baseline's, and r counts each
+node at most once in each span. Nothing is assumed about the order of recomputation, about the
+forward pass, or about outputs of the forward pass staying (they too may be dropped and recomputed).
+Positions may be in the forward pass too. Units of size zero cost nothing to keep: x = 1.
 
-Bytes are scaled to the largest unit, times to the baseline, and every bound gives away TIME_ERROR
-of the baseline for the solver's tolerances.
+Bytes are scaled to the largest unit and times to the baseline. TIME_ERROR of the baseline is
+subtracted from every bound because of the solver's tolerances.
 """
 
 from __future__ import annotations
@@ -62,24 +60,24 @@ from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 TIME_ERROR = 1e-6
-"""The solver's tolerance on the objective as a share of the baseline: every bound gives it away."""
+"""The solver's tolerance on the objective, as a share of the baseline: taken off every bound."""
 NODES_TIMES_COLUMNS_SQUARED = 10**9
-"""Branch-and-bound nodes of one solve times its columns squared, as a node costs more than its
-columns: ten seconds at most.
+"""Limit on the branch-and-bound nodes of one solve times its columns squared, since the time of a
+node grows faster than the columns: ten seconds at most.
 """
 ROUNDED_GAP = 2.5e-4
-"""Where the LP of a single cut rounds to within this share of the baseline's time, that will do."""
+"""If a single cut's LP rounds to within this share of the baseline's time, no MILP is solved."""
 NODES_BEFORE_COUNTS, LEAST_ALIKE = 100, 3
-"""After so many nodes of a single cut, what occurs at least so often is counted."""
+"""After so many nodes on a single cut, kinds that occur at least so often are counted."""
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """The cuts at these positions, solved.
+    """The solution of the cuts at these positions.
 
     lost_share: recompute time that no schedule within the budget avoids, as a share of the
-    baseline's (inf: nothing fits); it means that only if no allowance was made.
-    kept: by position, the units that the solution holds (None: no solution found).
+        baseline's (inf: nothing fits); proven only if no allowance was made.
+    kept: by position, the units on the device in the solution (None: no solution found).
     cost_share: what the solution loses (inf: not known).
     """
 
@@ -91,7 +89,7 @@ class Cuts:
 
 
 class CutMilp:
-    """The program of the cuts at the given positions, in order.
+    """The MILP of the cuts at the given positions, which are in ascending order.
 
     keep, recompute: by position, the columns x of units and r of nodes.
     """
@@ -105,10 +103,10 @@ class CutMilp:
         allowance_bytes: Mapping[int, int] | None = None,
         deadline: Deadline = NEVER,
     ) -> None:
-        """allowance_bytes: by position, bytes that the solution may not use beyond what the proof
-        asks; given when the schedule that follows the solution would overflow there.
+        """Build the program. Raises OutOfTimeError if the deadline passes meanwhile.
 
-        Raises OutOfTimeError while it is built.
+        allowance_bytes: by position, bytes to take from the budget, because the schedule made from
+            the solution would exceed it there. The result is then no bound.
         """
         self.folded = folded
         self.positions = tuple(positions)
@@ -121,7 +119,7 @@ class CutMilp:
         self._scale = float(max(folded.unit_bytes, default=0) or 1)
         self.keep: list[dict[int, int]] = []
         self.recompute: list[dict[int, int]] = []
-        self.away: dict[int, int] = {}  # columns of what may be fetched: `solver.bound.copies`
+        self.away: dict[int, int] = {}  # by unit, the column h of `solver.bound.copies`
         for k, (units, nodes) in enumerate(self._candidates()):
             self._deadline.check()
             self._add_position(k, units, nodes)
@@ -132,13 +130,13 @@ class CutMilp:
         return len(self.program.cost)
 
     def hold(self, units: Set[int]) -> None:
-        """Have these on the device at every position at which they matter: proves nothing more."""
+        """Keep these units at every position where they matter. The result is then no bound."""
         for keep in self.keep:
             for u in keep.keys() & units:
                 self.program.least[keep[u]] = 1.0
 
     def count_alike(self) -> None:
-        """Count what is kept and recomputed of units and of nodes that are alike, by position."""
+        """Add variables that count, by position, equal units kept and equal nodes recomputed."""
         folded = self.folded
         kinds: dict[tuple[int, str, float, int | None], dict[int, None]] = {}
         for k, (keep, recompute) in enumerate(zip(self.keep, self.recompute, strict=True)):
@@ -151,8 +149,10 @@ class CutMilp:
                 self.program.count([*columns])
 
     def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
-        """By position: units that may matter there (read later, or by what may be recomputed), and
-        nodes that may be recomputed from there to the next position.
+        """Yield, for each position, units that may matter there and nodes that may be recomputed.
+
+        Such units are read later, or by what may be recomputed; the nodes may be recomputed between
+        this position and the next.
         """
         folded = self.folded
         for k, p in enumerate(self.positions):
@@ -180,7 +180,7 @@ class CutMilp:
     def _add_position(self, k: int, units: Iterable[int], nodes: Iterable[int]) -> None:
         folded, program, p = self.folded, self.program, self.positions[k]
         before = self.keep[-1] if k else {}
-        touched: set[int] = set()  # what something may read or make since the position before
+        touched: set[int] = set()  # units that may be read or made since the previous position
         if k:
             for n in (*self.recompute[-1], *range(self.positions[k - 1], min(p, folded.n_nodes))):
                 touched.update(folded.reads[n], folded.makes[n])
@@ -204,10 +204,10 @@ class CutMilp:
         self.recompute.append(recompute)
 
     def _add_away(self, p: int, keep: Mapping[int, int]) -> None:
-        """Nothing is away in a step without copies."""
+        """Add no columns: nothing is in host memory in a step without copies."""
 
     def _add_totals(self) -> None:
-        """R[n,k] by node, from R[n,k+1], with the rows of a single cut at p_k."""
+        """Add the columns R[n,k], from R[n,k+1], with the rows of a single cut at p_k."""
         after = self.recompute[-1] if self.recompute else {}
         for k in reversed(range(len(self.positions) - 1)):
             parts = [self.recompute[k], after]
@@ -215,8 +215,9 @@ class CutMilp:
             after = self._add_total(k, {n: [part[n] for part in parts if n in part] for n in nodes})
 
     def _add_total(self, k: int, parts: Mapping[int, list[int]]) -> dict[int, int]:
-        """By node, a column that is 1 where one of its parts is; it has the rows of a single cut at
-        p_k, where a unit or node serves all later spans together.
+        """By node, a column that is 1 if any of its parts is, with the rows of a single cut at p_k.
+
+        In these rows each unit and recomputation serves all later spans together.
         """
         folded, p, keep = self.folded, self.positions[k], self.keep[k]
         total: dict[int, int] = {}
@@ -235,7 +236,7 @@ class CutMilp:
     def _cover_all(
         self, due: Iterable[int], p: int, keep: Mapping[int, int], recompute: Mapping[int, int]
     ) -> None:
-        """The rows of what is due in any case, and of what is recomputed."""
+        """Add the rows of units in `due`, needed in any case, and of inputs of recomputed nodes."""
         for u in due:
             if p not in self.folded.uses[u]:
                 self._cover(u, keep, recompute, ())
@@ -246,7 +247,7 @@ class CutMilp:
     def _cover(
         self, u: int, keep: Mapping[int, int], made: Mapping[int, int], readers: tuple[int, ...]
     ) -> None:
-        """Unit u is kept, fetched or recomputed, if its reader is there (none: in any case)."""
+        """Unit u is kept, fetched or recomputed if the reader's column is 1 (no reader: always)."""
         maker = self.folded.maker[u]
         columns = [keep[u]]
         columns += [self.away[u]] if u in self.away else []
@@ -258,23 +259,23 @@ class CutMilp:
         folded, room = self.folded, self.room(p)
         counted = self.counted(keep, p)
         for u in counted:
-            # Said outright: the solver's tolerance on a row of gigabytes lets some bytes pass.
+            # Excluded explicitly: the solver's tolerance on a row of gigabytes lets bytes pass.
             if folded.unit_bytes[u] > room and not self.program.least[keep[u]]:
                 self.program.most[keep[u]] = 0.0
         self.add_byte_row({keep[u]: folded.unit_bytes[u] for u in counted}, room)
 
     def add_byte_row(self, size_bytes: Mapping[int, int], room_bytes: int) -> None:
-        """These columns, of so many bytes each, fit into the room."""
+        """Add the row: these columns, of so many bytes each, fit into the room."""
         values = [each / self._scale for each in size_bytes.values()]
         self.program.row([*size_bytes], values, upper=room_bytes / self._scale)
 
     def counted(self, units: Iterable[int], p: int) -> list[int]:
-        """Those of the units that the row of bytes at p counts."""
+        """Those of the units that the byte row at p counts."""
         folded = self.folded
         return [u for u in units if not folded.is_pinned(u, p) and folded.unit_bytes[u]]
 
     def _within_room(self, units: frozenset[int], p: int) -> frozenset[int]:
-        """Without the smallest units that make up for what the solver's tolerance let pass."""
+        """Drop the smallest units if the solver's tolerance let more pass than the room holds."""
         counted = sorted(self.counted(units, p), key=lambda u: (self.folded.unit_bytes[u], u))
         over = sum(self.folded.unit_bytes[u] for u in counted) - self.room(p)
         dropped: set[int] = set()
@@ -287,12 +288,12 @@ class CutMilp:
         return units - dropped
 
     def room(self, p: int) -> int:
-        """Bytes left for the units at this position that are not pinned."""
+        """Bytes left at position p for units that are not pinned."""
         room = self.budget_bytes - self._allowance_bytes.get(p, 0)
         return room - int(self.folded.held_bytes[p]) - int(self.folded.own_bytes[p])
 
     def read(self, answer: Answer) -> Cuts:
-        """The cuts from the solver's answer; an LP's shares are rounded."""
+        """Turn the solver's answer into Cuts; an LP's fractions are rounded."""
         kept, cost_share = None, math.inf
         if answer.values is not None:
             values = answer.values
@@ -310,11 +311,10 @@ class CutMilp:
         return max(0.0, answer.bound - self.program.constant - TIME_ERROR)
 
     def rounded(self) -> Cuts:
-        """A whole solution of a single cut near the LP's: units by their shares while bytes last.
+        """An integer solution of a single cut: units by their LP fractions, while bytes last.
 
-        A vertex of this LP has few shares between 0 and 1, mostly of one block out of many equal
-        ones, on which a MILP search would spend a minute. cost_share: inf where a unit that did not
-        get in cannot be recomputed.
+        A vertex of this LP has few fractions, mostly of one block out of many equal ones, on which
+        a MILP search would spend a minute. cost_share: inf if a unit left out cannot be recomputed.
         """
         (keep,), (recompute,), (p,) = self.keep, self.recompute, self.positions
         answer = self.program.solve(whole=False, deadline=self._deadline)
@@ -336,7 +336,7 @@ class CutMilp:
         return Cuts(self.positions, lost_share, (kept,), answer.timed_out, cost_share)
 
     def by_shares(self, shares: Floats) -> frozenset[int]:
-        """Of a single cut: units by their shares, the largest first, while bytes last."""
+        """Units of a single cut, by their fractions, the largest first, while bytes last."""
         (keep,), (p,) = self.keep, self.positions
         room, kept = self.room(p), set()
         for u in sorted(keep, key=lambda u: (-shares[keep[u]], u)):
@@ -358,11 +358,11 @@ def solve_cuts(
     node_limit: int = 10_000,
     deadline: Deadline = NEVER,
 ) -> Cuts:
-    """The cuts at these positions as one LP (milliseconds) or, `whole`, as a MILP.
+    """Solve the cuts at these positions as one LP (milliseconds) or, if `whole`, as a MILP.
 
     gap: the MILP stops when its bound is within this share of the baseline's time. For a single cut
-    it is not even begun where the LP rounds to within that or ROUNDED_GAP.
-    deadline: past it nothing is proven, and timed_out.
+        it is skipped if the LP rounds to within the larger of that and ROUNDED_GAP.
+    deadline: ends the search; timed_out is then set, and what is proven by then counts.
     """
     try:
         program = CutMilp(

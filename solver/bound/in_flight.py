@@ -1,25 +1,29 @@
-"""Steps of which several are in flight: bounds by spans of what a schedule saves.
+"""Bounds for a step with several micro-batches in flight, by spans of the bytes that they save.
 
-A pipeline has several micro-batches in flight, and a loss over several calls of the model passes.
+A pipeline has several micro-batches in flight, and a loss over several calls of the model has
+several passes in flight; both are called micro-batches here.
 
-With m micro-batches in flight, each of the other m - 1 holds what the schedule has saved when its
-forward pass has ended, so what fits depends on what the schedule itself chooses. Take only the
-schedules that save `least_bytes` at least and `most_bytes` at most. Each of them is legal, and
-within the same budget, in the *span graph*, a step with one micro-batch in flight:
+With m of them in flight, each of the other m - 1 holds what the schedule has saved at the end of
+its forward pass, so what fits depends on the schedule itself. Take only the schedules that save at
+least `least_bytes` and at most `most_bytes`. Each of them is also legal, within the same budget, in
+the *span graph*, a step with one micro-batch in flight:
 
-- the others hold (m - 1) * least_bytes, up to the optimizer: a resident tensor, or where there is
-  an optimizer one that a node before all others makes and one after all backward nodes reads;
-- a node between forward and backward pass takes as workspace what leaves most_bytes beside that;
-- where gradients add up over those in flight, that node makes what of `Graph.awaited_bytes` exceeds
-  most_bytes, in parts that the later nodes read for the last time when it gets less, and takes so
-  much less workspace; what `Graph.summed_bytes` adds is workspace of the later nodes.
+- The others hold (m - 1) * least_bytes until the optimizer runs. This is a resident tensor or, if
+  there is an optimizer, one that a node before all others makes and a node after all backward nodes
+  reads.
+- A node between forward and backward pass (TURN) takes as workspace what the budget has left beside
+  that and most_bytes, so that no more than most_bytes can be saved.
+- Gradients that all micro-batches add to are on the device while later micro-batches run. By how
+  much `Graph.awaited_bytes` exceeds most_bytes, TURN makes tensors, and has that much less
+  workspace. A later node reads one of them for the last time wherever awaited_bytes falls. What
+  `Graph.summed_bytes` adds is workspace of the later nodes.
 
-So a bound on the span graph bounds these schedules, and the least bound over spans that cover all
-that can be saved bounds all. A schedule of a span graph with least_bytes = most_bytes fits the
-step itself. `docs/theory.md` has the proof.
+So a bound on the span graph bounds these schedules, and the least bound over spans that cover
+everything that can be saved bounds all schedules. A schedule of a span graph with least_bytes =
+most_bytes fits the step itself. `docs/theory.md` has the proof.
 
-At the end of the forward pass the step holds its own saved bytes and m - 1 times as many, so
-nothing saves more than the m-th part of what the budget leaves beside resident tensors.
+At the end of the forward pass the step holds its own saved bytes and m - 1 times as many for the
+others, so no schedule saves more than one m-th of the budget without resident bytes.
 """
 
 from __future__ import annotations
@@ -42,10 +46,10 @@ OTHERS, BEGIN, TURN, LATE, END = (
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """Schedules that save between these bytes, both included.
+    """The schedules that save between least_bytes and most_bytes, both included.
 
-    lost_share: what they lose at least of the baseline's time (inf: none fits). It comes first: of
-    several spans the least is the one that bounds all.
+    lost_share: the least that they lose, as a share of the baseline's time (inf: none fits). It is
+        the first field so that the least of several spans is the one whose bound holds for all.
     """
 
     lost_share: float
@@ -58,13 +62,16 @@ class Span:
 
 
 def whole_span(graph: Graph, *, budget_bytes: int) -> Span:
-    """All that a schedule within the budget can save, not yet bounded; inf: none fits."""
+    """The span of all that a schedule within the budget can save, with nothing proven yet.
+
+    lost_share is inf if no schedule fits.
+    """
     folded = StorageGraph.of(graph)
     least_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
     made_bytes = sum(folded.unit_bytes[u] for n in range(folded.n_forward) for u in folded.makes[n])
     room_bytes = budget_bytes - graph.resident_bytes
     most_bytes = min(room_bytes // graph.n_in_flight, made_bytes)
-    if held_bytes := graph.others_bytes:  # what saves less than that counts as much
+    if held_bytes := graph.others_bytes:  # each of the others counts as saving at least this
         fits = (graph.n_in_flight - 1) * held_bytes + least_bytes <= room_bytes
         least_bytes, most_bytes = max(least_bytes, held_bytes), max(most_bytes, held_bytes)
         most_bytes = most_bytes if fits else -1
@@ -73,7 +80,7 @@ def whole_span(graph: Graph, *, budget_bytes: int) -> Span:
 
 
 def least_in_flight_bytes(folded: StorageGraph) -> Bytes:
-    """By position: bytes that any schedule has on the device while p runs, others included."""
+    """By position p: bytes on the device while p runs in any schedule, with those of the others."""
     graph = folded.graph
     least_saved_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
     each_bytes = max(least_saved_bytes, graph.others_bytes)
@@ -86,7 +93,7 @@ def least_in_flight_bytes(folded: StorageGraph) -> Bytes:
 
 
 def halves(span: Span) -> tuple[Span, Span]:
-    """Two spans that cover this one, which is wider than a byte."""
+    """Two spans that together cover this one, which must be wider than a byte."""
     middle = (span.least_bytes + span.most_bytes) // 2
     return (
         dataclasses.replace(span, most_bytes=middle),
@@ -97,9 +104,9 @@ def halves(span: Span) -> tuple[Span, Span]:
 def span_graph(
     graph: Graph, span: Span, *, budget_bytes: int, others_bytes: int | None = None
 ) -> Graph:
-    """The step with one in flight that is described above.
+    """The span graph that the module describes.
 
-    others_bytes: what the others hold together, where they are not all of this step.
+    others_bytes: what the other micro-batches hold together, if not all of them are of this step.
     """
     if others_bytes is None:
         others_bytes = (graph.n_in_flight - 1) * span.least_bytes
@@ -139,14 +146,14 @@ def span_graph(
 
 
 def _late_bytes(graph: Graph, span: Span) -> dict[int, int]:
-    """Index of a later node -> what it is the last one to run beside."""
+    """Index of a later node -> awaited bytes above most_bytes that are gone after it."""
     above = [max(0, each - span.most_bytes) for each in graph.awaited_bytes]
     differences = enumerate(itertools.pairwise([*above, 0]))
     return {index: now - then for index, (now, then) in differences if now > then}
 
 
 def _sum_bytes(graph: Graph, span: Span) -> dict[int, int]:
-    """Index of a later node -> what its sums take beside that."""
+    """Index of a later node -> workspace for the sums that it completes, beyond awaited bytes."""
     both = zip(graph.awaited_bytes, graph.summed_bytes, strict=True)
     found = {
         index: max(0, awaited + summed - max(awaited, span.most_bytes))
@@ -156,7 +163,7 @@ def _sum_bytes(graph: Graph, span: Span) -> dict[int, int]:
 
 
 def _beside(node: Node, late: str | None, workspace_bytes: int) -> Node:
-    """The node, which reads this tensor as well and takes more workspace."""
+    """The node with one more input, `late`, and more workspace."""
     return dataclasses.replace(
         node,
         inputs=node.inputs if late is None else (*node.inputs, late),
@@ -165,7 +172,7 @@ def _beside(node: Node, late: str | None, workspace_bytes: int) -> Node:
 
 
 def of_step(graph: Graph, schedule: Schedule) -> Schedule:
-    """A schedule of a span graph as one of the step itself: without what the span graph adds."""
+    """A schedule of a span graph as one of the step itself, without the added nodes and tensors."""
     ops = tuple(
         op
         for op in schedule.ops

@@ -1,14 +1,14 @@
-"""Cuts of a step of which several are in flight: at TURN and at other positions together.
+"""Cuts at TURN and another position together, for a step with several micro-batches in flight.
 
-In a span graph (`solver.bound.in_flight`) the others hold what the least of the span is, so a
-single cut of a wide span proves little. A cut at TURN and at a position p together says more: the
-saved bytes s are what is on the device at TURN, columns of the same program, so beside the row of
-bytes of p there is, for m in flight,
+In a span graph (`solver.bound.in_flight`) each of the other micro-batches holds only the span's
+least_bytes, so a single cut of a wide span proves little. A cut at TURN and at a position p
+together proves more. The saved bytes s are those on the device at TURN, an expression in columns of
+the same program. So besides the byte row of p there is, with m micro-batches in flight, the row
 
     bytes on the device at p  +  (m - 1) * (s - least bytes of the span)  <=  budget
 
-since the others hold at least s each while p runs. It bounds all of the span at once, however wide,
-and its solution says how much to save.
+since each of the others holds at least s while p runs. This bounds the whole span at once, however
+wide it is, and the solution suggests how much to save.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
 N_POSITIONS = 6
-"""Of a span graph: positions whose linear programs bound it."""
+"""Maximum number of positions of a span graph whose LPs are solved."""
 N_SEARCHED = 300
-"""Branch-and-bound nodes of one MILP at most."""
+"""Maximum branch-and-bound nodes of one MILP."""
 
 
 @dataclass(frozen=True, order=True)
 class SpanCut:
-    """The strongest cut of a span.
+    """The strongest cut found for a span.
 
-    span: with what the cut proves of it.
-    positions: in its span graph, beside TURN; (): none overflows.
-    kept: by position, TURN among them, the units that the integer solution holds.
-    saved_bytes: what the solution saves; None: there is none, or no other is in flight there.
+    span: its lost_share is what the cut proves.
+    positions: in its span graph, besides TURN; empty if no position exceeds the budget, or nothing
+        fits.
+    kept: by position, including TURN, the units that the MILP's solution keeps on the device.
+    saved_bytes: what the solution saves; None if there is no solution, or if TURN is no part of the
+        cut because no other micro-batch is in flight at its positions.
     """
 
     span: Span
@@ -50,7 +52,7 @@ class SpanCut:
 
 
 def bounded(graph: Graph, span: Span, *, budget_bytes: int, deadline: Deadline = NEVER) -> SpanCut:
-    """By linear programs, in milliseconds."""
+    """Bound the schedules of a span by LPs, in milliseconds."""
     folded = StorageGraph.of(span_graph(graph, span, budget_bytes=budget_bytes))
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return SpanCut(dataclasses.replace(span, lost_share=math.inf))
@@ -68,7 +70,7 @@ def bounded(graph: Graph, span: Span, *, budget_bytes: int, deadline: Deadline =
 def sharpened(
     graph: Graph, cut: SpanCut, *, budget_bytes: int, gap: float, deadline: Deadline = NEVER
 ) -> SpanCut:
-    """The cut at its positions by integer programming, to within `gap` of the baseline's time."""
+    """Solve the cut again at its positions as a MILP, to within `gap` of the baseline's time."""
     if not cut.positions:
         return cut
     cuts = _InFlightCuts(
@@ -85,7 +87,7 @@ def sharpened(
 
 
 def _positions(graph: Graph, folded: StorageGraph, span: Span, *, budget_bytes: int) -> list[int]:
-    """The fullest, where each of the others holds what the plain step saves."""
+    """The fullest positions when each of the other micro-batches holds what the baseline saves."""
     turn = folded.position[TURN]
     outside_bytes = graph.resident_bytes + (graph.n_in_flight - 1) * span.least_bytes
     plain_bytes = int(folded.baseline_bytes[turn] - folded.own_bytes[turn]) - outside_bytes
@@ -94,7 +96,7 @@ def _positions(graph: Graph, folded: StorageGraph, span: Span, *, budget_bytes: 
 
 
 class _InFlightCuts(CutMilp):
-    """The cuts at these positions; with TURN where micro-batches are in flight beside one."""
+    """Cuts at these positions, and at TURN if other micro-batches are in flight at one of them."""
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class _InFlightCuts(CutMilp):
         self._graph, self._span, self._given = graph, span, positions
         self._turn, end = folded.position[TURN], folded.position.get(END, folded.n_nodes)
         self._sizes: dict[int, dict[int, int]] = {}
+        # From END on no other micro-batch is in flight, and at TURN the span graph's rows suffice.
         beside = [p for p in positions if p < end and p != self._turn]
         together = sorted({*positions, self._turn}) if beside else positions
         super().__init__(folded, positions=together, budget_bytes=budget_bytes, deadline=deadline)
@@ -116,7 +119,7 @@ class _InFlightCuts(CutMilp):
             self._limit_with_others(p)
 
     def solve(self, *, whole: bool, gap: float = 0.0, deadline: Deadline) -> SpanCut:
-        """As LP, or `whole` as MILP, which stops when its bound is within this gap."""
+        """Solve as an LP or, if `whole`, as a MILP that stops when its bound is within `gap`."""
         n_nodes = None
         if whole:
             self.count_alike()
@@ -135,7 +138,7 @@ class _InFlightCuts(CutMilp):
 
     @property
     def _pinned_bytes(self) -> int:
-        """What every schedule saves."""
+        """Bytes that every schedule saves at TURN."""
         n_others = self._graph.n_in_flight - 1
         outside_bytes = self._graph.resident_bytes + n_others * self._span.least_bytes
         return int(self.folded.held_bytes[self._turn]) - outside_bytes
@@ -145,7 +148,7 @@ class _InFlightCuts(CutMilp):
         self._sizes[p] = {keep[u]: self.folded.unit_bytes[u] for u in self.counted(keep, p)}
 
     def _limit_with_others(self, p: int) -> None:
-        """The row above."""
+        """Add the row of the module for position p."""
         n_others, sizes = self._graph.n_in_flight - 1, dict(self._sizes[p])
         for column, size_bytes in self._sizes[self._turn].items():
             sizes[column] = sizes.get(column, 0) + n_others * size_bytes

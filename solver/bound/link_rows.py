@@ -1,8 +1,8 @@
-"""The rows of the link to the host, in both directions, and of the disk's.
+"""The rows for the link to the host, in both directions, and for the disk's link.
 
-For the program of `solver.bound.copies`, whose names these are. T(i, j) is the time of the first
-runs of the nodes i .. j - 1, c[u] the time of one copy of u, due[u] the first node after p that
-reads u:
+They belong to the program of `solver.bound.copies` and use its names. In addition, T(i, j) is the
+time of the first runs of nodes i .. j - 1, c_out[u] and c_in[u] are the times of one store and one
+fetch of u, and u is due at the first node after p that reads it:
 
     for each q < p:  sum of c_out[u] * h[u] over the u made at or after q  <=  T(q + 1, p) + b
     for each q > p:  sum of c_in[u] * h[u] over the u due in (p, q]
@@ -10,25 +10,30 @@ reads u:
 
 **Why every legal schedule obeys.** Let h[u] = 1. Between p and its fetch u is never on the device,
 so its data were stored before p, after the first run of its maker, and u was freed before p. The
-free made the compute stream wait for the end of the store. So all stores of such units that were
-made at or after q ran one after the other between the end of q and the start of p, which is the
-time of the first runs in between and part of what is lost before p. They are on the host, or gone
-on to the disk, at p. The fetch stands after p, and a copy starts when the compute stream has come
-to its place; the node that is due waits for its end. So the fetches of all units due up to q ran
-one after the other between the end of p and the start of q. What is lost there is at most what is
-lost after p: the recomputation, each r[n] = 1 at least once, and a.
+free made the compute stream wait for the end of the store. So the stores of all such units that
+were made at or after q ran one after the other between the end of q and the start of p. That period
+is the time of the first runs in it and part of what is lost before p. At p the data are on the
+host, or have moved on to the disk. The fetch comes after p in program order. A copy starts when the
+compute stream has reached its place, and the node at which u is due waits for its end. So the
+fetches of all units due up to q ran one after the other between the end of p and the start of q.
+What is lost there is at most what is lost after p: the recomputation, each r[n] = 1 at least once,
+and a.
 
-**A sharper due.** Let n make w, read v, and let w be due at q, before v. If w is neither on the
-device at p nor fetched next, n is recomputed before q. If v is fetched next, that is over by then.
-So of c_in[v] * h[v] the part c_in[v] * (h[v] - x[w] - h[w]) counts as due at q.
+**A sharper due.** Let n make w and read v, and let w be due at q, before v is due. If w is neither
+on the device at p nor fetched next, n is recomputed before q. If v is fetched next, that fetch is
+over by then. So the part c_in[v] * (h[v] - x[w] - h[w]) of c_in[v] * h[v] counts as due at q.
 
-**As a program.** The rows of the stores are those of one server with release times and a deadline:
-F[u] >= F[of the unit made before u] + c[u] * h[u] and F[u] >= T(0, maker(u) + 1) + c[u] * h[u] say
-the same with two rows for each unit. Those of the fetches take a running sum.
+**As a program.** The rows of the stores are those of one server with release times and a deadline.
+With F[u], the end of the store of u, two rows for each unit say the same:
 
-A disk adds two rows: what is away and not on the host was spilled before p, or comes back after it,
-at the rate of the disk's link. A copy that takes longer than MOST_COPY_SHARE counts as if it took
-that long, for the sake of the solver's tolerances; that only relaxes.
+    F[u] >= F[of the unit made before u] + c_out[u] * h[u]
+    F[u] >= T(0, maker(u) + 1) + c_out[u] * h[u]
+
+The rows of the fetches use a running sum.
+
+A disk adds two rows: bytes that are away and do not fit on the host went to the disk before p, and
+come back after p, at the rates of the disk's link. A copy that takes longer than MOST_COPY_SHARE
+counts as if it took that long, because of the solver's tolerances; that only relaxes.
 """
 
 from __future__ import annotations
@@ -44,16 +49,16 @@ from solver.bound.storage_graph import StorageGraph
 from solver.schedule import Place
 
 MOST_COPY_SHARE = 100.0
-"""Of the baseline's time: longer copies count as this long."""
+"""Longer copies count as this long; a share of the baseline's time."""
 
 
 @dataclass(frozen=True)
 class LinkRows:
-    """Adds them to a program.
+    """Adds these rows to a program.
 
     keep, away, recompute: the columns x and h of units, and r of nodes.
-    just_in_time: what is recomputed is recomputed right before it is read, so that not all of it
-        can hide a fetch that is due soon.
+    just_in_time: assume that nodes are recomputed right before their outputs are read, so that only
+        those due before a fetch can hide it.
     """
 
     folded: StorageGraph
@@ -91,7 +96,7 @@ class LinkRows:
         return min(time_s / self._baseline_s, MOST_COPY_SHARE)
 
     def _add_stores(self, b: int) -> None:
-        """F, by unit in the order in which they are made; the last is over when p starts."""
+        """Add F by unit, in the order of making; the last store is over when p starts."""
         folded, program = self.folded, self.program
         link, last = self.host.link, None
         for u in sorted(self.away, key=lambda u: (folded.maker[u], u)):
@@ -107,18 +112,20 @@ class LinkRows:
             program.row([last, b], [1.0, -1.0], upper=start)
 
     def _add_fetches(self, a: int) -> None:
-        """By node q at which something is due: what was fetched and lost up to there."""
+        """For each node q at which units are due, limit the fetches up to q by the time up to q."""
         folded, program, p = self.folded, self.program, self.position
         jobs: dict[int, list[tuple[int, float]]] = {}
         made_of = self._find_made_of()
         for u, column in self.away.items():
             cost = self._share(self.host.link.in_s(folded.unit_bytes[u]))
             due = next((use for use in folded.uses[u] if use > p), folded.n_nodes)
+            # A part of u may be due early: it moves from the jobs at `due` to those at `early`.
             early, part = self._early(u, due, made_of)
             jobs.setdefault(due, []).append((column, cost))
             if part is not None:
                 jobs.setdefault(due, []).append((part, -cost))
                 jobs.setdefault(early, []).append((part, cost))
+        # The running sum of fetches up to q is at most the time from p to q plus what is lost.
         lost = self._lost_by(jobs)
         done = self._start_share[min(p + 1, folded.n_nodes)]
         fetched: int | None = None
@@ -133,7 +140,7 @@ class LinkRows:
             fetched = so_far
 
     def _lost_by(self, jobs: Iterable[int]) -> dict[int, dict[int, float]]:
-        """By node q: the columns of recomputation before it, with their time."""
+        """By node q: the columns, and their coefficients, that subtract recomputation before q."""
         program, due = self.program, self._due_of_runs()
         lost: dict[int, dict[int, float]] = {}
         total: int | None = None
@@ -150,11 +157,11 @@ class LinkRows:
         return lost
 
     def _due_of_runs(self) -> dict[int, int]:
-        """By node, the first q before which it may be recomputed."""
+        """By recomputable node, the first node before which it may be recomputed."""
         p = self.position
         if not self.just_in_time:
             return dict.fromkeys(self.recompute, p)
-        # by node, those that may be recomputed and read what it makes
+        # by node, the recomputable nodes that read what it makes
         readers: dict[int, list[int]] = {n: [] for n in self.recompute}
         for m in self.recompute:
             for u in self.folded.reads[m]:
@@ -169,8 +176,10 @@ class LinkRows:
     def _early(
         self, v: int, due: int, made_of: Mapping[int, list[tuple[int, int]]]
     ) -> tuple[int, int | None]:
-        """The first node that may need v sooner, for what is made of it, and a column for the part
-        of v that it needs then (None: there is none such node).
+        """Where v is needed early, to recompute something made from it that is due before v.
+
+        Returns the first such node q, and a column for the part of v that counts as due there.
+        Without such a node: (due, None).
         """
         found: tuple[int, int] | None = None
         for w, q in made_of.get(v, ()):
@@ -190,7 +199,7 @@ class LinkRows:
         return q, part
 
     def _find_made_of(self) -> dict[int, list[tuple[int, int]]]:
-        """By unit v: (w, q) for each w that may be recomputed from it and is due at q."""
+        """By unit v: (w, q) for each unit w that may be recomputed from it and is due at q."""
         made_of: dict[int, list[tuple[int, int]]] = {}
         p = self.position
         for n in self.recompute:
@@ -202,7 +211,7 @@ class LinkRows:
         return made_of
 
     def _add_disk(self, disk: Place, b: int, a: int) -> None:
-        """What is not on the host at the position went to the disk before it, and comes back."""
+        """Add the disk's rows, for bytes away that do not fit on the host."""
         p, ends = self.position, self._start_share
         after = {column: self._time_share(n) for n, column in self.recompute.items()}
         self._disk_row(disk.link.out_bytes_per_s, {b: 1.0}, ends[p])
@@ -210,7 +219,10 @@ class LinkRows:
         self._disk_row(disk.link.in_bytes_per_s, {a: 1.0, **after}, window)
 
     def _disk_row(self, bytes_per_s: float, lost: Mapping[int, float], window: float) -> None:
-        """Bytes away <= of the host + rate * (window + what is lost), in shares of time."""
+        """Add: bytes away <= host capacity + rate * (window + lost time).
+
+        All in shares of the baseline's time.
+        """
         size_bytes = self.folded.unit_bytes
         row = {c: self._share(size_bytes[u] / bytes_per_s) for u, c in self.away.items()}
         row |= {column: -value for column, value in lost.items()}

@@ -1,22 +1,22 @@
-"""What no schedule can do: the least time within a budget, and the least budget at all.
+"""What no schedule can beat: the least time within a budget, and the minimum budget.
 
-The bound is the largest over positions of the cut bound (`solver.bound.cut` states and proves it,
-for every schedule that the simulator accepts: order of first computations kept, later nodes once,
-recomputation anywhere and in any order). Every position bounds by itself, so looking at a few is as
-valid as looking at all and only less sharp. The positions where the baseline holds most are tried
-first, by the LP relaxation (milliseconds); on no graph of the benchmark did one of their neighbours
-bound better. The best ones are then solved as MILPs, stopped when their dual bound is within GAP of
-the baseline's time, and the dual bound counts, not the solution. Positions at which the baseline
-fits have the bound zero.
+The bound is the largest cut bound over all positions tried. `solver.bound.cut` states and proves it
+for every schedule that the simulator accepts: first computations in the order of the graph, later
+nodes run once, recomputation anywhere and in any order. Each position gives a valid bound by
+itself, so trying only a few is valid too, just less sharp. The LP relaxation (milliseconds) is
+solved at the positions where the baseline holds most; on no graph of the benchmark did one of their
+neighbours bound better. The best ones are then solved as MILPs, stopped when their dual bound is
+within GAP of the baseline's time; the dual bound counts, not the solution. Where the baseline fits,
+the bound is zero.
 
-What falls short: the memory that the recomputation itself takes is only seen where a position
-stands in it, and never its order. For deep budgets the bound is therefore weak;
-`solver.methods.auto.stages` sharpens it with several cuts at once.
+Weakness: the memory that recomputation itself takes is seen only at the positions, and its order
+never. For tight budgets the bound is therefore weak; `solver.methods.auto.stages` sharpens it with
+several cuts at once.
 
-The least budget, from below: the most that any one op must have on the device (its inputs,
-outputs, workspace, and what later ops need and cannot be recomputed), or, where that is more, the
-least budget at which no cut's LP is infeasible. From above: `solver.methods.least_budget`, by
-greedy eviction.
+The minimum budget is bounded from below by the most that any one op must have on the device (its
+inputs, outputs, workspace, and what later ops need and cannot be recomputed) or, if that is more,
+by the least budget at which no cut's LP is infeasible. `solver.methods.least_budget` approaches it
+from above, by greedy eviction.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from solver.sizes_deadlines_progress import NEVER, Deadline
 GAP = 1e-4
 """A MILP stops when its bound is within this share of the baseline's time of its solution."""
 PROOF_TOLERANCE = 1e-5
-"""The least budget that is proven is within this share of the least that could be, by these LPs."""
+"""The proven minimum budget is within this share of the largest that these LPs could prove."""
 N_POSITIONS = 12
-"""Positions at which the LP is tried."""
+"""Maximum number of positions at which the LP is solved, not counting the tightest one."""
 
 
 def lower_bound_s(
@@ -48,10 +48,11 @@ def lower_bound_s(
     time_limit_s: float = math.inf,
     places: Places | None = None,
 ) -> float:
-    """Seconds of the whole step below which no schedule within the budget can come.
+    """Seconds for the whole step that no schedule within the budget can beat; inf: nothing fits.
 
-    places: what a schedule may copy to. math.inf when nothing fits. The work is limited by counts;
-    the time limit ends it early, and what is proven by then counts.
+    time_limit_s: ends the search early, with what is proven by then. Without it the work is limited
+        by counts.
+    places: where a schedule may copy tensors to.
     """
     deadline = Deadline.after(time_limit_s)
     places = None if places is None else places.beside(graph.host_state_bytes)
@@ -64,15 +65,15 @@ def lower_bound_s(
 
 
 def least_time_s(graph: Graph, *, lost_share: float) -> float:
-    """Seconds of a step that loses this share of the baseline's time; inf: nothing fits."""
-    # Not only the product: of a step that takes no time it would be 0 * inf: NaN.
+    """Seconds of a step that loses this share of the baseline's time; inf if the share is inf."""
+    # For a step that takes no time, the product would be 0 * inf: NaN.
     return math.inf if math.isinf(lost_share) else graph.baseline_time_s * (1.0 + lost_share)
 
 
 def proven_least_budget_bytes(
     folded: StorageGraph, *, deadline: Deadline = NEVER
 ) -> tuple[int, int]:
-    """Bytes below which nothing fits, proven, and the position that proves it."""
+    """Bytes below which provably no schedule fits, and the position that proves it."""
     p = int(np.argmax(folded.least_bytes))
     proven_bytes = int(folded.least_bytes[p])
     fixed = (
@@ -81,7 +82,7 @@ def proven_least_budget_bytes(
     )
     if not any(fixed):
         return proven_bytes, p
-    # What may not be recomputed may have to stay for the sake of what is made from it: a cut says.
+    # A node that cannot be recomputed may have to be kept to recompute others: only a cut sees it.
     lost = _first_infeasible(folded, budget_bytes=proven_bytes, deadline=deadline)
     if lost is None:
         return proven_bytes, p
@@ -97,7 +98,7 @@ def proven_least_budget_bytes(
 
 
 def _first_infeasible(folded: StorageGraph, *, budget_bytes: int, deadline: Deadline) -> int | None:
-    """A position among the fullest at which the cut's LP has no solution; None: none is known."""
+    """The first of the fullest positions whose cut's LP is infeasible; None: none is known."""
     for p in fullest(folded, budget_bytes=budget_bytes):
         if math.isinf(_lp_share(folded, p, budget_bytes, deadline)):
             return p
@@ -105,7 +106,7 @@ def _first_infeasible(folded: StorageGraph, *, budget_bytes: int, deadline: Dead
 
 
 def _lp_share(folded: StorageGraph, p: int, budget_bytes: int, deadline: Deadline) -> float:
-    """What the LP of the single cut at p proves to be lost; inf: it has no solution."""
+    """The lost share that the LP of the single cut at p proves; inf: infeasible."""
     return solve_cuts(
         folded, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
     ).lost_share
@@ -114,9 +115,9 @@ def _lp_share(folded: StorageGraph, p: int, budget_bytes: int, deadline: Deadlin
 def relaxed_bound(
     folded: StorageGraph, *, budget_bytes: int, n_positions: int, deadline: Deadline = NEVER
 ) -> float:
-    """The share of the baseline's time that the LPs of the fullest positions prove to be lost.
+    """The lost share that the LPs of the fullest positions prove; inf: nothing fits.
 
-    What `binding_cut` proves without its MILPs, in milliseconds; inf: nothing fits.
+    This is what `binding_cut` proves without its MILPs, in milliseconds.
     """
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return math.inf
@@ -126,8 +127,11 @@ def relaxed_bound(
 
 @dataclass(frozen=True)
 class Binding:
-    """The strongest single cut found. lost_share: proven (inf: nothing fits). ranked: positions by
-    their LP bound, the best first, with it. cuts: the MILP's answer at the best (None: not solved).
+    """The strongest single cut found.
+
+    lost_share: proven, as a share of the baseline's time (inf: nothing fits).
+    ranked: positions with the lost share that their LP proves, the largest first.
+    cuts: the MILP's answer at the best position (None: not solved).
     """
 
     lost_share: float
@@ -139,7 +143,7 @@ class Binding:
 def binding_cut(
     folded: StorageGraph, *, budget_bytes: int, gap: float = GAP, deadline: Deadline = NEVER
 ) -> Binding:
-    """Search the position whose cut loses the most time; see the module."""
+    """Search for the position whose cut loses the most time, as the module describes."""
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return Binding(math.inf, (), None)
     bound: dict[int, float] = {}
@@ -153,6 +157,7 @@ def binding_cut(
         return Binding(lost_share, ranked, None, timed_out=not ranked and deadline.passed)
     lost_share, first, timed_out = ranked[0][1], None, False
     for p, lp_share in ranked[:2]:
+        # A second MILP is only worth solving where the LP proves nearly as much as the best.
         if lp_share < 0.98 * ranked[0][1] or deadline.passed:
             break
         cuts = solve_cuts(
@@ -168,8 +173,10 @@ def binding_cut(
 
 @dataclass(frozen=True)
 class CopyBinding:
-    """What single cuts with copies prove, as linear programs. lost_share: proven (inf: nothing
-    fits). ranked: the cuts, the strongest first.
+    """What the LPs of single cuts with copies prove.
+
+    lost_share: proven, as a share of the baseline's time (inf: nothing fits).
+    ranked: the cuts, the strongest first.
     """
 
     lost_share: float
@@ -179,7 +186,10 @@ class CopyBinding:
 def binding_copies(
     folded: StorageGraph, *, budget_bytes: int, places: Places, deadline: Deadline = NEVER
 ) -> CopyBinding:
-    """Search the position whose cut with copies loses the most time; folded: with `may_leave`."""
+    """Search for the position whose cut with copies loses the most time.
+
+    folded: folded with `may_leave`.
+    """
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return CopyBinding(math.inf, ())
     cuts = []
@@ -193,9 +203,10 @@ def binding_copies(
 
 
 def fullest(folded: StorageGraph, *, budget_bytes: int) -> list[int]:
-    """Positions to try: those where the baseline is furthest above the budget, each a local peak.
+    """Positions to try: local peaks of the baseline's memory above the budget.
 
-    Half of them the highest peaks, half spread over the step; none where the baseline fits.
+    Half of them are the highest peaks, half are spread over the step; among them is also the
+    position above the budget at which any schedule needs most. Empty if the baseline fits.
     """
     live = folded.baseline_bytes
     over = live > budget_bytes

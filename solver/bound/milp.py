@@ -1,4 +1,4 @@
-"""Linear and integer programs by HiGHS as scipy ships it: sparse rows, one thread, repeatable."""
+"""Linear and integer programs, solved by scipy's HiGHS: sparse rows, one thread, repeatable."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass
 class Milp:
-    """Minimise cost·x + constant over rows lower <= A x <= upper, least <= x <= most, row by row.
+    """Minimise cost·x + constant over rows lower <= A x <= upper and least <= x <= most.
 
-    In a MILP the variables are whole, but for those that are said not to be.
+    Columns and rows are added one by one. In a MILP the variables are integers, except those added
+    with whole=False.
     """
 
     constant: float = 0.0
@@ -37,6 +38,7 @@ class Milp:
     def variable(
         self, *, cost: float = 0.0, least: float = 0.0, most: float = 1.0, whole: bool = True
     ) -> int:
+        """Add a variable; returns its column."""
         self.cost.append(cost)
         self.least.append(least)
         self.most.append(most)
@@ -44,10 +46,10 @@ class Milp:
         return len(self.cost) - 1
 
     def count(self, columns: list[int]) -> None:
-        """A variable that is the sum of these.
+        """Add a variable that equals the sum of these columns.
 
-        It excludes nothing, whatever is counted. A search that branches on how many of a kind
-        there are, not on which, ends a hundred times sooner where many are alike.
+        It excludes no solution. Where many columns are alike, a search that branches on how many of
+        them are chosen, not on which, ends a hundred times sooner.
         """
         total = self.variable(most=math.fsum(self.most[column] for column in columns))
         self.row([*columns, total], [1.0] * len(columns) + [-1.0], lower=0.0, upper=0.0)
@@ -61,7 +63,7 @@ class Milp:
         lower: float = -math.inf,
         upper: float = math.inf,
     ) -> int:
-        """Returns its number."""
+        """Add the row lower <= sum of values * columns <= upper; returns its number."""
         self._columns.extend(columns)
         self._values.extend(values)
         self._row_starts.append(len(self._columns))
@@ -70,13 +72,13 @@ class Milp:
         return len(self._lower) - 1
 
     def limit(self, row: int, lower: float, upper: float) -> None:
-        """Between what this row is to be from now on."""
+        """Set new limits for a row."""
         self._lower[row], self._upper[row] = lower, upper
 
     def append(self, other: Milp, *, weight: float) -> int:
-        """The variables and rows of another program beside these, its cost times a weight.
+        """Add the variables and rows of another program, its cost multiplied by a weight.
 
-        Returns the number of its first variable here.
+        The other's constant is not added. Returns the column here of the other's first variable.
         """
         first = len(self.cost)
         self.cost += [weight * each for each in other.cost]
@@ -101,10 +103,10 @@ class Milp:
         """Solve as a MILP (`whole`) or as its LP relaxation.
 
         gap: a MILP stops when its bound is within this share of the objective's value, constant
-        included.
-        node_limit: branch-and-bound nodes; it makes the work, and so the answer, independent of
-        the machine's load.
-        deadline: ends the search early, as Ctrl-C does, and the answer says so.
+            included.
+        node_limit: maximum branch-and-bound nodes; unlike a time limit it makes the answer
+            independent of the machine's load.
+        deadline: ends the search early, as Ctrl-C does; the answer's timed_out is then set.
         """
         time_limit_s = deadline.left_s
         if time_limit_s <= 0:
@@ -112,15 +114,15 @@ class Milp:
         from scipy.optimize import Bounds, LinearConstraint, milp  # here: slow to import
         from scipy.sparse import csr_array
 
-        whole = whole and bool(self.cost)  # of no columns HiGHS reports no dual bound
-        # Presolve would put the sums back in place of the counts.
+        whole = whole and bool(self.cost)  # without columns HiGHS reports no dual bound
+        # Presolve would substitute the sums for the variables of `count`.
         presolve = not (whole and self._has_counts)
         options: dict[str, float | int | bool] = {"presolve": presolve, "mip_rel_gap": gap}
         if node_limit is not None:
             options["node_limit"] = node_limit
         if math.isfinite(time_limit_s):
             options["time_limit"] = time_limit_s
-        # The constant is a column of its own, so that the gap is a share of the whole.
+        # The constant is a column fixed to 1, so that the gap is a share of the full objective.
         columns = len(self.cost) + 1
         matrix = csr_array(
             (self._values, self._columns, self._row_starts), shape=(len(self._lower), columns)
@@ -146,15 +148,17 @@ class Milp:
         else:
             bound = float(result.fun) if result.status == 0 else -math.inf
         bound = math.inf if result.status == 2 else bound
-        timed_out = result.status == 1  # a node limit has another status
+        timed_out = result.status == 1  # reaching the node limit has another status
         return Answer(values=values, bound=bound, timed_out=timed_out)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """values: of the variables (None: none found).
+    """What the solver found.
+
+    values: of the variables (None: no feasible point found).
     bound: no feasible point costs less (inf: proven infeasible).
-    timed_out: the clock, or Ctrl-C, ended the search.
+    timed_out: the deadline or Ctrl-C ended the search.
     """
 
     values: Floats | None

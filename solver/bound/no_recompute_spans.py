@@ -1,8 +1,9 @@
-"""Spans of a step in which a forward node cannot be recomputed, whatever is decided.
+"""Spans of a step in which a forward node cannot be recomputed by any schedule.
 
-A storage is not recomputed while an alias holds the old one. The alias of a node that runs only
-once (a view or an overwrite in the backward pass) cannot be freed before its last use, so up to
-there the node that made the storage stays as it is, with all its other outputs.
+A storage cannot be recomputed while an alias still holds the old one. If the alias is made by a
+node that runs only once (a view or an in-place overwrite in the backward pass), it cannot be freed
+before its last use. Until then the node that made the storage cannot be recomputed, and neither can
+its other outputs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from graphs.graph import Graph, Node
 
 @dataclass(frozen=True)
 class NoRecomputeSpan:
-    """maker, root: the node, by position, and its output with the alias.
+    """A forward node, and the part of the step in which it cannot be recomputed.
 
-    first, last: positions of the node that makes the alias and of its last use (n_nodes: the end).
-    The node is not recomputed between the first runs of these two.
+    maker: the node's position.
+    root: the output of the node that has the alias.
+    first: position of the node that makes the alias.
+    last: position of the alias's last use (n_nodes: the end of the step).
+
+    The node is not recomputed between the first runs of the nodes at `first` and `last`.
     """
 
     maker: int
@@ -28,7 +33,7 @@ class NoRecomputeSpan:
 
 
 def find_no_recompute_spans(graph: Graph) -> Iterator[NoRecomputeSpan]:
-    """The spans of nodes that may be recomputed elsewhere."""
+    """Yield the spans of those nodes that can be recomputed elsewhere in the step."""
     position = {node.name: p for p, node in enumerate(graph.nodes)}
     outputs = set(graph.outputs)
     for root, aliases in graph.views.items():

@@ -1,15 +1,17 @@
-"""Cuts of several stages that share a rank's memory: what their plans lose together at least.
+"""Lower bound on what several pipeline stages that share a rank's memory lose together.
 
-Each stage j has the program of several cuts (`solver.bound.cut`) at some positions of its step with
-one micro-batch in flight: TURN, at which the forward pass has ended and what it saves is on the
-device (`solver.bound.in_flight`), and one or more after that. All rows of these programs hold
-for its schedule by itself, but for those of bytes. In their place, for each pass of the rank, in
-which o_j other micro-batches of stage j are in flight while stage l runs, and for each position
+Each stage j contributes the program of several cuts (`solver.bound.cut`) for its step with one
+micro-batch in flight. One cut is at TURN, the position at which the forward pass has ended and
+everything that it saved is on the device (`solver.bound.in_flight`); one or more are after it. Each
+stage's schedule satisfies all rows of its program except the byte rows, since the stages share the
+memory. Joint rows replace those. There is one for each pass of the rank, in which stage l runs
+while o_j other micro-batches of stage j are in flight, and for each position of l:
 
     sum over j of o_j * saved bytes of j  +  bytes of l at the position  <=  bytes for all stages
 
-where the saved bytes of j are what it has on the device at TURN, and lie between given limits. The
-costs add up. So the solution bounds all plans of these stages that fit together.
+The saved bytes of j are those on the device at its TURN, and are limited to a given range. The
+objective is the sum of the stages' lost times. So the optimum bounds every combination of plans of
+these stages that fits.
 """
 
 from __future__ import annotations
@@ -28,18 +30,20 @@ from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
 N_SEARCHED = 300
-"""Branch-and-bound nodes of one MILP at most."""
+"""Maximum branch-and-bound nodes of one MILP."""
 
 Others = tuple[int, ...]
-"""By stage, how many of its micro-batches are in flight beside the one that runs."""
+"""For each stage, how many of its micro-batches are in flight besides the one that runs."""
 
 
 @dataclass(frozen=True)
 class RankBound:
-    """lost_s: what all plans lose at least (inf: none fit together).
-    saved_bytes: of each stage in the program's solution (None: it found none).
-    kept: of each stage, by position in the graph of `alone`, the units that the MILP's solution
-        holds.
+    """A bound, and the solution found.
+
+    lost_s: seconds that the plans lose together at least (inf: none fit together).
+    saved_bytes: what each stage saves in the program's solution (None: no solution found).
+    kept: for each stage, by position in the graph of `alone`, the units that the MILP's solution
+        keeps on the device (empty for an LP).
     """
 
     lost_s: float
@@ -48,7 +52,7 @@ class RankBound:
 
 
 class RankCuts:
-    """The program for one graph of each stage."""
+    """The joint program of all stages, with one graph for each stage."""
 
     def __init__(
         self,
@@ -59,10 +63,14 @@ class RankCuts:
         positions: Sequence[Collection[int]] = (),
         deadline: Deadline = NEVER,
     ) -> None:
-        """passes: as of `Pipeline.passes`. room_bytes: for all that these graphs make.
-        positions: of each stage beside TURN, in the graph of `alone`; without any, the fullest.
+        """Build the program.
 
-        Raises OutOfTimeError while it is built.
+        passes: as in `Pipeline.passes`.
+        room_bytes: for everything that the nodes of these graphs make.
+        positions: for each stage, where its graph of `alone` is cut besides TURN; if empty, at the
+            fullest position after TURN.
+
+        Raises OutOfTimeError if the deadline passes meanwhile.
         """
         given = positions or [()] * len(graphs)
         stages = [
@@ -81,6 +89,7 @@ class RankCuts:
             self._stages.append((stage, first))
             at_positions.append([stage.bytes_at[p].moved(first) for p in stage.positions])
             self._saved.append(stage.bytes_at[stage.turn].moved(first))
+        # These rows limit the saved bytes of each stage; `bound` sets the limits.
         self._limits = [self._row([(1, saved)], self._scale) for saved in self._saved]
         for local, others in _most(passes):
             for own in at_positions[local]:
@@ -95,9 +104,10 @@ class RankCuts:
         gap: float = 0.0,
         deadline: Deadline = NEVER,
     ) -> RankBound:
-        """Of the plans whose stages save between these bytes; as LP, or `whole` as MILP.
+        """Bound the plans in which each stage saves between least_bytes and most_bytes.
 
-        gap: the MILP stops when its bound is within this share of the time of all stages.
+        whole: solve as a MILP, else as an LP.
+        gap: the MILP stops when its bound is within this share of the baseline time of all stages.
         """
         limits = zip(self._limits, self._saved, least_bytes, most_bytes, strict=True)
         for row, saved, least, most in limits:
@@ -117,7 +127,10 @@ class RankCuts:
         return RankBound(lost_s, tuple(found), tuple(kept))
 
     def _row(self, parts: Iterable[tuple[int, _Bytes]], most_bytes: float) -> int:
-        """So many times these bytes are at most those. Returns the number of the row."""
+        """Add the row: n times the bytes of each part add up to at most most_bytes.
+
+        Returns its index.
+        """
         values: dict[int, float] = {}
         for n, part in parts:
             most_bytes -= n * part.held_bytes
@@ -128,21 +141,21 @@ class RankCuts:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """held_bytes, and sizes times columns."""
+    """Bytes as a linear expression: held_bytes plus the sum of sizes times columns."""
 
     held_bytes: int
     columns: list[int]
     sizes: list[int]
 
     def moved(self, first: int) -> _Bytes:
-        """Where the columns begin at this one."""
+        """The same expression in a program to which the columns were appended from `first` on."""
         return _Bytes(self.held_bytes, [first + column for column in self.columns], self.sizes)
 
 
 class _StageCuts(CutMilp):
-    """A stage's rows, but for those of bytes.
+    """The rows of one stage's program without its byte rows.
 
-    bytes_at: by position, what is on the device beside resident tensors.
+    bytes_at: by position, the bytes on the device without resident tensors, as an expression.
     """
 
     def __init__(
@@ -157,7 +170,7 @@ class _StageCuts(CutMilp):
         self.count_alike()
 
     def kept(self, shares: Floats) -> dict[int, frozenset[int]]:
-        """By position, the units that the solution holds."""
+        """By position, the units that the solution keeps on the device."""
         found = zip(self.positions, self.keep, strict=True)
         return {p: frozenset(u for u in keep if shares[keep[u]] > 0.5) for p, keep in found}
 
@@ -169,21 +182,28 @@ class _StageCuts(CutMilp):
 
 
 def alone(graph: Graph, *, room_bytes: int) -> Graph:
-    """The step with one micro-batch in flight and TURN, beside nothing, with room for all."""
+    """The span graph (`solver.bound.in_flight`) of one micro-batch with nothing else in flight.
+
+    It has TURN, and the span excludes nothing that fits into the room.
+    """
     budget_bytes = graph.resident_bytes + room_bytes
     unlimited = Span(0.0, 0, budget_bytes)
     return span_graph(graph, unlimited, budget_bytes=budget_bytes, others_bytes=0)
 
 
 def _fullest_after(folded: StorageGraph, turn: int) -> Iterator[int]:
-    """The fullest position after TURN and before the optimizer."""
+    """The position after TURN and before the optimizer at which the baseline holds most, if any."""
     later = range(turn + 1, folded.graph.n_before_optimizer)
     if later:
         yield max(later, key=lambda p: int(folded.baseline_bytes[p]))
 
 
 def _most(passes: Iterable[tuple[int, Others]]) -> list[tuple[int, Others]]:
-    """Those beside which no other pass of the same stage has as many of each."""
+    """The passes whose rows no other pass implies.
+
+    A pass implies another of the same stage if it has at least as many other micro-batches of every
+    stage.
+    """
     found = sorted(set(passes))
     return [
         (local, others)

@@ -1,22 +1,23 @@
-"""A graph of numbered storages: what the cut bound, the ILP and `auto` need, once per graph.
+"""The step as numbered nodes and storages, which bounds, the ILP and `auto` use for the graph.
 
-Tensors are folded into storages, called units here: a unit is there when any tensor on it is. A
-node reads the units of its inputs and those of which it makes an alias, and makes the units whose
-root it outputs; what lies on resident storage is there anyway and drops out. Folding forgets that a
-view has to be taken again and that an alias alone does not serve a reader of its sibling, so every
-bound on the folded step is a bound on the graph.
+Tensors are folded into storages, called units here: a unit is on the device when any tensor on it
+is. A node reads the units of its inputs and those of which it makes an alias, and it makes the
+units whose root tensor it outputs. Tensors on resident storage drop out, since they are always
+there. Folding ignores that a view has to be taken again and that an alias alone does not serve a
+reader of another alias. That only relaxes, so every bound on the folded step is a bound on the
+graph.
 
-The facts that all bounds rest on, for a legal schedule and the position at which node p is
-computed for the first time (the simulator fixes the order of first computations, so nodes 0..p-1
-have been computed and no other):
+All bounds rest on these facts about a legal schedule and the position at which node p is computed
+for the first time. (The simulator fixes the order of first computations, so exactly nodes 0 .. p-1
+have been computed.)
 
 - A later node (phase outside, backward, optimizer) is never recomputed. What it made before p and
   what a node from p on, or the end, still reads is on the device now.
 - A forward unit made before p that a node from p on, or the end, still reads is on the device now
   or its maker is recomputed after this position. If p reads it, it is on the device now.
-- Within a span without recomputation (`solver.bound.no_recompute_spans`) that begins at p, its
-  maker is not recomputed: what else it made and a node up to the end of the span reads is on the
-  device now, as if p read it, and stays.
+- Within a span without recomputation (`solver.bound.no_recompute_spans`) that begins at p, the
+  maker of its storage is not recomputed. So what else it made and a node up to the end of the span
+  reads is on the device now, as if p read it, and stays.
 """
 
 from __future__ import annotations
@@ -39,12 +40,20 @@ Bytes = npt.NDArray[np.int64]
 class StorageGraph:
     """The folded graph. Nodes and units are numbered; forward nodes are 0 .. n_forward - 1.
 
-    time_s, workspace_bytes, reads, makes: by node. recomputable: the node may run more than once.
-    no_recompute: by node, spans (first, last): not recomputed between the first runs of nodes
+    By node:
+    time_s, workspace_bytes: as in the graph.
+    recomputable: whether it may run more than once.
+    no_recompute: spans (first, last); it is not recomputed between the first runs of nodes
         first - 1 and last.
-    unit_bytes, maker: by unit. uses: by unit, the nodes that read it, in order, and n_nodes (the
-    end) if it holds an output of the graph. pinned: by unit, spans (first, last) of nodes during
-    which it must be on the device whatever else is decided.
+    reads, makes: units.
+
+    By unit:
+    unit_names: the root tensor.
+    unit_bytes: its size.
+    maker: the node that makes it.
+    uses: the nodes that read it, in order, and n_nodes (the end) if it holds an output of the
+        graph.
+    pinned: spans (first, last) of nodes during which it must be on the device in any schedule.
     """
 
     graph: Graph
@@ -63,11 +72,11 @@ class StorageGraph:
 
     @classmethod
     def of(cls, graph: Graph, *, may_leave: bool = False) -> StorageGraph:
-        """Fold the graph; linear in its size.
+        """Fold the graph, in time linear in its size.
 
-        may_leave: storages may be away, in another place, and come back by a copy. Then nothing is
-        pinned, and as an alias may be away while its storage is recomputed, every recomputable
-        node may be recomputed at any time.
+        may_leave: storages may be away, in host memory or on disk, and come back by a copy. Then
+            nothing is pinned, and since an alias may be away while its storage is recomputed, every
+            recomputable node may be recomputed at any time.
         """
         roots = [
             (name, p)
@@ -94,6 +103,7 @@ class StorageGraph:
         for u in units(graph.outputs):
             uses[u].append(len(graph.nodes))
         recomputable = tuple(map(may_run_again, graph.nodes))
+        # What cannot be recomputed stays from the end of its maker to its last use.
         pinned = [
             [(p + 1, uses[u][-1])]
             if not may_leave and not recomputable[p] and uses[u] and uses[u][-1] > p
@@ -103,6 +113,8 @@ class StorageGraph:
         no_recompute: dict[int, list[tuple[int, int]]] = {}
         for span in () if may_leave else find_no_recompute_spans(graph):
             no_recompute.setdefault(span.maker, []).append((span.first + 1, span.last))
+            # The maker's other outputs stay up to their last use in the span, as if the node that
+            # makes the alias read them.
             for u in makes[span.maker]:
                 held = [use for use in uses[u] if span.first < use <= span.last]
                 if u == unit[span.root]:
@@ -142,22 +154,23 @@ class StorageGraph:
 
     @cached_property
     def unit_of(self) -> dict[str, int]:
-        """By name of a tensor that a node makes, its unit; views of what is resident have none."""
+        """By name of a tensor that a node makes, its unit; views of resident tensors have none."""
         unit = {name: u for u, name in enumerate(self.unit_names)}
         roots = ((name, self.graph.root(name)) for name in self.graph.producer)
         return {name: unit[root] for name, root in roots if root in unit}
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """By name of a node, its number."""
+        """The number of each node, by name."""
         return {node.name: n for n, node in enumerate(self.graph.nodes)}
 
     @cached_property
     def held_bytes(self) -> Bytes:
-        """By position p = 0 .. n_nodes: bytes that any schedule holds while p runs, before p's own.
+        """By position p = 0 .. n_nodes: bytes that any schedule holds beside what p itself needs.
 
-        Resident tensors and pinned units, without what p reads (unless pinned), makes and takes as
-        workspace. They are there from the end of node p - 1 on. At n_nodes: the end of the step.
+        These are resident tensors and pinned units, on the device from the end of node p - 1 on.
+        What p reads (unless pinned), makes and takes as workspace is not counted. Position n_nodes
+        is the end of the step.
         """
         change = np.zeros(self.n_nodes + 2, dtype=np.int64)
         for u, spans in enumerate(self.pinned):
@@ -168,7 +181,7 @@ class StorageGraph:
 
     @cached_property
     def own_bytes(self) -> Bytes:
-        """By node: what it makes and its workspace, and nothing (at the end)."""
+        """By position: bytes that the node makes, and its workspace; 0 at the end of the step."""
         own = [
             sum(self.unit_bytes[u] for u in made) + workspace
             for made, workspace in zip(self.makes, self.workspace_bytes, strict=True)
@@ -177,7 +190,7 @@ class StorageGraph:
 
     @cached_property
     def least_bytes(self) -> Bytes:
-        """By position: bytes that any schedule whatever has on the device while p runs."""
+        """By position p: the least bytes on the device while p runs, over all schedules."""
         least = self.held_bytes + self.own_bytes
         for p, read in enumerate(self.reads):
             least[p] += sum(self.unit_bytes[u] for u in read if not self.is_pinned(u, p))
@@ -185,8 +198,9 @@ class StorageGraph:
 
     @cached_property
     def baseline_bytes(self) -> Bytes:
-        """By position: bytes on the device while p runs when each node runs once, at most as early
-        freed as its last use allows.
+        """By position p: bytes on the device while p runs in the baseline.
+
+        There each node runs once, and every unit is freed after its last use.
         """
         change = np.zeros(self.n_nodes + 2, dtype=np.int64)
         for u, positions in enumerate(self.uses):
@@ -200,19 +214,20 @@ class StorageGraph:
         return any(first <= p <= last for first, last in self.pinned[u])
 
     def needed_names(self, p: int) -> list[str]:
-        """Tensors that must be on the device when node p runs for the first time."""
+        """Names of the tensors that must be on the device when node p runs for the first time."""
         names = self.graph.needs[self.graph.nodes[p].name]
         known = {self.unit_of[name] for name in names if name in self.unit_of}
         return [*names, *(self.unit_names[u] for u in self.reads[p] if u not in known)]
 
     def must_be_there(self, u: int, p: int) -> bool:
-        """Whether every schedule has unit u on the device while node p runs."""
+        """Whether unit u is on the device while node p runs in every schedule."""
         return self.is_pinned(u, p) or (p < self.n_nodes and u in self.reads[p])
 
     @cached_property
     def last_need(self) -> tuple[int, ...]:
-        """By forward node: the last position that anything it makes can serve, over any number of
-        recomputations in between.
+        """By forward node: the last position for which its outputs can be of use.
+
+        That is directly, or through any number of recomputations.
         """
         readers: list[list[int]] = [[] for _ in range(self.n_units)]
         for n in range(self.n_forward):
@@ -227,17 +242,19 @@ class StorageGraph:
         return tuple(last)
 
     def may_recompute(self, *, after: int, before: int, budget_bytes: int) -> npt.NDArray[np.bool_]:
-        """By forward node: may it be recomputed between these two positions, in any schedule?
+        """By forward node: whether any schedule can recompute it between these two positions.
 
-        It runs between two first runs, beside what is held from one to the other, and while what
-        it makes can still serve: if that never fits, what it made is kept or is lost. `before` is
-        n_nodes + 1 for up to the end.
+        A recomputation runs between two first runs, beside what is held from one to the next, and
+        at a position before `last_need`. If it fits at none of these, the node's outputs are kept
+        or never used again.
+        before: n_nodes + 1 for up to the end of the step.
         """
         may = np.array(self.recomputable[: self.n_forward], dtype=bool)
         least_gap: Bytes = np.minimum.accumulate(self.held_bytes[after + 1 : before + 1])
         for n in range(self.n_forward):
             if not may[n]:
                 continue
+            # The least bytes held at any position at which the run can still be of use.
             window = min(self.last_need[n], before) - after - 1
             window = min(window, len(least_gap) - 1)
             may[n] = window >= 0 and least_gap[window] + self.run_bytes[n] <= budget_bytes
@@ -254,7 +271,7 @@ class StorageGraph:
 
     @cached_property
     def run_bytes(self) -> Bytes:
-        """By forward node: what it makes, its workspace, and what it reads and is never pinned."""
+        """By forward node: bytes of its outputs, workspace, and inputs that are never pinned."""
         return np.array(
             [
                 self.own_bytes[n]
@@ -266,7 +283,7 @@ class StorageGraph:
 
 
 def _disjoint(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same positions as spans that do not overlap, so that no byte is counted twice."""
+    """Merge spans that overlap or touch, so that no byte is counted twice."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):
         if merged and first <= merged[-1][1] + 1:

@@ -1,26 +1,28 @@
-"""Cuts at many positions, with the rows of a single cut for each window between a few of them.
+"""Several cuts with the rows of a single cut for each window between a few of them.
 
-Several cuts (`solver.bound.cut`) have, for each position, columns R: what is recomputed at least
-once from there to the end. Near the least budget the same stretch is recomputed once for each level
-of the backward pass, and half a recomputation before each serves the relaxation as well as whole
-ones. So a few of the positions are marks, and for each two of them, or a mark and the end, there is
-W[n,j,l], n is recomputed at least once from mark j to mark l: for every mark s between the two
+The program of several cuts (`solver.bound.cut`) has, for each position, columns R: what is
+recomputed at least once between there and the end. Near the minimum budget the same stretch is
+recomputed once for each level of the backward pass, and in the relaxation half a recomputation
+before each level does as well as a whole one. The program here excludes that. A few of the
+positions are marks, and for any two marks j and l (l may be the end) there is a column W[n,j,l]: n
+is recomputed at least once from mark j to mark l. For every mark s between the two
 
                 W[n,j,s], W[n,s,l] <= W[n,j,l] <= W[n,j,s] + W[n,s,l]
 
-and between neighbouring marks the same with the r of all positions between them. It satisfies
+and between neighbouring marks the same with the r of all positions between them. The rows of a
+single cut hold for each window:
 
                 x[u,j] + W[maker(u),j,l] >= 1           for each unit u read between the two
                 x[v,j] + W[maker(v),j,l] >= W[n,j,l]    for each unit v that n reads.
 
 **Why it bounds every legal schedule.** As in `solver.bound.cut`, with "before mark l" for "before
-the end": what a node between the two reads was on the device at mark j, or was recomputed since.
-Only s = j + 1 and s = l - 1 are written down.
+the end": what a node between the two reads was on the device at mark j, or was recomputed since. Of
+the rows over s, only those with s = j + 1 and s = l - 1 are added.
 
-Small units are left out (`without_small`): a relaxation, with half of the columns. As a linear
-program with rounded rows of bytes (`solver.bound.rounded_byte_rows`) it takes 1.2 s and proves
-55.7 % where several cuts as a MILP prove 35.0 in fifteen (the U-Net of the examples at its least
-budget).
+Small units are left out (`without_small`). That is a relaxation, and halves the columns. As an LP
+with rounded byte rows (`solver.bound.rounded_byte_rows`) the program takes 1.2 s and proves an
+overhead of 55.7 %, where several cuts as a MILP prove 35.0 % in fifteen seconds (the U-Net of the
+examples at its minimum budget).
 """
 
 from __future__ import annotations
@@ -35,20 +37,24 @@ from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 SMALL_SHARE = 0.002
-"""Of the bytes that the budget leaves beside what is resident: smaller units are left out."""
+"""Units smaller than this share of the budget without resident bytes are left out."""
 MAX_MARKS = 12
 MAX_CELLS, MAX_WINDOW_CELLS = 5_000, 13_500
-"""Forward nodes times positions, and times windows: the program has about as many columns."""
+"""At most so many forward nodes times positions, and times windows: about the number of columns."""
 
 Columns = Mapping[int, int]
-"""By node, the column that says whether it is recomputed in some window."""
+"""For each node, the column that says whether it is recomputed in some window."""
 
 
 class WindowCuts(CutMilp):
-    """The program of the module."""
+    """The program that the module describes."""
 
     def __init__(self, folded: StorageGraph, *, marks: Sequence[int], **rest: Any) -> None:
-        """marks: some of the positions. The rest is as for CutMilp."""
+        """Build the program.
+
+        marks: some of the positions.
+        rest: the other arguments of CutMilp.
+        """
         self._marks = tuple(marks)
         super().__init__(folded, **rest)
 
@@ -69,7 +75,10 @@ class WindowCuts(CutMilp):
                 windows[j, last] = self._add_window(j, last, splits)
 
     def _add_window(self, j: int, last: int, splits: Iterable[Sequence[Columns]]) -> Columns:
-        """W from mark j to mark `last`; splits: ways to take the window apart."""
+        """Add W from mark j to mark `last`, with its rows; returns its column by node.
+
+        splits: ways to divide the window, each with the columns of its parts.
+        """
         p, folded, program = self._marks[j], self.folded, self.program
         end = self._marks[last] if last < len(self._marks) else folded.n_nodes + 1
         keep = self.keep[self.positions.index(p)]
@@ -77,9 +86,9 @@ class WindowCuts(CutMilp):
         for parts in splits:
             for n in sorted(set().union(*parts)):
                 columns = list(dict.fromkeys(part[n] for part in parts if n in part))
-                if n >= p:
+                if n >= p:  # not computed yet at mark j
                     continue
-                if n not in total and len(columns) == 1:
+                if n not in total and len(columns) == 1:  # W equals its only part
                     total[n] = columns[0]
                 elif columns != [total.get(n)]:
                     if n not in total:
@@ -100,9 +109,9 @@ def windows_share(
     base: int | None = None,
     deadline: Deadline = NEVER,
 ) -> float:
-    """The share of the baseline's time that the program's LP proves to be lost; 0: nothing.
+    """The overhead, as a share of the baseline's time, that the program's LP proves (0: nothing).
 
-    base: a mark, such as the position of the strongest single cut.
+    base: a position that becomes a mark, such as that of the strongest single cut.
     """
     coarse = large_units_only(folded, budget_bytes)
     positions, marks = _positions(coarse, budget_bytes=budget_bytes, base=base)
@@ -123,14 +132,16 @@ def windows_share(
 
 
 def large_units_only(folded: StorageGraph, budget_bytes: int) -> StorageGraph:
-    """The step without units that are small beside what the budget leaves: half of the columns."""
+    """The step without units that are small relative to the budget; this halves the columns."""
     small_bytes = int(SMALL_SHARE * (budget_bytes - folded.graph.resident_bytes))
     return without_small(folded, small_bytes=small_bytes)
 
 
 def without_small(folded: StorageGraph, *, small_bytes: int) -> StorageGraph:
-    """The step as if units below these bytes that can be recomputed took none and were always
-    there: every schedule of the step is one of that.
+    """The step as if small units that can be recomputed had no bytes and were always there.
+
+    Every schedule of the step is also one of the result, so a bound on the result bounds the step.
+    small_bytes: units of fewer bytes are small.
     """
     small = {
         u
@@ -148,7 +159,7 @@ def without_small(folded: StorageGraph, *, small_bytes: int) -> StorageGraph:
 def _positions(
     folded: StorageGraph, *, budget_bytes: int, base: int | None
 ) -> tuple[list[int], list[int]]:
-    """Positions and marks: where the bytes that any schedule needs leave the least room."""
+    """Choose the positions and marks: those where what any schedule needs leaves the least room."""
     over = [
         p
         for p in range(folded.n_forward, folded.n_nodes)
@@ -169,7 +180,10 @@ def _positions(
 
 
 def _apart(candidates: Sequence[int], n_most: int, *, distance: int) -> list[int]:
-    """The first of the candidates that are further from each other than this, in order."""
+    """Up to n_most of the candidates that are more than `distance` apart, the first ones first.
+
+    They are returned in ascending order.
+    """
     chosen: list[int] = []
     for p in candidates:
         if len(chosen) < n_most and all(abs(p - q) > distance for q in chosen):

@@ -3,7 +3,7 @@
 Andreas Griewank, Andrea Walther: Algorithm 799: revolve: an implementation of checkpointing for
 the reverse or adjoint mode of computational differentiation, ACM Transactions on Mathematical
 Software 26(1), 19-45 (2000), section 2. Step i takes the state x_i to x_{i+1}, for i = 0 .. n-1.
-The reverse pass undoes steps n-1, ..., 0 in that order, and to undo step i one has to be at x_i.
+The reverse pass undoes steps n-1, ..., 0 in that order, and undoing step i needs the state x_i.
 
 With s snapshots, x_0's among them, and every step run at most r times without saving, the longest
 chain that can be reversed has β(s, r) = C(s+r, s) steps: advance β(s, r-1) steps from x_0, take a
@@ -19,10 +19,10 @@ is taken, which leaves the fewest steps to the part with the fewest snapshots.
 Optimal for: the number of forward steps, over all schedules that hold at most s states and run
 steps one by one. Every schedule that `reversal` streams attains t(n, s).
 
-Where it falls short: it thinks of steps of equal time and snapshots of equal bytes, all at one
-level. For unequal steps, or where keeping all that a step saves costs less than recomputing it, a
-dynamic program over the chain is better; a second, slower level of snapshots (a disk) needs
-Stumm & Walther (2009). Restoring and storing are free here.
+Where it falls short: it assumes steps of equal time and snapshots of equal bytes, all on one level.
+For unequal steps, or where keeping all that a step saves costs less than recomputing it, a dynamic
+program over the chain is better; for a second, slower level of snapshots (a disk) see
+`solver.chain.levels`. Restoring and storing are free here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ level), ("restore", i, level), ("drop", i, level)."""
 def n_extra_steps(*, n_steps: int, n_snapshots: int) -> int:
     """The fewest forward steps that save nothing, t(n, s), in closed form.
 
-    All forward steps together are `n_steps` more: each step runs once more to be reversed. The
+    In total `n_steps` more forward steps run, since each step also runs once to be reversed. The
     snapshot of x_0 is one of `n_snapshots`. Raises ValueError unless both are integers from 1 on.
     """
     _check(n_steps, n_snapshots)
@@ -60,8 +60,8 @@ def reversal(*, n_steps: int, n_snapshots: int) -> Iterator[Action]:
     ("drop", i, i)       give up the snapshot of x_i; the present state stays.
 
     Steps are reversed from the last to the first. At most `n_snapshots` snapshots are held, and
-    none at the end. The advances add up to `n_extra_steps`. Memory is O(n_snapshots), whatever
-    `n_steps` is. Raises ValueError, at once, unless both are integers from 1 on.
+    none at the end. The advances add up to `n_extra_steps`. Memory is O(n_snapshots), regardless of
+    `n_steps`. Raises ValueError, when called, unless both are integers from 1 on.
     """
     _check(n_steps, n_snapshots)
     # Flattened in C: one Python frame resumes per action, not two as with `yield from`.
@@ -69,14 +69,14 @@ def reversal(*, n_steps: int, n_snapshots: int) -> Iterator[Action]:
 
 
 def _parts(n_steps: int, n_snapshots: int) -> Iterator[Iterable[Action]]:
-    """Split the steps at hand, leave the left part for later, go on with the right part.
+    """Split the current steps, put the left part aside, continue with the right part.
 
-    start, stop: the steps at hand, start .. stop-1; x_start is present and has a snapshot.
+    start, stop: the current steps, start .. stop-1; x_start is present and has a snapshot.
     s, r:        snapshots for them (that of x_start included), and how often each step may run;
                  β(s, r-1) ≤ stop - start ≤ β(s, r), which every split below preserves.
     b, c:        β(s, r-1) and β(s-1, r-1). Left and right parts have theirs by one subtraction
                  each from β(s, r) = β(s, r-1) + β(s-1, r), so no binomial is computed twice.
-    left:        parts left for later, innermost last: fewer than n_snapshots, as s falls by one
+    left:        parts put aside, innermost last: fewer than n_snapshots, as s falls by one
                  with each.
     """
     start, stop, s = 0, n_steps, n_snapshots
@@ -100,7 +100,7 @@ def _parts(n_steps: int, n_snapshots: int) -> Iterator[Iterable[Action]]:
 
 
 def _snapshot_each(start: int, stop: int) -> Iterator[Action]:
-    """All states but the last get a snapshot, so that no step runs twice without saving."""
+    """Take a snapshot of every state but the last, so that no step runs twice without saving."""
     last = stop - 1
     for i in range(start + 1, last):
         yield ("advance", i - 1, i)
@@ -118,7 +118,7 @@ def _snapshot_each(start: int, stop: int) -> Iterator[Action]:
 
 
 def _one_snapshot(start: int, stop: int) -> Iterator[Action]:
-    """Nothing but the snapshot of x_start: run up to every step from there."""
+    """With only the snapshot of x_start: run forward from it to every step."""
     for i in range(stop - 1, start, -1):
         yield ("advance", start, i)
         yield ("reverse", i + 1, i)

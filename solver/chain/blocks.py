@@ -1,27 +1,28 @@
 """Cut a graph into a chain of blocks where it is narrow.
 
-Checkpointing by segments, revolve and the dynamic programs think of a chain: block after block,
-each handing a few bytes to the next. A traced model is a DAG of operators. Here its forward nodes
-are partitioned into contiguous blocks at positions where few bytes cross, and its later nodes into
-the backward segments of these blocks. Only structure decides: who reads what, how large, in what
-order.
+Checkpointing by segments, revolve and the dynamic programs work on a chain: block after block, each
+handing a few bytes to the next. A traced model is a DAG of operators. Here its forward nodes are
+partitioned into contiguous blocks at positions where few bytes cross, and its later nodes into the
+backward segments of these blocks. Only the graph's structure decides: which node reads which
+tensor, the sizes of tensors, and the order of nodes.
 
 *Width.* The width at a position, between two forward nodes, is the bytes of the storages that a
 node before it made and a forward node after it reads. Resident tensors, tensors that only later
-phases read, and outputs of the graph (held to its end anyway) do not count. While a node runs, its
-outputs are live beside what crosses: a hump.
+phases read, and outputs of the graph (kept to its end in any case) do not count. While a node runs,
+its outputs are live beside what crosses. The sum is called a hump.
 
 *Where to cut.* At a bottleneck: on either side, memory rises to nearly twice its width before a
 narrower position comes. In a plain chain of layers that is every position; in a transformer the
-ends of the residual branches; next to a pooling layer its narrow side. (A plain local minimum will
-not do: along a network whose tensors shrink, only the last position is one.)
+ends of the residual branches; next to a pooling layer its narrow side. (Local minima of the width
+are not enough: in a network whose tensors shrink, only the last position is one.)
 
-*Companions.* Attention masks, position tables, an encoder's output, a long skip: what crosses many
-cuts belongs to no block. Companions are not counted in widths, and methods keep them throughout.
+*Companions.* Storages that cross many cuts, such as attention masks, position tables, an encoder's
+output or a long skip, belong to no block. They are not counted in widths, and methods keep them
+throughout.
 
-NetworkX's dominators are no substitute, fast as they are (0.3 s for 27,521 nodes, the sweeps here
-0.2 s): they find single nodes that everything passes through, and one mask leaves none; they know
-no bytes.
+NetworkX's dominators are as fast (0.3 s for 27,521 nodes, the sweeps here 0.2 s) but no substitute:
+they find single nodes through which everything passes, and a single mask leaves none; and they
+ignore bytes.
 """
 
 from __future__ import annotations
@@ -40,27 +41,28 @@ BOTTLENECK = 1.75
 rises to 2; between a residual stream with one branch and the next narrower position to 1.5."""
 
 MUCH_WIDER = 1.5
-"""A bottleneck so many times wider than both its neighbours is no cut: it saves nothing."""
+"""A bottleneck so many times wider than both its neighbours is no cut, since it saves nothing."""
 
 COMPANION_CUTS = 4
-"""What crosses so many cuts is a companion. A skip over one block crosses two."""
+"""A storage that crosses so many cuts is a companion. A skip over one block crosses two."""
 
 COMPANION_NODES = (8, 128)
-"""The first guess, before cuts are known: what spans a quarter of the forward pass, within these
-limits."""
+"""Before cuts are known, storages alive for a quarter of the forward nodes, clamped to these
+limits, are taken for companions.
+"""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A chain of L blocks. All names are of nodes or of storages (the tensor that owns it).
+    """A chain of L blocks. Names are those of nodes, or of storages (by the tensor that owns one).
 
     forward: the forward nodes of blocks 1 .. L, contiguous in graph order.
-    backward: the later nodes that belong to blocks 1 .. L, and as last entry the nodes of the loss
-        that the caller computes (phase outside). Contiguous in graph order from the last to the
-        first.
+    backward: the backward nodes that belong to blocks 1 .. L and, as last entry, the nodes of the
+        loss that the caller computes (phase outside). Contiguous in graph order from the last entry
+        to the first.
     after: the nodes after the backward pass (phase optimizer).
-    crossing: L + 1 entries; the storages x_0 .. x_L handed on at each cut, companions included.
-        x_0 is empty (the batch is resident); x_L is what the caller's loss reads.
+    crossing: L + 1 entries; the storages x_0 .. x_L handed on at each cut, companions included. x_0
+        is empty (the batch is resident); x_L is what the caller's loss reads.
     companions: storages that cross many cuts.
     """
 
@@ -76,7 +78,7 @@ class Blocks:
 
     @cached_property
     def handed_on(self) -> tuple[tuple[str, ...], ...]:
-        """What crosses each cut beside the companions."""
+        """The storages that cross each cut, without companions."""
         return tuple(
             tuple(name for name in names if name not in self.companions) for names in self.crossing
         )
@@ -90,7 +92,7 @@ class Storage:
     born: position of the node that makes it.
     last_read: position of the last forward node that reads a tensor on it (`born` if none does).
     read_later: whether a later node reads it.
-    held: an output of the graph is on it, so it stays.
+    held: whether an output of the graph is on it, so that it stays to the end.
     """
 
     name: str
@@ -102,9 +104,10 @@ class Storage:
 
 
 def split_into_blocks(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
-    """Partition the graph into a chain of at most `max_blocks` blocks (default: all there are).
+    """Partition the graph into a chain of at most `max_blocks` blocks (default: no limit).
 
     Cost: O(n log n) in the size of the graph. A graph without a bottleneck is one block.
+    Raises ValueError if max_blocks is less than 1.
     """
     if max_blocks is not None and max_blocks < 1:
         raise ValueError(f"max_blocks is {max_blocks}; it must be at least 1")
@@ -113,6 +116,7 @@ def split_into_blocks(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
     shortest, longest = COMPANION_NODES
     span = max(shortest, min(longest, len(names) // 4))
     guessed = frozenset(s.name for s in storages if s.last_read - s.born >= span)
+    # Cuts depend on companions and companions on cuts: cut with guessed companions, then again.
     cuts = _bottlenecks(*_widths(storages, guessed, len(names)))
     companions = frozenset(
         s.name
@@ -140,7 +144,7 @@ def split_into_blocks(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
 
 
 def forward_storages(graph: Graph) -> tuple[Storage, ...]:
-    """The storages that forward nodes make, in order of birth."""
+    """The storages that forward nodes make, in the order in which they are made."""
     born: dict[str, int] = {}
     last_read: dict[str, int] = {}
     owner: dict[str, str] = {}
@@ -170,7 +174,7 @@ def forward_storages(graph: Graph) -> tuple[Storage, ...]:
 
 def _crossings(storages: Sequence[Storage], positions: Iterable[int]) -> Iterator[tuple[str, ...]]:
     """The storages that cross each of these ascending positions."""
-    born = deque(storages)  # in order of birth already
+    born = deque(storages)  # already in the order in which they are made
     read = deque(sorted(storages, key=lambda storage: storage.last_read))
     alive: dict[str, None] = {}
     for position in positions:
@@ -184,7 +188,7 @@ def _crossings(storages: Sequence[Storage], positions: Iterable[int]) -> Iterato
 def _widths(
     storages: Iterable[Storage], ignored: frozenset[str], n_nodes: int
 ) -> tuple[list[int], list[int]]:
-    """The width before each forward node (0 is unused), and the hump of each."""
+    """The width before each forward node (entry 0 is unused), and the hump of each node."""
     change = [0] * (n_nodes + 1)
     made = [0] * n_nodes
     for storage in storages:
@@ -198,6 +202,7 @@ def _widths(
 
 
 def _bottlenecks(widths: Sequence[int], humps: Sequence[int]) -> list[int]:
+    """The positions to cut: bottlenecks that are not much wider than both their neighbours."""
     positions = range(1, len(widths))
     from_left = _rises(positions, widths, [humps[p - 1] for p in positions])
     from_right = _rises(positions[::-1], widths, [humps[p] for p in positions[::-1]])
@@ -215,7 +220,7 @@ def _rises(
     humps: the one just before each position. Infinite where no narrower position comes before.
     """
     rises: dict[int, float] = {}
-    stack: list[tuple[int, float]] = []  # rising widths, each with its highest hump
+    stack: list[tuple[int, float]] = []  # (ascending widths, the highest hump since the last)
     for position, hump in zip(positions, humps, strict=True):
         highest: float = hump
         while stack and stack[-1][0] >= widths[position]:
@@ -228,10 +233,10 @@ def _rises(
 def _coarsened(
     storages: Sequence[Storage], cuts: Sequence[int], widths: Sequence[int], max_blocks: int
 ) -> list[int]:
-    """Fewer cuts, evenly spaced by what the blocks would save; the narrowest near each even share.
+    """Fewer cuts: the narrowest near each multiple of an equal share of what the blocks would save.
 
-    Bytes that later nodes read measure a block's share; a graph that saves nothing is divided by
-    its number of nodes.
+    What a block would save is its bytes that later nodes read. If nothing is saved, shares are
+    equal in the number of nodes.
     """
     saved = [0] * len(widths)
     for storage in storages:
@@ -251,12 +256,13 @@ def _coarsened(
 def _backward(
     graph: Graph, storages: Sequence[Storage], companions: frozenset[str], cuts: Sequence[int]
 ) -> tuple[tuple[str, ...], ...]:
-    """Give each backward node to a block, from the last to the first.
+    """Assign each backward node to a block, going from the last block to the first.
 
-    A node belongs where the forward pass last used the tensors that it reads (a parameter counts
-    where one block uses it). Some nodes read out of turn: a weight's gradient that was put off, a
-    skip. The longest descent decides; the nodes that are not of it, and those that read nothing of
-    the forward pass, stay in the segment before them.
+    A node belongs to the earliest block whose tensors it reads; a tensor belongs to the block that
+    last used it in the forward pass (a parameter: the only block that uses it). Some nodes read out
+    of order, such as a weight's gradient computed late, or a skip. So the longest non-increasing
+    sequence of blocks decides. The other nodes, and nodes that read nothing of the forward pass,
+    join the segment of the node before them.
     """
     readers: dict[str, set[int]] = {}  # resident storage -> blocks that read it
     for position, node in enumerate(graph.forward_nodes):
@@ -272,7 +278,7 @@ def _backward(
     for index, node in enumerate(nodes):
         if homes := [home[root] for root in map(graph.root, node.inputs) if root in home]:
             earliest[index] = min(homes)
-    telling = list(earliest)
+    telling = list(earliest)  # nodes that read something of a block
     block_from = {
         telling[place]: earliest[telling[place]]
         for place in _longest_descent([earliest[index] for index in telling])
@@ -288,10 +294,10 @@ def _backward(
 
 
 def _longest_descent(values: Sequence[int]) -> list[int]:
-    """The places of a longest subsequence that never rises (patience sorting, O(n log n))."""
+    """Indices of a longest non-increasing subsequence (patience sorting, O(n log n))."""
     lowest: list[int] = []  # by length - 1: the last value, negated, of the best descent so far
-    last: list[int] = []  # and its place
-    before: list[int] = []
+    last: list[int] = []  # and its index
+    before: list[int] = []  # for each index, the previous one in its best descent (-1: none)
     for place, value in enumerate(values):
         length = bisect_right(lowest, -value)
         before.append(last[length - 1] if length else -1)
@@ -306,7 +312,11 @@ def _longest_descent(values: Sequence[int]) -> list[int]:
 
 
 def checkpoints(graph: Graph, blocks: Blocks, *, n_whole: int) -> frozenset[str]:
-    """The storages at the cuts, and all that the last `n_whole` blocks make; to `keep` them."""
+    """The storages to `keep` for checkpoints at all cuts.
+
+    These are the storages that cross cuts, companions, and everything that the last `n_whole`
+    blocks make.
+    """
     kept = set(blocks.companions).union(*blocks.crossing)
     for block in blocks.forward[max(0, blocks.n_blocks - n_whole) :]:
         for node in block:

@@ -1,7 +1,7 @@
-"""The blocks of a chain that compute something, for people to read.
+"""The blocks of a chain that compute something, for reports.
 
-A block that only updates buffers (batch norm counts its calls and averages what it has seen) makes
-nothing that the step reads. Methods may cut there; a table of blocks has no row for it.
+A block that only updates buffers (batch norm counts its calls and keeps running averages) makes
+nothing that the step reads. Methods may cut there, but a table of blocks should have no row for it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from solver.chain.blocks import Blocks, split_into_blocks
 
 
 def computing_blocks(graph: Graph) -> Blocks:
-    """As `split_into_blocks`, where a block of bookkeeping alone is part of the block before it, or
-    of the one after it where there is none."""
+    """As `split_into_blocks`, but blocks that only update buffers are merged into another.
+
+    Each is merged into the block before it, or into the next one if there is none before.
+    """
     blocks = split_into_blocks(graph)
     needed = {graph.root(name) for node in graph.later_nodes for name in node.inputs}
     needed |= {graph.root(name) for name in graph.outputs}
@@ -25,7 +27,7 @@ def computing_blocks(graph: Graph) -> Blocks:
         else:
             needed.update(map(graph.root, node.inputs))
     computes = [not bookkeeping.issuperset(names) for names in blocks.forward]
-    # how many blocks that compute there are up to each: those of one number are one block
+    # Number the blocks by how many computing blocks there are up to them: equal numbers merge.
     numbers = [max(1, number) for number in accumulate(computes)]
     starts = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1])]
     spans = list(pairwise([*starts, len(numbers)])) if numbers else []

@@ -1,7 +1,7 @@
-"""A graph's blocks as a chain of numbers, for the methods that know chains only.
+"""A graph's blocks as a chain of numbers, for methods that only know chains.
 
-A model: where blocks share tensors, where gradients pile up, where a block's last ops need not be
-recomputed, it errs on the large side. `simulate`, not the chain, says what a schedule takes.
+This is a model. It overestimates where blocks share tensors, where gradients accumulate, and where
+a block's last ops need not be recomputed. What a schedule really takes is decided by `simulate`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from solver.chain.problem import Chain
 def to_chain(graph: Graph, blocks: Blocks) -> Chain:
     """Seconds and bytes of each block, in the conventions of `Chain`.
 
-    Not in it: what is resident, companions and outputs of the graph (`constant_bytes`). Gradients
-    of parameters, and whatever else stays on the device from one backward segment to the next,
-    count as workspace of the segments during which they are live.
+    Resident tensors, companions and outputs of the graph are left out; see `constant_bytes`.
+    Gradients of parameters, and anything else that stays on the device from one backward segment to
+    the next, count as workspace of the segments during which they are live.
     """
     model = _Model(graph, blocks)
     n_blocks = blocks.n_blocks
@@ -41,14 +41,14 @@ def to_chain(graph: Graph, blocks: Blocks) -> Chain:
 
 
 def constant_bytes(graph: Graph, blocks: Blocks) -> int:
-    """What is on the device beside the chain: resident, companions, forward-made outputs."""
+    """Bytes on the device besides the chain: resident tensors, companions, forward-made outputs."""
     return graph.resident_bytes + sum(
         s.size_bytes for s in forward_storages(graph) if s.held or s.name in blocks.companions
     )
 
 
 class _Model:
-    """The sums behind `to_chain`."""
+    """Computes the numbers of `to_chain`."""
 
     def __init__(self, graph: Graph, blocks: Blocks) -> None:
         self._graph = graph
@@ -78,7 +78,11 @@ class _Model:
         return sum(self._storages[name].size_bytes for name in storages)
 
     def forward_workspace_bytes(self, block: int) -> int:
-        """What running it takes beside input and output, or beside input and all it saves."""
+        """Workspace of the block's forward, in bytes.
+
+        This is its peak beyond its input and output, or beyond its input and everything that it
+        saves; the larger of the two.
+        """
         beside = self.bytes_of(self.crossing[block - 1])
         return max(
             0,
@@ -104,15 +108,16 @@ class _Model:
         return peak
 
     def backward_workspace_bytes(self, block: int) -> int:
-        """What the segment takes beside the input, all that is saved, and their gradients.
+        """Workspace of the backward segment, in bytes.
 
-        For the caller's loss (block L + 1), which has no forward pass: beside its input and the
-        gradient of that.
+        This is its peak beyond the block's input, everything that it saves, and the gradients of
+        input and output. For the caller's loss (block L + 1), which has no forward pass, it is the
+        peak beyond its input and the gradient of that.
         """
         segment = self._blocks.backward[block - 1]
         is_loss = block > self._blocks.n_blocks
         there = self.crossing[block - 1] | (frozenset() if is_loss else self.saved[block])
-        unread = set(there)  # from the end: what nothing reads further on has been freed
+        unread = set(there)  # going backwards: not read by any node further on, so freed there
         live = peak = 0
         for name in reversed(segment):
             for storage in map(self._graph.root, self._graph.node_by_name[name].inputs):
@@ -127,9 +132,9 @@ class _Model:
 
 
 def _later_live_bytes(graph: Graph) -> dict[str, int]:
-    """By later node, the bytes of what later nodes made and its workspace while it runs.
+    """By later node: live bytes that later nodes made, and its workspace, while it runs.
 
-    Each runs once, so this is exact whatever is recomputed.
+    Later nodes run exactly once, so this does not depend on what is recomputed.
     """
     last_read: dict[str, str] = {}
     for node in graph.later_nodes:

@@ -1,8 +1,8 @@
 """Reverse a chain of equal steps with snapshots on several levels of storage.
 
-Steps and snapshots are those of `solver.chain.binomial`. A level holds so many snapshots and has a
-cost of writing and of reading one, in the unit of a forward step's; the levels are given from the
-fastest to the slowest, the first being the memory of the device. While a snapshot is written or
+Steps and snapshots are those of `solver.chain.binomial`. Each level holds a number of snapshots,
+and has a cost of writing and of reading one, in units of one forward step. Levels are listed from
+the fastest to the slowest; the first is the memory of the device. While a snapshot is written or
 read nothing else runs.
 
 - `hrevolve`: Julien Herrmann, Guillaume Pallez: H-Revolve: a framework for adjoint computation on
@@ -17,11 +17,14 @@ read nothing else runs.
   checkpointing, SIAM J. Sci. Comput. 31(3), 2009. The fewest forward steps for all snapshots
   together; those that are written and read most go to the fastest level.
 
-With x_start at hand and m free snapshots on level k, all of the levels below being free, U_k(n, m)
-is the cost of reversing n steps, and V_k(n, m) that with x_start on level k already:
+Let x_start be the present state, with m free snapshots on level k and all levels below free. Then
+U_k(n, m) is the cost of reversing n steps, and V_k(n, m) the same if x_start has a snapshot on
+level k already:
 
     U_k(n, m) = min(U_{k-1}(n, c_{k-1}), w_k + V_k(n, m - 1))
     V_k(n, m) = min(U_{k-1}(n, c_{k-1}), min over j of j + U_k(n - j, m) + r_k + V_k(j, m))
+
+where c_k is the number of snapshots of level k, and w_k and r_k its costs of writing and reading.
 
 Cost: O(n^2) for each snapshot of a level, in NumPy.
 """
@@ -38,13 +41,17 @@ import numpy.typing as npt
 from solver.chain.binomial import Action, n_extra_steps
 
 MAX_TURNS = 5
-"""Of `multistage`."""
+"""Maximum iterations of `multistage`."""
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Level:
-    """n_snapshots: that it holds. write_cost, read_cost: of one, in forward steps."""
+    """A level of storage.
+
+    n_snapshots: how many it holds.
+    write_cost, read_cost: of one snapshot, in forward steps.
+    """
 
     n_snapshots: int
     write_cost: float = 0.0
@@ -52,7 +59,7 @@ class Level:
 
 
 def cost_of(actions: Sequence[Action], levels: Sequence[Level]) -> float:
-    """In forward steps: those that save nothing, and all writing and reading."""
+    """The cost of these actions in forward steps: advances, writing and reading."""
     costs = [0.0]
     for kind, start, stop in actions:
         if kind == "advance":
@@ -65,24 +72,26 @@ def cost_of(actions: Sequence[Action], levels: Sequence[Level]) -> float:
 
 
 def hrevolve(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | None:
-    """The actions of least cost that are nested by levels; None: not enough snapshots.
+    """The cheapest actions that are nested by levels; None: not enough snapshots.
 
-    Least over all schedules in every case that was searched exhaustively, one to three levels
-    (`tests/solver/chain/test_levels.py`). Raises ValueError for no step, or no level.
+    In every case that was searched exhaustively, with one to three levels, no schedule is cheaper
+    (`tests/solver/chain/test_levels.py`). Raises ValueError if there is no step or no level.
     """
     return _Tables(n_steps, levels).actions()
 
 
 def disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[Action, ...] | None:
-    """`hrevolve` for a disk that holds any number of snapshots, whatever `disk` says."""
+    """`hrevolve` for a disk that holds any number of snapshots; `disk.n_snapshots` is ignored."""
     endless = replace(disk, n_snapshots=n_steps)
     return hrevolve(n_steps=n_steps, levels=(memory, endless))
 
 
 def periodic_disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[Action, ...] | None:
-    """Snapshots on the disk at every `period`; how many, and how the rest is reversed, is what
-    costs least. Between them the disk's snapshots are read as often as it is worth, and no more are
-    written.
+    """Write snapshots to the disk at equal distances, the distance being `period`.
+
+    How many are written, and how the rest is reversed, is chosen to cost least. Between two of them
+    no more are written to the disk, and each is read as often as it pays. None: not enough
+    snapshots.
     """
     distance = period(memory=memory, disk=disk, n_steps=n_steps)
     once = _Tables(max(n_steps, distance), (memory, Level(1, disk.write_cost, disk.read_cost)))
@@ -107,9 +116,9 @@ def periodic_disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[
 
 
 def period(*, memory: Level, disk: Level, n_steps: int) -> int:
-    """The distance of the disk's snapshots that costs least for each step of an endless chain.
+    """The distance of the disk's snapshots with the least cost per step in an endless chain.
 
-    n_steps: at most so many; of equally good ones the largest.
+    n_steps: the largest distance tried. Of equally good ones the largest is returned.
     """
     once = _Tables(n_steps, (memory, Level(1, disk.write_cost, disk.read_cost)))
     each = [
@@ -119,10 +128,12 @@ def period(*, memory: Level, disk: Level, n_steps: int) -> int:
 
 
 def multistage(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | None:
-    """The fewest forward steps, the snapshots that are used most on the fastest level.
+    """The fewest forward steps, with the snapshots that are used most on the fastest level.
 
-    Snapshots form a stack, and each place in it belongs to one level. Of the reversals with the
-    fewest steps the one that writes and reads for least, by turns with the places' levels.
+    Snapshots form a stack, and each place in the stack belongs to one level. Alternately, find the
+    reversal with the fewest steps that writes and reads for least on these places, and give the
+    places that it uses most to the fastest level, until the cost no longer falls. None: no
+    snapshots.
     """
     if n_steps == 1:
         return (("reverse", 1, 0),)
@@ -166,7 +177,8 @@ class _Stack:
     def __init__(self, n_steps: int, on_places: Sequence[Level]) -> None:
         self.n_steps, self.on_places = n_steps, on_places
         n_places = len(on_places)
-        fewest = np.full((n_places + 1, n_steps + 1), math.inf)  # by free places, the state's too
+        # by number of free places (counting that of the first state) and number of steps
+        fewest = np.full((n_places + 1, n_steps + 1), math.inf)
         fewest[:, :2] = 0.0
         for n_free in range(1, n_places + 1):
             for n in range(2, n_steps + 1):
@@ -178,7 +190,7 @@ class _Stack:
                 self.used[place, n] = np.min(self._splits(place, n))
 
     def _splits(self, place: int, n: int) -> Floats:
-        """By 1 .. n - 1 steps on the left; inf for those that run more steps than need be."""
+        """The cost of each split, with 1 .. n - 1 steps on the left; inf if it runs extra steps."""
         n_free, level = len(self.on_places) - place, self.on_places[place]
         left, right = np.arange(1, n), np.arange(n - 1, 0, -1)
         forward = left + self._fewest[n_free - 1, right] + self._fewest[n_free, left]
@@ -189,7 +201,7 @@ class _Stack:
         return np.where(forward == self._fewest[n_free, n], costs, math.inf)
 
     def actions(self) -> Iterator[Action]:
-        """With places for levels."""
+        """The actions, with places in the stack for levels."""
         yield ("store", 0, 0)
         tasks: list[tuple[str, int, int, int] | Action] = [("stored", 0, 0, self.n_steps)]
         while tasks:
@@ -215,8 +227,10 @@ class _Stack:
 class _Tables:
     """U and V of all levels, for 0 .. n_steps steps.
 
-    start[k][m]: U_k(., m). stored[k][m]: V_k(., m), inf where a step is to be run with no snapshot
-    left.
+    start[k][m]: U_k(., m).
+    stored[k][m]: V_k(., m).
+
+    Both are inf where steps would have to run with no snapshot left.
     """
 
     def __init__(self, n_steps: int, levels: Sequence[Level]) -> None:
@@ -237,7 +251,7 @@ class _Tables:
             for m in range(n_snapshots):
                 stored.append(self._stored(lower, start[m], level))
                 start.append(np.minimum(lower, level.write_cost + stored[m]))
-                if np.array_equal(start[m], start[m + 1]):  # nor is a further one of any use
+                if np.array_equal(start[m], start[m + 1]):  # then more snapshots do not help either
                     stored += [stored[m]] * (n_snapshots - len(stored))
                     start += [start[m]] * (n_snapshots + 1 - len(start))
                     break
@@ -246,18 +260,18 @@ class _Tables:
 
     @property
     def least(self) -> Floats:
-        """By number of steps, the least cost."""
+        """The least cost, by number of steps."""
         return self.start[-1][-1]
 
     @property
     def after_write(self) -> Floats:
-        """By number of steps, the least cost with a snapshot on the slowest level, its only one."""
+        """The least cost, by number of steps, if x_start has the slowest level's only snapshot."""
         return self.stored[-1][0]
 
     def _stored(self, lower: Floats, right: Floats, level: Level) -> Floats:
         """V_k(., m) from U_{k-1} and U_k(., m)."""
         found, read = lower.copy(), right + level.read_cost
-        for j in range(1, self.n_steps):  # found[j] is final: j steps on the left of more
+        for j in range(1, self.n_steps):  # found[j] is final: the case of j steps on the left
             more = found[j + 1 :]
             np.minimum(more, read[1 : self.n_steps - j + 1] + (j + found[j]), out=more)
         return found
@@ -270,7 +284,11 @@ class _Tables:
         return tuple(self.stream(("start", top, 0, self.n_steps, m)))
 
     def stream(self, task: tuple[str, int, int, int, int]) -> Iterator[Action]:
-        """task: (what, level, first step, number of steps, free snapshots of the level)."""
+        """The actions for one task.
+
+        task: ("start" or "stored", level, first step, number of steps, free snapshots of the
+            level); "start" asks for U, "stored" for V.
+        """
         tasks: list[tuple[str, int, int, int, int] | Action] = [task]
         while tasks:
             each = tasks.pop()

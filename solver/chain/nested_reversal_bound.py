@@ -1,37 +1,38 @@
-"""What a deep chain must recompute again and again: a bound by nested reversals.
+"""What a deep chain must recompute again and again: a lower bound by nested reversals.
 
-A few cuts see each stretch of the forward pass recomputed once or twice. Near the least budget of a
-deep chain a stretch is recomputed as often as in the reversals of Griewank & Walther (2000), Grimm,
-Pottier & Rostaing-Schmidt (1996), and this bound sees it. It holds for every legal schedule, one
-that drops what it kept too, for unequal stretches, and for a room that differs from check to check.
+A few cuts see each stretch of the forward pass recomputed once or twice. Near the minimum budget of
+a deep chain a stretch is recomputed as often as in the reversals of Griewank & Walther (2000) and
+Grimm, Pottier & Rostaing-Schmidt (1996), and this bound sees it. It holds for every legal schedule,
+also one that drops what it kept, for unequal stretches, and if the room differs from check to
+check.
 
 **What is counted.** Forward nodes are divided into levels 1 .. n, each a contiguous stretch. In the
-backward pass there are checks, later nodes C_n < .. < C_1, and before them C_{n+1}, the end of the
-forward pass. D_l, the demand of level l, are units of level l that some later node in the window
+backward pass n later nodes C_n < .. < C_1 are the checks; C_{n+1}, before them, is the end of the
+forward pass. The demand D_l of level l is those of its units that some later node in the window
 (C_{l+1}, C_l] reads. w is a number of bytes. Units that are smaller than w / 2, pinned anywhere, or
-read by a forward node more than one level on are *free*: taken to be there always, and never
-counted. So is all that no level makes. M_t is what is left at check t for the units of lower
-levels: the budget less what every schedule has there besides.
+read by a forward node more than one level on are *free*: assumed to be on the device always, and
+never counted. So are units that no level makes. M_t is the room at check t for units of lower
+levels: the budget less what else every schedule has on the device there.
 
-A range (i, j] of levels is *empty* at a time if fewer than w bytes of its units are there; then it
-has at most one unit, as each has w / 2. Let f_l be the least time of level l's nodes that have to
-run to make what is demanded of level l or, for level l + 1, read across its end, beside at most one
-unit above; d the most that one unit of the level itself saves
+A range (i, j] of levels is *empty* at a time if fewer than w bytes of its units are on the device;
+then that is at most one unit, since each has at least w / 2. f_l is the least time of those nodes
+of level l that have to run to make D_l, or what level l + 1 reads of level l, if at most one unit
+of the levels above is on the device. d is the most time that one unit of the level itself saves
 (`solver.chain.nested_reversal_levels`). So if (i, j] is empty at C_t, t > j, then from there to C_j
-each of its levels l runs for f_l, but d in all: F(i, j) = max(0, f_{i+1} + .. + f_j - d). Let
-s_l(h) be the least time of level l's nodes to make D_l from at most h bytes of its units.
+each of its levels l runs for f_l, less d once for all of them: F(i, j) = max(0, f_{i+1} + .. + f_j
+- d). s_l(h) is the least time of level l's nodes to make D_l from at most h bytes of its units.
 
-**Arrival.** Later nodes in window l may read units of level l - 1, E_l, and so may nodes of level l
-that run again there. s'_l(h) >= s_l(h) is the least time if the latter read nothing of level l - 1
-but E_l. *Level l - 1 is due* in window l if what is read there cannot be one unit of an empty
-range: always if E_l cannot, and otherwise where more than E_l is read if no such set can. f'_l, d'
-and F' are f, d and F where each level is also asked for the least that is read there when it is
-due.
+**Arrival.** In window l, later nodes may read a set E_l of units of level l - 1, and nodes of level
+l that are recomputed there may read others. s'_l(h) >= s_l(h) is the least time if the latter read
+nothing of level l - 1 outside E_l. *Level l - 1 is due* in window l if what is read of it there
+cannot be one unit of an empty range: always if E_l cannot be one, and otherwise when more than E_l
+is read, if none of these larger sets can be one. f'_l, d' and F' are f, d and F if each level must
+also make the least that is read of it when it is due.
 
 **Theorem.** Let (i, j] be empty at C_t, t > j, and let units of levels up to i take at least m
-bytes at the checks j .. i + 2. Then levels i + 1 .. j run from there on for at least A(i, j, m). If
-t > j + 1, they have m bytes at check j + 1 too, and level j is due in window j + 1, they run for at
-least P(i, j, m). Both are zero for i = j, else
+bytes at the checks j .. i + 2. Then from there on levels i + 1 .. j run for at least A(i, j, m). If
+also t > j + 1, these units take m bytes at check j + 1 too, and level j is due in window j + 1,
+they run for at least P(i, j, m). Both are zero for i = j, else
 
     A(i, j, m) = min of  F(i, j) + A(i, j - 1, m)
                          and a(k), b(k) with A and F, for i < k < j, m + w <= M_t for t in (k, j]
@@ -43,43 +44,44 @@ least P(i, j, m). Both are zero for i = j, else
     b(k) = A(i, k - 1, m) + max(F(i, k) + A(k, j, m + w) + s_k(M_{k+1} - m - w),
                                 F(i, k - 1) + A(k - 1, j, m + w)),  k > i + 1
 
-where in the minimum of a(k) it is P both times if level k - 1 is always due in window k, and A both
-times if it need not be.
+where in the minimum of a(k) both terms have P if level k - 1 is always due in window k, and both
+have A if it need not be due.
 
-Proof. *A.* Let k be the least in (i, j] such that (i, k] is not empty at any check t in (k, j]; j
-is such a one. So at these checks levels up to k have m + w bytes, which is at most M_t, and (k, j]
-was empty at the start: by induction levels k + 1 .. j run for A(k, j, m + w). Each of the levels i
-+ 1 .. k runs before C_j to make D_j, together for F(i, k). If k > i + 1, then k - 1 was no such
-number: (i, k - 1] is empty at some check t in [k, j]. As t >= k, the demands of levels k - 1 .. i +
-1 come later, and from C_t on these levels run for A(i, k - 1, m). The runs of the first term were
-before C_j, so before C_t. That is all if k = j. Otherwise level k ran for the first term before
-C_{k+1}, as C_j is not after it; and in window k it runs again, for what it has not at C_{k+1},
-where it has at most M_{k+1} - m bytes.
+Proof. *A.* Let k be the least number in (i, j] such that (i, k] is not empty at any check t in (k,
+j]; there is one, since j is. So at these checks levels up to k have m + w bytes, which is at most
+M_t, and (k, j] was empty at the start: by induction levels k + 1 .. j run for A(k, j, m + w). Each
+of the levels i + 1 .. k runs before C_j to make D_j, together for F(i, k). If k > i + 1, then k - 1
+is not such a number: (i, k - 1] is empty at some check t in [k, j]. As t >= k, the demands of
+levels k - 1 .. i + 1 come later, and from C_t on these levels run for A(i, k - 1, m). The runs of
+the first term were before C_j, so before C_t. That is all if k = j. Otherwise level k ran for the
+first term before C_{k+1}, as C_j is not after it; and in window k it runs again, for what it lacks
+at C_{k+1}, where it has at most M_{k+1} - m bytes.
 
-If t can be chosen above k (also if k = i + 1, where there is nothing to choose), all that is read
-of level k - 1 in window k is read after C_t. So if it is due there, levels i + 1 .. k - 1 run for
-P(i, k - 1, m) from C_t on. Level k runs for s'_k if it is due for want of E_k alone or not at all,
+If t can be chosen above k (or if k = i + 1, where no t is needed), everything read of level k - 1
+in window k is read after C_t. So if level k - 1 is due there, levels i + 1 .. k - 1 run for P(i, k
+- 1, m) from C_t on. Level k runs for s'_k if level k - 1 is due only because of E_k or not at all,
 else for s_k: this is a(k). If t = k is the only choice, (i, k - 1] is not empty at the checks in
-(k, j]. Then levels up to k - 1 have m + w bytes there, which leaves level k M_{k+1} - m - w; and as
-these are all checks that A(k - 1, j, m + w) is about, levels k .. j run for that and levels
-i + 1 .. k - 1 for F(i, k - 1) before C_j: this is b(k).
+(k, j]. Then levels up to k - 1 have m + w bytes there, which leaves M_{k+1} - m - w for level k;
+and as these are all the checks of A(k - 1, j, m + w), levels k .. j run for that and levels i + 1
+.. k - 1 for F(i, k - 1) before C_j: this is b(k).
 
-*P.* If (i, j] is empty at C_{j+1}, levels i + 1 .. j ran for F'(i, j) before it, and from there on
-for A(i, j, m). Otherwise take the least k in (i, j] such that (i, k] is not empty at any check t in
-(k, j + 1]; j is such a one. The rest is as above, with the window of level j + 1 in the place of
-D_j, C_{j+1} in that of C_j, and a P that is zero for k = j. ∎
+*P.* If (i, j] is empty at C_{j+1}, levels i + 1 .. j ran for F'(i, j) before it, and run from there
+on for A(i, j, m). Otherwise take the least k in (i, j] such that (i, k] is not empty at any check t
+in (k, j + 1]; j is such a number. The rest is as above, with the window of level j + 1 in place of
+D_j, C_{j+1} in place of C_j, and a P that is zero for k = j. ∎
 
-For the whole step begin at its first op, where nothing is there: T(i, n, m) is A without the first
-terms F, whose runs may be first runs, and with T in the place of the A's that it is about. All that
-T counts comes after the end of the forward pass. So every schedule recomputes for T(0, n, 0).
+For the whole step start at its first op, where the device holds no units. T(i, n, m) is A without
+the first terms F, whose runs may be first runs, and with T in place of A(k, j, m + w) and
+A(k - 1, j, m + w). All runs that T counts come after the end of the forward pass. So every schedule
+recomputes for at least T(0, n, 0).
 
-With equal levels of which nothing is kept but what crosses from one to the next, T is the fewest
-extra steps of Griewank & Walther. It is weak where much is kept: there cuts say more; and where
-what crosses are several units, as an empty range may have one of them.
+With equal levels, of which nothing is kept but what crosses from one to the next, T is the fewest
+extra steps of Griewank & Walther. The bound is weak where much is kept (cuts prove more there) and
+where several units cross from level to level, since an empty range may have one of them.
 
-Cost: a sixth of n³ steps for each w in the largest room. Beyond MAX_CELLS levels are never due, and
-beyond MAX_STEPS the longest run of levels with no more room than usual stands for all, with its
-least f and s: n² steps.
+Cost: a sixth of n³ steps for each w in the largest room. Beyond MAX_CELLS no level counts as due,
+and beyond MAX_STEPS only the longest run of levels with no more room than usual is used, all with
+its least f and s: n² steps.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 Floats = npt.NDArray[np.float64]
 
 MAX_STEPS, MAX_CELLS = 4_000_000, 600_000_000
-"""Levels squared times slots, and that times levels; a few seconds."""
+"""Limits on levels squared times slots, and on that times levels; a few seconds."""
 
 
 def reversal_bound(
@@ -109,7 +111,7 @@ def reversal_bound(
 ) -> float:
     """The share of the baseline's time that every schedule within the budget loses, at least.
 
-    deadline: past it, what the divisions so far prove.
+    deadline: when it passes, what the divisions into levels have proven so far is returned.
     """
     baseline_s = folded.graph.baseline_time_s
     if not baseline_s:
@@ -122,7 +124,7 @@ def reversal_bound(
 
 
 def least_recompute_s(levels: Levels, *, deadline: Deadline = NEVER) -> float:
-    """T(0, n, 0) of the module, or a smaller number. Raises OutOfTimeError."""
+    """T(0, n, 0) of the module, in seconds, or a smaller number. Raises OutOfTimeError."""
     n = levels.n_levels
     n_slots = max((room // levels.width_bytes for room in levels.room_bytes), default=0)
     if n < 2 or n_slots >= MAX_SLOTS:
@@ -140,7 +142,7 @@ def least_recompute_s(levels: Levels, *, deadline: Deadline = NEVER) -> float:
 
 
 def _unequal(levels: Levels, n_slots: int, deadline: Deadline) -> float:
-    """The recursion, for m = 0, w, 2 w .. from the most to none."""
+    """T(0, n, 0) by the recursion, with m = 0, w, 2 w .. from the largest down."""
     n, width = levels.n_levels, levels.width_bytes
     costs = [_Costs.at(levels, slot, deadline) for slot in range(n_slots + 2)]
     above: _Table | None = None
@@ -157,7 +159,7 @@ def _unequal(levels: Levels, n_slots: int, deadline: Deadline) -> float:
 
 @dataclass(frozen=True)
 class _Costs:
-    """s and s' by level, beside m bytes of lower levels."""
+    """s and s' by level, if lower levels have m bytes."""
 
     saving_s: Floats
     alone_s: Floats
@@ -176,7 +178,9 @@ class _Costs:
 class _Table:
     """A and P for one m, by i and j - i.
 
-    served: A. reached: P. tail: min(s' + A, s + P) at (i, k - 1], by k - i.
+    served: A.
+    reached: P.
+    tail: min(s' + A, s + P) at (i, k - 1], by k - i.
     """
 
     def __init__(
@@ -205,7 +209,7 @@ class _Table:
             self._reached_above = _by_end(above.reached, kept, 1)
 
     def fill(self, length: int) -> None:
-        """A and P for the ranges of this length, from those of shorter ones."""
+        """A and P for the ranges of this length, from those of shorter ranges."""
         rows = slice(0, self._n + 1 - length)
         self._fill_tail(length)
         self.served[rows, length] = self._first[rows, length] + self.served[rows, length - 1]
@@ -222,7 +226,7 @@ class _Table:
         self.reached[rows, length] = np.maximum(*at_least)
 
     def whole(self, above: Floats) -> Floats:
-        """T by i, from that for m + w."""
+        """T by i, from T for m + w."""
         n = self._n
         whole = np.zeros(n + 1)
         for i in range(n - 1, -1, -1):
@@ -253,7 +257,7 @@ class _Table:
     def _split(
         self, first: Floats, above: tuple[Floats, Floats], length: int, longest: int
     ) -> Floats:
-        """The least over k = i + 1 .. i + longest, by i."""
+        """The least of a(k) and b(k) over k = i + 1 .. i + longest, by i."""
         rows, ends = slice(0, self._n + 1 - length), slice(length, self._n + 1)
         fits, plain = (each[ends, length::-1] for each in above)  # by k - i, from 0 on
         if longest < 1:
@@ -280,8 +284,8 @@ def _sums(level_s: Sequence[float], one_unit_s: float) -> Floats:
 
 
 def _by_end(table: Floats, kept: npt.NDArray[np.bool_], checks_more: int) -> tuple[Floats, Floats]:
-    """The table by j and j - k; inf where m + w does not fit at the checks up to j, or so many
-    more, and without that.
+    """The table by j and j - k: with inf where m + w does not fit at all checks up to j +
+    checks_more, and without.
     """
     n = len(table) - 1
     plain = np.full((n + 1, n + 1), np.inf)
@@ -316,7 +320,7 @@ def equal_run(levels: Levels) -> tuple[int, int] | None:
 
 
 def equal_s(levels: Levels, run: tuple[int, int], *, deadline: Deadline = NEVER) -> float:
-    """T of these levels where all are as the cheapest, and all checks have the largest room.
+    """T if all of these levels are as the cheapest, and all their checks have the largest room.
 
     Raises OutOfTimeError.
     """
@@ -339,7 +343,7 @@ def equal_s(levels: Levels, run: tuple[int, int], *, deadline: Deadline = NEVER)
 
 
 class _Equal:
-    """A, P, T and the tail of `_Table` for one m after the other, by j - i."""
+    """A, P, T and the tail of `_Table` by j - i, for one m after the other."""
 
     def __init__(self, levels: Levels, first: int, last: int) -> None:
         def sums(level_s: Sequence[float], one_unit_s: float) -> Floats:
@@ -385,7 +389,7 @@ class _Equal:
         self.whole[length] = min(served, least)
 
     def _split(self, first: Floats, above: Floats, length: int, longest: int) -> float:
-        """The least over k - i = 1 .. longest."""
+        """The least of a(k) and b(k) over k - i = 1 .. longest."""
         rest = above[length::-1]
         k = slice(1, longest + 1)
         least = float((first[k] + self._tail[k] + rest[k]).min(initial=math.inf))

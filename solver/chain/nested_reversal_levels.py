@@ -1,8 +1,9 @@
-"""The levels of a graph for `solver.chain.nested_reversal_bound`: their times, demands and rooms.
+"""Divide a graph into levels for `solver.chain.nested_reversal_bound`, and compute their numbers.
 
-Any division of the forward pass and any checks give a bound; good ones have a check where the
+Any division of the forward pass and any checks give a valid bound. Good ones have a check where the
 backward pass of a level holds most, and few bytes at the ends of levels. So the blocks of the graph
-are joined into levels such that each has one segment that is tighter than its neighbours.
+are joined into levels such that each level has one backward segment with less room than its
+neighbours.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from solver.chain.blocks import Blocks
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
 MAX_SLOTS = 40
-"""With room for so many times w cuts say more."""
+"""If the room is so many times w or more, no bound is computed: cuts prove more there."""
 TINY = 1 / 16
-"""What crosses the end of a level and is smaller than this share of the largest is not counted."""
+"""Units crossing the end of a level that are smaller than this share of the largest are ignored."""
 MAX_NEEDED_SETS = 64
-"""Sets of units that may be needed of one level; a division with more is given up."""
+"""Maximum sets of units that may be needed of one level; a division with more is given up."""
 MAX_COLUMNS = 100_000
-"""Of the linear programs of levels, all together: a few seconds."""
+"""Maximum columns of the LPs of all levels together: a few seconds."""
 
 Units = frozenset[int]
 
@@ -34,7 +35,13 @@ Units = frozenset[int]
 class Levels:
     """The numbers of the module `solver.chain.nested_reversal_bound`; levels count from 1.
 
-    width_bytes: w. forward_s: f, by level. one_unit_s: d. room_bytes: M, by check, 1 .. n.
+    width_bytes: w.
+    forward_s: f, by level.
+    one_unit_s: d.
+    room_bytes: M, by check, 1 .. n.
+    stretches: the nodes of each level.
+    arrival: f' and d' (None: not known, so no level counts as due).
+    programs: solves the LPs of the levels; shared by several divisions.
     """
 
     width_bytes: int
@@ -50,17 +57,22 @@ class Levels:
         return len(self.forward_s)
 
     def saving_s(self, level: int, held_bytes: int) -> float:
-        """s: the least time of the level's nodes to make its demand from so many bytes of it."""
+        """s: the least time of the level's nodes to make its demand from so many bytes of units."""
         return self.programs.saving_s(self.stretches[level - 1], held_bytes, alone=False)
 
     def alone_s(self, level: int, held_bytes: int) -> float:
-        """s': the same where no node may read more of the level before than later nodes do."""
+        """s': the same if no node may read more of the previous level than later nodes do."""
         return self.programs.saving_s(self.stretches[level - 1], held_bytes, alone=True)
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """f', by level, and d'; which levels need the one before in any case, or where they read it."""
+    """What is needed of a level in the window of the next one.
+
+    forward_s, one_unit_s: f' by level, and d'.
+    always: by level, whether the previous level is due in its window in any case.
+    if_read: by level, whether the previous level is due when the level's nodes read it.
+    """
 
     forward_s: tuple[float, ...]
     one_unit_s: float
@@ -70,9 +82,9 @@ class Arrival:
 
 @dataclass
 class Programs:
-    """Linear programs of levels, each solved once; past MAX_COLUMNS in all they prove nothing.
+    """Solves the LPs of levels, each once.
 
-    So the work does not depend on the clock.
+    After MAX_COLUMNS columns in total they prove nothing, so the work does not depend on the clock.
     """
 
     n_columns: int = 0
@@ -90,11 +102,12 @@ class Programs:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The nodes of a level, in order, with what is counted of them.
+    """The nodes of a level, in order, and the units that count.
 
-    nodes: (time_s, units made, units of the level read, units of the level before read).
-    unit_bytes: of the level's units that are not free. demand: D.
-    later: units of the level before that later nodes in the level's window read.
+    nodes: (time_s, units made, units of the level read, units of the previous level read).
+    unit_bytes: sizes of the level's units that are not free.
+    demand: D.
+    later: units of the previous level that later nodes in the level's window read.
     """
 
     nodes: tuple[tuple[float, Units, Units, Units], ...]
@@ -104,7 +117,7 @@ class Stretch:
 
     @cached_property
     def signature(self) -> object:
-        """Equal for levels that are equal up to the numbers of their units."""
+        """Equal for levels that are the same except for the numbers of their units."""
         number = {u: i for i, u in enumerate(sorted(self.unit_bytes))}
         nodes = tuple(
             (
@@ -119,8 +132,9 @@ class Stretch:
         return nodes, sizes, tuple(sorted(number[u] for u in self.demand))
 
     def needed(self, wanted: Units, held: int | None) -> tuple[float, Units]:
-        """Time of the nodes that make what is wanted beside the unit that is held, and what they
-        read of the level before.
+        """Time of the nodes that make the wanted units if unit `held` is on the device.
+
+        Also returns the units of the previous level that these nodes read.
         """
         missing = set(wanted) - {held}
         time_s, before = 0.0, set[int]()
@@ -133,13 +147,13 @@ class Stretch:
 
     @property
     def read_before(self) -> Units:
-        """Units of the level before that its nodes read and later nodes of its window do not."""
+        """Units of the previous level that the level's nodes read and later nodes there do not."""
         return frozenset[int]().union(*(before for *_, before in self.nodes)) - self.later
 
     def saving_s(self, held_bytes: int, *, alone: bool = False) -> float:
-        """A relaxed knapsack: units held, nodes run.
+        """The LP of a knapsack: units to hold within held_bytes, and nodes to run for the rest.
 
-        alone: none of the nodes that read `read_before` may run; inf where that cannot be.
+        alone: none of the nodes that read `read_before` may run; inf if that is impossible.
         """
         program = Milp()
         keep = {
@@ -165,7 +179,7 @@ class Stretch:
 def levels_of(
     folded: StorageGraph, blocks: Blocks, budget_bytes: int, *, deadline: Deadline = NEVER
 ) -> Iterator[Levels]:
-    """Divisions of the graph into levels that are worth a look. Raises OutOfTimeError."""
+    """Divisions of the graph into levels that may give a bound. Raises OutOfTimeError."""
     programs = Programs()
     starts = [0, *accumulate(len(names) for names in blocks.forward)]
     tight = list(_tight_segments(folded, blocks, budget_bytes))
@@ -180,7 +194,8 @@ def levels_of(
         width_bytes = _usual_width(folded, bounds)
         if room_bytes >= MAX_SLOTS * width_bytes:
             continue
-        for later in (0, 1):  # the check itself, or the one before, reads what the level makes
+        # What a level makes is read in the segment of its own check, or of the next one.
+        for later in (0, 1):
             found = divide(
                 folded,
                 bounds=bounds[: len(bounds) - later],
@@ -196,7 +211,10 @@ def levels_of(
 def _tight_segments(
     folded: StorageGraph, blocks: Blocks, budget_bytes: int
 ) -> Iterator[tuple[int, int]]:
-    """(block, position) where a block's backward segment has no more room than its neighbours."""
+    """Yield (block, position) for backward segments with no more room than their neighbours.
+
+    The position is that of the segment's node at which any schedule needs most.
+    """
     room: list[tuple[int, int, int]] = []
     for block, names in enumerate(blocks.backward[: blocks.n_blocks], start=1):
         if names:
@@ -209,7 +227,7 @@ def _tight_segments(
 
 
 def _usual_width(folded: StorageGraph, bounds: Sequence[int]) -> int:
-    """The bytes that usually cross the ends of levels, without what is tiny beside the rest."""
+    """The median of the bytes that cross the ends of levels, without relatively tiny units."""
     widths = []
     crossing: set[int] = set()
     p = 0
@@ -240,8 +258,9 @@ def divide(
 ) -> Levels | None:
     """The levels between these bounds, n + 1 ascending forward positions; None: they prove nothing.
 
-    checks: by level, positions of later nodes, descending. Raises ValueError for others, and
-    OutOfTimeError.
+    checks: by level, positions of later nodes, descending.
+
+    Raises ValueError if bounds or checks are not in order, and OutOfTimeError.
     """
     n = len(bounds) - 1
     if n < 1 or len(checks) != n or width_bytes < 1:
@@ -261,7 +280,7 @@ def divide(
 
 
 def _level_of(folded: StorageGraph, u: int, bounds: Sequence[int], width_bytes: int) -> int:
-    """The level that makes the unit; 0 for a free one."""
+    """The level that makes the unit; 0 if the unit is free."""
     level = bisect_right(bounds, folded.maker[u])
     if level == len(bounds) or folded.pinned[u] or 2 * folded.unit_bytes[u] < width_bytes:
         return 0
@@ -301,7 +320,10 @@ def _stretch(
 def _arrival(
     stretches: Sequence[Stretch], width_bytes: int, *, deadline: Deadline
 ) -> Arrival | None:
-    """f' and d'; None where the level before is needed nowhere, or one unit of it is enough."""
+    """f' and d'; None if they prove nothing.
+
+    The previous level is due if what is read of it is neither nothing nor one unit of less than w.
+    """
 
     def is_enough(units: Units, below: Stretch) -> bool:
         return not units or (len(units) == 1 and below.unit_bytes[min(units)] < width_bytes)
@@ -326,10 +348,11 @@ def _level_times(
     *,
     deadline: Deadline,
 ) -> tuple[tuple[float, ...], float] | None:
-    """f by level, and d; None where nothing is demanded, or one unit saves a whole level.
+    """f by level, and d; None if nothing is demanded of a level, or one unit saves a whole level.
 
-    Down from the last level go all sets of units that may be needed of one: what it is asked for
-    itself, and what the one above reads, beside no unit so far or beside one.
+    Going down from the last level, collect all sets of units that may be needed of a level: what is
+    demanded of it, and what the level above reads, with no unit of the levels above held or with
+    one. wanted_too: by level, sets that are demanded besides.
     """
     none_held: set[Units] = set()
     one_held: set[Units] = set()
@@ -363,7 +386,7 @@ def _level_times(
 
 
 def _room(folded: StorageGraph, k: int, p: int, level: Sequence[int], budget_bytes: int) -> int:
-    """M: what is left at the check for units of lower levels."""
+    """M: bytes left at check k, position p, for units of lower levels."""
     there = int(folded.held_bytes[p]) + int(folded.own_bytes[p])
     reads = (u for u in folded.reads[p] if not folded.is_pinned(u, p))
     there += sum(folded.unit_bytes[u] for u in reads if not 1 <= level[u] < k)

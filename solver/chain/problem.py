@@ -8,17 +8,17 @@ the block's forward saved. This is the model of
     heterogeneous chains: how to train deep neural networks with limited memory. Inria research
     report RR-9302, 2019 (section 3).
 
-`simulate_chain` says what operations cost and hold, whichever solver they come from: what is on the
-device is kept as sets, and summed for each operation. The rules:
+`simulate_chain` computes the time and peak of operations, whichever solver they come from. It keeps
+what is on the device as sets, and sums their bytes for each operation. The rules:
 
 1. At first x_0 is on the device and nothing else. It counts: budgets of chains include x_0.
-2. A forward needs x_{i-1}, by itself or among what block i - 1 saved. That, what it makes and its
-   workspace count while it runs. It is illegal when what it makes is live already. Where x_i is
-   live by itself when block i saves everything, it counts twice while that runs.
-3. Backwards run once each, from block L + 1 to block 1. One makes a gradient as large as x_{i-1}
-   while everything that it reads is live; then it frees the gradient of x_i, what block i saved and
-   x_{i-1} by itself. The first gradient, of the loss, takes no bytes.
-4. Parameters and their gradients are no part of this: they take the same bytes throughout.
+2. A forward needs x_{i-1}, live by itself or among what block i - 1 saved. Its input, what it makes
+   and its workspace count while it runs. It is illegal if what it makes is live already. If x_i is
+   live by itself when block i saves everything, it counts twice while that forward runs.
+3. Each backward runs once, from block L + 1 to block 1. It makes a gradient as large as x_{i-1}
+   while everything that it reads is live. Then it frees the gradient of x_i, what block i saved,
+   and x_{i-1} if live by itself. The first gradient, of the loss, takes no bytes.
+4. Parameters and their gradients are left out: they take the same bytes throughout.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from operator import index
 
 @dataclass(frozen=True)
 class Chain:
-    """L blocks and a loss. Sequences become tuples; raises ValueError naming the entry at fault.
+    """L blocks and a loss. Sequences become tuples. Raises ValueError that names the invalid entry.
 
     forward_s: L entries, the seconds of each block's forward, no matter what it keeps.
-    backward_s: L + 1 entries, of each block's backward; the last is the loss, forward and backward.
+    backward_s: L + 1 entries, the seconds of each block's backward; the last is the loss, forward
+        and backward.
     input_bytes: L + 1 entries, x_0 .. x_L, each also the size of its gradient.
-    saved_bytes: L + 1 entries; entry i is all that block i keeps for its backward beside x_{i-1},
-        its output x_i included. Entry 0 is unused.
+    saved_bytes: L + 1 entries; entry i is all that block i keeps for its backward besides x_{i-1},
+        including its output x_i. Entry 0 is unused.
     forward_workspace_bytes: L entries, held only while each block's forward runs.
     backward_workspace_bytes: L + 1 entries, held only while the backward runs; the last is the
         loss.
@@ -100,38 +101,41 @@ def _bytes(value: object, where: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKeepingOutput:
-    """Run this block forward; its output is live afterwards, its input by itself no longer."""
+    """Run this block forward. Its output is live afterwards; its input by itself is freed."""
 
     block: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardKeepingInput:
-    """Run this block forward; its input stays as a checkpoint, and its output is live too."""
+    """Run this block forward. Its output is live afterwards; its input stays as a checkpoint."""
 
     block: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardKeepingAll:
-    """Run this block forward and save all that its backward needs; its input stays."""
+    """Run this block forward and save everything that its backward needs. Its input stays."""
 
     block: int
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run this block's backward (of block L + 1: the loss) and free all that it alone needed: its
-    output's gradient, what the block saved, its input by itself."""
+    """Run this block's backward (block L + 1: the loss) and free what only it needed.
+
+    That is the gradient of the block's output, what the block saved, and its input if live by
+    itself.
+    """
 
     block: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Free this block's output where it is live by itself (of block 0: the chain's input).
+    """Free this block's output, live by itself (block 0: the chain's input).
 
-    No solver emits it, for such schedules are not persistent; the brute force in the tests does.
+    No solver emits it, since such schedules are not persistent; the brute force in the tests does.
     """
 
     block: int
@@ -142,9 +146,9 @@ ChainOp = ForwardKeepingOutput | ForwardKeepingInput | ForwardKeepingAll | Backw
 
 @dataclass(frozen=True)
 class ChainSolution:
-    """Operations, with what the simulator says of them.
+    """Operations, with their time and peak in the simulator.
 
-    cost_s: seconds of all forwards, those that save included, and of all backwards.
+    cost_s: seconds of all forwards, including those that save, and of all backwards.
     peak_bytes: the most on the device at once, x_0 included.
     """
 
@@ -154,7 +158,10 @@ class ChainSolution:
 
 
 class IllegalChainError(ValueError):
-    """The operations break a rule; `position` is the index of the op (None: at the end)."""
+    """The operations break a rule.
+
+    position: index of the op (None: the end of the operations).
+    """
 
     def __init__(self, position: int | None, reason: str) -> None:
         self.position = position
@@ -174,9 +181,9 @@ def keeping_everything(chain: Chain) -> tuple[ChainOp, ...]:
 
 
 def simulate_chain(chain: Chain, ops: Iterable[ChainOp]) -> tuple[float, int]:
-    """What the operations cost: (cost_s, peak_bytes). Raises IllegalChainError.
+    """Returns (cost_s, peak_bytes) of the operations. Raises IllegalChainError.
 
-    Takes time linear in the number of operations, times what is on the device.
+    Takes time proportional to the number of operations times the number of entries on the device.
     """
     device = _Device(chain)
     for op in ops:
@@ -188,16 +195,16 @@ def simulate_chain(chain: Chain, ops: Iterable[ChainOp]) -> tuple[float, int]:
 
 
 class _Device:
-    """What is on the device.
+    """What is on the device while the operations run.
 
     outputs: blocks whose output is live by itself (0: the chain's input).
     saved: blocks that saved everything.
-    next_backward: the block whose backward is next; its output's gradient is live.
+    next_backward: the block whose backward is next; the gradient of its output is live.
     """
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self.position = 0  # of the op that runs
+        self.position = 0  # index of the op that runs
         self.outputs = {0}
         self.saved: set[int] = set()
         self.next_backward = chain.n_blocks + 1
@@ -263,7 +270,7 @@ class _Device:
             raise self._illegal(f"{reader} reads x_{block}, which is not there")
 
     def _count(self, made_bytes: int) -> None:
-        """While something runs, what it makes is live together with everything else."""
+        """Update the peak: what an op makes counts together with everything that is live."""
         held_bytes = sum(self.chain.input_bytes[i] for i in self.outputs)
         held_bytes += sum(self.chain.saved_bytes[i] for i in self.saved)
         if self.next_backward <= self.chain.n_blocks:

@@ -4,38 +4,39 @@
     heterogeneous chains: how to train deep neural networks with limited memory. Inria research
     report RR-9302, 2019 (rotor; section 4, theorem 1).
 
-A schedule is persistent when what it stores stays until the backward that it was stored for. Take
-the segment of blocks s .. t (the loss is block L + 1), with x_{s-1} live and the gradient of x_t
-live once it is due, and m bytes for all of the segment, x_{s-1} included. Let E(s, t, m) be the
-least time of forwards beyond one for each block, which saves. Either block s saves everything,
-before the rest of the segment is done,
+A schedule is persistent if what it stores stays until the backward for which it was stored. Take
+the segment of blocks s .. t (the loss is block L + 1), with x_{s-1} live, the gradient of x_t live
+once it is due, and m bytes for the whole segment, x_{s-1} included. Each block runs one forward
+that saves everything; let E(s, t, m) be the least time of all other forwards. Either block s saves
+everything before the rest of the segment is done,
 
     E(s+1, t, m - x_{s-1} - (saved_s - x_s)),
 
 or x_{s-1} is kept, forwards run to some x_{k-1} (s < k <= t), the segment from there is done, and
-then what is left, from x_{s-1} once more:
+then the blocks before it, starting from x_{s-1} once more:
 
     f_s + .. + f_{k-1}  +  E(k, t, m - x_{s-1})  +  E(s, k-1, m).
 
 A segment of one block costs nothing. Each case needs what its first operations hold at once: see
-`_Bytes`. To count x_{s-1} inside m makes both differences depend on s alone, so that for a fixed s
-all splits k and all m are one sum and one minimum of matrices.
+`_Bytes`. Since m includes x_{s-1}, both differences depend on s alone, so that for a fixed s all
+splits k and all m are one sum and one minimum of matrices.
 
-*Slots.* m is counted in slots. When all sizes are multiples of one that divides the budget into at
-most `n_slots`, that one is the slot, and the answer is exact. Otherwise sizes round up to slots and
-the budget down, so that no answer overruns. Because each tensor is rounded, most answers then leave
-part of the budget empty; the table therefore has slots for a quarter more than the budget, and a
-bisection finds the most slots that do not overrun when simulated, in bytes. On random chains of 60
-to 200 blocks that gained more than three times as many slots did. From the least m at which the
-segment can save everything on, E is 0; below what its first operations need it is infinite.
+*Slots.* m is counted in slots. If all sizes are multiples of a unit that divides the budget into at
+most `n_slots`, that unit is the slot, and the answer is exact. Otherwise sizes round up to slots
+and the budget down, so that no answer exceeds it. Because each tensor is rounded, most answers then
+leave part of the budget unused. So the table has slots for a quarter more than the budget, and a
+bisection finds the most slots whose answer fits when simulated in bytes. On random chains of 60 to
+200 blocks this gained more than tripling the number of slots did. From the least m at which the
+segment can save everything, E is 0; below what its first operations need, E is infinite.
 
 Optimal for: persistent schedules where it is exact, else for the rounded chain. Where it falls
 short: schedules that are not persistent can be faster (rarely, and by little); a chain of many
-tensors smaller than a slot looks larger than it is; a block has one way of saving, all or nothing.
+tensors smaller than a slot looks larger than it is; a block saves everything or nothing.
 
-Cost: L^3 n_slots / 6 sums, L^2 n_slots / 2 numbers of memory. These are double precision while they
-take no more than `MAX_DOUBLE_BYTES`, beyond that single: then schedules whose recomputation differs
-by about a millionth may be taken for equal. What is returned is simulated in double precision.
+Cost: L^3 n_slots / 6 sums, L^2 n_slots / 2 numbers of memory. The numbers are double precision
+while they take no more than `MAX_DOUBLE_BYTES`, beyond that single precision: then schedules whose
+recomputation differs by about a millionth may count as equal. The schedule that is returned is
+simulated in double precision.
 """
 
 from __future__ import annotations
@@ -60,16 +61,20 @@ from solver.chain.problem import (
 )
 
 MAX_DOUBLE_BYTES = 5 * 10**7
-"""Of the table in double precision: about 150 blocks on 500 slots. Single is twice as fast."""
+"""Size of the table up to which it is in double precision: about 150 blocks with 500 slots. Single
+precision is twice as fast.
+"""
 
 SPLITS_AT_ONCE = 64
-"""Their sums stay in the processor's cache while the minimum is taken."""
+"""Splits whose sums stay in the processor's cache while their minimum is taken."""
 
 REACH = (5, 4)
-"""What the table reaches to, as a multiple of the budget (a fraction), where sizes are rounded."""
+"""Where sizes are rounded, the table covers this multiple of the budget (a fraction)."""
 
 STARTS_AT_ONCE = 16
-"""Their segments up to t read the same column while it stays in the processor's cache."""
+"""Starts whose segments up to t are filled together, reading one column that stays in the
+processor's cache.
+"""
 
 Array = NDArray[np.floating]
 
@@ -77,8 +82,10 @@ Array = NDArray[np.floating]
 def solve_chain(chain: Chain, *, budget_bytes: int, n_slots: int = 500) -> ChainSolution | None:
     """The fastest persistent schedule whose peak, x_0 included, is within the budget.
 
-    None: there is none, or (when sizes do not divide into slots) none that is left after rounding.
-    n_slots: into how many parts memory is divided at most.
+    n_slots: maximum number of slots into which memory is divided.
+
+    Returns None if there is no such schedule, or (when sizes are not multiples of a slot) none that
+    fits after rounding. Raises ValueError if budget_bytes or n_slots is not a valid int.
     """
     for name, value, least in (("budget_bytes", budget_bytes, 0), ("n_slots", n_slots, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -106,9 +113,9 @@ def _simulated(chain: Chain, ops: tuple[ChainOp, ...]) -> ChainSolution:
 
 @dataclass(frozen=True)
 class _Slots:
-    """A slot is `numerator / denominator` bytes, of which the table has `n_slots`.
+    """The table has `n_slots` slots of `numerator / denominator` bytes each.
 
-    n_safe: as many as are within the budget. What takes no more, rounded up, cannot overrun it.
+    n_safe: slots within the budget. What needs no more than these, rounded up, fits the budget.
     """
 
     n_slots: int
@@ -118,7 +125,7 @@ class _Slots:
 
     @staticmethod
     def of(chain: Chain, *, budget_bytes: int, n_slots: int) -> _Slots:
-        """Needs a size that is not 0."""
+        """Choose the slots of a chain in which at least one size is not 0."""
         unit = math.gcd(
             *chain.input_bytes,
             *chain.saved_bytes[1:],
@@ -137,13 +144,14 @@ class _Slots:
         )
 
     def up(self, size_bytes: int) -> int:
+        """Slots that these bytes need, rounded up."""
         return -(-size_bytes * self.denominator // self.numerator)
 
 
 class _Bytes:
     """What the operations of a segment hold at once, in bytes; blocks count from 1 to L + 1.
 
-    The loss saves nothing, its forward is nothing, and its output's gradient takes no bytes.
+    The loss saves nothing, its forward takes nothing, and the gradient of its output has no bytes.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -151,12 +159,12 @@ class _Bytes:
         self.saved = (*chain.saved_bytes, 0)
         self.forward_workspace = (0, *chain.forward_workspace_bytes, 0)
         self.backward_workspace = (0, *chain.backward_workspace_bytes)
-        self.running = [0] * len(self.x)  # block i forward, keeping its output alone
+        self.running = [0] * len(self.x)  # while block i runs forward and only its output is kept
         for i in range(1, len(self.x)):
             self.running[i] = self.x[i - 1] + self.x[i] + self.forward_workspace[i]
 
     def saving(self, s: int, t: int) -> int:
-        """Block s forward, saving, beside the gradient of x_t, and its backward.
+        """Bytes while block s runs forward and saves, beside the gradient of x_t, or runs backward.
 
         The backward reads the gradient of x_s and makes that of x_{s-1}.
         """
@@ -165,9 +173,10 @@ class _Bytes:
         return self.x[s - 1] + self.saved[s] + max(forward, backward)
 
     def passing(self, s: int) -> list[int]:
-        """For t = s + 1 .. L + 1: s .. t - 1 forward, x_{s-1} kept, beside the gradient of x_t.
+        """For t = s + 1 .. L + 1: bytes while s .. t - 1 run forward without saving.
 
-        Wherever the chain is split, all of them run once beside these two.
+        Beside them are x_{s-1} and the gradient of x_t. All of these blocks run once beside these
+        two, whichever k is the split.
         """
         behind_s = (self.x[s - 1] + running for running in self.running[s + 1 : -1])
         most = accumulate(behind_s, max, initial=self.running[s])
@@ -193,7 +202,7 @@ class _Table:
         width = self.slots.n_slots + 1
         n_numbers = width * self.last * (self.last + 1) // 2
         self.dtype = np.dtype(np.float64 if 8 * n_numbers <= MAX_DOUBLE_BYTES else np.float32)
-        # One piece of memory, for which the system may use large pages.
+        # One contiguous array, for which the system may use large pages.
         numbers = np.empty((self.last * (self.last + 1) // 2, width), self.dtype)
         starts = [t * (t - 1) // 2 for t in range(self.last + 2)]
         self.columns = [numbers[start:stop] for start, stop in pairwise(starts)]
@@ -201,10 +210,11 @@ class _Table:
         self._fill()
 
     def _fill(self) -> None:
-        """Segments by start, from the last on, `STARTS_AT_ONCE` of them from short to long.
+        """Fill segments by start, from the last on, several starts together, from short to long.
 
-        left[k]: for one start s, the forwards from x_{s-1} to x_{k-1} and E(s, k-1, m), as far as
-        known. full: by t, the slots at which s .. t can save everything.
+        left[k]: for one start s, the forwards from x_{s-1} to x_{k-1} plus E(s, k-1, m), for the k
+        filled so far.
+        full: by t, the slots at which s .. t can save everything.
         """
         lefts = np.empty((STARTS_AT_ONCE, self.last + 1, self.slots.n_slots + 1), self.dtype)
         full = [0] * (self.last + 1)
@@ -219,7 +229,7 @@ class _Table:
                         self._segment(s, t, saving, passing_s[t - s], full[t], left)
 
     def _segment(self, s: int, t: int, saving: int, passing: int, full: int, left: Array) -> None:
-        """E(s, t, m) from its two cases; `saving` and `passing` are the least m for them."""
+        """Fill E(s, t, m) from its two cases; `saving` and `passing` are the least m for them."""
         extra_s = self.columns[t][s - 1]
         end = min(full, len(extra_s))
         extra_s[:end] = math.inf
@@ -233,11 +243,11 @@ class _Table:
             np.add(extra_s, self.reached_s[t] - self.reached_s[s - 1], out=left[t + 1])
 
     def _split(self, s: int, t: int, start: int, end: int, left: Array) -> None:
-        """The case of a split, for start <= m < end; lowers what is there.
+        """Lower E(s, t, m) to the case of a split, for start <= m < end.
 
-        Sums run over whole rows as one flat array, several times faster than row by row: what the
-        right parts lack in slots is an offset. So m less than that meets the end of the row before;
-        `start` is beyond.
+        Sums run over whole rows as one flat array, several times faster than row by row. The slots
+        that the right parts have less become an offset into it. An m smaller than the offset would
+        read the end of the previous row, but `start` is larger.
         """
         width = left.shape[1]
         held = self.held_keeping_input[s]
@@ -253,14 +263,15 @@ class _Table:
             np.minimum(best, least, out=best)
 
     def solution(self, m: int) -> ChainSolution | None:
-        """The fastest schedule for m slots, simulated; None when there is none."""
+        """The fastest schedule for m slots, simulated; None if there is none."""
         if math.isinf(self.columns[self.last][0, m]):
             return None
         return _simulated(self.chain, tuple(self._ops(m)))
 
     def _ops(self, n_slots: int) -> list[ChainOp]:
+        """The operations of the fastest schedule, found by walking back through the table."""
         ops: list[ChainOp] = []
-        # Recursion would be as deep as the chain is long.
+        # A stack instead of recursion, which would be as deep as the chain is long.
         todo: list[tuple[int, int, int] | Backward] = [(1, self.last, n_slots)]
         while todo:
             item = todo.pop()
@@ -283,9 +294,10 @@ class _Table:
         return ops
 
     def _best_split(self, s: int, t: int, m: int) -> int | None:
-        """The block at which to split the segment, found as when filling; None: block s saves.
+        """The block at which the segment is split in the best case; None: block s saves instead.
 
-        Where E(s, t, m) is finite, m is enough to pass: who saves needs no less for what follows.
+        Where E(s, t, m) is finite, m is enough for `passing`, since a segment whose block s saves
+        needs no less for what follows.
         """
         if s == t:
             return None

@@ -1,8 +1,9 @@
-"""A chain's operations as a schedule of the graph.
+"""Turn a chain's operations into a schedule of the graph.
 
 In the chain problem an operation runs a block; in the graph a block is many nodes that share
-tensors with their neighbours. Here it is known which tensors each operation leaves; what is missing
-is recomputed right before it is read, and what nothing reads is not recomputed.
+tensors with their neighbours. The code here tracks which tensors each operation leaves on the
+device. A missing tensor is recomputed right before it is read, and what nothing reads is not
+recomputed.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ def chain_to_schedule(
     keep_inputs: bool = False,
     deadline: Deadline = NEVER,
 ) -> Schedule:
-    """The schedule of the whole step that these operations of a legal chain solution ask for.
+    """The schedule of the whole step for these operations.
 
-    keep_inputs: drop no block's input, whatever the operations say.
+    ops: legal in the chain problem.
+    keep_inputs: never drop a block's input, even if the operations do.
 
-    Raises OutOfTimeError.
+    Raises OutOfTimeError when the deadline has passed.
     """
     step = _Step(graph, blocks)
     for op in ops:
@@ -66,7 +68,10 @@ def chain_to_schedule(
 
 
 def reversal_ops(n_blocks: int, actions: Iterable[Action]) -> Iterator[ChainOp]:
-    """A reversal of equal steps, step i being block i + 1; a snapshot on any level is held."""
+    """A reversal of equal steps as chain operations; step i is block i + 1.
+
+    Snapshots of all levels count as kept on the device.
+    """
     held = Counter[int]()  # by step, on how many levels
     for kind, start, stop in actions:
         if kind == "store":
@@ -85,10 +90,11 @@ def reversal_ops(n_blocks: int, actions: Iterable[Action]) -> Iterator[ChainOp]:
 
 
 class _Step:
-    """The nodes in the order in which the operations ask for them; blocks count from 1.
+    """Collects the nodes in the order in which the operations need them; blocks count from 1.
 
-    order: the nodes so far. available: the tensors that may be read; what is computed outside of
-    the held cuts and saved blocks is forgotten, and recomputed if anything reads it.
+    order: the nodes so far.
+    available: the tensors that may be read. A tensor is removed when no held cut and no saved block
+        needs it any more, and is recomputed if a node reads it later.
     """
 
     def __init__(self, graph: Graph, blocks: Blocks) -> None:
@@ -98,7 +104,7 @@ class _Step:
         self._graph = graph
         self._blocks = blocks
         self._ran: set[int] = set()
-        # companions are pinned below: they are computed once and never dropped
+        # without companions: they are pinned below, computed once and never dropped
         self._crossing = blocks.handed_on
         self._held_cuts: set[int] = set()
         self._n_holding: Counter[str] = Counter()  # storage -> how many held cuts it crosses
@@ -120,7 +126,7 @@ class _Step:
         }
 
     def forward(self, block: int, *, drop_input: bool) -> None:
-        """Run the block; afterwards its output is there, and its input unless dropped."""
+        """Run the block. Afterwards its output is available, and its input unless dropped."""
         if block in self._ran:
             nodes = tuple(missing_computes(self._graph, self._at_cut(block), self.available))
             self.order += nodes
@@ -133,9 +139,10 @@ class _Step:
             self._forget(self._at_cut(block - 1))
 
     def forward_keeping_all(self, block: int) -> None:
-        """Run the block; from now on nothing of it is dropped.
+        """Run the block, and drop nothing of it until its backward has run.
 
-        When it is recomputed, only that is noted: the next operations recompute what they miss.
+        If the block has run before, nothing is recomputed here: later operations recompute what
+        they miss.
         """
         self.saved_blocks.add(block)
         self._hold(block)
@@ -143,7 +150,7 @@ class _Step:
             self._run_first(block)
 
     def run_later(self, nodes: Iterable[str]) -> None:
-        """Run these later nodes, and before each of them what it misses."""
+        """Run these later nodes, and recompute before each of them the tensors that it lacks."""
         for name in nodes:
             node = self._graph.node_by_name[name]
             self.order += missing_computes(
@@ -153,7 +160,7 @@ class _Step:
             self.available.update(node.outputs)
 
     def release(self, cut: int) -> None:
-        """The storages at the cut need not be held for it any longer."""
+        """Stop holding the storages that cross this cut."""
         if cut in self._held_cuts:
             self._held_cuts.remove(cut)
             self._n_holding.subtract(self._crossing[cut])
@@ -167,7 +174,7 @@ class _Step:
         return nodes
 
     def _at_cut(self, cut: int) -> list[str]:
-        """The tensors of blocks up to the cut on the storages that cross it, without companions."""
+        """Tensors of blocks up to the cut, on the storages that cross it, without companions."""
         return [
             name
             for storage in self._crossing[cut]
@@ -181,7 +188,7 @@ class _Step:
             self._n_holding.update(self._crossing[cut])
 
     def _forget(self, names: Iterable[str]) -> None:
-        """Drop these tensors, except those that a held cut or a saved block needs."""
+        """Make these tensors unavailable, except those that a held cut or a saved block needs."""
         self.available.difference_update(
             name
             for name in names

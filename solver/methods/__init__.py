@@ -1,4 +1,7 @@
-"""The methods by name, and what they share. Each proposes a schedule; none says what it costs."""
+"""The methods by name, and what they share.
+
+A method only proposes a schedule; the simulator decides what it costs and whether it fits.
+"""
 
 from solver.methods.auto import fold_simulation, schedule_from_cuts
 from solver.methods.ilp_variables import MissingSolverError, TooLargeError

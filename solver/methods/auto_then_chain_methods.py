@@ -1,8 +1,8 @@
-"""`auto` with copies, and the published methods for chains where it leaves a gap.
+"""`auto` with copies, followed by the published chain methods if it leaves a gap.
 
-On long chains of equal steps near the minimum budget the cut sees one position of many that bind,
-and the dynamic programs of `storage_levels` find faster schedules. Nothing is tried where the gap
-is closed. The bound is that of `auto`.
+On long chains of equal steps near the minimum budget many positions bind, and a cut sees only one
+of them. There the dynamic programs of `storage_levels` find faster schedules. They are not tried if
+the gap is closed. The bound is that of `auto`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from solver.schedule import OPTIMAL_GAP, Places
 from solver.sizes_deadlines_progress import Deadline
 
 TRIED = ("hrevolve", "disk_revolve")
+"""Methods tried after `auto`."""
 AUTO_SHARE = 0.85
-"""Of the time limit, at most, where the others may be tried after it."""
+"""Maximum share of the time limit for `auto` if other methods may be tried after it."""
 
 
 def auto_then_chain_methods(
@@ -30,7 +31,10 @@ def auto_then_chain_methods(
     places: Places | None = None,
     **options: Any,
 ) -> Proposal:
-    """The best of both. Options as for `solver.methods.auto.auto`."""
+    """The best schedule of `auto` and the methods in TRIED.
+
+    options: the other arguments of `solver.methods.auto.auto`.
+    """
     deadline = Deadline.after(time_limit_s)
     may_copy = places is not None and places.host is not None and not options.get("quick")
     auto_s = AUTO_SHARE * time_limit_s if may_copy else time_limit_s

@@ -1,4 +1,4 @@
-"""A method's memory of its search: of all schedules simulated so far, the fastest that fits."""
+"""The best schedule among all that a method has simulated so far: the fastest that fits."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from solver.schedule import (
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 
 ANY = (0.0, math.inf)
-"""Seconds: all are worth a simulation."""
+"""A `worth_between_s` for which every schedule is worth a simulation."""
 
 
 class BestSoFar:
     """Simulates schedules for one budget, within one time limit, and keeps the best.
 
-    Of equally fast schedules the one with the smaller peak is kept, then the first. As a context it
-    ends the search quietly at the deadline.
+    Of equally fast schedules the one with the smaller peak is kept, then the first. As a context
+    manager it catches OutOfTimeError and sets `timed_out`.
 
-    lost_share: proven to be lost, as a share of the baseline's time.
-    worth_between_s: seconds of the step between which a schedule is worth a simulation: the caller
-        has proven that no faster one fits, and knows a schedule that is as fast as the latter.
+    lost_share: time that provably every schedule loses, as a share of the baseline's.
+    worth_between_s: a schedule is worth a simulation only if its step takes between these two
+        times. The caller has proven that no faster schedule fits, and knows one as fast as the
+        second.
     """
 
     def __init__(
@@ -59,24 +60,29 @@ class BestSoFar:
         return kind is OutOfTimeError
 
     def fits(self, schedule: Schedule) -> bool:
-        """Simulate the schedule, and remember it if it is the best; an illegal one does not fit."""
+        """Simulate the schedule, keep it if it is the best, and return whether it fits.
+
+        An illegal schedule does not fit.
+        """
         try:
             return self.keep(schedule, simulate(self.graph, schedule, places=self.places))
         except IllegalScheduleError:
             return False
 
     def may_fit(self, order: Sequence[str]) -> bool:
-        """Whether it is not proven that a schedule as fast as this order's does not fit."""
+        """Whether a schedule as fast as this order's may fit, as far as is proven."""
         return self.time_s(order) >= self.worth_between_s[0]
 
     def try_larger(self, order: Sequence[str], schedule: Callable[[], Schedule]) -> bool:
-        """Whether to go on to larger schedules, which are faster, after the one of this order: it
-        fits, or is too slow to be worth a simulation."""
+        """Whether to go on to schedules that need more memory, and are faster, than this order's.
+
+        That is so if its schedule fits, or is too slow to be worth a simulation.
+        """
         is_slow = self.time_s(order) > self.worth_between_s[1]
         return self.may_fit(order) and (is_slow or self.fits(schedule()))
 
     def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
-        """Whether it fits, its copies side by side; remembered if it is the best so far."""
+        """Whether the schedule fits, with its copies laid out in memory; kept if it is the best."""
         places = self.places or Places()
         if simulation.host_peak_bytes - self.graph.host_state_bytes > places.host_bytes:
             return False
@@ -93,7 +99,7 @@ class BestSoFar:
 
     @property
     def best_share(self) -> float:
-        """Time that the best schedule loses, as a share of the baseline's; inf without one."""
+        """Time that the best schedule loses, as a share of the baseline's; inf if there is none."""
         if self.best is None:
             return math.inf
         baseline_s = self.graph.baseline_time_s
@@ -101,11 +107,11 @@ class BestSoFar:
 
     @property
     def gap(self) -> float:
-        """What is left between the best schedule and the bound, as a share of the baseline's."""
+        """The best schedule's time less the bound, as a share of the baseline's time."""
         return self.best_share - self.lost_share
 
     def time_s(self, order: Sequence[str]) -> float:
-        """Of running these nodes."""
+        """Seconds that running these nodes takes."""
         nodes = self.graph.node_by_name
         return math.fsum(nodes[name].time_s for name in order)
 
@@ -114,14 +120,18 @@ class BestSoFar:
         return self.best is None or self.time_s(order) < self.best[1].time_s
 
     def time_is_up(self) -> bool:
-        """Whether the search has to stop; the proposal will say that it was stopped."""
+        """Whether the search has to stop; if so, sets `timed_out`."""
         self.timed_out = self.timed_out or self.deadline.passed
         return self.timed_out
 
     def bisect(
         self, fits: Callable[[int], bool], low: int, high: int, *, tolerance: int = 1
     ) -> tuple[int, int]:
-        """Narrow down where it stops to fit: `low` is taken to fit, `high` not to."""
+        """Bisect for the largest number that fits. `low` is assumed to fit, `high` not to.
+
+        Returns the last number that fits and the first that does not, at most `tolerance` apart
+        unless the time is up.
+        """
         while high - low > tolerance and not self.time_is_up():
             middle = (low + high) // 2
             if fits(middle):

@@ -1,16 +1,16 @@
 """`dp` on a graph: solve the chain of its blocks, turn the answer into a schedule, simulate it.
 
 The chain is a model of the graph (`solver.chain.from_graph`), so its budget is not the graph's: the
-method bisects for the most generous chain problem whose answer fits when simulated.
+method bisects for the largest chain budget whose answer fits when simulated.
 
 Olivier Beaumont, Lionel Eyraud-Dubois, Julien Herrmann, Alexis Joly, Alena Shilova: Optimal
 checkpointing for heterogeneous chains: how to train deep neural networks with limited memory,
 arXiv:1911.13214 (2019), known as rotor. Optimal for a chain of unequal blocks among persistent
-schedules, where a block is kept whole, by its input, or not at all. On a graph it falls short where
-blocks are coarse, since it cannot keep the expensive half of one, and where the model is off: it
-charges a recomputed block for ops at its end that do not run. Therefore each of its answers is also
-tried keeping every input that the forward pass goes through, and the schedule of `sqrt` is
-simulated as well; so it is never worse than that or `every_block`.
+schedules, in which a block is kept whole, by its input, or not at all. On a graph it falls short
+where blocks are coarse, since it cannot keep the expensive half of one, and where the model is off:
+it charges a recomputed block for ops at its end that do not run. Therefore a second bisection keeps
+the input of every block, and the schedule of `sqrt` is simulated as well; so it is never worse than
+that or `every_block`.
 
 Cost: some dozen chain problems of at most DP_MAX_BLOCKS blocks.
 """
@@ -38,7 +38,7 @@ from solver.schedule import baseline
 DP_MAX_BLOCKS = 64
 N_BISECTIONS = 8
 N_SLOTS = 500
-"""About as many as a chain problem has."""
+"""Approximate number of slots of a chain problem."""
 
 
 def dp(
@@ -51,7 +51,7 @@ def dp(
 ) -> Proposal:
     """The optimal persistent schedule of the chain, for the best chain budget. No randomness.
 
-    worth_between_s: as of `BestSoFar`.
+    worth_between_s: as in `BestSoFar`.
     """
     with BestSoFar(
         graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_between_s=worth_between_s
@@ -81,7 +81,10 @@ def dp(
 def _raise_budget(
     search: BestSoFar, blocks: Blocks, chain: Chain, low: int, high: int, *, keep_inputs: bool
 ) -> int:
-    """By bisection, the largest chain budget up to `high` whose answer fits the graph."""
+    """Bisect for the largest chain budget, up to `high`, whose answer fits the graph.
+
+    keep_inputs: keep the input of every block.
+    """
     to_schedule = partial(
         chain_to_schedule, search.graph, blocks, keep_inputs=keep_inputs, deadline=search.deadline
     )
@@ -89,7 +92,7 @@ def _raise_budget(
     usual = median_low([size for size in chain.input_bytes if size] or [1])
 
     def fits(size_bytes: int) -> bool:
-        # so many slots that the usual input is a whole number of them: rounding costs less
+        # With the median input a whole number of slots, rounding costs less.
         n_slots = size_bytes * (N_SLOTS * usual // size_bytes) // usual or N_SLOTS
         solution = solve_chain(chain, budget_bytes=size_bytes, n_slots=n_slots)
         if solution is None:
@@ -97,7 +100,7 @@ def _raise_budget(
         schedule = to_schedule(solution.ops)
         if keep_inputs:
             return search.try_larger(schedule.order, lambda: schedule)
-        # What fits here is where the other pass begins, however slow it is.
+        # Simulated however slow it is: the pass with keep_inputs begins at what fits here.
         return search.may_fit(schedule.order) and search.fits(schedule)
 
     return search.bisect(fits, low, high, tolerance=max(1, high // 2**N_BISECTIONS))[1]

@@ -1,15 +1,15 @@
 """What to recompute ahead of time, where just in time is too late.
 
-Right before the first run of a node the device may be fuller than anywhere else, and what the node
-reads may take recomputation that has no room beside that: the MLPs of all blocks below the one
-whose MLP goes backward. Then something on the way must be there already: a *gate*, a unit that all
-paths from the node's inputs to what has no room lead through (a dominator of the graph of reads).
-It is recomputed at the last position where there is room for that, and held.
+The device may be fullest right before the first run of a node, and what the node reads may take
+recomputation for which there is no room then: for example the MLPs of all blocks below the one
+whose MLP runs backward. Then something on the way must be on the device already: a *gate*, a unit
+through which all paths lead from the node's inputs to what has no room (a dominator of the graph of
+reads). It is recomputed at the last position with enough room, and held.
 
-Room is judged by what every schedule holds (`StorageGraph.held_bytes`): an answer may still fail,
-and where there is none, recomputing several units ahead of time might do.
+Room is judged by what every schedule holds (`StorageGraph.held_bytes`). So a gate may still fail;
+and if there is none, recomputing several units ahead of time might work.
 
-Cost: linear in the graph for each gate that is tried, hardly ever more than one.
+Cost: linear in the graph for each gate that is tried, rarely more than one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from solver.bound import StorageGraph
 
 @dataclass(frozen=True)
 class Ahead:
-    """Unit recomputed right before the first run of node `since`, held up to that of `until`."""
+    """A unit to recompute right before the first run of node `since`, and hold up to `until`."""
 
     unit: int
     since: int
@@ -30,9 +30,10 @@ class Ahead:
 
 
 def ahead_of(folded: StorageGraph, q: int, *, budget_bytes: int) -> Iterator[Ahead]:
-    """Gates for the inputs of node q, the smallest first. Nothing where all has room.
+    """Yield gates for the inputs of node q, the smallest first; none if everything has room.
 
-    What has no room even alone comes before what has none beside the other inputs of q.
+    Gates for nodes that do not fit even alone come before those for nodes that do not fit beside
+    the other inputs of q.
     """
     if q >= folded.n_nodes:
         return
@@ -59,8 +60,8 @@ def ahead_of(folded: StorageGraph, q: int, *, budget_bytes: int) -> Iterator[Ahe
 def _gates(
     folded: StorageGraph, nodes: Collection[int], wanted: Iterable[int], large: Iterable[int]
 ) -> list[int]:
-    """Units made by the nodes that all paths from what is wanted to a large node lead through."""
-    import networkx  # takes 0.1 s, and hardly any search comes here
+    """Units made by nodes through which all paths from the wanted units to a large node lead."""
+    import networkx  # here: takes 0.1 s, and few searches need it
 
     start, end = -1, folded.n_nodes
     reads = networkx.DiGraph((start, folded.maker[u]) for u in wanted)
@@ -78,8 +79,9 @@ def _gates(
 
 
 def _since(folded: StorageGraph, u: int, q: int, budget_bytes: int) -> int | None:
-    """The last position before q with room to recompute u, however much of it is missing, and to
-    hold it from there on; None: there is none in the backward pass.
+    """The last position before q with room to recompute u and to hold it from there on.
+
+    All of u's inputs may be missing then. None: there is no such position in the backward pass.
     """
     run_bytes = max((folded.run_bytes[n] for n in _nodes_for(folded, [u], q)), default=0)
     for p in range(q - 1, folded.n_forward - 1, -1):
@@ -94,7 +96,7 @@ def _since(folded: StorageGraph, u: int, q: int, budget_bytes: int) -> int | Non
 def _nodes_for(
     folded: StorageGraph, units: Iterable[int], q: int, *, held: int | None = None
 ) -> set[int]:
-    """Nodes to run for these units right before q if only `held` and what is pinned is there."""
+    """Nodes to run for these units right before q, with only `held` and pinned units there."""
     found: set[int] = set()
     missing = list(units)
     while missing:

@@ -1,12 +1,12 @@
 """Keep the input of every block, recompute the rest: what frameworks offer as checkpointing.
 
 This is `torch.utils.checkpoint` around each layer, with the layers found by
-`blocks.split_into_blocks`. Optimal for nothing. It has no dial: about one more forward pass
-whatever the budget, and nothing fits below the sum of the blocks' inputs. It is here as the
-yardstick that people know.
+`blocks.split_into_blocks`. It is optimal for nothing and has no parameter: it costs about one more
+forward pass at any budget, and nothing fits below the sum of the blocks' inputs. It is here as the
+well-known reference.
 
-Two mercies that checkpointing by hand may have as well: what no later node reads is not recomputed,
-and the last block is kept where that fits, since its backward pass comes first.
+As with checkpoints placed by hand, what no later node reads is not recomputed, and the last block
+is kept if it fits, since its backward pass comes first.
 
 Cost: two schedules are made and simulated, each linear in the graph.
 """
@@ -21,7 +21,7 @@ from solver.schedule import keep
 
 
 def every_block(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
-    """One checkpoint per block; the last block is recomputed only if it must be. No randomness."""
+    """One checkpoint per block; the last block is recomputed only if necessary. No randomness."""
     with BestSoFar(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s) as search:
         blocks = split_into_blocks(graph)
         for n_whole in (1, 0):

@@ -1,16 +1,16 @@
 """Greedy eviction: run the step within the budget, dropping what is cheapest to lose.
 
 In the manner of Kirisame et al. 2021, "Dynamic Tensor Rematerialization", but with the future
-known. Ops run in order; what one lacks is recomputed, with whatever that needs in turn. When bytes
-are short, the forward unit with the least score is dropped:
+known. Ops run in order; missing inputs are recomputed, recursively. When bytes are short, the
+forward unit with the least score is dropped:
 
     score(u) = time to recompute it / (bytes * distance to its next use)
 
-where the time counts what is missing above it, so that long runs of missing tensors are not made
-longer. What a guide (the set that a cut keeps) does not hold goes first. Where that gets stuck it
-begins again, with something made ahead of time (`solver.methods.early_recompute`). Nothing is
-proven; it finds a schedule where the cuts' replay overflows, down to budgets near the least, and
-never overruns: its count of bytes is at least the simulator's.
+The time includes recomputing its missing inputs, so that long runs of missing tensors do not get
+longer. Units that are not in the guide (the set that a cut keeps) go first. If the run gets stuck,
+it starts again with one more unit recomputed ahead of time (`solver.methods.early_recompute`).
+Nothing is proven. Eviction finds a schedule where the schedules of cuts overflow, down to budgets
+near the minimum, and never exceeds the budget: its count of bytes is at least the simulator's.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from solver.schedule import Schedule, free_after_last_use, without_dead_computes
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
 REFRESH = 500
-"""Per so many forward nodes one eviction goes by before scores are counted anew."""
+"""Scores are recomputed once per 1 + forward nodes // REFRESH evictions."""
 MAX_RUNS = 3
 """Runs per node of the graph after which a search that thrashes is given up."""
 MAX_RUNS_BEFORE = 2
-"""Runs per forward node before one position: beyond, two of its inputs take turns."""
+"""Runs per forward node before one position; with more, two of its inputs evict each other."""
 MAX_RESTARTS = 12
-"""Unless the caller wants fewer."""
+"""Default number of restarts."""
 
 
 def evict(
@@ -42,14 +42,15 @@ def evict(
     n_restarts: int = MAX_RESTARTS,
     deadline: Deadline = NEVER,
 ) -> tuple[Schedule | None, int]:
-    """Run the step greedily within the budget: the schedule (None: stuck), and the work it took.
+    """Run the step greedily within the budget.
 
-    The work is the same on every machine: ten for a run, one for a unit or node looked at.
+    Returns the schedule (None: stuck) and the work it took. The work is the same on every machine:
+    ten for a run, one for a unit or node considered.
 
-    guide: by position, units that should be there then: they are dropped last.
+    guide: by position, units that should be on the device then: they are dropped last.
     patience: the exponent of the distance to the next use.
-    n_restarts: times that it begins again, with one more unit made ahead of time.
-    deadline: the run is given up then.
+    n_restarts: how often to start again with one more unit recomputed ahead of time.
+    deadline: when it passes, the search ends without a schedule.
     """
     work, ahead = 0, list[Ahead]()
     for _ in range(1 + n_restarts):
@@ -71,6 +72,13 @@ def evict(
 
 @dataclass
 class _Run:
+    """One attempt to run the step.
+
+    budget_bytes, guide, patience, deadline: as in `evict`.
+    ahead: units to recompute ahead of time.
+    order: names of the nodes run so far.
+    """
+
     folded: StorageGraph
     budget_bytes: int
     guide: dict[int, Collection[int]]
@@ -92,7 +100,7 @@ class _Run:
                 self._dies_at.setdefault(folded.last_need[n], []).append(u)
         self.bytes = graph.resident_bytes
         self.now = 0
-        self._above = [  # by forward node, what it reads, with the makers
+        self._above = [  # by forward node, the units that it reads, with their makers
             (n, [(u, folded.maker[u]) for u in folded.reads[n] if folded.maker[u] < n])
             for n in range(folded.n_forward)
         ]
@@ -101,11 +109,11 @@ class _Run:
         self._age = 0
         self._costs_then: list[float] = []
         self._ranked: list[int] = []
-        self._held: dict[int, int] = {}  # made ahead of time: by unit, until when
+        self._held: dict[int, int] = {}  # units recomputed ahead of time, and until when
         self.work = 0
 
     def all(self) -> bool:
-        """Run the whole step; False when stuck."""
+        """Run the whole step; False if stuck."""
         folded = self.folded
         for p in range(folded.n_nodes):
             self.now = p
@@ -119,8 +127,8 @@ class _Run:
             self._held = {u: until for u, until in self._held.items() if until > p}
             if not self._compute(p, frozenset(), ()):
                 return False
-            # What a node made that runs once goes when it can serve nothing more; what can be
-            # recomputed stays while bytes last.
+            # Outputs of nodes that run only once are dropped when they are of no more use. What can
+            # be recomputed stays while bytes last.
             for u in (*folded.reads[p], *folded.makes[p]):
                 if folded.maker[u] >= folded.n_forward and not any(q > p for q in folded.uses[u]):
                     self._drop(u)
@@ -136,7 +144,7 @@ class _Run:
             self.available.difference_update(self.members[u])
 
     def _bring(self, names: Collection[str]) -> bool:
-        """Make everything named available at once."""
+        """Make all of these tensors available at the same time."""
         unit_of = self.folded.unit_of
         wanted = frozenset(unit_of[name] for name in names if name in unit_of)
         most = min(
@@ -172,18 +180,20 @@ class _Run:
         return self.folded.position[self.folded.graph.producer[name].name]
 
     def _compute(self, n: int, wanted: frozenset[int], stack: Sequence[str]) -> bool:
-        """Run node n, after making room; False when no room can be made.
+        """Run node n after making room; False if no room can be made.
 
-        wanted: units that the op in hand reads. stack: tensors on the way to it; what their
-        makers read goes only if nothing else does.
+        wanted: units that the node to be run first reads.
+        stack: tensors still to be recomputed for it. What their makers read is dropped only if
+            nothing else can be.
         """
         folded = self.folded
-        # What it makes takes the place of what is left from its last run: nothing reads that again.
+        # Outputs that are still live from the last run are replaced: nothing reads them again.
         left = (folded.unit_bytes[u] for u in folded.makes[n] if u in self.live)
         need_bytes = int(folded.own_bytes[n]) - sum(left)
         if self.bytes + need_bytes > self.budget_bytes:
             locked = {*folded.reads[n], *folded.makes[n]}
             pending = {u for name in stack for u in folded.reads[self._maker(name)]}
+            # Give up what is needed soon only if dropping everything else is not enough.
             for spared in (locked | wanted | pending, locked | wanted, locked):
                 self._make_room(need_bytes, spared)
             if self.bytes + need_bytes > self.budget_bytes:
@@ -213,7 +223,7 @@ class _Run:
             self._drop_ranked(need_bytes, locked)
 
     def _rank(self) -> None:
-        """What could be dropped, the cheapest to lose first."""
+        """Rank what can be dropped, the cheapest to lose first."""
         folded = self.folded
         candidates = [
             u
@@ -238,7 +248,7 @@ class _Run:
         self._ranked = [u for *_, u in sorted(scored)]
 
     def _drop_ranked(self, need_bytes: int, locked: set[int]) -> bool:
-        """Drop from the ranking until the bytes suffice; whether they do."""
+        """Drop units in the order of the ranking until the bytes suffice; whether they do."""
         folded, left = self.folded, []
         for i, u in enumerate(self._ranked):
             if self.bytes + need_bytes <= self.budget_bytes:
@@ -254,7 +264,7 @@ class _Run:
         return self.bytes + need_bytes <= self.budget_bytes
 
     def _costs(self) -> list[float]:
-        """By forward node: seconds to recompute it, with what is missing above it."""
+        """By forward node: seconds to recompute it and the dearest chain of its missing inputs."""
         folded = self.folded
         self.work += folded.n_forward
         costs = list(folded.time_s[: folded.n_forward])

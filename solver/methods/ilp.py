@@ -1,37 +1,39 @@
-"""`ilp`: the step as one integer program, for small graphs; through PuLP.
+"""`ilp`: the step as one integer program, for small graphs, solved through PuLP.
 
 Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization"
 (sections 4.2-4.8), in the partitioned form: stage p ends with the first run of node p, before which
 any forward node may be recomputed. Variables of a stage: S[x], tensor x is on the device when the
 stage begins; R[n], node n is recomputed in it; F[x,n], the storage of x is freed right after n; and
-U, the bytes on the device from run to run. What differs from the paper, so that the simulator's
-rules hold:
+U, the bytes on the device from run to run. It differs from the paper in these points, so that the
+simulator's rules hold:
 
 - Forward and backward nodes: later nodes run once, so what they make is a constant of each stage.
-- Nodes with several outputs: while one is recomputed, outputs that are still there count twice.
-- Aliases have no bytes; the root is there as long as one of them is. A node is not recomputed while
-  an alias that another node made holds the storage of one of its outputs: the alias is dropped
-  before and recomputed afterwards; where it cannot be, the node has a span without recomputation
-  (`solver.bound.no_recompute_spans`).
+- Nodes with several outputs: while one is recomputed, outputs that are still on the device count
+  twice.
+- Aliases have no bytes; the root is on the device as long as one of them is. A node is not
+  recomputed while an alias that another node made holds the storage of one of its outputs: the
+  alias is dropped before and recomputed afterwards. If it cannot be, the node has a span without
+  recomputation (`solver.bound.no_recompute_spans`).
 - Workspace, tensors of size zero without aliases (never dropped), ops that may not be recomputed,
-  outputs made in the forward pass (they may be dropped and recomputed), a last stage for what the
-  end still lacks.
-- A stage has `n_sweeps` sweeps, each a Checkmate stage of its own. In Checkmate's stage a node runs
-  at most once and in graph order; the simulator allows any order and any number. Every sequence
-  of recomputations is a chain of ascending ones, so with enough sweeps nothing is lost.
+  outputs made in the forward pass (they may be dropped and recomputed), and a last stage for what
+  is still missing at the end of the step.
+- A stage has `n_sweeps` sweeps, each like one stage of Checkmate, in which a node runs at most once
+  and in graph order. The simulator allows any order and any number of runs. Every sequence of
+  recomputations is a series of ascending ones, so with enough sweeps nothing is lost.
 
 **What it is optimal for.** Every schedule with at most `n_sweeps` ascending sequences of
-recomputations between two first runs. `ilp` takes up to N_SWEEPS where the program stays small, one
-beyond that. It claims no more: its lower bound on every schedule is that of the cuts (all positions
-at once where that is small). On random graphs of up to ten nodes it equals the truth by brute
-force.
+recomputations between two first runs. `ilp` takes up to N_SWEEPS if the program stays small,
+otherwise one. Its lower bound, which holds for every schedule, is that of the cuts (at all
+positions together if that is small). On random graphs of up to ten nodes its schedules are optimal
+by brute force.
 
-**Tightenings**, none of which loses a schedule: the stages up to the first at which keeping
-everything could overflow are folded into one; tensors and recomputations that can no
-longer serve, and recomputations that fit beside nothing, get no variables; the cut bound is a row.
+**Reductions**, none of which excludes a fastest schedule: the stages up to the first at which
+keeping everything could exceed the budget are one stage; tensors and recomputations that can no
+longer be of use, and recomputations that never fit, have no variables; the cut bound is a row.
 
-Cost: about n_later * n_forward * n_sweeps binaries; above MAX_VARIABLES it refuses, saying the
-size, since the search then takes hours. The time limit returns the best found so far.
+Cost: about n_later * n_forward * n_sweeps binaries. Above MAX_VARIABLES the search would take
+hours, so the method raises TooLargeError with the size. When the time limit is reached, the best
+schedule so far is returned.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from typing import Any
 
 try:
     import pulp
-except ImportError:  # the other methods do without
+except ImportError:  # optional: only this method needs it
     pulp = None
 
 from graphs.graph import Graph
@@ -61,9 +63,9 @@ from solver.sizes_deadlines_progress import NEVER, Deadline, interruptible
 N_SWEEPS = 3
 """Sweeps of a stage in a small program; three were enough on every random graph tried."""
 SMALL_VARIABLES = 2_500
-"""Up to here a program may have more than one sweep, and a bound from all positions at once."""
+"""Up to this size a program may have several sweeps, and a bound from all positions at once."""
 DIGIT_BITS, TOP_BITS = 16, 20
-"""Of the digits of bytes, and at most of the highest one."""
+"""Bits of the digits in which bytes are counted, and maximum bits of the highest digit."""
 GAP = 1e-6
 """Relative gap at which the solver stops."""
 
@@ -76,11 +78,12 @@ def ilp(
     seed: int,
     known: Schedule | None = None,
 ) -> Proposal:
-    """The fastest schedule of the class that the module names, and a bound on every schedule.
+    """The fastest schedule of the class that the module describes, and a bound on every schedule.
 
-    known: returned unless a schedule is faster by more than 1e-5 of the baseline's time.
+    known: a known schedule. It is returned unless another is faster by more than 1e-5 of the
+        baseline's time.
 
-    Raises TooLargeError, and MissingSolverError where PuLP is not installed.
+    Raises TooLargeError, and MissingSolverError if PuLP is not installed.
     """
     if pulp is None:
         raise MissingSolverError(
@@ -123,18 +126,23 @@ def ilp(
             )
             search.timed_out = search.timed_out or late
             if schedule is not None and search.is_faster(schedule.order):
-                search.fits(schedule)  # not always: the solver has tolerances
+                search.fits(schedule)  # it may not fit, because of the solver's tolerances
     bound_s = least_time_s(graph, lost_share=lost_share)
     return dataclasses.replace(search.proposal(), lower_bound_s=bound_s)
 
 
 Expression = Any
-"""Of PuLP: a variable, a sum of variables with factors, or a number."""
+"""A PuLP variable, a sum of variables with factors, or a number."""
 
 
 @dataclass
 class _Sweep:
-    """One sweep's variables. last: it ends with the first run of p."""
+    """One sweep's variables.
+
+    last: whether it ends with the first run of node p.
+    there: by item, whether it is on the device when the sweep begins (S).
+    recompute: by node, whether it is recomputed (R).
+    """
 
     stage: Stage
     last: bool
@@ -143,11 +151,11 @@ class _Sweep:
 
 
 class _Model:
-    """The PuLP problem; times in units of the baseline.
+    """The PuLP problem; times are in units of the baseline.
 
-    Bytes are counted to the last one, beside any number of gigabytes: in units of their greatest
-    common divisor, and where these are many as digits to the base 2**DIGIT_BITS, in rows of their
-    own with whole carries. A digit is far from the next by the solver's tolerances.
+    Bytes are counted exactly, even among many gigabytes: in units of their greatest common divisor,
+    and if these are many, as digits to the base 2**DIGIT_BITS, in rows of their own with integer
+    carries. So the solver's tolerances cannot turn one digit into the next.
     """
 
     def __init__(
@@ -199,16 +207,18 @@ class _Model:
         return pulp.LpVariable(f"v{self._n_names}", lowBound=0, upBound=most, cat=kind)
 
     def _cover(self, sweep: _Sweep, i: int, by: pulp.LpVariable | int) -> None:
-        """Item i is there in this sweep, or is recomputed in it, if `by` is one."""
+        """Add the row: item i is there when the sweep begins, or recomputed in it, if `by` is 1."""
         supply = sweep.there[i] + sweep.recompute.get(self.items[i].maker, 0)
         self.problem += supply >= by
 
     def _presence(self, sweep: _Sweep, following: _Sweep | None) -> None:
+        """Add the rows of what is on the device: aliases, pinned items, inputs of what runs."""
         p = sweep.stage.p
         for i, column in sweep.there.items():
             root = self.items[i].root
             if root != i:
                 self.problem += column <= sweep.there[root]
+            # A storage is not recomputed while an alias that another node made holds it.
             maker = self.items[root].maker
             if maker in sweep.recompute and self.items[i].maker != maker:
                 self.problem += column + sweep.recompute[maker] <= 1
@@ -225,7 +235,7 @@ class _Model:
                     self._cover(sweep, i, column)
 
     def _due(self, sweep: _Sweep) -> Sequence[int]:
-        """Items that are read when the sweep ends: by the first run of its node, or by the end."""
+        """Items read when the sweep ends, by the first run of node p or by the end of the step."""
         if not sweep.last:
             return ()
         if sweep.stage.p < self.folded.n_nodes:
@@ -233,7 +243,7 @@ class _Model:
         return [i for i, item in enumerate(self.items) if item.uses[-1:] == (self.folded.n_nodes,)]
 
     def _memory(self, sweep: _Sweep, following: _Sweep | None) -> None:
-        """The bytes on the device, from run to run; every run within the budget."""
+        """Add the rows for the bytes on the device, from run to run, each within the budget."""
         room_bytes = self.stages.budget_bytes - sweep.stage.constant_bytes
         now = self._sum((i, column) for i, column in sweep.there.items())
         for n, column in sweep.recompute.items():
@@ -241,6 +251,7 @@ class _Model:
             self._at_most([held + k * column for held, k in zip(now, own, strict=True)], room_bytes)
             change = [(i, -self._freed(sweep, following, i, n)) for i in self._touched(sweep, n)]
             for i in self.stages.made[n]:
+                # An output that is there already does not count again after the run.
                 if i in sweep.there and self.items[i].size_bytes:
                     twice = self._variable(most=1)
                     self.problem += twice <= sweep.there[i]
@@ -251,14 +262,14 @@ class _Model:
         self._at_most(now, room_bytes - own_bytes)
 
     def _digits(self, units: int) -> list[int]:
-        """The lowest first."""
+        """The digits of a number of units, the lowest first."""
         low = [units >> DIGIT_BITS * d & (1 << DIGIT_BITS) - 1 for d in range(self.n_digits - 1)]
         return [*low, units >> DIGIT_BITS * len(low)]
 
     def _sum(
         self, terms: Iterable[tuple[int, Expression]], start: Sequence[Expression] = ()
     ) -> list[pulp.LpVariable]:
-        """By digit, a variable that is the start and all items' sizes times their factors."""
+        """By digit, a new variable equal to `start` plus all items' sizes times their factors."""
         factors = list(terms)
         sizes = [self._digits(self.items[i].size_bytes // self.unit_bytes) for i, _ in factors]
         total = [self._variable() for _ in range(self.n_digits)]
@@ -268,10 +279,10 @@ class _Model:
         return total
 
     def _at_most(self, held: Sequence[Expression], room_bytes: int) -> None:
-        """What the digits add up to is at most the room."""
+        """Add the rows: the number with these digits is at most the room."""
         room = min(room_bytes // self.unit_bytes, self.most_units)
         if room < 0:
-            self.problem += pulp.lpSum(held) <= -1  # they are not negative: it has no solution
+            self.problem += pulp.lpSum(held) <= -1  # infeasible, since digits are not negative
             return
         carry: Expression = 0
         for d, (amount, most) in enumerate(zip(held, self._digits(room), strict=True)):
@@ -281,7 +292,7 @@ class _Model:
             carry = up
 
     def _touched(self, sweep: _Sweep, n: int) -> list[int]:
-        """Items with bytes that node n reads (through any alias) or makes."""
+        """Items with bytes that node n makes, or reads directly or through an alias."""
         names = [*self.stages.reads[n], *self.stages.made[n]]
         roots = dict.fromkeys(self.items[i].root for i in names)
         return [i for i in roots if i in sweep.there and self.items[i].size_bytes]
@@ -302,7 +313,7 @@ class _Model:
         return freed
 
     def order(self) -> list[str]:
-        """The nodes in the order of the solution."""
+        """Node names in the order of the solution."""
         nodes = self.folded.graph.nodes
         order = [node.name for node in nodes[: self.sweeps[0].stage.p]]
         for sweep in self.sweeps:
@@ -322,12 +333,14 @@ def solve_stages(
 ) -> tuple[Schedule | None, bool]:
     """The program's best schedule, if one was found, and whether the deadline ended the search.
 
-    lost_share: proven to be lost, as a share of the baseline's time. most_share: a schedule that
-        loses more is not wanted. Raises OutOfTimeError.
+    lost_share: time that provably every schedule loses, as a share of the baseline's.
+    most_share: schedules that lose more are excluded.
+
+    Raises OutOfTimeError.
     """
     graph = stages.folded.graph
     with warnings.catch_warnings():
-        # PuLP 3 announces the names of PuLP 4, which PuLP 2 does not know.
+        # PuLP 3 warns about names that PuLP 4 changes, but PuLP 2 lacks the new ones.
         warnings.simplefilter("ignore", DeprecationWarning)
         model = _Model(stages, lost_share=lost_share, most_share=most_share, deadline=deadline)
         deadline.check()

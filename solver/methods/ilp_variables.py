@@ -1,7 +1,7 @@
-"""The index sets of the integer program: which tensors and recomputations each stage decides on.
+"""The variables of the integer program: which tensors and recomputations each stage decides on.
 
-`solver.methods.ilp` explains the program. Here the step is cut into stages, each ending with the
-first run of a node, and everything that cannot matter in a stage is left out.
+`solver.methods.ilp` explains the program. Here the step is divided into stages, each ending with
+the first run of a node, and everything that cannot matter in a stage is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from solver.bound import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
 MAX_VARIABLES = 20_000
-"""Beyond this many variables the search takes hours, and the method refuses."""
+"""With more variables the search takes hours, and the method refuses."""
 
 
 class MissingSolverError(ImportError):
@@ -21,13 +21,17 @@ class MissingSolverError(ImportError):
 
 
 class TooLargeError(ValueError):
-    """The graph makes a program that is too large to solve; the message says how large."""
+    """The graph's integer program is too large to solve; the message says how large."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor of the forward pass that may be dropped. root: the item with its bytes (itself, if
-    it is no alias). uses: first runs that read it, n_nodes for the end.
+    """A tensor of the forward pass that may be dropped.
+
+    size_bytes: 0 for an alias.
+    root: the item that owns its storage (itself if it is no alias).
+    maker: the node that makes it.
+    uses: nodes whose first runs read it, and n_nodes if it is an output of the graph.
     """
 
     name: str
@@ -39,7 +43,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage p: what may be there when it begins, and what may be recomputed in it, ascending."""
+    """The stage that ends with the first run of node p (n_nodes: the end of the step).
+
+    needed: items that may be on the device when it begins, ascending.
+    recompute: nodes that may be recomputed in it, ascending.
+    constant_bytes: bytes on the device throughout, not counting items.
+    """
 
     p: int
     needed: tuple[int, ...]
@@ -48,10 +57,11 @@ class Stage:
 
 
 class Stages:
-    """The program's index sets.
+    """All stages, with what each may hold and recompute.
 
     reads, made: by node, the items that it reads and makes.
-    pinned: (stage, item) for what must be there when the stage begins, whatever is decided.
+    pinned: (stage, item) for items that must be on the device when the stage begins, whatever the
+        schedule.
     """
 
     def __init__(
@@ -74,8 +84,8 @@ class Stages:
             for node in nodes
         ]
         self.made = [tuple(index[x] for x in node.outputs if x in index) for node in nodes]
-        # The first stage at which keeping everything could overflow: what would be recomputed
-        # before it could as well have been kept.
+        # The first stage at which keeping everything could exceed the budget. What would be
+        # recomputed before it could as well have been kept.
         first, all_bytes = 0, folded.graph.resident_bytes
         while first < folded.n_forward:
             if all_bytes + int(folded.own_bytes[first]) > budget_bytes:
@@ -101,7 +111,7 @@ class Stages:
         )
 
     def _stage(self, p: int, *, allowed: bool) -> Stage:
-        """What can still serve at p: read later, or read by what may be recomputed for that."""
+        """The stage with what can be of use at p: read later, or by what may be recomputed."""
         folded, items = self.folded, self.items
         before = min(p, folded.n_forward)
         may = folded.may_recompute(
@@ -110,7 +120,7 @@ class Stages:
         needed = {
             i for i, item in enumerate(items) if item.maker < before and item.uses[-1:] >= (p,)
         }
-        for u, name in enumerate(folded.unit_names):  # an alias of a later node may hold it
+        for u, name in enumerate(folded.unit_names):  # an alias that a later node made may hold it
             if folded.maker[u] < before and folded.is_pinned(u, p) and name in self._index:
                 needed.add(self._index[name])
         needed |= {items[i].root for i in needed}
@@ -138,7 +148,7 @@ class Stages:
 
 
 def _items(folded: StorageGraph) -> tuple[Item, ...]:
-    """Tensors made by forward nodes whose storage has bytes or aliases; the others never go."""
+    """Tensors made by forward nodes, if their storage has bytes or aliases; others never go."""
     graph = folded.graph
     names = [
         name

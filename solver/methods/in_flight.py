@@ -1,23 +1,24 @@
-"""Any method, for a step of which several micro-batches are in flight.
+"""Make any method plan steps with several micro-batches in flight.
 
-What the others hold is what the schedule itself saves for backward (`solver.bound.in_flight`). With
-a cap on that, a *span graph* of no width, the step is one that every method can plan. So the search
-is over one number, by branch and bound: of the spans that cover all that can be saved, take the one
-with the least bound, and do what has not been done for it:
+What the other micro-batches hold is what the schedule itself saves for backward
+(`solver.bound.in_flight`). If that is capped, by a *span graph* whose span is a single number, the
+step is one that every method can plan. So the search is over one number, by branch and bound. Of
+the spans that cover everything that can be saved, take the one with the least bound, and do the
+first of these that has not been done for it:
 
 1. Bound all of its schedules at once by cuts (`solver.bound.in_flight_cuts`). For `auto` they are
-   an integer program, whose solution is replayed; while that overflows, the position at which it
-   does so joins the program. Mostly a replay soon meets the bound. Else the method plans for the
-   saved bytes of the solution.
+   solved as an integer program, and the solution is turned into a schedule. While that exceeds the
+   budget, the position at which it does joins the program. Mostly the schedule soon meets the
+   bound. Otherwise the method plans for the saved bytes of the solution.
 2. Have the method plan for the span itself, which may sharpen the bound.
-3. Halve it, and bound both halves by linear programs. For `auto`
-   one that is narrow is closed instead, with the gap that it has.
+3. Halve it, and bound both halves by LPs. For `auto` a narrow span is closed instead, with the gap
+   that it has.
 
-Done when no span is left whose bound is more than GAP below the best schedule.
+The search ends when no span has a bound more than GAP below the best schedule.
 
-Optimal within GAP where the method is (`ilp`), and wherever the gap closes. Falls short where the
-method finds nothing for a cap for which there is a schedule, and where N_PLANNED ends the search.
-Cost: for each span some programs and up to two runs of the method; one span for most steps.
+Optimal within GAP if the method is (`ilp`), and wherever the gap closes. Falls short if the method
+finds no schedule for a cap that has one, and if N_PLANNED ends the search. Cost: for each span some
+programs and up to two runs of the method; one span for most steps.
 """
 
 from __future__ import annotations
@@ -53,24 +54,24 @@ from solver.schedule import IllegalScheduleError, baseline
 from solver.sizes_deadlines_progress import OutOfTimeError
 
 GAP = 5e-4
-"""Of the baseline's time: a span whose bound is within this of the best schedule is closed."""
+"""A span whose bound is within this share of the baseline's time of the best schedule is closed."""
 N_NARROW = 64
-"""Of the whole span: spans of this share of it, and narrower ones, are narrow."""
+"""A span is narrow if it is at most one N_NARROW-th of the whole span."""
 N_TOGETHER = 4
-"""Positions of one program at most, beside TURN."""
+"""Maximum positions of one program, besides TURN."""
 N_PLANNED, N_PLANNED_QUICKLY = 24, 8
-"""Runs of the method at most."""
+"""Maximum runs of the method."""
 RETRIES = (0.5, 0.25, 0.125, 0.0)
-"""Of the whole span: caps that are tried where nothing has been found."""
+"""Caps that are tried if nothing has been found, as shares of the whole span."""
 
 Propose = Callable[..., Proposal]
 
 
 def in_flight(propose: Propose, *, replays: bool = False) -> Propose:
-    """The method for steps with any number of micro-batches in flight.
+    """Extend the method to steps with any number of micro-batches in flight.
 
-    replays: solve the cuts by integer programming, and try what they say. Schedules of other
-        methods are their own.
+    replays: solve the cuts as integer programs, and try the schedules of their solutions. Methods
+        without it only propose their own schedules.
     """
 
     @functools.wraps(propose)
@@ -87,16 +88,19 @@ def in_flight(propose: Propose, *, replays: bool = False) -> Propose:
 
 @dataclass(frozen=True, order=True)
 class _Open:
-    """A span that is open: the least is the one that bounds all. n_done: of the three steps."""
+    """An open span; the least of all open spans bounds all of them.
+
+    n_done: how many of the three steps have been done for it.
+    """
 
     cut: SpanCut
     n_done: int = 0
 
 
 class _Search(BestSoFar):
-    """The spans that are open, as a heap; with the closed ones they cover all that can be saved.
+    """The open spans, as a heap. Together with the closed ones they cover all that can be saved.
 
-    closed_share: the least bound of the closed ones.
+    closed_share: the least bound of the closed spans.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class _Search(BestSoFar):
             first = heapq.heappop(self._open)
             try:
                 self._look_at(first)
-            except OutOfTimeError:  # it stays open: without it the spans would not cover all
+            except OutOfTimeError:  # it stays open, so that the spans still cover everything
                 heapq.heappush(self._open, first)
                 raise
         if self.best is not None or math.isinf(min(self.open_share, self._closed_share)):
@@ -143,7 +147,7 @@ class _Search(BestSoFar):
 
     @property
     def open_share(self) -> float:
-        """The least bound of the open spans; inf where none is left."""
+        """The least bound of the open spans; inf if none is open."""
         return self._open[0].cut.span.lost_share if self._open else math.inf
 
     def proposal(self) -> Proposal:
@@ -152,7 +156,7 @@ class _Search(BestSoFar):
         return dataclasses.replace(super().proposal(), lower_bound_s=bound_s)
 
     def _look_at(self, first: _Open) -> None:
-        """Bound it better, or halve it, or close it."""
+        """Do the next step for this span: bound it better, halve it, or close it."""
         cut, span, n_done = first.cut, first.cut.span, first.n_done + 1
         is_narrow = self._is_narrow(span)
         if n_done == 1:
@@ -174,19 +178,22 @@ class _Search(BestSoFar):
         return span.width_bytes * N_NARROW <= self._whole.width_bytes
 
     def _opened(self, span: Span, around: SpanCut | None = None) -> _Open:
-        """around: the cut of a span that this one is a part of. If this one has its solution in it,
-        it has the same."""
+        """An open span, bounded by LPs.
+
+        around: the cut of a larger span that this one is part of. If its solution lies in this span
+            and this span's own LPs prove no more, it serves as this span's cut as well.
+        """
         cut = bounded(self.graph, span, budget_bytes=self.budget_bytes, deadline=self.deadline)
         if around is None or around.saved_bytes is None or cut.span.lost_share > span.lost_share:
             return _Open(cut)
         if not span.least_bytes <= around.saved_bytes <= span.most_bytes:
             return _Open(cut)
-        # The method would prove less of it, unless it is narrow.
+        # Unless the span is narrow, skip step 2: the method would prove less.
         n_done = 1 if self._is_narrow(span) else 2
         return _Open(dataclasses.replace(around, span=cut.span), n_done)
 
     def _sharpened(self, cut: SpanCut) -> SpanCut:
-        """The cut by integer programming; where the schedule of the solution overflows joins it."""
+        """Solve the cut as an integer program, adding positions at which its schedule overflows."""
         while True:
             cut = sharpened(
                 self.graph,
@@ -203,8 +210,11 @@ class _Search(BestSoFar):
             cut = dataclasses.replace(cut, positions=tuple(sorted({*cut.positions, over})))
 
     def _overflow(self, cut: SpanCut) -> int | None:
-        """Try the schedule that holds what the solution does. Where in the span graph it is
-        furthest above the budget; None: nowhere, or it is illegal."""
+        """Try the schedule that keeps what the cut's solution keeps.
+
+        Returns the position in the span graph at which it is furthest above the budget; None if it
+        fits or is illegal.
+        """
         folded = StorageGraph.of(span_graph(self.graph, cut.span, budget_bytes=self.budget_bytes))
         schedule = of_step(self.graph, schedule_from_cuts(folded, cut.kept, deadline=self.deadline))
         try:
@@ -217,13 +227,16 @@ class _Search(BestSoFar):
         return folded.position[self.graph.nodes[fullest].name]
 
     def _plan_for_cap(self, saved_bytes: int) -> None:
-        """Have the method plan for schedules that save no more, beside others that save as much."""
+        """Have the method plan for schedules that save at most saved_bytes.
+
+        The other micro-batches are assumed to save as much each.
+        """
         if saved_bytes not in self._caps:
             self._caps.add(saved_bytes)
             self._propose_for(Span(0.0, saved_bytes, saved_bytes), worth_below=self.best_share)
 
     def _planned(self, span: Span) -> Span:
-        """With the method's bound on the span."""
+        """The span with the method's bound on it."""
         proposal = self._propose_for(span, worth_below=self.best_share - GAP)
         baseline_s = self.graph.baseline_time_s or 1.0
         lost_share = proposal.lower_bound_s / baseline_s - 1.0
@@ -235,9 +248,9 @@ class _Search(BestSoFar):
         return dataclasses.replace(span, lost_share=max(span.lost_share, lost_share))
 
     def _propose_for(self, span: Span, *, worth_below: float) -> Proposal:
-        """What the method proposes for the span graph; its schedule is tried on the step.
+        """Have the method plan for the span graph, and try its schedule on the step.
 
-        worth_below: the method may end where it proves that as much is lost.
+        worth_below: the method may end when it has proven that schedules lose as much.
         """
         self._n_left -= 1
         self.deadline.check()

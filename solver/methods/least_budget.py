@@ -1,12 +1,12 @@
-"""The least budget for which a schedule is found, between what is proven and no checkpointing.
+"""The minimum budget for which a schedule is found, between the proven minimum and the baseline.
 
-Reversals of the chain of blocks with few snapshots (`solver.methods.dp`) reach it on deep
-chains. Elsewhere greedy eviction goes further down, by bisection; a schedule that is found lowers
-the upper end to its own peak, often far below the budget that was tried. A method need not find a
-schedule for every budget above the least one for which it does, so this is what was found, not a
-proof.
+On deep chains, reversals of the chain of blocks with few snapshots (`solver.methods.revolve`) reach
+the lowest peaks. Elsewhere greedy eviction goes further down, by bisection; each schedule found
+lowers the upper end to its own peak, often far below the budget that was tried. A method need not
+find a schedule for every budget above the least one for which it does, so the result is what was
+found, not a proof.
 
-With several micro-batches in flight the eviction is tried with caps on what the step saves.
+With several micro-batches in flight, eviction is tried with caps on what the step saves.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ from solver.schedule import (
 from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 TOLERANCE = 0.002
-"""The search stops when the two ends are within this share of what is proven."""
+"""The search stops when the two ends are within this share of the proven minimum."""
 RETRIES = (0.0, 0.9, 0.75, 0.5, 0.9, 0.75, 0.5, 0.25)
-"""Between what is proven and what is reached, after the bisection."""
+"""Budgets tried after the bisection, between the proven (0) and the reached (1) minimum."""
 PATIENCE = (1.0, 0.5, 2.0)
-"""Exponents of the distance to the next use that the eviction tries."""
+"""Exponents of the distance to the next use that eviction tries at other budgets."""
 LEAST_PATIENCE = (1.0, 0.5, 0.25, 2.0)
-"""Those tried for the least budget."""
+"""Exponents tried for the minimum budget."""
 SAVED_SHARES = (0.25, 0.0, 0.5, 0.1, 0.75)
-"""Of what a step can save within a budget: the caps that are tried."""
+"""The caps that are tried, as shares of what a step can save within a budget."""
 LATE_S = 0.5
-"""For the search where the deadline has passed before it: else it would find the plain step."""
+"""Seconds for the search if the deadline has already passed; else only the baseline is found."""
 BASE_WORK, WORK_PER_NODE = 15_000_000, 3_000
-"""Of all evictions together, as `evict` counts it: five seconds, and 1 ms for a node."""
+"""Limit on the work of all evictions together, as `evict` counts it: five seconds, and 1 ms per
+node.
+"""
 
 
 def find_obstacle(
@@ -64,14 +66,14 @@ def find_obstacle(
     deadline: Deadline = NEVER,
     places: Places | None = None,
 ) -> Obstacle:
-    """The least budget, proven and reached, with the schedule and the op that asks for it.
+    """The minimum budget, proven and reached, with the schedule and the op that requires it.
 
-    method: the one that has to reach it (None: whatever does).
-    above_bytes: the reached budget is only of interest above these.
-    deadline: the obstacle is what was proven and found by then, or within LATE_S where that has
-        passed, and says that it was cut short.
-    places: what schedules may copy to; then only what one op itself needs is proven, and what is
-        reached is reached without copies.
+    method: the method that has to reach it (None: any).
+    above_bytes: reached budgets below this are of no interest.
+    deadline: the obstacle is what was proven and found by then, or within LATE_S if it has already
+        passed, and is marked as cut short.
+    places: where schedules may copy to. Then only what a single op needs is proven, and the reached
+        budget is that of schedules without copies.
     """
     folded = needed = StorageGraph.of(graph)
     places = None if places is None else places.beside(graph.host_state_bytes)
@@ -105,6 +107,7 @@ def find_obstacle(
             proven_bytes=max(proven_bytes, above_bytes),
             more=lambda: not deadline.passed,
         )
+    # What is on the device at p in every schedule.
     here = [
         (folded.unit_names[u], folded.unit_bytes[u])
         for u in range(folded.n_units)
@@ -124,11 +127,13 @@ def find_obstacle(
 def least_schedule(
     folded: StorageGraph, *, proven_bytes: int, deadline: Deadline = NEVER
 ) -> tuple[Schedule, int]:
-    """The schedule of the smallest peak that reversals and greedy eviction find, and that peak.
+    """The schedule with the smallest peak that reversals and greedy eviction find, and that peak.
 
-    Reversals of the chain of blocks reach the least on deep chains, eviction where skips cross.
-    proven_bytes: known not to be beaten. deadline: what was found by then counts; without it the
-    answer is the same whatever the machine's load.
+    Reversals of the chain of blocks reach the minimum on deep chains, eviction where skips cross.
+
+    proven_bytes: no schedule has a smaller peak.
+    deadline: ends the search, with what was found by then. Without one the answer does not depend
+        on the machine's load.
     """
     graph = folded.graph
     best = baseline(graph)
@@ -142,7 +147,7 @@ def least_schedule(
     if least_bytes - proven_bytes <= TOLERANCE * proven_bytes or deadline.passed:
         return best, least_bytes
     work, max_work = 0, BASE_WORK + WORK_PER_NODE * folded.n_nodes
-    patiences = list(LEAST_PATIENCE)  # the one that found something last comes first
+    patiences = list(LEAST_PATIENCE)  # the latest that found a schedule comes first
 
     def attempt(budget_bytes: int) -> Schedule | None:
         nonlocal work
@@ -169,7 +174,7 @@ def least_schedule(
 def _least_in_flight(
     graph: Graph, proven_bytes: int, *, deadline: Deadline
 ) -> tuple[Schedule, int]:
-    """`least_schedule` of a step with several micro-batches in flight, by eviction alone."""
+    """`least_schedule` for a step with several micro-batches in flight, by eviction alone."""
     work, max_work = 0, BASE_WORK + WORK_PER_NODE * len(graph.nodes)
 
     def more() -> bool:
@@ -202,7 +207,12 @@ def _search_down(
     more: Callable[[], bool],
     known: tuple[Schedule, int] | None = None,
 ) -> tuple[Schedule, int]:
-    """The schedule of the smallest peak that attempts at smaller and smaller budgets meet."""
+    """Bisect for the schedule with the smallest peak that `attempt` finds.
+
+    attempt: returns a schedule for a budget, or None.
+    more: whether there is work left.
+    known: a schedule and its peak, which are kept if the bisection finds nothing smaller.
+    """
     best = baseline(graph)
     high = simulate(graph, best).peak_bytes
     low = proven_bytes  # nothing is found below low, `best` reaches high
@@ -215,7 +225,7 @@ def _search_down(
             best, high = found
     if known is not None and known[1] <= high:
         best, high = known
-    # Below a budget without a schedule there may be one with: try further down once more.
+    # A smaller budget may have a schedule although a larger one had none: try some more.
     for share in RETRIES:
         tried = proven_bytes + int(share * (high - proven_bytes))
         found = _with_peak(graph, attempt(tried)) if tried < high and more() else None
@@ -225,7 +235,7 @@ def _search_down(
 
 
 def _with_peak(graph: Graph, schedule: Schedule | None) -> tuple[Schedule, int] | None:
-    """The schedule and its peak; None for none and for one that the simulator refuses."""
+    """The schedule and its peak; None if there is none or the simulator refuses it."""
     try:
         return None if schedule is None else (schedule, simulate(graph, schedule).peak_bytes)
     except IllegalScheduleError:

@@ -1,4 +1,4 @@
-"""What a method is, and what it hands to the simulator."""
+"""The interface of a method, and the proposal that it returns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from solver.schedule import Places, Schedule
 
 @dataclass(frozen=True)
 class Proposal:
-    """schedule: None when the method found nothing that fits.
+    """A schedule and a bound, before simulation.
 
-    lower_bound_s: no schedule of this graph within the budget is faster, on the clock of
-    `Node.time_s` (0: nothing proven; inf: proven that nothing fits).
+    schedule: None if the method found nothing that fits.
+    lower_bound_s: no schedule of this graph within the budget is faster, in the units of
+        `Node.time_s` (0: nothing proven; inf: proven that nothing fits).
     timed_out: the time limit or Ctrl-C ended the search, so more time might find more.
     """
 
@@ -27,18 +28,19 @@ class Proposal:
 class Method:
     """A way to find a schedule, and what callers may rely on.
 
-    propose: called as the method itself, with `starts` only if it takes them.
+    propose: the function that `__call__` calls; it gets `starts` and `quick` only if takes_starts,
+        and `places` only if there are any.
     proves_bound: its lower bound is at least as strong as `solver.bound.lower_bound_s`.
-    takes_starts: it can begin from schedules known for the graph, whether they fit or not, and be
-    quick.
-    reaches_least_budget: it finds a schedule for the least budget that `find_obstacle` reaches.
+    takes_starts: it can begin from known schedules of the graph, whether they fit or not, and has a
+        quick mode.
+    reaches_least_budget: it finds a schedule for the minimum budget that `find_obstacle` reaches.
     op_by_op: it decides op by op what is recomputed, not block by block.
-    takes_places: its schedules may copy to the places that are given; no other method is given any.
-    needs_places: it is for steps with places; without any it does what `revolve` does.
-    refine: a faster schedule from one that is known, for a step without places and with one
-    micro-batch in flight; called as `solver.methods.auto.refine` is.
-    prove_more: minutes of work for a sharper bound, for a step without places and with one
-    micro-batch in flight; called as `solver.methods.auto.prove_more` is.
+    takes_places: its schedules may copy to the given places. Other methods accept no places.
+    needs_places: it is made for steps with places; without any it does what `revolve` does.
+    refine: finds a faster schedule from a known one, for a step without places and with one
+        micro-batch in flight; called like `solver.methods.auto.refine`.
+    prove_more: spends minutes on a sharper bound, for a step without places and with one
+        micro-batch in flight; called like `solver.methods.auto.prove_more`.
     """
 
     propose: Callable[..., Proposal]
@@ -64,11 +66,15 @@ class Method:
     ) -> Proposal:
         """A schedule whose peak, by the simulator, is at most `budget_bytes`, or Proposal(None).
 
-        Same input and seed, same answer, unless `time_limit_s` ends the search.
+        The same input and seed give the same answer, unless `time_limit_s` ends the search.
 
-        quick: with a fraction of the work, for one of many budgets or sizes.
-        places: what the schedule may copy to; its copies fit there, beside the optimizer's state if
-        it is there.
+        starts: known schedules of the graph; ignored unless takes_starts.
+        quick: do a fraction of the work, for one of many budgets or sizes; ignored unless
+            takes_starts.
+        places: where the schedule may copy to. Its copies fit there, beside any optimizer state
+            kept there.
+
+        Raises ValueError if places are given and the method takes none.
         """
         if places is not None:
             places = places.beside(graph.host_state_bytes)

@@ -1,4 +1,4 @@
-"""The methods by name. Each proposes a schedule; `solver.solve` has every proposal simulated."""
+"""The methods by name. Each proposes a schedule, which `solver.solve` then simulates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from solver.schedule import baseline, simulate
 
 
 def none(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
-    """No checkpointing: each node once, in the framework's order; optimal when it fits."""
+    """No checkpointing: each node runs once, in the framework's order; optimal if it fits."""
     schedule = baseline(graph)
     fits = simulate(graph, schedule).peak_bytes <= budget_bytes
     return Proposal(schedule if fits else None, lower_bound_s=graph.baseline_time_s)
 
 
 def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> Proposal:
-    """`solver.methods.ilp`, loaded when it is called, as PuLP is slow to import."""
+    """`solver.methods.ilp`, imported only when called, since PuLP is slow to import."""
     from solver.methods import ilp as module
 
     return module.ilp(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=seed)

@@ -1,10 +1,9 @@
-"""A plan for new shapes without a search: what a known plan recomputes, simulated on the new step.
+"""A plan for new shapes without a search: apply the decisions of a known plan to the new step.
 
-The steps of two sequence lengths have the same operators under the same names, so what is
-recomputed before which operator can be said of either. Smaller shapes leave room: recomputation for
-which the bytes suffice is taken out. A few linear programs then bound what a search could win. If
-the schedule fits and the bound leaves little to win, it is the answer; else it is a start for the
-search.
+Steps of two sequence lengths have the same operators under the same names, so "recompute this
+before that operator" applies to both. Smaller shapes leave room; recomputation that is no longer
+necessary is then removed. A few LPs bound what a search could gain. If the schedule fits and the
+bound leaves little to gain, it is the answer; otherwise it is a start for the search.
 """
 
 from __future__ import annotations
@@ -28,16 +27,18 @@ from solver.schedule import (
 from solver.sizes_deadlines_progress import Deadline, now_s
 
 REUSE_LOSS = 0.02
-"""Of the baseline's time: what a reused plan may lose against its bound beyond what the known plan
-loses against its own. It saves a search of seconds to a minute for every new length."""
+"""How much larger the gap of a reused plan may be than that of the known plan, as a share of the
+baseline's time. Reuse saves a search of seconds to a minute for every new length.
+"""
 N_POSITIONS = 3
-"""At which a linear program bounds the time. On GPT-2, Llama, T5 and a ResNet the search's own
-bound is at most 0.1 points of the baseline higher."""
+"""Positions whose LPs bound the time. On GPT-2, Llama, T5 and a ResNet the search's own bound is at
+most 0.1 points of the baseline higher.
+"""
 
 
 @dataclass(frozen=True)
 class KnownPlan:
-    """A schedule that a search found, the rewrites of its graph, and the gap that it left."""
+    """A schedule that a search found, the rewrites of its graph, and the gap that was left."""
 
     schedule: Schedule
     rewrites: Variant
@@ -56,14 +57,15 @@ class KnownPlan:
 
 
 AS_IT_IS = KnownPlan(Schedule(ops=(), graph_id=""), rewrites=(), gap=0.0)
-"""Recomputes nothing, in any step."""
+"""The plan that recomputes nothing; it applies to any step."""
 
 
 def transferred(graph: Graph, schedule: Schedule) -> Schedule:
-    """What `schedule`, of another graph, recomputes, before the same operators of this graph.
+    """Recompute on this graph what another graph's schedule recomputes before the same ops.
 
-    Where an operator is missing, its recomputations wait for the next one that is there. What this
-    graph cannot recompute it holds. Only the simulator says whether the result is legal.
+    If this graph lacks an operator, the recomputation before it moves to the next one that exists.
+    Nodes that this graph cannot recompute are kept. The result may be illegal; the simulator
+    decides.
     """
     known = graph.node_by_name
     ran: set[str] = set()
@@ -80,10 +82,10 @@ def transferred(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 def reused(variants: Variants, known: KnownPlan, request: Request) -> Solution | None:
-    """The known decisions on the only planned program of this step.
+    """Apply the known plan's decisions to the step, of which a single variant is planned.
 
-    None: they do not fit, or a search may find a plan that is faster by more than REUSE_LOSS. The
-    bound is for this program alone, not for its other variants.
+    Returns None if they do not fit, or if a search may find a plan that is faster by more than
+    REUSE_LOSS. The bound holds for this program alone, not for its other variants.
     """
     (graph,) = variants.planned
     started_s = now_s()

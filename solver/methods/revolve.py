@@ -2,9 +2,9 @@
 
 Andreas Griewank, Andrea Walther: Algorithm 799: revolve, ACM TOMS 26 (2000). Fewest forward steps
 for a chain of equal steps and a number of snapshots. On a graph it falls short where steps are
-unequal, and where memory would allow more than inputs to be kept: it recomputes every block but the
-last. It reaches the smallest budgets on deep chains, where all blocks are stepped over one by one;
-both these and at most REVOLVE_MAX_BLOCKS coarser ones are tried.
+unequal, and where there is memory for more than inputs: it recomputes every block but the last. It
+reaches the smallest budgets on deep chains if every block is a step of its own; both these and at
+most REVOLVE_MAX_BLOCKS coarser ones are tried.
 
 Cost: log L reversals, each turned into a schedule of the graph and simulated.
 """
@@ -30,7 +30,9 @@ from solver.sizes_deadlines_progress import NEVER, Deadline
 
 REVOLVE_MAX_BLOCKS = 128
 MAX_RUNS = 20
-"""Of a block in a reversal: with few snapshots a long chain would run the first ones endlessly."""
+"""A reversal whose blocks run more often on average is skipped: with few snapshots the first blocks
+of a long chain would run endlessly.
+"""
 
 
 def revolve(
@@ -43,7 +45,7 @@ def revolve(
 ) -> Proposal:
     """The reversal with the most snapshots that fit. No randomness.
 
-    worth_between_s: as of `BestSoFar`.
+    worth_between_s: as in `BestSoFar`.
     """
     with BestSoFar(
         graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_between_s=worth_between_s
@@ -66,8 +68,11 @@ def revolve(
 
 
 def _is_slow(graph: Graph, blocks: Blocks, search: BestSoFar) -> bool:
-    """Whether no reversal is worth a simulation. The one with a snapshot of each block is taken to
-    be the fastest: every block but the last runs twice, with fewer snapshots more often."""
+    """Whether every reversal is too slow to be worth a simulation.
+
+    The reversal with a snapshot for each block is taken to be the fastest: every block but the last
+    runs twice, and more often with fewer snapshots.
+    """
     if not blocks.n_blocks or math.isinf(search.worth_between_s[1]):
         return False
     fastest = reversal_to_schedule(graph, blocks, blocks.n_blocks, search.deadline)
@@ -75,9 +80,9 @@ def _is_slow(graph: Graph, blocks: Blocks, search: BestSoFar) -> bool:
 
 
 def reversals(graph: Graph, *, deadline: Deadline = NEVER) -> Iterator[Schedule]:
-    """Reversals of all blocks with more and more snapshots: small peaks, the smallest ones first.
+    """Yield reversals of all blocks with more and more snapshots, starting with the smallest peaks.
 
-    Without those that run a block MAX_RUNS times and more on the average. Raises OutOfTimeError.
+    Those that are long (`is_long`) are left out. Raises OutOfTimeError.
     """
     deadline.check()
     blocks = split_into_blocks(graph)
@@ -89,7 +94,7 @@ def reversals(graph: Graph, *, deadline: Deadline = NEVER) -> Iterator[Schedule]
 
 
 def is_long(blocks: Blocks, n_snapshots: int) -> bool:
-    """Whether the reversal runs a block MAX_RUNS times and more on the average."""
+    """Whether the reversal recomputes blocks more than MAX_RUNS times on average."""
     n_steps = blocks.n_blocks
     return n_extra_steps(n_steps=n_steps, n_snapshots=n_snapshots) > MAX_RUNS * n_steps
 

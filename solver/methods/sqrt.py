@@ -1,20 +1,20 @@
 """Checkpoint the ends of k segments, recompute each segment once: sublinear memory.
 
 Tianqi Chen, Bing Xu, Chiyuan Zhang, Carlos Guestrin: Training Deep Nets with Sublinear Memory Cost,
-arXiv:1604.06174 (2016). With k near the square root of the number of blocks, the kept ends and the
-one segment that is being recomputed take about equally much: O(√L) memory for at most one more
+arXiv:1604.06174 (2016). With k near the square root of the number of blocks L, the kept ends and
+the one segment that is being recomputed take about equally much: O(√L) memory for at most one more
 forward pass.
 
-Here the budget is the dial, in both directions that people turn it by hand: k is not √L but every
-small count and a geometric choice of larger ones, and for each the last segments stay whole, as
-many as fit. The fastest schedule that fits is taken. One segment, whole, is the step without
-checkpointing; as many segments as blocks, one whole, is `every_block`.
+Here k and the number of segments kept whole follow from the budget. k is not √L but every small
+number and a geometric choice of larger ones. For each k, as many of the last segments as fit are
+kept whole. The fastest schedule that fits is returned. One segment, kept whole, is the step without
+checkpointing; as many segments as blocks, with one whole, is `every_block`.
 
-Optimal for nothing. Segments are equal in the bytes that they save, whatever they cost to
-recompute; each is kept whole or not at all, however cheap a part of it is; nothing is recomputed
-twice, so budgets below about 2√L blocks are out of reach.
+Optimal for nothing. Segments save equal bytes, regardless of what they cost to recompute; each is
+kept whole or not at all, however cheap a part of it is; nothing is recomputed twice, so budgets
+below about 2√L blocks are out of reach.
 
-Cost: some 15 counts times log L schedules, each linear in the graph.
+Cost: some 15 values of k times log L schedules, each linear in the graph.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ def sqrt(
     seed: int,
     worth_between_s: tuple[float, float] = ANY,
 ) -> Proposal:
-    """The fastest of the segment counts whose schedule fits. No randomness.
+    """The fastest schedule that fits, over the numbers of segments. No randomness.
 
-    worth_between_s: as of `BestSoFar`.
+    worth_between_s: as in `BestSoFar`.
     """
     with BestSoFar(
         graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, worth_between_s=worth_between_s
     ) as search:
         counts = segment_counts(split_into_blocks(graph).n_blocks)
-        for n_segments in reversed(counts):  # the best come early
+        for n_segments in reversed(counts):  # the best ones are found early
             if search.time_is_up():
                 break
             segments = split_into_blocks(graph, max_blocks=n_segments)
 
             def fits(n_whole: int, segments: Blocks = segments) -> bool:
-                # More whole segments are faster: a number that would not beat the best is raised
+                # More whole segments are faster. If these would not beat the best, go on to more
                 # without a simulation.
                 order = keep_order(graph, checkpoints(graph, segments, n_whole=n_whole))
                 return not search.is_faster(order) or search.try_larger(
@@ -69,7 +69,7 @@ def sqrt(
 
 
 def segment_counts(n_blocks: int) -> list[int]:
-    """All counts up to 6, then growing by half, and at last the number of blocks itself."""
+    """The values of k: all up to 6, then growing by half, and finally the number of blocks."""
     counts = list(range(1, max(1, min(n_blocks, N_SEGMENTS_ALL_UP_TO)) + 1))
     while counts[-1] < n_blocks:
         counts.append(min(n_blocks, int(counts[-1] * N_SEGMENTS_GROWTH)))

@@ -1,20 +1,21 @@
-"""Chains of equal steps with snapshots on the device, the host and the disk, as published.
+"""Published methods for chains of equal steps with snapshots on the device, the host and the disk.
 
-The graph is split into a chain of blocks as for `revolve`; its snapshots are what crosses between
-two blocks. `solver.chain` reverses the chain with snapshots on several levels; their number on the
-device is the largest that fits, by bisection, and some others. What is on a slow level only while a
-block is reversed is copied there, and back in time for its use (`auto.place_side_by_side`).
+The graph is split into a chain of blocks as for `revolve`; its snapshots are the tensors between
+two blocks. `solver.chain` reverses the chain with snapshots on several levels. The number of
+snapshots on the device is the largest that fits, found by bisection; some other numbers are tried
+too. A tensor that is only on a slow level whenever a block is reversed is copied there, and back in
+time for its use (`auto.place_side_by_side`).
 
 - `hrevolve` (Herrmann, Pallez 2020): device, host and disk.
 - `disk_revolve` (Aupy, Herrmann, Hovland, Robert 2016), `periodic_disk_revolve` (Aupy, Herrmann
-  2017): the device, and behind it the disk where one is given, else the host, as if it had no end.
+  2017): the device and the disk if there is one, otherwise the host, treated as unlimited.
 - `multistage` (Stumm, Walther 2009): device, host and disk; the fewest forward steps for all
   snapshots together.
 
 Optimal for steps of equal time and snapshots of equal bytes, if nothing is computed while a
-snapshot is copied. On a graph that is pessimistic: copies run beside the computation, and the
-simulator lets them. They fall short, as `revolve` does, where steps are unequal and where memory
-would allow more than inputs to be kept; and they know nothing of a link that is busy.
+snapshot is copied. On a graph that is pessimistic, since copies overlap with computation, also in
+the simulator. Like `revolve` they fall short where steps are unequal and where there is memory for
+more than inputs; and they do not model a busy link.
 
 Cost: some dozen reversals of at most MAX_BLOCKS blocks, each turned into a schedule and simulated.
 """
@@ -47,25 +48,28 @@ from solver.schedule import Places, Schedule, baseline
 
 MAX_BLOCKS = 128
 IN_PASSING = 2
-"""Snapshots for which the host keeps room where there is a disk."""
+"""If there is a disk, the host keeps room for so many snapshots on their way to or from it."""
 
 Actions = tuple[Action, ...]
 Reverse = Callable[[int, Sequence[Level]], Actions | None]
 """From the number of steps and the levels to the actions; None: not enough snapshots."""
 Known = dict[tuple[Actions, tuple[bool, ...]], bool]
-"""By actions and by which of the slow levels are the disk: whether they fit."""
+"""Whether schedules fit, by their actions and by which slow levels are on disk."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A level of the chain: on_disk says which memory it is, unless it is the device's."""
+    """A slow level of the chain, and whether it is the disk or the host."""
 
     level: Level
     on_disk: bool = False
 
 
 def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Proposal]:
-    """The method that plans these actions. two_levels: device and slowest only."""
+    """The method that plans with these actions.
+
+    two_levels: use only the device and the slowest level.
+    """
 
     def method(
         graph: Graph,
@@ -76,9 +80,10 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
         places: Places | None = None,
         known: Known | None = None,
     ) -> Proposal:
-        """Without places all snapshots are on the device. No randomness.
+        """Find the best reversal. Without places all snapshots are on the device. No randomness.
 
-        known: what other methods have tried within this budget, which is not tried again.
+        known: results of methods tried before within this budget; these schedules are not tried
+            again.
         """
         tried = {} if known is None else known
         with BestSoFar(
@@ -95,7 +100,7 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
             def fits(n_snapshots: int) -> bool:
                 levels = (Level(n_snapshots), *(storage.level for storage in slow))
                 actions = reverse(blocks.n_blocks, levels)
-                if actions is None:  # with more it may go
+                if actions is None:  # more snapshots may be enough
                     return True
                 if (actions, on_disk) not in tried:
                     schedule = _scheduled(search, blocks, actions, slow, places)
@@ -105,7 +110,7 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
             if blocks.n_blocks:
                 search.bisect(fits, 0, blocks.n_blocks + 1)
             n_snapshots = 0
-            while n_snapshots < blocks.n_blocks:  # where the slow levels are too small
+            while n_snapshots < blocks.n_blocks:  # missed by bisection if slow levels are small
                 fits(n_snapshots)
                 n_snapshots += 1 + n_snapshots // 3
         return search.proposal()
@@ -114,7 +119,7 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
 
 
 def _with_disk(reverse: Callable[..., Actions | None]) -> Reverse:
-    """That of memory and disk; where there is memory only, the best with that."""
+    """Adapt a method for memory and disk; with memory only, it is the best reversal in memory."""
 
     def either(n_steps: int, levels: Sequence[Level]) -> Actions | None:
         if len(levels) == 1:
@@ -133,7 +138,7 @@ METHODS_ON_LEVELS = {
 
 
 def _slow_levels(graph: Graph, blocks: Blocks, places: Places) -> list[Storage]:
-    """Host and disk as levels for the largest snapshot, in forward steps of average time."""
+    """Host and disk as levels for the largest snapshot, with costs in average forward steps."""
     snapshots = blocks.handed_on
     sizes = (sum(graph.tensor_by_name[name].size_bytes for name in names) for names in snapshots)
     size_bytes = max(sizes, default=0)
@@ -159,7 +164,7 @@ def _scheduled(
     slow: Sequence[Storage],
     places: Places | None,
 ) -> Schedule:
-    """The actions on the graph, with copies of what is on slow levels. Raises OutOfTimeError."""
+    """The actions as a schedule of the graph, with copies to slow levels. Raises OutOfTimeError."""
     graph = search.graph
     plain = chain_to_schedule(
         graph, blocks, reversal_ops(blocks.n_blocks, actions), deadline=search.deadline
@@ -183,9 +188,13 @@ def _scheduled(
 def _away(
     storages: StorageGraph, order: Sequence[str], blocks: Blocks, actions: Actions
 ) -> Iterator[tuple[Gap, int]]:
-    """Gaps in which a snapshot is on slow levels only whenever a block is reversed, and which."""
-    position = {name: i for i, name in enumerate(order)}  # of the last run: of a later node the one
-    anchors: list[tuple[int, dict[int, int]]] = []  # where a block is reversed: cut -> its level
+    """Yield the gaps to spend on a slow level, and that level.
+
+    In such a gap the tensor is on slow levels only, at each reversal of a block.
+    """
+    position = {name: i for i, name in enumerate(order)}  # later nodes run only once
+    # (position where a block is reversed, cut -> the fastest level with its snapshot)
+    anchors: list[tuple[int, dict[int, int]]] = []
     held: dict[int, list[int]] = {}
     for kind, start, level in actions:
         if kind == "store":

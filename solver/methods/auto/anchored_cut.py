@@ -1,19 +1,19 @@
-"""The single cut with anchors: what its replay lacks is memory for long runs of recomputation.
+"""The single cut with anchors, for schedules that lack memory for long runs of recomputation.
 
-A single cut counts each recomputed node once and knows nothing of the bytes that this takes. Where
-it drops the narrow tensors of many blocks in a row (the states of a recurrent net, which cost
-little to recompute, each from the one before), the replay recomputes them all at once and
-overflows. So the chain of blocks (`solver.chain.blocks`) is cut into segments of a few blocks, the
-tensors between segments are held at the position of the cut by decree, and the cut decides the
-rest. What is recomputed at a time is then of one segment, as in Chen et al. 2016, but within and
-between segments the operators are chosen by the cut. Where the replay still overflows, the cut gets
-that many bytes less.
+A single cut counts each recomputed node once and ignores the bytes that recomputation takes. Where
+it drops the narrow tensors of many blocks in a row (such as the states of a recurrent network,
+cheap to recompute, each from the one before), its schedule recomputes them all at once and exceeds
+the budget. So the chain of blocks (`solver.chain.blocks`) is divided into segments of a few blocks.
+The tensors between segments, the anchors, must be held at the position of the cut, and the cut
+decides about the rest. Then one segment is recomputed at a time, as in Chen et al. 2016, but the
+cut chooses operators within and between segments. If the schedule still exceeds the budget, the cut
+gets that many bytes less.
 
-Optimal for nothing, and proves nothing: its answers are replayed and simulated. Close to the bound
-on deep chains of many small blocks; of no use where blocks are few or long skips cross them.
+Optimal for nothing, and proves nothing: its schedules are simulated. Close to the bound on deep
+chains of many small blocks; of no use where blocks are few or long skips cross them.
 
-Cost: one LP, one replay and one simulation for each length of segment and round, linear in the
-graph but for the LP.
+Cost: one LP, one schedule and one simulation for each segment length and round, linear in the graph
+except for the LP.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from solver.chain import split_into_blocks
 from solver.methods.auto.search import Search
 
 SEGMENT_BLOCKS = (None, 64, 32, 16, 8, 4, 2, 1)
-"""Blocks from anchor to anchor (None: no anchors, the cut itself)."""
+"""Blocks in a segment (None: no anchors, the cut itself)."""
 MAX_ROUNDS = 4
-"""Times that the cut is solved with fewer bytes."""
+"""Maximum times that the cut is solved with one segment length, each time with fewer bytes."""
 
 
 def offer_anchored(search: Search, *, base: int) -> None:
-    """Offer the replays of the cut at position `base`, with anchors further and less far apart."""
+    """Offer schedules of the cut at position `base`, with longer and shorter segments."""
     blocks = split_into_blocks(search.folded.graph)
     for n_blocks in SEGMENT_BLOCKS:
         if n_blocks is not None and n_blocks >= blocks.n_blocks:
             continue
-        anchors: set[str] = set()  # what crosses from one segment to the next, or accompanies all
+        anchors: set[str] = set()  # storages that cross from one segment to the next, companions
         if n_blocks is not None:
             anchors = {name for crossing in blocks.crossing[::n_blocks] for name in crossing}
             anchors |= blocks.companions

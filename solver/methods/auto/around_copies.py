@@ -1,22 +1,23 @@
-"""Recomputation planned around copies that are given: `auto` for the device, on another step.
+"""Recomputation planned around given copies: `auto` for the device, on a modified step.
 
-Given are an order of nodes and gaps in it that are spent on the host. How many bytes that leaves
-for everything else differs from position to position, and so does what may be read there. Both are
-said by a step in which a storage that is copied comes back by a node without inputs, the fetch,
-which costs next to nothing and may run again, like a parameter's copy (`graphs.host_state`):
+Given are an order of nodes and gaps in it that are spent on the host. The bytes that this leaves
+for everything else differ from position to position, and so does what may be read there. A modified
+step expresses both. In it, a copied storage comes back by a *fetch*: a node without inputs that
+costs next to nothing and may be recomputed, like a parameter's copy (`graphs.host_state`).
 
-- Its maker takes the bytes as workspace, and the fetch makes the storage right after it.
-- It has to be there until the store has ended, and from where the fetch begins: a node that reads
-  it marks each of the two. The stores run one after the other in the order of making, the fetches
-  as late as their deadlines let them, by the clock of the order.
+- The storage's maker takes its bytes as workspace, and the fetch makes the storage right after it.
+- The storage must be on the device until its store has ended, and from where its real fetch begins.
+  At both positions a node that reads it marks that. The stores run one after the other in the order
+  of making, the fetches as late as their deadlines permit, by the clock of the order.
 
-The best schedule for the device alone on that step says what is recomputed beside the copies, and
-where they come back: with the fetches left out it is an order with gaps again. Copies are placed in
-it as in any other, and the simulator decides.
+The best schedule of that step for the device alone says what is recomputed beside the copies, and
+where they come back: without the fetches it is an order with gaps again. Copies are placed in it as
+in any other, and the simulator decides.
 
-What is stored is what the strongest cut fetches, then the same without the storage that the compute
-stream would wait for most; then that of the next cut. Proves nothing. On ResNet-50 at 10 % over 50
-GB/s it finds 17.9 % in place of 21.8, in seconds: a cut alone knows the bytes of one position only.
+The storages tried first are those that the strongest cut fetches, then the same without the one for
+which the compute stream would wait most; then those of the next cut. Proves nothing. On ResNet-50
+at 10 % over 50 GB/s it finds 17.9 % instead of 21.8, in seconds: a cut alone knows the bytes of one
+position only.
 """
 
 from __future__ import annotations
@@ -39,18 +40,23 @@ from solver.schedule import OPTIMAL_GAP, Link
 N_CUTS, N_CHOICES = 2, 2
 """Cuts, and sets of storages of each, that are tried."""
 MORE_GAP = 3e-3
-"""Of the baseline's time: what is left after the first set for others to be tried."""
+"""After the first set, others are tried only above this gap, a share of the baseline's time."""
 FETCH_COST = 0.02
-"""Of the time of a copy: enough that a storage is not sent away for nothing."""
+"""Cost of a fetch, as a share of the time of a copy: enough that no storage is sent away
+needlessly.
+"""
 CUT_GAP, CUT_NODES = 3e-4, 20
-"""To which share of the baseline's time a cut is solved, and in how many branch-and-bound nodes."""
+"""The gap to which a cut is solved, as a share of the baseline's time, and the maximum
+branch-and-bound nodes.
+"""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A unit that is on the host between the first runs of two nodes.
+    """A unit's stay on the host between the first runs of two nodes.
 
-    gone, back: positions before which it is still on the device, and is there again.
+    gone: the position right before which it is still on the device.
+    back: the position right before which it is on the device again.
     """
 
     unit: int
@@ -61,8 +67,8 @@ class Visit:
 def recompute_around(search: CopySearch) -> None:
     """Offer the best schedules around what the strongest cuts fetch."""
     folded, tried = search.folded, False
-    # The fetch of what a later node made could not run again, nor that of a storage whose maker
-    # makes a view of it too.
+    # A fetch must be recomputable: not of what a later node makes, nor of a storage whose maker
+    # also makes a view of it.
     n_made = Counter(
         (folded.position[node.name], folded.unit_of.get(name))
         for node in folded.graph.forward_nodes
@@ -77,7 +83,7 @@ def recompute_around(search: CopySearch) -> None:
                 return
             tried = True
             order, gaps = _fetched_by_cut(search, cut.position, barred, near_lp=True)
-            if not gaps:  # the program's relaxation has parts of large units only
+            if not gaps:  # the LP fetches only fractions of large units
                 order, gaps = _fetched_by_cut(search, cut.position, barred, near_lp=False)
             found = _replanned(search, order, gaps) if gaps else None
             if found is None:
@@ -92,7 +98,11 @@ def recompute_around(search: CopySearch) -> None:
 def _fetched_by_cut(
     search: CopySearch, position: int, barred: Collection[int], *, near_lp: bool
 ) -> tuple[Sequence[str], list[Gap]]:
-    """The order with the cut's recomputation, and the gaps of what it fetches."""
+    """The order with the cut's recomputation, and the gaps of what the cut fetches.
+
+    barred: units that must not be fetched.
+    near_lp: solve near the LP's solution, else the whole MILP.
+    """
     program = search.program(position, allowance_bytes=0)
     program.forbid(barred)
     solve = program.solve_near_lp if near_lp else partial(program.solve, whole=True)
@@ -106,7 +116,7 @@ def _fetched_by_cut(
 def _replanned(
     search: CopySearch, order: Sequence[str], gaps: Iterable[Gap]
 ) -> tuple[Sequence[str], list[Gap]] | None:
-    """Another order around the same copies, with its gaps; None: none is known."""
+    """Another order around the same copies, with its gaps; None: none was found."""
     assert search.to.host is not None
     folded, link = search.folded, search.to.host.link
     visits = find_visits(folded, order, gaps, link)
@@ -126,14 +136,14 @@ def _replanned(
 def find_visits(
     folded: StorageGraph, order: Sequence[str], gaps: Iterable[Gap], link: Link
 ) -> list[Visit]:
-    """When each unit is on the host, by the clock of the order; only those that have the time.
+    """When each unit is on the host, by the clock of the order, if there is time for its copies.
 
     Of several gaps of a unit the longest counts.
     """
     longest: dict[int, Gap] = {}
     for gap in sorted(gaps, key=lambda gap: gap.last - gap.first):
         longest[gap.unit] = gap
-    # when each run of the order begins, and when each node runs first
+    # start of each run of the order, and of each node's first run
     run_s = list(accumulate((folded.time_s[folded.position[name]] for name in order), initial=0.0))
     at_s = [math.inf] * folded.n_nodes
     for name, begin_s in zip(reversed(order), reversed(run_s[:-1]), strict=True):
@@ -153,10 +163,10 @@ def find_visits(
 
 
 def with_fetches(folded: StorageGraph, visits: Iterable[Visit], link: Link) -> Graph:
-    """The step of the module, in which these units come back by nodes."""
+    """The modified step of the module, in which these units come back by fetches."""
     graph, names = folded.graph, folded.unit_names
     by_maker: dict[int, list[int]] = {}
-    marks: dict[int, list[Node]] = {}  # nodes that only read the storage
+    marks: dict[int, list[Node]] = {}  # by position, nodes that only read the storage
     for visit in visits:
         by_maker.setdefault(folded.maker[visit.unit], []).append(visit.unit)
         name = names[visit.unit]
@@ -197,12 +207,12 @@ def with_fetches(folded: StorageGraph, visits: Iterable[Visit], link: Link) -> G
 
 
 def fetch_of(storage: str) -> str:
-    """The node that brings it back. No traced name has a dot in that place."""
+    """The name of the node that brings the storage back. No traced name has a dot in that place."""
     return f"fetch.{storage}"
 
 
 def without_fetches(folded: StorageGraph, order: Sequence[str]) -> tuple[Sequence[str], list[Gap]]:
-    """The order on the graph itself, and the gaps that end with a unit that has come back."""
+    """The order on the graph itself, and the gaps that end where a fetched unit is read again."""
     fetches: Mapping[str, int] = {fetch_of(name): u for u, name in enumerate(folded.unit_names)}
     left: list[str] = []
     stored, coming, ends = set[int](), set[int](), set[tuple[int, int]]()

@@ -1,9 +1,9 @@
-"""Steps between recomputation and copies, each judged by what it does to the time.
+"""Local search between recomputation and copies, judged by the time of the step.
 
-Given are orders of nodes, recomputation written out. What overflows is copied; then one
-recomputation is taken out, or one copied storage is recomputed instead, as long as that makes the
-step faster. Taken out are the longest first; recomputed instead what the compute stream waits for
-most. Work is counted in nodes placed.
+Start from an order of nodes that includes recomputation, with copies of the storages that exceed
+the budget. Then remove one recomputation, or recompute one copied storage instead, as long as that
+makes the step faster. Recomputations are removed in order of their time, longest first; copies are
+replaced in order of how long the compute stream waits for them. Work is counted in nodes placed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from solver.methods.auto.copy_placement import Gap
 from solver.schedule import missing_computes, without_dead_computes
 
 LEAST_GAIN = 1e-9
-"""Of the step's time."""
+"""A step faster by less than this share of its time is not an improvement."""
 
 Place: TypeAlias = Callable[[Sequence[str]], "Attempt | None"]
-"""An order with copies of what overflows; None: it does not fit."""
+"""An order, with copies where it exceeds the budget; None: it does not fit."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """gaps: spent on the host. waits_s: by unit, what the compute stream waits for its copies.
+    """An order that fits with copies.
+
+    gaps: the gaps in it that are spent on the host.
+    waits_s: by unit, how long the compute stream waits for its copies.
     time_s: of the schedule.
     """
 
@@ -37,7 +40,7 @@ class Attempt:
 
 
 def climb(folded: StorageGraph, place: Place, start: Attempt, *, max_work: int) -> Attempt:
-    """The best that single steps lead to."""
+    """The best attempt that single changes lead to, within max_work."""
     best, work = start, 0
     while True:
         for order in _neighbours(folded, best):
@@ -55,7 +58,10 @@ def climb(folded: StorageGraph, place: Place, start: Attempt, *, max_work: int) 
 
 
 def _neighbours(folded: StorageGraph, best: Attempt) -> Iterator[Sequence[str]]:
-    """Without one of the recomputations; then with one in place of a copy, right before it ends."""
+    """Yield orders without one of the recomputations, then orders that recompute a copied storage.
+
+    The storage is recomputed right before the use for which it would be fetched.
+    """
     graph, order = folded.graph, best.order
     seen: set[str] = set()
     again = []
@@ -64,7 +70,7 @@ def _neighbours(folded: StorageGraph, best: Attempt) -> Iterator[Sequence[str]]:
             again.append(i)
         seen.add(name)
     for i in sorted(again, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
-        # what was made only for it goes, too
+        # without_dead_computes also removes what was recomputed only for it
         yield without_dead_computes(graph, [*order[:i], *order[i + 1 :]])
     for gap in sorted(best.gaps, key=lambda gap: (-best.waits_s.get(gap.unit, 0.0), gap)):
         maker = folded.maker[gap.unit]
@@ -75,7 +81,7 @@ def _neighbours(folded: StorageGraph, best: Attempt) -> Iterator[Sequence[str]]:
         before, after = order[: gap.last], order[gap.last :]
         made = {name for node in before for name in graph.node_by_name[node].outputs}
         read = {name for node in after for name in graph.needs[node]}
-        # its inputs are what is there at that place, or are recomputed, too
+        # its inputs are tensors that are live there, or are recomputed too
         there = {tensor.name for tensor in graph.resident} | (made & read) - members
         back = missing_computes(graph, sorted(members & read & made), there)
         yield [*before, *back, *after]

@@ -1,22 +1,22 @@
-"""Copies in a schedule: which storage leaves when, and when it comes back.
+"""Place copies in a schedule: when each storage leaves the device, and when it comes back.
 
-Given are an order of nodes, recomputation written out, and the gaps that are to be spent on the
-host or the disk: spans between two uses of a storage in which nothing reads it. The sweep goes
-through the order once, with the clock of every stream:
+Given are an order of nodes that includes recomputation, and the gaps to be spent on the host or the
+disk: spans between two uses of a storage in which nothing reads it. One sweep goes through the
+order, with a clock for every stream:
 
-- A storage is stored right after it is made, in the order of making; where the host is full, as
-  soon as something was dropped there.
-- It leaves the device when the gap has begun and the store is over; sooner, so that the compute
-  stream waits, only where the budget asks for it. What is over first goes first.
+- A storage is stored right after it is made, in the order of making; if the host is full, as soon
+  as something has been dropped there.
+- It leaves the device when the gap has begun and the store is over. It leaves sooner, so that the
+  compute stream waits, only if the budget requires it, the one whose store ends first going first.
 - It is fetched by earliest deadline, as soon as the link is free and its bytes fit at every node up
   to its use; at the use at the latest.
-- What goes on to the disk (`beside`) is loaded by earliest deadline, too: in time before its use,
-  and once nothing more is to be stored as soon as the host has room.
+- What is on the disk (`copy_placement_state`) is loaded by earliest deadline too: in time for its
+  use or, once nothing more is to be stored, as soon as the host has room.
 
-Whether the budget holds is known for each node: what would leave too late is waited for, and where
-even that does not help the position is reported. Time and peak are for the simulator to say.
+The budget is checked at each node: the compute stream waits for what would leave too late, and if
+even that does not help, the position is reported. The simulator decides time and peak.
 
-Cost: linear in the order and the gaps, but for the check of a fetch's bytes up to its use.
+Cost: linear in the order and the gaps, except for checking the bytes of a fetch up to its use.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from solver.schedule import (
 )
 
 N_LOOKED_AT = 4
-"""Fetches by deadline that are looked at for one that fits."""
+"""Fetches, by deadline, among which one that fits is sought."""
 MAX_LAYOUTS = 4
-"""Times that copies are placed anew, for less of the host."""
+"""Maximum times that copies are placed, each time with less of the host."""
 LOADED_AHEAD = 2.0
-"""Of the time from the disk to the device: so long before its use a storage is loaded."""
+"""How long before its use a storage is loaded, in times from the disk to the device."""
 
 
 @dataclass(frozen=True, order=True)
 class Gap:
-    """Between two uses of a unit nothing reads it.
+    """A span between two uses of a unit in which nothing reads it.
 
-    made, first, last: positions in the order of the run that made it, of the use before the gap (or
-    the making) and of the one after it.
+    made, first, last: positions in the order: of the run that made it, the use before the gap (or
+        the making) and the use after it.
     """
 
     made: int
@@ -69,9 +69,11 @@ class Gap:
 
 
 def never_copied(folded: StorageGraph) -> frozenset[int]:
-    """Units that a node overwrites: what was there before must not come back. Those of outputs,
-    which the rules keep from being stored. And those that the caller makes, who holds them: the
-    gradients of outputs, from a loss outside.
+    """Units that must not be copied.
+
+    They are units that a node overwrites, as the old value must not come back; outputs of the
+    graph, which the rules keep from being stored; and units that the caller makes and holds, which
+    are the gradients of outputs, from a loss outside.
     """
     graph = folded.graph
     stay = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
@@ -83,7 +85,7 @@ def never_copied(folded: StorageGraph) -> frozenset[int]:
 
 
 def find_gaps(folded: StorageGraph, order: Sequence[str]) -> list[Gap]:
-    """All gaps of at least one run in between, of units that may be copied."""
+    """All gaps with at least one run inside, of units that may be copied."""
     stays = never_copied(folded)
     made: dict[int, int] = {}
     used: dict[int, int] = {}
@@ -105,7 +107,9 @@ def find_gaps(folded: StorageGraph, order: Sequence[str]) -> list[Gap]:
 
 @dataclass(frozen=True)
 class Placed:
-    """over_bytes: by position in the order, bytes above the budget there.
+    """A schedule with its copies.
+
+    over_bytes: by position in the order, bytes above the budget there.
     waits_s: by unit, seconds that the compute stream waits for its copies.
     time_s: when the last stream ends.
     """
@@ -125,10 +129,7 @@ def place_copies(
     places: Places,
     to_disk: frozenset[int] = frozenset(),
 ) -> Placed:
-    """The schedule that spends these gaps on the host; see the module.
-
-    to_disk: units that go on to the disk.
-    """
+    """The schedule that spends these gaps on the host, or the disk for the units in to_disk."""
     sweep = _Sweep(folded, order, gaps, budget_bytes=budget_bytes, places=places, to_disk=to_disk)
     return sweep.run()
 
@@ -142,7 +143,7 @@ def place_side_by_side(
     places: Places,
     to_disk: Callable[[Places], frozenset[int]],
 ) -> Placed:
-    """Within the capacities; within smaller ones where the copies lie side by side in more.
+    """Place copies, with less capacity each time, until their memory layout fits the places.
 
     to_disk: for given capacities, the units that go on to the disk.
     """
@@ -166,7 +167,7 @@ def place_side_by_side(
 
 
 def _smaller(place: Place | None, over_bytes: int) -> Place | None:
-    """None: nothing is left."""
+    """The place with over_bytes less; None: nothing is left."""
     if place is None or over_bytes <= 0:
         return place
     left_bytes = place.capacity_bytes - over_bytes
@@ -174,7 +175,7 @@ def _smaller(place: Place | None, over_bytes: int) -> Place | None:
 
 
 def longest_to_disk(folded: StorageGraph, gaps: Iterable[Gap], places: Places) -> frozenset[int]:
-    """What goes to the disk so that the host has room for the rest (`goes_to_disk`)."""
+    """Units to move to the disk so that the host has room for the others (`goes_to_disk`)."""
     last: dict[tuple[int, int], int] = {}
     for gap in gaps:
         last[gap.made, gap.unit] = max(gap.last, last.get((gap.made, gap.unit), 0))
@@ -190,7 +191,7 @@ def live_bytes_by_run(graph: Graph, order: Sequence[str]) -> npt.NDArray[np.int6
 
 
 class _Sweep:
-    """live: bytes on the device while each node runs, and at the end, as far as is known by now."""
+    """live: bytes on the device while each node runs, and at the end, as far as known so far."""
 
     def __init__(
         self,
@@ -244,8 +245,8 @@ class _Sweep:
         )
         self.last_store = max(self.stored_at, default=-1)
         self.fetched_s: dict[int, float] = {}
-        self.wanted: dict[Gap, frozenset[str]] = {}  # tensors on the storage with uses after it
-        self.staying: dict[int, tuple[Gap, int]] = {}  # with the position up to which live has it
+        self.wanted: dict[Gap, frozenset[str]] = {}  # tensors of the unit that are used after it
+        self.staying: dict[int, tuple[Gap, int]] = {}  # and up to where `live` counts the unit
         self.away: list[tuple[int, int, Gap]] = []
         self.due: dict[int, list[Gap]] = {}
         self.back: set[Gap] = set()
@@ -262,7 +263,7 @@ class _Sweep:
         return Placed(schedule, self.over_bytes, self.waits_s, max(self.now_s, self.beside.end_s))
 
     def _before(self, i: int) -> None:
-        """What leaves and what is fetched before the run at i."""
+        """Let units leave, and fetch others, before the run at i."""
         self._store_waiting()
         for gap in self.due.get(i, ()):
             if self.staying.get(gap.unit, (None,))[0] == gap:  # it could not leave in time
@@ -320,7 +321,7 @@ class _Sweep:
                 self._fetch(gap, i)
 
     def _load_ahead(self, i: int, end_s: float) -> None:
-        """From the disk to the host, what is due first."""
+        """Load units from the disk to the host, by deadline."""
         all_stored = i > self.last_store and not self.beside.waiting
         on_disk = (each for each in self.away if not self.beside.is_on_host(each[1]))
         for last, u, gap in sorted(on_disk):

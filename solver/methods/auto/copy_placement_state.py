@@ -1,10 +1,10 @@
 """Host and disk while copies are placed: what is there, and when each copy stream ends.
 
-A unit either stays on the host while it is away, or goes on to the disk: then its copy on the host
-is in passing, given up when the disk has it and its bytes are asked for. Part of the host is left
-for these, as much as the largest of them takes twice, at least once: so whatever is on the disk can
-come back at any time. Ops are written in the order in which the copies are issued; the clocks
-follow the rules of `solver.schedule.streams`.
+While a unit is away it either stays on the host or goes on to the disk. In the latter case its copy
+on the host is only *passing*: it is given up once the disk has it and its bytes are needed. A part
+of the host is reserved for passing copies: twice the bytes of the largest of them, or once if that
+is too much. So whatever is on the disk can come back at any time. Ops are appended in the order in
+which the copies are issued; the times follow the rules of `solver.schedule.streams`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from solver.schedule import Delete, Drop, Fetch, Load, Op, Places, Spill, Store
 
 
 class Beside:
-    """ops: where the copies are written to.
+    """Host and disk memory and the copy streams.
 
-    fetches_end_s, loads_end_s: when these streams end, as far as is known by now.
-    waiting: units to be stored, in their order. stored_s: by unit on the host or the disk, the end
-    of the copy that took it off the device. busy_s: the same, until whoever frees it takes it out.
+    ops: where the copies are appended.
+    fetches_end_s, loads_end_s: when these streams end, as far as known so far.
+    waiting: units to be stored, in their order.
+    stored_s: by unit on the host or the disk, the end of the copy that took it off the device.
+    busy_s: the same, until the code that frees the unit removes the entry.
     """
 
     def __init__(
@@ -33,7 +35,10 @@ class Beside:
         to_disk: Collection[int],
         ops: list[Op],
     ) -> None:
-        """to_disk: the units that go on to the disk."""
+        """Start with empty places.
+
+        to_disk: the units that go on to the disk.
+        """
         assert places.host is not None
         self.host, self.disk = places.host, places.disk
         self.names, self.unit_bytes, self.ops = names, unit_bytes, ops
@@ -44,7 +49,8 @@ class Beside:
         self._kept_bytes = self._host_bytes = 0
         self._stores_end_s = self.fetches_end_s = self._spills_end_s = self.loads_end_s = 0.0
         self._host_free_s = self._disk_free_s = 0.0
-        self._on_host: dict[int, tuple[float, float]] = {}  # when it is whole, and untouched
+        # by unit: when its copy is complete, and when no stream reads or writes it any more
+        self._on_host: dict[int, tuple[float, float]] = {}
         self._on_disk: dict[int, tuple[float, float]] = {}
         self._wanted: set[int] = set()  # loaded, to be fetched
         self.waiting: list[int] = []
@@ -59,13 +65,16 @@ class Beside:
         return u in self._on_host
 
     def back_s(self, u: int) -> float:
-        """Seconds that the unit takes from the disk to the device."""
+        """Seconds to copy the unit from the disk to the device."""
         assert self.disk is not None
         size_bytes = self.unit_bytes[u]
         return self.disk.link.in_s(size_bytes) + self.host.link.in_s(size_bytes)
 
     def store_waiting(self, now_s: float, on_device: Callable[[int], bool]) -> None:
-        """Store what there is room for. on_device: whether a waiting unit is still there."""
+        """Store the waiting units for which there is room, in order.
+
+        on_device: whether a waiting unit is still on the device.
+        """
         self._give_up_passing(now_s)
         blocked: set[bool] = set()
         for u in tuple(self.waiting):
@@ -78,7 +87,7 @@ class Beside:
                     blocked.add(u in self.to_disk)
 
     def store_at_once(self, units: Collection[int], now_s: float) -> bool:
-        """Store the first of these that waits, once bytes in passing are free; False: none can."""
+        """Store the first of these units that waits, giving up passing copies; False: none fits."""
         for u in tuple(self.waiting):
             may = u in units and (u in self.to_disk or self._may_stay(u))
             if may and self._make_room(self.unit_bytes[u]):
@@ -87,7 +96,10 @@ class Beside:
         return False
 
     def load(self, u: int, now_s: float, *, at_once: bool) -> bool:
-        """From the disk to the host, if there is room; at once: give up others in passing."""
+        """Copy a unit from the disk to the host; False: there is no room.
+
+        at_once: give up passing copies for room.
+        """
         assert self.disk is not None
         size_bytes = self.unit_bytes[u]
         self._give_up_passing(now_s)
@@ -106,7 +118,7 @@ class Beside:
         return True
 
     def fetch(self, u: int, now_s: float) -> float:
-        """When the unit is back on the device; from the disk if it has to be."""
+        """Copy a unit back to the device, from the disk if necessary; returns when it is there."""
         if u not in self._on_host:
             self.load(u, now_s, at_once=True)
         whole_s, busy_s = self._on_host[u]
@@ -119,7 +131,7 @@ class Beside:
         return self.fetches_end_s
 
     def forget(self, u: int) -> None:
-        """It need not come back any more."""
+        """Delete the unit's copies: it need not come back any more."""
         if u in self.waiting:
             self.waiting.remove(u)
         self.stored_s.pop(u, None)
@@ -156,18 +168,18 @@ class Beside:
         self.ops.append(Spill(self.names[u]))
 
     def _passing(self) -> list[int]:
-        """Units whose copy on the host may be given up, those that nothing waits for first."""
+        """Units whose copy on the host may be given up, those that no fetch waits for first."""
         found = [u for u in self._on_host if u in self._on_disk]
         return sorted(found, key=lambda u: (u in self._wanted, self._on_host[u][1], u))
 
     def _give_up_passing(self, now_s: float) -> None:
-        """What the disk has by now, and what has been fetched."""
+        """Give up the copies of what the disk has by now and of what has been fetched."""
         for u in self._passing():
             if u not in self._wanted and self._on_host[u][1] <= now_s:
                 self._drop(u)
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Give up copies in passing, however long the copies from and to them take."""
+        """Give up passing copies until there is room, however long their copies still take."""
         for u in self._passing():
             if self._host_bytes + size_bytes <= self.host.capacity_bytes:
                 break
@@ -188,9 +200,9 @@ def goes_to_disk(
 ) -> frozenset[int]:
     """The units that go on to the disk so that the host has room for the others.
 
-    stays: (first, last, unit): a unit is away between these positions, all of its gaps together.
-    What is away for the longest goes first, as long as the disk has room; none where the host has
-    room for all.
+    What is away longest goes first, as long as the disk has room; none if the host has room for
+    all.
+    stays: (first, last, unit): the unit is away between these positions, over all of its gaps.
     """
     if places.host is None or places.disk is None:
         return frozenset()
@@ -211,6 +223,7 @@ def goes_to_disk(
 
 
 def _most_at_once(stays: Sequence[tuple[int, int, int]], unit_bytes: Sequence[int]) -> int:
+    """The most bytes that are away at the same time."""
     change: dict[int, int] = {}
     for first, last, u in stays:
         change[first] = change.get(first, 0) + unit_bytes[u]

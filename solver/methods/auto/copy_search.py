@@ -1,4 +1,4 @@
-"""What the search with copies has found so far for one graph and one budget, and its tools."""
+"""The search with copies, for one graph and one budget: what it has found so far, and its tools."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from solver.schedule import IllegalScheduleError, Places, Schedule, Simulation, 
 from solver.sizes_deadlines_progress import interrupted
 
 COLUMNS = 4_000
-"""Of a program that gets all branch-and-bound nodes that are asked for; a larger one gets fewer."""
+"""Programs with more columns get fewer branch-and-bound nodes than asked for."""
 
 
 class CopySearch(BestSoFar):
     """The best schedule and the best bound so far.
 
-    folded: of the step on the device alone. free: where storages may leave.
-    starts: schedules known for this graph.
-    quick: without the last two stages, if the others have found a schedule.
-    cut_short: the clock has ended a part of the search that has gone on with another.
+    folded: the step on the device alone.
+    free: the step in which storages may leave the device.
+    starts: known schedules of this graph.
+    quick: skip the slow stages if the others have found a schedule.
+    cut_short: the time limit has ended one part of the search, and another part has followed.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class CopySearch(BestSoFar):
         self.free = StorageGraph.of(graph, may_leave=True)
         self.binding = CopyBinding(0.0, ())
         self.cut_short = False
-        self.unclimbed: list[Schedule] = []  # where single steps begin, beside the best
-        self.climbed: Schedule | None = None  # where they have ended
+        self.unclimbed: list[Schedule] = []  # where the local search starts, besides the best
+        self.climbed: Schedule | None = None  # where the local search has ended
 
     def offer(self, schedule: Schedule) -> Simulation | None:
-        """Simulate it, keep it if it is the best; None: it is illegal."""
+        """Simulate the schedule and keep it if it is the best; None: it is illegal."""
         try:
             simulation = simulate(self.graph, schedule, places=self.to)
         except IllegalScheduleError:
@@ -65,14 +66,14 @@ class CopySearch(BestSoFar):
         return simulation
 
     def adopt(self, proposal: Proposal) -> None:
-        """Offer what a search for a part of the places has found."""
+        """Offer the schedule of another search, such as one with fewer places."""
         self.timed_out = self.timed_out or proposal.timed_out
         if proposal.schedule is not None:
             self.offer(proposal.schedule)
 
     @contextlib.contextmanager
     def part_of_time(self, share: float) -> Iterator[None]:
-        """Here the search ends after this share of the time that is left, and may go on after."""
+        """Within this context the search has only this share of the remaining time."""
         whole = self.deadline
         self.deadline = whole.earlier((1 - share) * whole.left_s)
         yield
@@ -85,6 +86,7 @@ class CopySearch(BestSoFar):
         return self.time_is_up() or self.gap <= DONE_GAP
 
     def recompute_only(self, budget_bytes: int, *, quick: bool) -> Proposal:
+        """Search for a schedule without copies, within budget_bytes."""
         return recompute_only(
             self.graph,
             budget_bytes=budget_bytes,
@@ -94,6 +96,11 @@ class CopySearch(BestSoFar):
         )
 
     def program(self, position: int, *, allowance_bytes: int | None = None) -> CopyMilp:
+        """The program of the cut at this position.
+
+        allowance_bytes: if given, recomputation counts only where it is needed (`just_in_time`),
+            and the program proves nothing.
+        """
         return CopyMilp(
             self.free,
             position=position,
@@ -104,16 +111,20 @@ class CopySearch(BestSoFar):
         )
 
     def nodes_of(self, program: CopyMilp, n_nodes: int) -> int:
-        """Branch-and-bound nodes for this program: fewer where it is large."""
+        """Branch-and-bound nodes for this program: n_nodes, or fewer if it is large."""
         return max(1, min(n_nodes, n_nodes * COLUMNS // len(program.program.cost)))
 
     def written_out(
         self, position: int, *, kept: frozenset[int], away: frozenset[int]
     ) -> tuple[Sequence[str], list[Gap]]:
-        """The order with the cut's recomputation, and the gaps around it that are copied."""
+        """The order of nodes with the cut's recomputation, and the gaps around p that are copied.
+
+        position: p.
+        kept, away: the units that the cut keeps on the device, and those that it fetches later.
+        """
         schedule = schedule_from_cuts(self.folded, {position: kept | away}, deadline=self.deadline)
         order = schedule.order
-        if position == len(self.graph.nodes):  # nothing runs after it that could be waited for
+        if position == len(self.graph.nodes):  # the end: no node follows that could read a fetch
             return order, []
         here = order.index(self.graph.nodes[position].name)
         gaps = [
@@ -124,6 +135,7 @@ class CopySearch(BestSoFar):
         return order, gaps
 
     def place(self, order: Sequence[str], gaps: Iterable[Gap]) -> Placed:
+        """Place copies for these gaps in the order; what is away longest goes on to the disk."""
         gaps = tuple(gaps)
         return place_side_by_side(
             self.folded,

@@ -1,4 +1,4 @@
-"""`auto`: recompute, or copy as well where there is a host."""
+"""`auto`: recompute, and copy as well if there is a host."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def auto(
 ) -> Proposal:
     """The best schedule found and the proven bound (`stages`, `with_copies`). No randomness.
 
-    seed: not used, as for every method without randomness.
-    starts: schedules known for this graph, such as those of a smaller budget.
+    seed: not used, as in every method without randomness.
+    starts: known schedules of this graph, such as those of a smaller budget.
     quick: only the stages that take about a second.
-    worth_below_share: of the baseline's time: no schedule that loses as much is wanted. Without a
-        place only.
-    places: host memory and disk that schedules may copy to.
+    worth_below_share: schedules that lose this share of the baseline's time or more are of no
+        interest. Ignored if there is a host.
+    places: host memory and disk to which schedules may copy.
     """
     if places is None or places.host is None:
         return recompute_only(

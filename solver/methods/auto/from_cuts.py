@@ -1,11 +1,10 @@
-"""From what is kept at certain positions to a schedule: recompute just in time, drop at the
-positions.
+"""Turn what cuts keep at certain positions into a schedule that recomputes just in time.
 
-The cuts say what the device holds at each position. The replay runs the step in order; at a
-position it forgets the forward units that the cut does not hold; before each op it recomputes what
-is missing, with whatever that needs in turn. It loses at most the recompute time that the cuts
-counted. Whether it fits between the positions is for the simulator to say: `FoldedSimulation` folds
-its trace back onto the positions, so that the next cuts know where it overflows.
+Cuts say what the device holds at each of their positions. The schedule runs the step in order. At a
+position it drops the forward units that the cut does not hold; before each op it recomputes missing
+inputs, recursively. It loses at most the recompute time that the cuts counted. Only the simulator
+says whether it fits between the positions: `FoldedSimulation` maps its trace onto the positions, so
+that the next cuts know where the budget is exceeded.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ from solver.sizes_deadlines_progress import NEVER, Deadline
 def schedule_from_cuts(
     folded: StorageGraph, kept: Mapping[int, Collection[int]], *, deadline: Deadline = NEVER
 ) -> Schedule:
-    """The schedule that holds these units at these positions; see the module.
+    """The schedule that holds these units at these positions.
+
+    kept: by position, the forward units to hold there.
 
     Raises OutOfTimeError.
     """
@@ -48,9 +49,11 @@ def just_in_time(
     *,
     deadline: Deadline = NEVER,
 ) -> list[str]:
-    """What runs from the first of these positions to the last, each node's recomputation before it.
+    """Names of the nodes to run for these positions: each node, with its recomputation before it.
 
-    available: tensors that are there when it begins; updated. Raises OutOfTimeError.
+    available: tensors on the device when the first position begins; updated.
+
+    Raises OutOfTimeError.
     """
     graph = folded.graph
     order: list[str] = []
@@ -58,7 +61,7 @@ def just_in_time(
         deadline.check()
         node = graph.nodes[p]
         if p in kept:
-            # What the next position holds was made before it: its inputs may be gone afterwards.
+            # Recompute what is held here before the inputs for that are dropped.
             held = [folded.unit_names[u] for u in sorted(kept[p])]
             order.extend(missing_computes(graph, held, available))
             available.difference_update(names_let_go(folded, kept[p], p))
@@ -69,7 +72,7 @@ def just_in_time(
 
 
 def names_let_go(folded: StorageGraph, kept: Collection[int], p: int) -> Iterator[str]:
-    """Tensors that the device need not hold at position p, if it holds these forward units."""
+    """Names of the tensors that can be dropped at position p if these forward units are held."""
     for u, maker in enumerate(folded.maker):
         if maker >= min(p, folded.n_forward):
             return
@@ -81,11 +84,11 @@ def names_let_go(folded: StorageGraph, kept: Collection[int], p: int) -> Iterato
 
 @dataclass(frozen=True)
 class FoldedSimulation:
-    """A schedule with its simulation, and the most bytes by position.
+    """A schedule with its simulation, mapped onto positions.
 
-    stage_bytes: by position p, the most on the device from the end of node p - 1's first run to the
-    end of node p's: p itself and the recomputation before it. recomputed: (node, p) for every node
-    that is recomputed between the two.
+    stage_bytes: by position p, the most bytes on the device after the first run of node p - 1 and
+        up to the end of that of node p, which includes the recomputation before p.
+    recomputed: (node, p) for every node that is recomputed between those two first runs.
     """
 
     schedule: Schedule
@@ -96,7 +99,11 @@ class FoldedSimulation:
     def overflowing(
         self, budget_bytes: int, *, n_most: int, distance: int, but: Collection[int] = ()
     ) -> list[int]:
-        """Positions, the furthest above the budget first, further apart than this distance."""
+        """Positions above the budget, the fullest first, at most n_most.
+
+        distance: the positions are further apart than this.
+        but: positions to leave out.
+        """
         chosen: list[int] = []
         for p in sorted(range(len(self.stage_bytes)), key=lambda p: (-self.stage_bytes[p], p)):
             if self.stage_bytes[p] <= budget_bytes or len(chosen) == n_most:
@@ -107,7 +114,10 @@ class FoldedSimulation:
 
 
 def fold_simulation(folded: StorageGraph, schedule: Schedule) -> FoldedSimulation:
-    """Simulate the schedule and fold the trace onto the positions; the last one is the end."""
+    """Simulate the schedule and map its trace onto positions; the last one is the end of the step.
+
+    Raises IllegalScheduleError.
+    """
     simulation = simulate(folded.graph, schedule)
     stage = [0] * (folded.n_nodes + 1)
     recomputed: set[tuple[int, int]] = set()

@@ -1,20 +1,20 @@
-"""Minutes for a sharper proof, where a schedule is known and the bound is far below.
+"""Spend minutes on a sharper bound, if a schedule is known and the bound is far below it.
 
-Several cuts (`solver.methods.auto.several_cuts`) stop at programs of a few seconds. Here they go on
-for the sake of the bound, with the rows of windows between all of their positions
-(`solver.bound.windows`) as an integer program. Near the least budget of a net with long skips that
-proves far more than either: the windows' linear program lets half a recomputation serve twice, and
-several cuts without windows let what is recomputed before two positions count once. The U-Net of
-the examples at a tenth of its range: linear program 25.7 %, several cuts 26.5, both 28.6, and the
-schedule loses 29.6.
+Several cuts (`solver.methods.auto.several_cuts`) stop at programs of a few seconds. Here larger
+ones are solved for the bound alone, as integer programs with the rows of windows between all of
+their positions (`solver.bound.windows`). Near the minimum budget of a network with long skips that
+proves far more than either alone: the LP of windows lets half a recomputation serve twice, and
+several cuts without windows count once what is recomputed before two positions. For the U-Net of
+the examples at a tenth of its range, the LP proves 25.7 %, several cuts 26.5, both together 28.6,
+and the schedule loses 29.6.
 
-Positions join as they do there: those at which the replay of the solution overflows. No bytes are
-taken from a position for what its recomputation takes, so each round is a proof. A solution that
-does not overflow is about as good as the bound, and is the schedule that is proposed.
+Positions are added as in `several_cuts`: those at which the schedule of the solution exceeds the
+budget. No position gets an allowance, so each round is a proof. A solution whose schedule fits is
+about as good as the bound, and that schedule is proposed.
 
-Not tried on large steps of which nested reversals prove far more than cuts. Of no use for deep nets
-of equal blocks, where the linear program of all positions proves more than this of a dozen, and for
-graphs of thousands of nodes, whose programs are too large.
+Skipped on large steps for which nested reversals prove far more than cuts. Of no use for deep
+networks of equal blocks, where the LP of all positions proves more than this program of a dozen,
+and for graphs of thousands of nodes, whose programs are too large.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from solver.methods.auto.stages import single_cut
 from solver.methods.proposal import Proposal
 
 WORTH_GAP = 0.01
-"""Of the baseline's time: a gap that is no larger is not worth a minute."""
+"""A gap up to this share of the baseline's time is not worth a minute."""
 N_NEW_POSITIONS, LEAST_DISTANCE = 2, 2
-"""Positions that one round adds at most, and nodes between them: with more of them, further apart,
+"""Maximum positions that one round adds, and the distance that they must exceed. With larger values
 the programs grow faster than what they prove.
 """
 MAX_COLUMNS = 5_000
-"""Of one program, which takes half a minute then."""
+"""Maximum columns of one program, which then takes half a minute."""
 NODES_TIMES_COLUMNS = 300_000
 """Branch-and-bound nodes times columns of one program."""
 GAP = 3e-4
@@ -51,9 +51,10 @@ def prove_more(
     proven_s: float = 0.0,
     known_s: float = math.inf,
 ) -> Proposal:
-    """A sharper bound, of at least `proven_s`; with a schedule where one of its solutions fits.
+    """A sharper bound, at least `proven_s`, and a schedule if one of its solutions fits.
 
-    known_s: of a schedule for this budget. Ends within WORTH_GAP below it.
+    known_s: time of a known schedule for this budget. The search ends when the bound is within
+        WORTH_GAP of it.
     """
     baseline_s = graph.baseline_time_s or 1.0
     search = Search(
@@ -72,7 +73,7 @@ def prove_more(
 
 
 def _add_positions(search: Search) -> None:
-    """Prove more, round by round."""
+    """Solve programs with more and more positions, each of which may sharpen the bound."""
     if not search.binding.ranked:
         return
     folded, coarse = search.folded, large_units_only(search.folded, search.budget_bytes)
@@ -84,7 +85,7 @@ def _add_positions(search: Search) -> None:
         if cuts is None:
             break
         search.prove(cuts.lost_share)
-        # With more positions less is proven only where the branch-and-bound nodes run out.
+        # With more positions less is proven only if the branch-and-bound nodes run out.
         if cuts.kept is None or cuts.lost_share < proven_before - GAP:
             break
         proven_before = cuts.lost_share
@@ -107,7 +108,7 @@ def _add_positions(search: Search) -> None:
 
 
 def _solve(search: Search, coarse: StorageGraph, positions: list[int]) -> Cuts | None:
-    """None: the program is too large. Raises OutOfTimeError."""
+    """Solve the program at these positions; None: it is too large. Raises OutOfTimeError."""
     program = WindowCuts(
         coarse,
         positions=positions,

@@ -1,10 +1,10 @@
-"""Take out recomputation for which there is room after all.
+"""Remove recomputation for which there is room after all.
 
-A schedule found by a cut or by greedy eviction recomputes some nodes although the bytes would have
-sufficed to hold what they made. Taking out the run at position i of an order means holding each
-output that is read from there on since its last use before i. The bytes on the device between those
-two positions say whether that fits; the dearest runs are tried first, and what only fed a run that
-was taken out goes too. Ends when nothing more comes out: a local optimum, nothing proven.
+A schedule found by a cut or by greedy eviction recomputes some nodes although there was room to
+hold their outputs. Removing the run at position i of an order means holding each output that is
+read from there on since its last use before i. The bytes on the device between those two positions
+say whether that fits. The most expensive runs are tried first, and runs that only served a removed
+one go too. It ends when nothing more can be removed: a local optimum, with nothing proven.
 
 Cost: linear in the order for each pass, and a few passes.
 """
@@ -30,10 +30,10 @@ MAX_PASSES = 20
 def drop_recomputation(
     folded: StorageGraph, schedule: Schedule, *, budget_bytes: int, deadline: Deadline = NEVER
 ) -> Schedule:
-    """A schedule at most as slow, within the budget if the given one is. An illegal one is returned
-    as it is.
+    """Remove recomputation from a schedule while it stays within the budget.
 
-    At the deadline it is what was reached by then.
+    The result is at most as slow, and within the budget if the given schedule is. An illegal
+    schedule is returned unchanged. When the deadline passes, the result so far is returned.
     """
     for _ in range(MAX_PASSES):
         if deadline.passed:
@@ -48,7 +48,7 @@ def drop_recomputation(
 def _one_pass(
     folded: StorageGraph, schedule: Schedule, budget_bytes: int, deadline: Deadline
 ) -> Schedule | None:
-    """Take out all runs that fit, by the bytes there at the start and what was added since."""
+    """Remove all runs that fit, one after the other; None: none, or the deadline has passed."""
     graph = folded.graph
     try:
         simulation = simulate(graph, schedule)
@@ -64,6 +64,7 @@ def _one_pass(
         held = runs.held_instead(i)
         if held is None:
             continue
+        # Holding the outputs adds their bytes from their last use before i up to i.
         first = min((start for _, start in held), default=i)
         more = np.zeros(i - first, dtype=np.int64)
         for u, start in held:

@@ -1,11 +1,11 @@
-"""What is recomputed where, from a menu: an integer program over the whole step.
+"""Choose from a menu what is recomputed where, by an integer program over the whole step.
 
-A menu is a set of pairs (node, position right before which it may be recomputed). With a position
-for each place on it and for each one at which memory may run short, the program is that of several
-cuts (`solver.bound.cut`), with r[n,k] only for what is on the menu, and R[n] only at the position
-that binds. As most nodes are on the menu at one or two places, most x[u,k+1] and x[u,k] are one
-column, and all positions of the backward pass fit into a program that a MILP solver takes seconds
-for.
+A menu is a set of pairs (node, position right before which it may be recomputed). The program is
+that of several cuts (`solver.bound.cut`), with a position for each position on the menu and for
+each one at which memory may run short. It has r[n,k] only for entries of the menu, and R[n] only at
+the binding position. Most nodes are on the menu at one or two positions, so most x[u,k+1] and
+x[u,k] are one column, and a program with all positions of the backward pass takes a MILP solver
+seconds.
 
 It proves nothing about schedules that recompute elsewhere.
 """
@@ -27,13 +27,14 @@ from solver.sizes_deadlines_progress import Deadline
 GAP = 2e-4
 """The program is solved to within this share of the baseline's time."""
 NODES_TIMES_COLUMNS_SQUARED = 4_000_000
-"""Branch-and-bound nodes of one solve times its columns squared; at least the root. Beyond it HiGHS
-finds little: ResNet-50 at its least budget 43.39 % in 3 s, and in 14 s no better.
+"""Limit on the branch-and-bound nodes of one solve times its columns squared; the root is always
+solved. Beyond it HiGHS finds little: ResNet-50 at its minimum budget 43.39 % in 3 s, and no better
+in 14 s.
 """
 MAX_MENU = 3_000
-"""Entries of a program that is built at all."""
+"""Maximum entries of a menu whose program is built."""
 LEAST_VALUE = 1e-6
-"""Of a column that counts as used."""
+"""A column with a larger value counts as used."""
 
 Menu = frozenset[tuple[int, int]]
 """(node, position right before which it may be recomputed)."""
@@ -42,7 +43,12 @@ Menu = frozenset[tuple[int, int]]
 def menu_program(
     search: Search, menu: Menu, *, base: int, allowance_bytes: Mapping[int, int] | None = None
 ) -> MenuMilp:
-    """With rounded rows of bytes. base: the position that binds. Raises OutOfTimeError."""
+    """The program of the menu, with rounded byte rows.
+
+    base: the binding position.
+
+    Raises OutOfTimeError.
+    """
     folded, budget_bytes = search.folded, search.budget_bytes
     program = MenuMilp(
         folded,
@@ -58,7 +64,7 @@ def menu_program(
 
 
 def _positions(folded: StorageGraph, menu: Menu, *, base: int, budget_bytes: int) -> list[int]:
-    """Where something on the menu is recomputed, and where the baseline would overflow."""
+    """Where something on the menu is recomputed, and where the baseline exceeds the budget."""
     full = {p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes}
     places = {q for _, p in menu for q in (p - 1, p) if q >= 0}
     first = min(folded.n_forward, base)
@@ -66,19 +72,23 @@ def _positions(folded: StorageGraph, menu: Menu, *, base: int, budget_bytes: int
 
 
 def recomputed_by_best(search: Search) -> Menu:
-    """The menu of the best schedule alone; empty without one."""
+    """The menu of what the best schedule recomputes; empty if there is none."""
     if search.best is None:
         return Menu()
     return fold_simulation(search.folded, search.best[0]).recomputed
 
 
 class MenuMilp(CutMilp):
-    """The program of the module."""
+    """The program that the module describes."""
 
     def __init__(
         self, folded: StorageGraph, *, menu: Menu, base: int, positions: Sequence[int], **rest: Any
     ) -> None:
-        """base: of the positions, the one that binds. The rest is as for CutMilp."""
+        """Build the program.
+
+        base: the position among `positions` that binds.
+        rest: the other arguments of CutMilp.
+        """
         self._menu = menu
         self._base = base
         super().__init__(folded, positions=positions, **rest)
@@ -114,7 +124,7 @@ class MenuMilp(CutMilp):
         self._add_total(k, parts)
 
     def entries(self, values: npt.NDArray[np.float64]) -> Menu:
-        """Of the menu, what is recomputed where the columns have these values."""
+        """The entries of the menu that a solution with these values recomputes."""
         return Menu(
             (n, p)
             for n, p in self._menu
@@ -123,15 +133,17 @@ class MenuMilp(CutMilp):
         )
 
     def _before(self, p: int) -> int:
-        """The index of the last position before p."""
+        """The index of the last of the program's positions before p."""
         return max(0, bisect_left(self.positions, p) - 1)
 
 
 def kept_by_best(
     cuts: CutMilp, *, below: float, deadline: Deadline
 ) -> dict[int, frozenset[int]] | None:
-    """By position, the units that the best solution found holds; None: none found that loses less
-    than this, as a share of the baseline's time.
+    """By position, the units that the best solution found holds.
+
+    Returns None if no solution is found that loses less than `below`, as a share of the baseline's
+    time.
     """
     program = cuts.program
     answer = program.solve(

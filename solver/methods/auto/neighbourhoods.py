@@ -1,22 +1,22 @@
-"""Large neighbourhood search: plan one stretch of the step after the other anew, the rest fixed.
+"""Large neighbourhood search: plan one stretch of the step after another anew, the rest fixed.
 
-Near the least budget most of the time is lost in a few stretches: on DenseNet-121 two thirds of it
-while the first of four dense blocks runs backward. Eviction and cuts each find one way through such
-a stretch, and recombination only joins ways that were found. Here a stretch is planned anew by an
-integer program (`solver.methods.auto.stretch_program`). In its middle, all nodes that matter there
-may be recomputed before each position at which the best schedule recomputes or a backward node
-reads; before and after the middle, only what the best schedule recomputes.
+Near the minimum budget most of the time is lost in a few stretches: on DenseNet-121 two thirds of
+it while the first of four dense blocks runs backward. Eviction and cuts each find one way through
+such a stretch, and recombination only combines ways that were found. Here a stretch is planned anew
+by an integer program (`solver.methods.auto.stretch_program`). In its middle, all nodes that matter
+there may be recomputed before each position at which the best schedule recomputes or a backward
+node reads; before and after the middle, only what the best schedule recomputes.
 
-A middle begins where the best schedule recomputes and is as long as its size allows. Next are
-those that lose the most and do not overlap, solved side by side. But a size must lose LOSS_PER_SIZE
-times as much as the size below it: the programs of small ones are solved in hundredths of a second,
-those of the largest in ten seconds. Where nothing is found, what lies in the first half of the
-middle goes on to the next size; where something is, all that the stretch covers goes back to the
-size below.
+A middle begins where the best schedule recomputes and is as long as its size allows. In each round,
+the middles that lose the most and whose stretches do not overlap are solved in parallel. But a size
+must lose LOSS_PER_SIZE times as much as the size below it to come first: the programs of small ones
+are solved in hundredths of a second, those of the largest in ten seconds. If nothing is found, the
+positions in the first half of the middle go on to the next size; if something is found, all
+positions of the stretch go back to the size below.
 
 In the manner of Shaw 1998, "Using constraint programming and local search methods to solve vehicle
-routing problems". It ends where no middle that is left loses enough, or after work in vain, and
-proves nothing.
+routing problems". The search ends when no middle loses enough, or after MAX_IN_VAIN work without
+gain. It proves nothing.
 """
 
 from __future__ import annotations
@@ -40,26 +40,31 @@ from solver.schedule import Schedule, Simulation
 from solver.sizes_deadlines_progress import at_once
 
 ENTRIES = (150, 300, 600, 1200)
-"""Of a middle's menu, nodes times positions, by its size."""
+"""Maximum size of a middle's menu, nodes times positions, by the middle's size."""
 MAX_NODES = 5_000
-"""Of a middle at one position, whatever its size: 1000 residual blocks recompute 3000 at once."""
+"""Maximum nodes of a middle of one position, at any size: 1000 residual blocks recompute 3000 at
+once.
+"""
 N_NEAR = (0, 4, 8, 12)
-"""By size: positions before the middle, and after it, whose recomputation may change as well."""
+"""By size: positions before the middle, and after it, whose recomputation may change too."""
 AT_ONCE = 4
-"""Stretches that are solved at once, whatever the number of processors: so is what is found."""
+"""Stretches solved in parallel, regardless of the number of processors, so that results do not
+depend on it.
+"""
 LOSS_PER_SIZE = 2**1.5
 """How many times as much a middle must lose as one of the size below to be as urgent."""
 MAX_WORK = 500_000_000
-"""Of all programs: the columns of each squared, about a minute."""
+"""Limit on the sum of squared columns over all programs, about a minute."""
 MAX_IN_VAIN = 150_000_000
-"""Of programs in a row that give nothing, after which the search ends."""
+"""The same over programs in a row without gain, after which the search ends."""
 LEAST_GAIN = 2e-4
-"""Of the baseline's time: less is in vain. On the LSTM of 200 steps, seven gains made 0.06 points.
+"""A smaller share of the baseline's time does not count as a gain. On the LSTM of 200 steps, seven
+gains made 0.06 points.
 """
 WORTH_GAP = 0.05
-"""Of the baseline's time: with a smaller gap nothing is begun."""
+"""With a gap below this share of the baseline's time the search does not start."""
 WORTH_A_STRETCH = 2e-3
-"""Of the baseline's time: middles that lose less are not solved."""
+"""Middles that lose less than this share of the baseline's time are not solved."""
 
 
 def refine(
@@ -70,9 +75,9 @@ def refine(
     start: Schedule,
     proven_s: float,
 ) -> Proposal:
-    """A schedule at least as fast as `start`, which is legal and within the budget.
+    """A schedule at least as fast as `start`, which must be legal and within the budget.
 
-    proven_s: no schedule is faster.
+    proven_s: provably no schedule is faster.
     """
     search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=time_limit_s)
     with search:
@@ -84,9 +89,9 @@ def refine(
 
 
 def search_neighbourhoods(search: Search) -> None:
-    """Offer what the stretches of the best schedule can be made; see the module."""
+    """Replan stretches of the best schedule, as the module describes, and offer the results."""
     work, in_vain = 0, 0
-    sizes: dict[int, int] = defaultdict(int)  # by position, the least that was not in vain
+    sizes: dict[int, int] = defaultdict(int)  # by position, the smallest size still to be tried
     large = large_units_only(search.folded, search.budget_bytes)
     plan: _Plan | None = None
     while not search.close and search.best and work <= MAX_WORK and in_vain <= MAX_IN_VAIN:
@@ -103,10 +108,12 @@ def search_neighbourhoods(search: Search) -> None:
                 _offer_spliced(search, program, kept)
             work += cost
             in_vain = 0 if search.best_share <= before - LEAST_GAIN else in_vain + cost
+            # After a gain, try smaller sizes around it again; otherwise a larger size here.
             if search.best[0] is not was_best:
                 for p in range(middle.stretch.first, middle.stretch.last + 1):
                     sizes[p] = min(sizes[p], max(0, middle.size - 1))
-            elif kept is None or was_best is plan.schedule:  # else it is tried again
+            # If another stretch has changed the plan meanwhile, this one may be tried again.
+            elif kept is None or was_best is plan.schedule:
                 for p in middle.menu_at[: (len(middle.menu_at) + 1) // 2]:
                     sizes[p] = max(sizes[p], middle.size + 1)
 
@@ -114,7 +121,7 @@ def search_neighbourhoods(search: Search) -> None:
 def _solved(
     search: Search, plan: _Plan, middle: _Middle
 ) -> tuple[StretchMilp, dict[int, frozenset[int]] | None]:
-    """The program of its stretch, and what the best solution found keeps."""
+    """Solve the middle's stretch. Returns the program, and what the best solution found keeps."""
     stretch = middle.stretch
     program = StretchMilp(
         search.folded,
@@ -130,7 +137,7 @@ def _solved(
 def _offer_spliced(
     search: Search, program: StretchMilp, kept: Mapping[int, frozenset[int]]
 ) -> None:
-    """In the best schedule there is now."""
+    """Put the solution in the place of its stretch in the best schedule, which may be newer."""
     assert search.best is not None
     found = program.spliced(kept, Runs(search.folded, search.best[0].order))
     if search.is_faster(found.order):
@@ -139,8 +146,11 @@ def _offer_spliced(
 
 @dataclass(frozen=True)
 class _Middle:
-    """menu_at: positions right before which all nodes that matter there may be recomputed.
-    stretch: with the positions near it.
+    """A part of the step in which recomputation is planned freely.
+
+    menu_at: positions right before which all nodes that matter there may be recomputed.
+    size: index into ENTRIES.
+    stretch: the middle and the positions near it.
     """
 
     menu_at: tuple[int, ...]
@@ -161,7 +171,10 @@ class _Plan:
         schedule: Schedule,
         simulation: Simulation,
     ) -> None:
-        """large: without units that are small beside the budget."""
+        """Find where the schedule recomputes.
+
+        large: the step without units that are small relative to the budget.
+        """
         self.schedule = schedule
         self.runs = Runs(folded, schedule.order)
         self.live_bytes = live_bytes(schedule, simulation)
@@ -180,15 +193,14 @@ class _Plan:
         self._middles: dict[tuple[int, int], _Middle | None] = {}
 
     def lost_share(self, first: int, last: int) -> float:
-        """Time that is lost from one position, at least 1, to another, as a share of the
-        baseline's.
-        """
+        """Recompute time between two positions, at least 1, as a share of the baseline's time."""
         return float(self._lost_share_until[last] - self._lost_share_until[first - 1])
 
     def next_middles(self, sizes: Mapping[int, int]) -> list[_Middle]:
-        """Those that lose the most, at most AT_ONCE, whose stretches do not overlap.
+        """The middles that lose the most and whose stretches do not overlap, at most AT_ONCE.
 
-        sizes: by position, the least that is tried. None of them: nothing is worth it.
+        sizes: by position, the smallest size to try. Returns an empty list if none is worth
+            solving.
         """
         ranked = sorted(self._smallest_worth_solving(sizes), key=self._urgency, reverse=True)
         found: list[_Middle] = []
@@ -200,10 +212,11 @@ class _Plan:
         return found
 
     def _urgency(self, middle: _Middle) -> tuple[float, int]:
-        """Of two as urgent, the earlier one is first."""
+        """Sort key: the loss relative to the size; if equal, the earlier middle is more urgent."""
         return self._lost_share_in(middle) / LOSS_PER_SIZE**middle.size, -middle.menu_at[0]
 
     def _smallest_worth_solving(self, sizes: Mapping[int, int]) -> Iterator[_Middle]:
+        """Yield for each position the middle of the smallest size that loses enough."""
         for p in self.recompute_at:
             for size in range(sizes[p], len(ENTRIES)):
                 if (p, size) not in self._middles:
@@ -217,7 +230,7 @@ class _Plan:
         return self.lost_share(middle.menu_at[0], middle.menu_at[-1])
 
     def _middle(self, first: int, size: int) -> _Middle | None:
-        """From this position as far as it goes; None: there are too many nodes."""
+        """The middle from this position on, as long as its size allows; None: too many nodes."""
         wanted = set[int]()
         menu_at: tuple[int, ...] = ()
         nodes: tuple[int, ...] = ()
@@ -238,13 +251,13 @@ class _Plan:
         return (n for n in makers if n < self._large.n_forward)
 
     def _with_makers(self, wanted: set[int]) -> tuple[int, ...]:
-        """Those wanted and what they read, no earlier than the earliest of them."""
+        """The wanted nodes and the makers of what they read, from the earliest wanted node on."""
         found = wanted.union(*(self._makers_read(n) for n in wanted))
         earliest = min(wanted)
         return tuple(sorted(n for n in found if n >= earliest and self._large.recomputable[n]))
 
     def _around(self, menu_at: Sequence[int], nodes: tuple[int, ...], size: int) -> Stretch:
-        """A middle with the positions near it at which the schedule recomputes."""
+        """The middle with the positions near it at which the schedule recomputes."""
         n_near, places = N_NEAR[size], self.recompute_at
         before, after = bisect_left(places, menu_at[0]), bisect_right(places, menu_at[-1])
         near = [*places[max(0, before - n_near) : before], *places[after : after + n_near]]

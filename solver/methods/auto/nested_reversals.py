@@ -1,10 +1,10 @@
-"""Deep chains near their least budget: the bound of nested reversals, and replays of reversals.
+"""Deep chains near their minimum budget: the bound of nested reversals, and replays of reversals.
 
 Where stretches of the forward pass are recomputed again and again, cuts prove little and greedy
-eviction finds little. There `solver.chain.nested_reversal_bound` proves far more than cuts do,
-which also tells that this is such a step. Then reversals of the chain of blocks with more and more
-snapshots are tried; those that overflow are replayed within the budget
-(`solver.methods.auto.replay`), as many snapshots as help. Elsewhere nothing is tried.
+eviction finds little. On such a step `solver.chain.nested_reversal_bound` proves far more than
+cuts, by which it is recognised. Then reversals of the chain of blocks are tried, with more and more
+snapshots. Those that exceed the budget are replayed within it (`solver.methods.auto.replay`), until
+more snapshots no longer help. On other steps nothing is tried.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from solver.methods.auto.search import Search
 from solver.methods.revolve import is_long, reversal_to_schedule
 
 MAX_SNAPSHOTS = 32
-"""Of a reversal that is tried."""
+"""Reversals with fewer snapshots than this are tried."""
 MAX_REPLAYS = 2
-"""Reversals that overflow and are replayed; the second mostly is a little better or much worse."""
+"""Maximum reversals to replay; the second is mostly a little better or much worse."""
 WORK_PER_OP = 800
-"""Of a replay, for each op of its order: about 5 s for the longest of the benchmark."""
+"""Limit on the work of a replay, per op of its order: about 5 s for the benchmark's longest."""
 FAR_ABOVE = 0.1
-"""Reversals must prove so much more than cuts, as a share of the baseline's time. On steps where
-they prove a little more, eviction and recombination still find faster schedules.
+"""Reversals must prove so much more than cuts, as a share of the baseline's time. Where they prove
+only a little more, eviction and recombination still find faster schedules.
 """
 LARGE_NODES = 500
-"""On steps of fewer nodes the other stages take seconds, and are not left out."""
+"""On steps of fewer nodes the other stages take seconds, and are not skipped."""
 N_CUTS = 3
-"""Linear programs that say what cuts prove."""
+"""LPs of single cuts that are solved to see what cuts prove."""
 
 
 def nested_reversals(search: Search) -> None:
-    """Prove what reversals prove, and offer replays where that is far more than cuts prove."""
+    """Prove the bound of nested reversals; if it is far above that of cuts, offer replays."""
     blocks = split_into_blocks(search.graph)
     if prove_by_reversals(search, blocks):
         _replay_reversals(search, blocks)
 
 
 def prove_by_reversals(search: Search, blocks: Blocks) -> bool:
-    """Prove what reversals prove. Whether that is far more than cuts prove."""
+    """Prove the bound of nested reversals. Returns whether it is far above that of cuts."""
     folded, budget_bytes = search.folded, search.budget_bytes
     if search.done or int(folded.least_bytes.max()) > budget_bytes:
         return False
@@ -56,6 +56,7 @@ def prove_by_reversals(search: Search, blocks: Blocks) -> bool:
 
 
 def _replay_reversals(search: Search, blocks: Blocks) -> None:
+    """Offer reversals with more and more snapshots, and replays of those that exceed the budget."""
     folded, n_replayed = search.folded, 0
     for n_snapshots in range(1, min(MAX_SNAPSHOTS, blocks.n_blocks)):
         if is_long(blocks, n_snapshots):

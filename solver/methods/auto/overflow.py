@@ -1,4 +1,4 @@
-"""What overflows in an order of nodes, to be copied."""
+"""Choose what to copy so that an order of nodes fits the budget."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from solver.methods.auto.copy_placement import Gap, find_gaps, live_bytes_by_run
 def overflowing(
     folded: StorageGraph, order: Sequence[str], budget_bytes: int, *, away: Iterable[Gap] = ()
 ) -> list[Gap]:
-    """Gaps, the longest first, without whose storages the order would fit; or all that help.
+    """Gaps to spend on the host so that the order fits, the longest first.
 
+    If it cannot fit, all gaps that help.
     away: gaps that are spent on the host already.
     """
     live = live_bytes_by_run(folded.graph, order)
@@ -26,7 +27,7 @@ def overflowing(
         if int(span.max()) > budget_bytes:
             span -= folded.unit_bytes[gap.unit]
             chosen.append(gap)
-    for gap in chosen[:]:  # what was chosen later may have made it superfluous
+    for gap in chosen[:]:  # remove those that became unnecessary through later choices
         span = live[gap.first + 1 : gap.last]
         if int(span.max()) + folded.unit_bytes[gap.unit] <= budget_bytes:
             span += folded.unit_bytes[gap.unit]

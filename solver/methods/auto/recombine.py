@@ -1,22 +1,22 @@
-"""The best schedule that can be put together from the recomputation of schedules seen before.
+"""Combine the recomputation of schedules seen before into the best schedule.
 
-Each schedule that the search has simulated, whether it fits or not, says which nodes it recomputed
-and right before which position (the first computation of a node). All of these together are a menu.
-`solver.methods.auto.menu_program` finds the best of what is on it. Bytes that the recomputation
-itself takes between two positions are not in its rows: where the simulator sees an overflow, the
-position gets an allowance and the program is solved again.
+Each schedule that the search has simulated, whether it fits or not, recomputes certain nodes right
+before certain positions (the first computation of a node). All of these pairs together are a menu.
+`solver.methods.auto.menu_program` finds the best choice from a menu. Its rows do not count the
+bytes that recomputation itself takes between two positions. Where the schedule exceeds the budget,
+the position gets an allowance and the program is solved again.
 
-A short program is solved well where a long one stops at its root, so there are several menus, each
-with what the best schedule recomputes: all that was seen, if that is short; what the schedules next
-to the best do, while that is short; then what the linear program of all that is left uses. That
-takes tenths of a second for all menus together, and what it has used is left out of the next. On
-ResNet-101 at 10 %, menus of whole schedules alone took 41 of 48 processor seconds. With rounded
-rows of bytes, and without a row that asks for less time than the best schedule's, the root of
-branch and bound finds nearly all that the search finds.
+A short program is solved well where a long one stops at its root. So there are several menus, each
+with what the best schedule recomputes: first all that was seen, if that is short; then what the
+schedules most similar to the best recompute, while that is short; then what the LP of everything
+left uses. The LPs take tenths of a second for all menus together, and what one menu has used is
+left out of the next. On ResNet-101 at 10 %, menus of whole schedules alone took 41 of 48 processor
+seconds. With rounded byte rows, and without a row that requires less time than the best schedule's,
+the root of branch and bound finds nearly everything that the whole search finds.
 
-It proves nothing about schedules that recompute elsewhere. It is never worse than the schedules
-that made the menu where the program is solved to the end, and often much better: evictions and cuts
-each get some part of the step right.
+It proves nothing about schedules that recompute elsewhere. If the program is solved to the end, the
+result is never worse than the schedules that made the menu, and often much better: evictions and
+cuts each get some part of the step right.
 """
 
 from __future__ import annotations
@@ -37,29 +37,32 @@ from solver.methods.auto.menu_program import (
 from solver.methods.auto.search import Search
 
 SHORT, LONG = 150, 2.5
-"""A menu that is put together from schedules has no more entries than the first, or than the
-second times those of the best schedule. Without the first the U-Net with rewrites at 20 %, whose
-best schedule was short and of another step, lost 21.2 % in place of 20.3.
+"""A menu of whole schedules has no more entries than SHORT, or than LONG times those of the best
+schedule. Without SHORT the U-Net with rewrites at 20 %, whose best schedule was short and of
+another step, lost 21.2 % instead of 20.3.
 """
 WHOLE = 400
 """Entries up to which the menu of all schedules is solved first. Short menus alone led the U-Net
-with rewrites at its least budget to 64.0 % in place of 62.9. A program of twice as many takes half
+with rewrites at its minimum budget to 64.0 % instead of 62.9. A program of twice as many takes half
 a minute (ResNet-50).
 """
 MAX_ROUNDS = 4
-"""Times that overflowing positions get an allowance."""
+"""Maximum solves of one menu, each with larger allowances."""
 
 MAX_WORK = 12_000_000
-"""Of all menus: the columns of each program squared, about ten seconds."""
+"""Limit on the sum of squared columns over all programs, about ten seconds."""
 N_ROUNDS, WORTH_A_ROUND = 2, 2e-3
-"""Menus are made once more if the first ones took this share of the baseline's time off."""
+"""Maximum rounds of menus; another follows only if one gained this share of the baseline's time."""
 
 GROWTH = 2
-"""How many times as long the next menu of schedules is."""
+"""How many times as long the next menu of schedules is, at least."""
 
 
 def recombine(search: Search, *, base: int) -> None:
-    """Offer the best schedules from one menu after the other; base: the position that binds."""
+    """Offer the best schedules from one menu after the other.
+
+    base: the binding position.
+    """
     work, in_vain = 0, set[Menu]()
     for menu in _menus(search, base):
         if search.close or work > MAX_WORK:
@@ -72,7 +75,7 @@ def recombine(search: Search, *, base: int) -> None:
 
 
 def _menus(search: Search, base: int) -> Iterator[Menu]:
-    """Menus that begin from the best schedule at the time; once more if they gave something."""
+    """Menus that contain the best schedule so far; again if the first round gained enough."""
     everything = recomputed_by_best(search).union(*search.menus)
     if len(everything) <= WHOLE:
         yield everything
@@ -85,13 +88,13 @@ def _menus(search: Search, base: int) -> Iterator[Menu]:
 
 
 def _next_to_the_best(search: Search) -> Iterator[Menu]:
-    """Longer and longer menus, each of whole schedules."""
+    """Longer and longer menus of whole schedules, those most similar to the best first."""
     left, length = list(search.menus), 0
     while True:
         menu = best = recomputed_by_best(search)
         left = [each for each in left if not each <= best]
         for each in sorted(left, key=lambda each: len(each - best)):
-            menu |= each  # of those that are left what recomputes the least besides
+            menu |= each  # the one that adds the least to what the best recomputes
             if len(menu) >= GROWTH * length:
                 break
         if not left or (best and len(menu) > max(SHORT, LONG * len(best))):
@@ -101,7 +104,7 @@ def _next_to_the_best(search: Search) -> Iterator[Menu]:
 
 
 def _used_by_all(search: Search, base: int) -> Iterator[Menu]:
-    """What the linear program of all schedules' recomputation uses, until that gives nothing."""
+    """Menus of what the LP of all schedules' recomputation uses, until they no longer gain."""
     left = Menu().union(*search.menus)
     before = math.inf
     while search.best_share < before - GAP or not search.best:
@@ -118,8 +121,9 @@ def _used_by_all(search: Search, base: int) -> Iterator[Menu]:
 
 
 def _offer_best(search: Search, menu: Menu, base: int) -> int:
-    """Offer the best schedule from the menu, with allowances where it overflows. Returns the work:
-    the columns of each program squared.
+    """Offer the best schedule from the menu, with allowances where it exceeds the budget.
+
+    Returns the work: the sum of the squared columns of its programs.
     """
     budget_bytes = search.budget_bytes
     allowance_bytes: dict[int, int] = {}
@@ -136,7 +140,7 @@ def _offer_best(search: Search, menu: Menu, base: int) -> int:
         found = search.offer_cuts(guide)
         if found is None or found.simulation.peak_bytes <= budget_bytes:
             break
-        if before is not None and found.stage_bytes == before.stage_bytes:
+        if before is not None and found.stage_bytes == before.stage_bytes:  # no effect
             break
         before = found
         positions = program.positions

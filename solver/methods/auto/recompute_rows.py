@@ -1,21 +1,22 @@
 """Rows for the bytes that recomputation itself takes, between two positions of a program of cuts.
 
-The rows of cuts count what is on the device while the nodes at their positions run. When node n is
-recomputed between p_k and p_{k+1}, there are beside what it reads, makes and takes as workspace
+The rows of cuts count what is on the device while the nodes at their positions run. While node n is
+recomputed between p_k and p_{k+1}, the device holds, besides what n reads, makes and takes as
+workspace,
 
-- what is pinned from one to the other;
-- units made before n that are read by a node after n that is recomputed between the two, or that
-  are there at p_{k+1};
-- of units made after n, those of them that were there since p_k: their maker is not recomputed
+- what is pinned from one position to the other;
+- units made before n, if a node after n that is recomputed between the two reads them, or if they
+  are on the device at p_{k+1};
+- units made after n, if they have been on the device since p_k: their maker is not recomputed
   between the two.
 
-This counts what `schedule_from_cuts` does, which recomputes in the graph's order, what is missing,
-once. So schedules from these rows mostly fit at once, where without them each overflow costs a
-round with an allowance, which takes the same bytes from every choice. They prove nothing: other
+This counts what `schedule_from_cuts` does: it recomputes what is missing, once, in the graph's
+order. So schedules from these rows mostly fit at once. Without the rows each overflow costs a round
+with an allowance, which takes the same bytes from every choice. The rows prove nothing: other
 schedules recompute in other orders, or more often.
 
 For unit u, "needed by a reader after n" is a column for each suffix of its readers: a[u,i] is at
-least r of the i-th and at least a[u,i+1]; the last is x[u,k+1].
+least r of the i-th reader and at least a[u,i+1]; the last one is x[u,k+1].
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from solver.sizes_deadlines_progress import NEVER, Deadline
 
 
 def add_recompute_rows(cuts: CutMilp, *, deadline: Deadline = NEVER) -> None:
-    """Add the rows of the module to the program, for all that it may recompute.
+    """Add these rows for everything that the program may recompute.
 
     Raises OutOfTimeError.
     """
@@ -40,9 +41,10 @@ def add_recompute_rows(cuts: CutMilp, *, deadline: Deadline = NEVER) -> None:
 
 
 class _Span:
-    """From one position to the next, or to the end.
+    """The part of the step from one position to the next, or to the end.
 
-    held_bytes: pinned all the time. movable: units that are not and may be there.
+    held_bytes: resident bytes and those of units pinned throughout.
+    movable: other units with bytes that may be on the device.
     """
 
     def __init__(self, cuts: CutMilp, k: int) -> None:
@@ -74,7 +76,10 @@ class _Span:
         return any(first <= self._first and self._last <= last for first, last in spans)
 
     def _add_needed(self, u: int) -> list[int | None]:
-        """By reader of u, a column: u is read from there on; then one: it is there afterwards."""
+        """For each reader of u in order, a column that is 1 if it or a later one needs u.
+
+        Finally a column that is 1 if u is on the device afterwards. None stands for never.
+        """
         columns = [self._kept_after.get(u)]
         for n in reversed(self._readers.get(u, [])):
             own = self._recompute[n]
@@ -83,7 +88,10 @@ class _Span:
         return columns[::-1]
 
     def _add_since_before(self, u: int) -> int | None:
-        """A column: u is read, or there afterwards, and its maker is not recomputed."""
+        """A column that is 1 if u must be on the device since the start of the span.
+
+        That is so if it is needed in the span or afterwards and its maker is not recomputed.
+        """
         needed, maker = self._needed[u][0], self._cuts.folded.maker[u]
         if needed is None or maker not in self._recompute:
             return needed
@@ -93,6 +101,7 @@ class _Span:
         return column
 
     def _at_least_each(self, columns: Iterable[int]) -> int:
+        """A new column that is at least as large as each of these."""
         program = self._cuts.program
         most = program.variable(whole=False)
         for column in columns:
@@ -100,7 +109,7 @@ class _Span:
         return most
 
     def add_row(self, n: int) -> None:
-        """What is there while node n is recomputed fits."""
+        """Add the row: what is on the device while node n is recomputed fits the budget."""
         cuts, folded, recomputed = self._cuts, self._cuts.folded, self._recompute[n]
         own = {*folded.reads[n], *folded.makes[n]}
         own_bytes = int(folded.own_bytes[n]) + sum(
@@ -120,7 +129,7 @@ class _Span:
             cuts.add_byte_row({**beside, recomputed: own_bytes}, room)
 
     def _there(self, u: int, n: int) -> int | None:
-        """A column: unit u is on the device while n is recomputed; None: it is not."""
+        """A column that is 1 if unit u is on the device while n is recomputed; None: never."""
         if self._cuts.folded.maker[u] > n:
             return self._since_before.get(u)
         readers = self._readers.get(u, [])

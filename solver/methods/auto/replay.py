@@ -1,17 +1,18 @@
-"""Replay an order that overflows, within the budget.
+"""Replay an order that exceeds the budget, within the budget.
 
-A reversal of the chain of blocks with one snapshot more than fits overflows only here and there: at
-the fullest op of a block's backward, while as many snapshots as there may be are held. The replay
-follows its order. Where bytes are short it drops what is cheapest to recompute from what is there,
-per byte, most often the state that the op after next reads; and recomputes it when it is read. What
-the order recomputes and is still there is not recomputed.
+A reversal of the chain of blocks with one snapshot too many exceeds the budget only in some places:
+at the fullest op of a block's backward, while the most snapshots are held. The replay follows the
+order of the reversal. When bytes are short it drops the unit that is cheapest, per byte, to
+recompute from what is on the device, most often the state that the op after next reads, and
+recomputes it when it is read. What the order recomputes although it is still on the device is not
+recomputed.
 
-Optimal for nothing, and proves nothing: the simulator judges. Near the least budget of long chains
-it is far ahead of greedy eviction, which knows no snapshots: 253 % overhead in place of 327 on 2000
-recurrent steps.
+Optimal for nothing, and proves nothing: the simulator decides. Near the minimum budget of long
+chains it is far better than greedy eviction, which does not use snapshots: 253 % overhead instead
+of 327 on 2000 recurrent steps.
 
-Cost: linear in the order; for each drop, what is on the device times the length of what would have
-to be recomputed, as far as it is less than the least found.
+Cost: linear in the order; for each drop, the number of units on the device times the nodes that
+recomputing one takes, as far as that is less than the least found.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from solver.schedule import Schedule, free_after_last_use, without_dead_computes
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
 RUNS_PER_OP = 2
-"""Of the order's length; a replay that runs more nodes thrashes and is given up."""
+"""Limit on the nodes that a replay runs, per op of the order; beyond it the replay thrashes and is
+given up.
+"""
 
 
 def replay_within(
@@ -36,10 +39,14 @@ def replay_within(
     max_work: int,
     deadline: Deadline = NEVER,
 ) -> tuple[Schedule | None, int]:
-    """The order within the budget (None: stuck), and the work it took, at most about max_work.
+    """Replay the order within the budget.
 
-    order: names of nodes, first runs in the graph's order. The work is the same on every machine:
-    ten for a run, one for a node looked at. Raises OutOfTimeError.
+    Returns the schedule (None: stuck) and the work it took, at most about max_work. The work is the
+    same on every machine: ten for a run, one for a node considered.
+
+    order: names of nodes, with first runs in the graph's order.
+
+    Raises OutOfTimeError.
     """
     run = _Replay(folded, order, budget_bytes, max_work, deadline)
     fits = run.all()
@@ -51,7 +58,11 @@ def replay_within(
 
 
 class _Replay:
-    """ran: nodes so far, recomputations too. now: the place in the order."""
+    """The state of a replay.
+
+    ran: nodes run so far, recomputation included.
+    now: the current index in the order.
+    """
 
     def __init__(
         self,
@@ -67,7 +78,8 @@ class _Replay:
         self._max_work = max_work
         self._deadline = deadline
         self._max_ran = RUNS_PER_OP * len(order) + 1000
-        self._events: dict[int, list[tuple[int, bool]]] = defaultdict(list)  # place, is it a read
+        # by unit, where the order reads it (True) or makes it (False)
+        self._events: dict[int, list[tuple[int, bool]]] = defaultdict(list)
         for place, n in enumerate(self._order):
             for u in folded.reads[n]:
                 self._events[u].append((place, True))
@@ -82,7 +94,7 @@ class _Replay:
         self.work = 0
 
     def all(self) -> bool:
-        """Run the whole order; False when stuck."""
+        """Run the whole order; False if stuck."""
         folded, seen = self._folded, set[int]()
         for place, n in enumerate(self._order):
             self._deadline.check()
@@ -99,18 +111,19 @@ class _Replay:
         return self._bring(tuple(u for u in range(folded.n_units) if folded.is_output(u)))
 
     def _bring(self, wanted: Sequence[int]) -> bool:
-        """Have these units on the device at once."""
+        """Have these units on the device at the same time; False if stuck."""
         folded = self._folded
         while missing := self._missing(wanted):
             if len(self.ran) > self._max_ran or self.work > self._max_work:
                 return False
             if not all(map(self._may_run_again, missing)):
                 return False
+            # Units are spared until the last of the missing nodes that reads them has run.
             pending = Counter(u for m in missing for u in folded.reads[m])
             pending.update(wanted)
             for m in missing:
                 if not self._live.issuperset(folded.reads[m]):
-                    break  # dropped meanwhile, to make room
+                    break  # an input was dropped to make room: start again
                 if not self._run(m, pending.keys()) and not self._run(m, wanted):
                     return False
                 for u in folded.reads[m]:
@@ -121,7 +134,7 @@ class _Replay:
         return True
 
     def _missing(self, wanted: Sequence[int]) -> list[int]:
-        """Nodes to recompute before all of these are there, in order."""
+        """Nodes to recompute so that all of these units are on the device, in order."""
         folded, found, unchecked = self._folded, set[int](), list(wanted)
         while unchecked:
             u = unchecked.pop()
@@ -138,7 +151,7 @@ class _Replay:
         return again and not folded.cannot_recompute(n, self._n_first)
 
     def _run(self, n: int, spared: Collection[int]) -> bool:
-        """Run node n once there is room; False when there is none."""
+        """Run node n after making room; False if there is none."""
         folded = self._folded
         made = folded.makes[n]
         left_bytes = sum(folded.unit_bytes[u] for u in made if u in self._live)
@@ -179,7 +192,7 @@ class _Replay:
         return True
 
     def _cost_s(self, u: int, most_s: float) -> float:
-        """Seconds to recompute the unit from what else is there, or more than most_s."""
+        """Seconds to recompute the unit from what is on the device, or a number above most_s."""
         folded = self._folded
         if self._next_read(u) is None:
             return 0.0
@@ -195,7 +208,7 @@ class _Replay:
         return seconds
 
     def _next_read(self, u: int) -> int | None:
-        """The place of the next read, if the order does not make the unit again before."""
+        """The index of the next read; None: none, or the order makes the unit again before it."""
         events, k = self._events[u], self._next_event[u]
         while k < len(events) and events[k][0] < self.now:
             k += 1

@@ -1,4 +1,4 @@
-"""The runs of an order as lives of units: from a making to the last read before the next."""
+"""An order of nodes as lifetimes of units, each from a making to its last read."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from solver.schedule import Compute, Schedule, Simulation
 
 
 def live_bytes(schedule: Schedule, simulation: Simulation) -> npt.NDArray[np.int64]:
-    """By run of the schedule's order: what is on the device meanwhile."""
+    """By run of the schedule's order: the bytes on the device while it runs."""
     by_op = zip(schedule.ops, simulation.live_bytes, strict=True)
     return np.array([live for op, live in by_op if isinstance(op, Compute)], dtype=np.int64)
 
 
 class Runs:
-    """The runs of an order; see the module.
+    """The runs of an order.
 
-    nodes: by run, what runs. first_run: by node.
+    nodes: by run, the node that runs.
+    first_run: by node, its first run.
     made: by unit, the runs that make it.
     last: by unit and making, the last run that reads it (or the making itself).
-    repeats: runs that are not a node's first.
+    repeats: the runs that are recomputations.
     """
 
     def __init__(self, folded: StorageGraph, order: Sequence[str]) -> None:
@@ -48,8 +49,10 @@ class Runs:
                 self.last[u][-1] = len(order)
 
     def held_instead(self, i: int) -> list[tuple[int, int]] | None:
-        """(unit, first position after its last use) for what the run at i makes and something
-        reads; None if it makes nothing of its own (a view).
+        """What has to be held if the run at i is removed: (unit, run after its last use).
+
+        Only units that are read later are listed. Returns None if the run cannot be removed: it is
+        the first to make a unit, or makes none of its own (a view).
         """
         held = []
         for u in self.folded.makes[self.nodes[i]]:
@@ -61,7 +64,7 @@ class Runs:
         return held if self.folded.makes[self.nodes[i]] else None
 
     def take_out(self, i: int) -> None:
-        """The life before i lasts as long as the one that i began, if anything read that."""
+        """Remove the run at i: previous lifetimes of its units extend to the removed ones' ends."""
         for u in self.folded.makes[self.nodes[i]]:
             k, last = self.made[u].index(i), self.last[u]
             if last[k] > i:
@@ -69,8 +72,9 @@ class Runs:
             del self.made[u][k], last[k]
 
     def last_read(self, u: int, i: int) -> int:
-        """The last run that reads what unit u holds when run i ends, or else made it; -1: it was
-        not made by then.
+        """The last run that reads what unit u holds when run i ends, or else made it.
+
+        Returns -1 if the unit was not made by then.
         """
         made = bisect_right(self.made[u], i)
         return self.last[u][made - 1] if made else -1

@@ -13,10 +13,12 @@ from solver.methods.proposal import Proposal
 from solver.schedule import OPTIMAL_GAP, IllegalScheduleError, Schedule
 
 DONE_GAP = 3e-4
-"""Of the baseline's time: a little more than what the cuts are solved to (`solver.bound.cut`)."""
+"""The search is done at this gap, a share of the baseline's time: a little more than the gap to
+which cuts are solved (`solver.bound.cut`).
+"""
 
 TIME_ROUNDING = 1e-9
-"""Of sums of the same times in another order."""
+"""Relative error of sums of the same times in another order."""
 
 
 class Search(BestSoFar):
@@ -24,10 +26,10 @@ class Search(BestSoFar):
 
     binding: the strongest single cut.
     guide: by position, units that the several cuts hold there; eviction drops them last.
-    menus: by schedule, (node, position) for every node that it recomputed right before that
-        position; each set once, in the order of their finding.
+    menus: for each schedule, the set of (node, position) for every node that it recomputed right
+        before that position; equal sets once, in the order in which they were found.
     work: of the evictions, as `evict` counts it.
-    is_nested: reversals proved far more than cuts, on a large step: no other stage is run.
+    is_nested: on a large step nested reversals proved far more than cuts, so no other stage is run.
     """
 
     def __init__(
@@ -38,7 +40,11 @@ class Search(BestSoFar):
         time_limit_s: float,
         worth_below_share: float = math.inf,
     ) -> None:
-        """worth_below_share: of the baseline's time: no schedule that loses as much is wanted."""
+        """Start a search.
+
+        worth_below_share: schedules that lose this share of the baseline's time or more are of no
+            interest.
+        """
         super().__init__(folded.graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s)
         self.folded = folded
         self._worth_below_share = worth_below_share
@@ -49,9 +55,11 @@ class Search(BestSoFar):
         self.is_nested = False
 
     def offer(self, schedule: Schedule, *, on_menu: bool = True) -> FoldedSimulation | None:
-        """Simulate it, keep it if it is the best. None: it is illegal, or too late.
+        """Simulate the schedule and keep it if it is the best.
 
-        on_menu: whether what it recomputes is on the menu even if it is not the best.
+        on_menu: put what it recomputes on the menu even if it is not the best.
+
+        Returns None if it is illegal, or if a schedule is known and the deadline has passed.
         """
         if self.best is not None and self.deadline.passed:
             return None
@@ -69,7 +77,7 @@ class Search(BestSoFar):
         return self.offer(schedule_from_cuts(self.folded, kept, deadline=self.deadline))
 
     def offer_improved(self, schedule: Schedule) -> None:
-        """Offer what is left of it when recomputation for which there is room is taken out."""
+        """Offer the schedule without recomputation for which there is room."""
         improved = drop_recomputation(
             self.folded, schedule, budget_bytes=self.budget_bytes, deadline=self.deadline
         )
@@ -77,7 +85,7 @@ class Search(BestSoFar):
 
     @property
     def still_worth_between_s(self) -> tuple[float, float]:
-        """`worth_between_s` for a method that is asked now."""
+        """The `worth_between_s` for a method that is run now."""
         least_s = least_time_s(self.graph, lost_share=self.lost_share)
         most_s = math.inf if self.best is None else self.best[1].time_s
         return (1 - TIME_ROUNDING) * least_s, (1 + TIME_ROUNDING) * most_s
@@ -87,12 +95,13 @@ class Search(BestSoFar):
 
     @property
     def done(self) -> bool:
+        """Whether the time is up, the gap is DONE_GAP, or no schedule of interest can exist."""
         is_lost = math.isinf(self.lost_share) or self.lost_share >= self._worth_below_share
         return self.time_is_up() or self.gap <= DONE_GAP or is_lost
 
     @property
     def close(self) -> bool:
-        """Whether more search is not worth its time: optimal as `Solution` says it, or done."""
+        """Whether more search is not worth its time: the schedule counts as optimal, or `done`."""
         return self.done or self.gap <= OPTIMAL_GAP
 
     def proposal(self) -> Proposal:

@@ -1,10 +1,10 @@
-"""Cut where the schedule overflows: from one cut to several, each round simulated.
+"""From one cut to several: add a cut where the schedule exceeds the budget, round by round.
 
-The cuts' sets are replayed; the positions at which the simulator sees the budget overrun join the
-program, and it is solved again. Without allowances its dual bound is a proof for the budget. A
-position that is a cut already and still overflows does so because of what the recomputation right
-before it takes, of which the rows know nothing: it gets that many bytes as an allowance, and from
-then on the program proves nothing and serves as a guide only.
+The cuts' sets are turned into a schedule and simulated. The positions at which the budget is
+exceeded join the program, and it is solved again. Without allowances its dual bound is a proof for
+the budget. If a position that is a cut already still exceeds the budget, that is because of what
+the recomputation right before it takes, which the rows do not count. It gets that many bytes as an
+allowance, and from then on the program proves nothing and serves only as a guide.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from solver.bound import CutMilp, Cuts
 from solver.methods.auto.search import Search
 
 MAX_ROUNDS = 6
-"""Times that the overflowing positions are added to the cuts."""
+"""Maximum number of rounds."""
 N_NEW_POSITIONS = 3
-"""Positions that one round adds at most."""
+"""Maximum positions that one round adds."""
 LEAST_DISTANCE = 5
-"""Between the positions of one round: neighbours mostly say the same."""
+"""Distance that the positions of one round must exceed: neighbours mostly say the same."""
 MAX_POSITIONS = 7
 MAX_COLUMNS = 2_000
-"""Of the program: beyond these one solve takes ten seconds and more."""
+"""Maximum columns of the program: with more, one solve takes ten seconds and more."""
 NODES_TIMES_COLUMNS = 30_000
-"""Branch-and-bound nodes times columns of one solve that proves something."""
+"""Branch-and-bound nodes times columns of one full solve."""
 FAR_BELOW = 0.1
-"""Of the baseline's time: where windows have proven so much more than cuts, a program is solved in
-full only if its root is not so far below. On the U-Net at its least budget 8 s in place of 14.
+"""If windows have proven more than cuts by this share of the baseline's time, a program is solved
+in full only if its root comes closer than that. On the U-Net at its minimum budget this takes 8 s
+instead of 14.
 """
 LEAST_GAIN = 1e-3
-"""Of the baseline's time: cuts that raise the bound by less are not worth a larger program."""
+"""Cuts that raise the bound by less than this share of the baseline's time are not worth a larger
+program.
+"""
 GAP = 3e-4
 """A program is solved to within this share of the baseline's time."""
 
@@ -36,10 +39,16 @@ GAP = 3e-4
 def offer_several_cuts(
     search: Search, cuts: Cuts, *, max_columns: int = MAX_COLUMNS
 ) -> dict[int, frozenset[int]]:
-    """Offer what the cuts give, round by round; the last guide whose bytes no allowance cut."""
+    """Offer the schedules of the cuts, round by round.
+
+    cuts: the solution of the strongest single cut.
+    max_columns: a larger program ends the rounds.
+
+    Returns the guide, by position the units held, of the last round without allowances.
+    """
     allowance_bytes = dict.fromkeys(cuts.positions, 0)
     proven_guide: dict[int, frozenset[int]] = {}
-    by_cuts = search.binding.lost_share  # other stages may have proven more: no reason to end here
+    by_cuts = search.binding.lost_share  # not search.lost_share: other stages may prove more
     for _ in range(MAX_ROUNDS):
         if cuts.kept is None:
             break
@@ -76,8 +85,10 @@ def offer_several_cuts(
 
 
 def _solve(search: Search, program: CutMilp, by_cuts: float, *, proves: bool) -> Cuts:
-    """by_cuts: what they have proven before, as a share of the baseline's time.
-    proves: whether what this proves holds for the budget.
+    """Solve the program, briefly if it is unlikely to sharpen the bound.
+
+    by_cuts: the share of the baseline's time that cuts have proven before.
+    proves: whether the program has no allowances, so that its bound holds for the budget.
     """
 
     def solved(node_limit: int) -> Cuts:

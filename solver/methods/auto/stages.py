@@ -1,7 +1,7 @@
 """`auto` on the device alone: whole models, operator by operator, in seconds, with a proof.
 
-On deep chains near their least budget **nested reversals** come first
-(`solver.methods.auto.nested_reversals`), and the rest is left out. Elsewhere:
+On deep chains near their minimum budget **nested reversals** come first
+(`solver.methods.auto.nested_reversals`), and the other stages are skipped. Elsewhere:
 
 1. **Single cut.** `solver.bound.binding_cut` finds the position whose cut loses the most recompute
    time. Its MILP gives the proven bound and a set S of storages to hold at that position. The
@@ -10,34 +10,34 @@ On deep chains near their least budget **nested reversals** come first
    and is optimal over everything the simulator accepts.
 2. **Anchored cut** (`solver.methods.auto.anchored_cut`): the cut is solved again with the narrow
    tensors between segments held, so that less is recomputed at a time, and with fewer bytes.
-3. **Other methods** are asked too, so `auto` is never worse than they are by more than DONE_GAP.
+3. **Other methods** are run too, so `auto` is never worse than they are by more than DONE_GAP.
 4. **Eviction** (`solver.methods.evict`) runs the step within the budget, dropping what is cheapest
-   to lose; `solver.methods.auto.local_optimum` takes out recomputation for which there was room.
-5. **Windows.** Where a gap of WIDE_GAP is left, their linear program (`solver.bound.windows`) sees
-   a stretch that is recomputed again and again, and sharpens the proof. **Several cuts**
-   (`solver.methods.auto.several_cuts`): the positions that overflowed join, each with its row of
-   bytes. The program is a relaxation, so its dual bound sharpens the proof as well. The eviction is
-   repeated, dropping first what the cuts do not hold.
+   to lose; `solver.methods.auto.local_optimum` removes recomputation for which there was room.
+5. **Windows.** If a gap of WIDE_GAP is left, the LP of windows (`solver.bound.windows`) sees a
+   stretch that is recomputed again and again, and sharpens the proof. **Several cuts**
+   (`solver.methods.auto.several_cuts`): the positions that overflowed join, each with its byte row.
+   The program is a relaxation, so its dual bound sharpens the proof as well. Eviction is repeated,
+   dropping first what the cuts do not hold.
 6. **Tiny graphs**, of some ten nodes, are solved by the integer program of `solver.methods.ilp`.
-7. **Recombination**: whatever a schedule simulated so far recomputed, whether it fits or not, goes
-   on a menu, and `solver.methods.auto.recombine` finds the best schedule that can be put together
-   from it, on short menus.
+7. **Recombination**: what the schedules simulated so far recomputed, whether they fit or not, forms
+   menus, and `solver.methods.auto.recombine` finds the best schedule that can be put together from
+   each short menu.
 
 Once all variants of a step are planned, `solver.methods.auto.neighbourhoods` refines the fastest
-plan where a gap is left, and with a long time limit `solver.methods.auto.last_proof` sharpens the
+plan if a gap is left, and with a long time limit `solver.methods.auto.last_proof` sharpens the
 bound.
 
 `benchmarks/results/ablation.md` shows what each stage contributes.
 
-Rounding a relaxation and replaying it under the true memory rules is in the spirit of Jain et al.
-2020 (Checkmate, section 5), the eviction in that of Kirisame et al. 2021 (DTR); the cuts and the
-recombination are ours. Proven: the bound, always; optimality where the gap closes. Not proven: that
-a schedule is found where one exists, and anything about a gap that is left, which may be the
-bound's fault.
+Rounding a relaxation and turning it into a schedule under the true memory rules is in the spirit of
+Jain et al. 2020 (Checkmate, section 5), the eviction in that of Kirisame et al. 2021 (DTR); the
+cuts and the recombination are ours. Proven: the bound, always; optimality if the gap closes. Not
+proven: that a schedule is found if one exists, and whether a remaining gap is due to the schedule
+or the bound.
 
 Work is limited by counts of positions, rounds, branch-and-bound nodes and evictions, so the same
-input gives the same schedule whatever the machine's load; the clock only ends a search
-early, and then the proposal says so. If it does before the first eviction, one is run all the same.
+input gives the same schedule at any load of the machine. The time limit only ends a search early,
+and then the proposal says so. If it does before the first eviction, one eviction is still run.
 """
 
 from __future__ import annotations
@@ -71,25 +71,29 @@ from solver.schedule import OPTIMAL_GAP, Schedule, baseline
 from solver.sizes_deadlines_progress import Deadline
 
 SMALL_NODES, SMALL_VARIABLES = 40, 500
-"""Of an integer program that takes about a second."""
+"""Largest integer program that is solved; it takes about a second."""
 ROOM_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
-"""Of what the cut leaves for its set: smaller sets show what else can be recomputed, and where."""
+"""Shares of the room that the cut leaves for its set. Smaller sets show what else can be
+recomputed, and where.
+"""
 MAX_WORK, WORK_PER_NODE = 2_000_000, 4_000
-"""Of the evictions of one round: a second, or 2 ms for each node where that is more. With a second
-for all, Llama with 32 layers at 33 GB had the first eviction only: 120 % overhead in place of 18.
+"""Limit on the work of the evictions of one round: a second, or 2 ms for each node if that is more.
+With a second for every graph, Llama with 32 layers at 33 GB had only the first eviction: 120 %
+overhead instead of 18.
 """
 WIDE_GAP = 0.1
-"""Of the baseline's time. At larger budgets windows prove less than several cuts, which are whole:
-U-Net at 10 % 25.4 % in place of 26.5.
+"""Gap from which windows are used, as a share of the baseline's time. At larger budgets they prove
+less than several cuts, which are solved as MILPs: U-Net at 10 % 25.4 % instead of 26.5.
 """
 MAX_LAST_WORK = 15_000_000
-"""Of those with restarts, where nothing has been found: about five seconds."""
+"""Limit on the work of evictions with restarts, if nothing has been found: about five seconds."""
 LAST_SHARE, LAST_S = 0.1, 1.0
-"""Of the time limit, beyond it, for one eviction where the clock left no time for any; and seconds,
-at least, where there is no schedule at all. One takes 0.3 s on 761 operators, 0.7 on 3,500.
+"""Time beyond the time limit for one eviction if there was no time for any: a share of the limit,
+and at least LAST_S seconds if there is no schedule at all. One takes 0.3 s on 761 operators, 0.7 s
+on 3,500.
 """
 OTHERS = (revolve, dp)
-"""`dp` asks `sqrt` and tries what `every_block` does. `none` is tried first of all."""
+"""`dp` includes `sqrt` and what `every_block` does. `none` is tried first of all."""
 
 
 def recompute_only(
@@ -101,11 +105,12 @@ def recompute_only(
     quick: bool = False,
     worth_below_share: float = math.inf,
 ) -> Proposal:
-    """The best schedule found and the proven bound; see the module.
+    """The best schedule found and the proven bound, by the stages of the module.
 
-    starts: schedules known for this graph, such as those of a smaller budget.
+    starts: known schedules of this graph, such as those of a smaller budget.
     quick: only the stages that take about a second.
-    worth_below_share: of the baseline's time: no schedule that loses as much is wanted.
+    worth_below_share: schedules that lose this share of the baseline's time or more are of no
+        interest.
     """
     search = Search(
         StorageGraph.of(graph),
@@ -120,7 +125,7 @@ def recompute_only(
             if found is not None and found.simulation.peak_bytes <= budget_bytes:
                 search.offer_improved(schedule)
         # What schedules of other budgets recompute makes the menu too long to solve: on U-Net at
-        # 10 %, 32.5 % overhead in place of 29.6.
+        # 10 %, 32.5 % overhead instead of 29.6.
         search.menus.clear()
         for stage in (*CHEAP_STAGES, *(QUICK_STAGES if quick else STAGES)):
             if search.done or (search.close and stage not in CHEAP_STAGES):
@@ -128,7 +133,7 @@ def recompute_only(
             if search.is_nested and search.best is not None:
                 break
             stage(search)
-        if search.best is not None:  # the stages end once it is near the bound
+        if search.best is not None:  # stages end as soon as it is near the bound: improve it once
             search.offer_improved(search.best[0])
     if search.time_is_up() and not quick:
         _in_no_time(search, time_limit_s=time_limit_s)
@@ -136,9 +141,10 @@ def recompute_only(
 
 
 def _in_no_time(search: Search, *, time_limit_s: float) -> None:
-    """Offer one eviction, and a checkpoint per block, where the clock left no time for evictions.
+    """Offer one eviction, and a checkpoint per block, if there was no time for evictions.
 
-    It may end a search in its first stage, with no schedule, or with one that loses much.
+    The time limit may end a search in its first stage, with no schedule or with one that loses
+    much.
     """
     is_enough = search.best is not None and (search.work > 0 or search.gap <= OPTIMAL_GAP)
     if is_enough or math.isinf(search.lost_share):
@@ -156,6 +162,7 @@ def _in_no_time(search: Search, *, time_limit_s: float) -> None:
 
 
 def single_cut(search: Search) -> None:
+    """Stage 1: prove the bound of the strongest cut, and offer its schedule."""
     search.binding = binding_cut(
         search.folded, budget_bytes=search.budget_bytes, deadline=search.deadline
     )
@@ -166,12 +173,16 @@ def single_cut(search: Search) -> None:
 
 
 def anchored_cut(search: Search) -> None:
+    """Stage 2: offer the schedules of the strongest cut with anchors."""
     if search.binding.ranked:
         offer_anchored(search, base=search.binding.ranked[0][0])
 
 
 def other_methods(search: Search) -> None:
-    """Only what may fit and beat the best is simulated, which saves most of their time."""
+    """Stage 3: offer the schedules of other methods.
+
+    They only simulate what may fit and beat the best schedule, which saves most of their time.
+    """
     for method in OTHERS:
         proposal = method(
             search.graph,
@@ -185,7 +196,10 @@ def other_methods(search: Search) -> None:
 
 
 def eviction(search: Search) -> None:
-    """With each patience, while there is work left; at last what reaches the least peak."""
+    """Stage 4: evict with each patience while there is work left.
+
+    If no schedule has been found, offer the one with the smallest peak that can be found.
+    """
     _evict(search)
     if search.best is None:
         proven_bytes, _ = proven_least_budget_bytes(search.folded, deadline=search.deadline)
@@ -196,6 +210,7 @@ def eviction(search: Search) -> None:
 
 
 def several_cuts(search: Search, **limits: int) -> None:
+    """Stage 5, second part: offer the schedules of several cuts, and evict with their guide."""
     if search.binding.cuts is None:
         return
     search.guide = offer_several_cuts(search, search.binding.cuts, **limits)
@@ -203,7 +218,7 @@ def several_cuts(search: Search, **limits: int) -> None:
 
 
 def windows(search: Search) -> None:
-    """Once a schedule is known to be far from the bound."""
+    """Stage 5, first part: sharpen the bound if the best schedule is far from it."""
     if search.binding.ranked and WIDE_GAP <= search.gap < math.inf:
         lost_share = windows_share(
             search.folded,
@@ -215,6 +230,7 @@ def windows(search: Search) -> None:
 
 
 def recombination(search: Search) -> None:
+    """Stages 6 and 7: solve a tiny graph completely, or recombine the schedules found so far."""
     if not search.binding.ranked or _solved_whole(search):
         return
     folded, base = search.folded, search.binding.ranked[0][0]
@@ -241,7 +257,7 @@ def _evict(search: Search) -> None:
     most = max(MAX_WORK, WORK_PER_NODE * len(search.graph.nodes))
     _evict_each(search, PATIENCE, max_work=most)
     if search.best is None:
-        # Restarts only here: what is made ahead of time costs more, and is in the way on the menu.
+        # Restarts only here: recomputing ahead of time costs more, and only lengthens the menu.
         most = search.work + MAX_LAST_WORK
         _evict_each(search, LEAST_PATIENCE, max_work=most, n_restarts=MAX_RESTARTS)
 
@@ -272,23 +288,23 @@ CHEAP_STAGES: tuple[Callable[[Search], None], ...] = (
     anchored_cut,
     other_methods,
 )
-"""Until the gap is DONE_GAP."""
+"""Run until the gap is DONE_GAP."""
 STAGES: tuple[Callable[[Search], None], ...] = (
     eviction,
     windows,
     several_cuts,
     recombination,
 )
-"""Until the gap is OPTIMAL_GAP."""
+"""Run until the gap is OPTIMAL_GAP."""
 QUICK_STAGES: tuple[Callable[[Search], None], ...] = (
     _evict,
     partial(several_cuts, max_columns=1_500),
 )
-"""In place of STAGES."""
+"""Run instead of STAGES if `quick`."""
 
 
 def _solved_whole(search: Search) -> bool:
-    """Whether the integer program was small enough to be solved to its end."""
+    """Solve the integer program of the whole step, if small; whether it was solved to the end."""
     if search.folded.n_nodes > SMALL_NODES or find_spec("pulp") is None:
         return False
     try:

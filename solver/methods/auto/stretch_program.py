@@ -1,14 +1,14 @@
-"""A stretch of the step planned anew: an integer program, with all before and after it as it is.
+"""Plan a stretch of the step anew by an integer program, with everything before and after it fixed.
 
 The stretch reaches from one position to another. The runs of a schedule before and after it stay,
 except those that only served the old stretch. It begins with units that are on the device, or that
-could have stayed there since their last read: over the runs since then they fit beside what the
-schedule holds. It ends with what later runs read without making it. The program is that of cuts
-(`solver.bound.cut`) at all positions of the stretch, with r[n,k] only where a menu says so, and
-with the rows of `solver.methods.auto.recompute_rows`, so what it finds mostly fits.
+could have stayed there since their last read because they fit beside what the schedule holds since
+then. It ends with what later runs read without making it. The program is that of cuts
+(`solver.bound.cut`) at all positions of the stretch, with r[n,k] only for entries of a menu, and
+with the rows of `solver.methods.auto.recompute_rows`, so that its solutions mostly fit.
 
-As nothing else takes part, programs of a stretch have some hundred to some thousand columns however
-long the step is, and branch and bound solves most of them at its root.
+Since nothing else takes part, these programs have some hundred to some thousand columns however
+long the step is, and branch and bound solves most of them at the root.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from solver.sizes_deadlines_progress import NEVER, Deadline
 
 @dataclass(frozen=True)
 class Stretch:
-    """Positions from first, at least 1, to last. menu: by position, the nodes that may be
-    recomputed right before it.
+    """A part of the step that is planned anew.
+
+    first, last: its positions; first is at least 1.
+    menu: by position, the nodes that may be recomputed right before it.
     """
 
     first: int
@@ -47,11 +49,12 @@ class Stretch:
 
 
 class StretchMilp(CutMilp):
-    """The program of the module.
+    """The program that the module describes.
 
-    last_before, last_inside: the last run before the stretch, and the last one of it.
-    held_since: by unit that may be there when the stretch begins and is not, the run since which it
-        would be held.
+    last_before: the last run before the stretch.
+    last_inside: the last run of the stretch.
+    held_since: units that could have stayed on the device until the stretch begins, and the run
+        since which they would be held.
     """
 
     def __init__(
@@ -64,7 +67,13 @@ class StretchMilp(CutMilp):
         budget_bytes: int,
         deadline: Deadline = NEVER,
     ) -> None:
-        """live_bytes: by run. Raises OutOfTimeError."""
+        """Build the program.
+
+        runs: the schedule's runs.
+        live_bytes: by run, the bytes on the device.
+
+        Raises OutOfTimeError.
+        """
         self._stretch, self._runs, self._live_bytes = stretch, runs, live_bytes
         self.last_before = runs.first_run[stretch.first - 1]
         self.last_inside = runs.first_run[stretch.last]
@@ -93,13 +102,15 @@ class StretchMilp(CutMilp):
         yield from reversed(found)
 
     def _add_totals(self) -> None:
-        """Without R[n,k]: with them DenseNet-121 and ViT-B lose the same after 40 s, to within
-        0.1 points.
+        """Add no R[n,k].
+
+        With them DenseNet-121 and ViT-B lose the same after 40 s, to within 0.1 points.
         """
 
     def _may_have_stayed(self) -> Mapping[int, int]:
+        """Find `held_since`: units that fit beside what the schedule holds after their last use."""
         folded, p = self.folded, self.positions[0]
-        # by run, the most from there on
+        # by run, the maximum from there up to the stretch
         most = np.maximum.accumulate(self._live_bytes[self.last_before :: -1])[::-1]
         held_since = {}
         for u in sorted(self.keep[0].keys() - self._there):
@@ -111,7 +122,7 @@ class StretchMilp(CutMilp):
         return held_since
 
     def _add_ends(self) -> None:
-        """What is there when the stretch begins, and when it ends."""
+        """Add the rows for what is on the device when the stretch begins, and when it ends."""
         program, folded, begin = self.program, self.folded, self.keep[0]
         for u, column in begin.items():
             if folded.unit_bytes[u] and u not in self._there and u not in self.held_since:
@@ -124,14 +135,19 @@ class StretchMilp(CutMilp):
             self.add_byte_row(held, room)
 
     def kept(self, *, below: float) -> dict[int, frozenset[int]] | None:
-        """By position, the units that the best solution found holds; None: none found that loses
-        less than this in the stretch, as a share of the baseline's time.
+        """By position, the units that the best solution found holds.
+
+        Returns None if no solution is found that loses less than `below` in the stretch, as a share
+        of the baseline's time.
         """
         return kept_by_best(self, below=below, deadline=self._deadline)
 
     def spliced(self, kept: Mapping[int, frozenset[int]], runs: Runs) -> Schedule:
-        """The solution in the place of the stretch in these runs, which may be others by now. The
-        simulator says whether it is legal.
+        """Put the solution in the place of the stretch in these runs.
+
+        runs: those of the schedule, or of a newer one.
+
+        The result may be illegal; the simulator decides.
         """
         folded, graph, begin = self.folded, self.folded.graph, self.positions[0]
         last_before = runs.first_run[self._stretch.first - 1]
@@ -146,7 +162,7 @@ class StretchMilp(CutMilp):
         available.difference_update(names_let_go(folded, kept[begin], begin))
         positions = range(self._stretch.first, self._stretch.last + 1)
         inside = just_in_time(folded, kept, positions, available, deadline=self._deadline)
-        # Views are lost when their storage is recomputed.
+        # Recomputing a storage drops its views, so some may be missing.
         inside += missing_computes(graph, _read_first(graph, after), available)
         order = without_dead_computes(graph, [*before, *inside, *after])
         return free_after_last_use(graph, order)

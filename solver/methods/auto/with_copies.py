@@ -1,33 +1,32 @@
 """Keep, recompute or copy to host or disk: one choice, from the cut with copies.
 
-1. **The plain step** with what overflows on the host is cheap, and tried before all else.
+1. **The baseline with copies** of what exceeds the budget is cheap, and tried first.
 2. `solver.bound.binding_copies` finds the position at which the most time is lost, and the bound.
 3. **The cut's choice.** Its program, with recomputation counted where it is needed
-   (`just_in_time`), says what is on the device there, what is on the host and what is recomputed.
-   Recomputation is written out as an order (`from_cuts`), the copies are placed on it (`placing`).
-   Where the simulator sees an overflow, the cut gets fewer bytes; where the compute stream waits
-   for a copy, that storage may not be away, and the program is solved again.
-   What overflows at other positions is copied too. The same is done to plans that recompute only,
-   made for more bytes than there are.
+   (`just_in_time`), says what is on the device at the position, what is on the host and what is
+   recomputed. Recomputation is written out as an order (`from_cuts`), and copies are placed in it
+   (`copy_placement`). If the simulator's peak is above the budget, the cut gets fewer bytes; if the
+   compute stream waits for a copy, that storage may not be away; then the program is solved again.
+   What exceeds the budget at other positions is copied too. The same is done to plans that only
+   recompute, made for larger budgets.
 4. **Recomputation around the copies** (`around_copies`): the whole search for the device alone, on
    a step in which what the cut fetches comes back by nodes that cost next to nothing.
-5. **Step by step** (`copies_local_optimum`): from the best of these, and of the plans for more
-   bytes, a recomputation is taken out or put in the place of a copy, while that makes the step
-   faster.
-6. **Recomputation alone** (`stages`): its schedule is a candidate like the others. It
-   is not searched for where its own bound is no better than what has been found. Where it is the
-   best, single steps put copies in the place of its recomputations. Of the time limit a part is
-   kept for it; where that is short for the step, it comes first.
+5. **Local search** (`copies_local_optimum`): starting from the best of these, and of the plans for
+   larger budgets, a recomputation is removed or replaces a copy, while that makes the step faster.
+6. **Recomputation alone** (`stages`): its schedule is a candidate like the others. It is skipped if
+   its own bound is no better than what has been found. If it is the best, local search replaces its
+   recomputations by copies. A part of the time limit is kept for it; if that is short for the step,
+   it comes first.
 
 The bound is that of the cuts with copies, so it holds for every schedule, whatever it copies. A
 best schedule without copies that meets it proves that the host does not help.
 
-**With a disk** the host alone is planned for first, in half of the time; in all of it where the
-host has room for everything, so that no disk helps. Where the bound leaves something to gain the
-stages run again: what the host has no room for goes on to the disk, what is away for the longest
-first (`beside.goes_to_disk`).
+**With a disk** the host alone is planned for first, in half of the time. If the host has room for
+everything, so that a disk cannot help, it gets all of the time. If the bound leaves something to
+gain, the stages run again: what the host has no room for goes on to the disk, what is away longest
+first (`copy_placement_state.goes_to_disk`).
 
-Work is limited by counts. Where the copies are few and large the choice is a knapsack with
+Work is limited by counts. Where the copies are few and large, the choice is a knapsack with
 deadlines, and a gap is left.
 """
 
@@ -60,30 +59,33 @@ from solver.schedule import (
 GAP = 3e-4
 """A program is solved to within this share of the baseline's time."""
 SIMILAR = 0.9
-"""Of the strongest cut's bound: a position with less is not looked at."""
+"""A position whose bound is below this share of the strongest cut's is skipped."""
 MAX_ROUNDS = 6
-"""Times that the cut of one position is solved again."""
+"""Maximum times that the cut of one position is solved."""
 ROUND_NODES, PROOF_NODES = 20, 50
-"""Branch-and-bound nodes of one program."""
+"""Maximum branch-and-bound nodes of one program: in a round, and for the proof."""
 STEPS_GAP = 3e-3
-"""Of the baseline's time: below it plans for more bytes and single steps have gained nothing on the
-graphs of `benchmarks.offload`, in seconds.
+"""With a gap below this share of the baseline's time, plans for larger budgets and local search
+have gained nothing on the graphs of `benchmarks.offload`, in seconds.
 """
 MAX_STEPS_WORK = 60_000
-"""Nodes in all orders that single steps try."""
+"""Limit on the nodes in all orders that local search tries."""
 MORE_SHARES = (1.0, 0.7, 0.4)
-"""Of the bytes that the cut has on the host: so many more bytes for recomputation alone."""
+"""By how much budgets for recomputation alone are raised, as shares of the bytes that the cut has
+on the host.
+"""
 HOPELESS = 1.0
-"""Of the baseline's time: from this gap on recomputation alone is faster."""
+"""From this gap on, a share of the baseline's time, recomputation alone is faster."""
 COPYING_SHARE = 0.6
-"""Of the time limit, at most, until recomputation alone is searched for: what is found is not worse
-than that even where the clock ends the search. On a step of 82 nodes with 64 KB of a host plans for
-more bytes took all of the time: 59.8 % in place of 37.1.
+"""Maximum share of the time limit before recomputation alone is searched for, so that the result is
+not worse than that even if the time limit ends the search. On a step of 82 nodes with 64 KB of a
+host, plans for larger budgets took all of the time: 59.8 % instead of 37.1.
 """
 NODES_PER_S = 50
-"""Of a step that recomputation alone is searched for in time: a larger one begins with it. A ResNet
-of 1111 operators at 15 % of its activations was planned with +110 % beside a host in 20 s, and with
-+34 without one: what is left at the end was too short for it.
+"""Nodes per second for which the rest of the time is enough to search for recomputation alone; a
+larger step begins with it. A ResNet of 1111 operators at 15 % of its activations was planned with
++110 % beside a host in 20 s, and with +34 % without one: the time left at the end was too short for
+it.
 """
 
 Stage = Callable[[CopySearch], None]
@@ -98,9 +100,10 @@ def with_copies(
     starts: Sequence[Schedule] = (),
     quick: bool = False,
 ) -> Proposal:
-    """The best schedule found with copies or without, and the proven bound.
+    """The best schedule found, with copies or without, and the proven bound.
 
-    starts: schedules known for this graph. quick: only what takes seconds.
+    starts: known schedules of this graph.
+    quick: only what takes seconds.
     """
     search = CopySearch(
         graph,
@@ -123,13 +126,13 @@ def with_copies(
             search.offer(schedule)
         if places.disk is not None and sum(search.free.unit_bytes) <= places.host_bytes:
             found = host_alone(time_limit_s=search.deadline.left_s)
-            search.adopt(found)  # a disk frees host memory, and all has room there
+            search.adopt(found)  # a disk only frees host memory, and everything has room there
             best = search.best[0] if search.best else None
             return dataclasses.replace(found, schedule=best)
         if places.disk is not None:
             search.adopt(host_alone(time_limit_s=search.deadline.left_s / 2))
         if not search.done:
-            # Before the bound, so that it is there whenever the clock ends the search.
+            # Before the bound, so that there is a schedule whenever the time limit is reached.
             search.offer(_overflow_copied(search, baseline(graph).order))
         search.binding = binding_copies(
             search.free, budget_bytes=budget_bytes, places=places, deadline=search.deadline
@@ -138,7 +141,7 @@ def with_copies(
     if places.disk is not None:
         _run(search, COPYING)
     else:
-        # not by what is left of the time: on a busy machine too, the same comes first
+        # By the time limit, not the time that is left: the same order on a busy machine too.
         is_large = len(graph.nodes) > NODES_PER_S * (1 - COPYING_SHARE) * time_limit_s
         with search.part_of_time(COPYING_SHARE):
             _run(search, ALONE if is_large else COPYING)
@@ -151,6 +154,7 @@ def with_copies(
 
 
 def _run(search: CopySearch, stages: Sequence[Stage]) -> None:
+    """Run the stages until the search is done."""
     with search:
         for stage in stages:
             enough = search.quick and stage in SLOW_STAGES and search.best is not None
@@ -160,19 +164,23 @@ def _run(search: CopySearch, stages: Sequence[Stage]) -> None:
 
 
 def _choose(search: CopySearch) -> None:
-    """What the strongest cut says."""
+    """Offer the schedules of the strongest cut."""
     for cut in search.binding.ranked[:1]:
         _rounds(search, cut.position)
 
 
 def _choose_elsewhere(search: CopySearch) -> None:
-    """What the next cut says, if it is about as strong."""
+    """Offer the schedules of the second strongest cut, if it is about as strong."""
     for cut in search.binding.ranked[1:2]:
         if cut.lost_share >= SIMILAR * search.binding.lost_share and search.gap > OPTIMAL_GAP:
             _rounds(search, cut.position)
 
 
 def _rounds(search: CopySearch, position: int) -> None:
+    """Offer the schedule of the cut at a position, and solve the cut again while that may help.
+
+    Each round takes away the bytes above the budget, and bars the storage that is waited for most.
+    """
     less_bytes, barred = 0, set(never_copied(search.folded))
     for n_before in range(MAX_ROUNDS):
         if search.done or (n_before and search.gap <= OPTIMAL_GAP):
@@ -192,6 +200,7 @@ def _rounds(search: CopySearch, position: int) -> None:
         over_bytes = found.peak_bytes - search.budget_bytes
         if over_bytes > 0:
             search.offer(_overflow_copied(search, order, gaps))
+        # Next round: fewer bytes, and no fetch of the unit for which the stream waits most.
         late = max(placed.waits_s, key=lambda u: (placed.waits_s[u], u), default=None)
         if over_bytes <= 0 and late is None:
             return
@@ -201,7 +210,7 @@ def _rounds(search: CopySearch, position: int) -> None:
 
 
 def _prove(search: CopySearch) -> None:
-    """The strongest cut as an integer program."""
+    """Sharpen the bound: solve the strongest cut as an integer program."""
     for cut in search.binding.ranked[:1]:
         program = search.program(cut.position)
         found = program.solve(
@@ -214,7 +223,7 @@ def _prove(search: CopySearch) -> None:
 
 
 def _without_copies(search: CopySearch) -> None:
-    """Unless a bound shows that no schedule without copies is better than what was found."""
+    """Recompute only, unless a bound shows that no schedule without copies beats what was found."""
     if search.gap < HOPELESS:
         alone = binding_cut(
             search.folded, budget_bytes=search.budget_bytes, deadline=search.deadline
@@ -227,7 +236,7 @@ def _without_copies(search: CopySearch) -> None:
 
 
 def _copy_what_overflows(search: CopySearch) -> None:
-    """Of plans for more bytes, where the gap is worth it."""
+    """Make plans for larger budgets, and copy what exceeds the real one."""
     if search.gap <= STEPS_GAP:
         return
     orders = []
@@ -250,7 +259,7 @@ def _copy_what_overflows(search: CopySearch) -> None:
 
 
 def _step_by_step(search: CopySearch) -> None:
-    """From the best schedule of all, and of the stage before, where that was not done."""
+    """Search locally from the best schedule, unless done before, and from those in `unclimbed`."""
     starts, search.unclimbed = search.unclimbed, []
     if search.best is not None and search.best[0] is not search.climbed:
         starts.insert(0, search.best[0])
@@ -264,8 +273,10 @@ def _step_by_step(search: CopySearch) -> None:
 
 
 def _attempt(search: CopySearch, order: Sequence[str]) -> Attempt | None:
-    """The order with what overflows on the host; None: it is illegal (an alias would outlive what
-    is recomputed, say), does not fit, or the time is up.
+    """The order with what exceeds the budget on the host.
+
+    Returns None if it is illegal (for example, an alias would outlive what is recomputed), does not
+    fit, or the time is up.
     """
     if search.time_is_up():
         return None
@@ -283,7 +294,7 @@ def _attempt(search: CopySearch, order: Sequence[str]) -> Attempt | None:
 def _overflow_copied(
     search: CopySearch, order: Sequence[str], gaps: Sequence[Gap] = ()
 ) -> Schedule:
-    """The order with these copies, and others of what overflows all the same."""
+    """The order with these copies, and copies of what still exceeds the budget."""
     more = overflowing(search.folded, order, search.budget_bytes, away=gaps)
     return search.place(order, [*gaps, *more]).schedule
 
