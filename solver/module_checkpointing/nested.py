@@ -112,6 +112,7 @@ def best_in_loop(
     if least_bytes <= budget_bytes:
         return plan, least_bytes
     best: RegionPlan | None = None
+    # Bisect the chain's budget: the graph needs other bytes than the chain.
     low, high = 0, simulate_chain(steps.chain, keeping_everything(steps.chain))[1]
     for _ in range(N_BUDGETS):
         middle = (low + high) // 2

@@ -157,6 +157,8 @@ class _Step:
         function_of = EagerStep.of(graph).function_of
         last_backward: dict[str, int] = {}
         for node in graph.later_nodes:
+            # Rule 5: a function unpacks all it needs before its first node, and holds it to its
+            # last.
             function = function_of.get(node.name, (node.name,))
             if node.name == function[0]:
                 self._unpack(function)
@@ -169,6 +171,8 @@ class _Step:
             for name in self._reads(node.name):
                 if name in self._readers_left:
                     self._readers_left[name] -= 1
+        # Rules 1 and 3: arguments, and saved results that no recomputation has used, stay until
+        # the region's backward is done.
         for region in (r for top in layout.regions for r in top.flat()):
             if region.path in last_backward:
                 held = self.held[last_backward[region.path]]

@@ -159,6 +159,7 @@ class Copies:
         """All stays of storages on the host: the largest first, of equal sizes the earliest."""
         at = {event.position: event for event in self.events}
         clock = self._clock(at)
+        # A stay on the host begins with a Store or a Load and ends with a Drop or the step.
         stays: dict[str, list[int]] = {}
         ended: list[tuple[list[int], float]] = []
         for position, op in enumerate(self.ops):

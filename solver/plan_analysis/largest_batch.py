@@ -121,6 +121,7 @@ def largest(
     refused: list[tuple[int, str]] = []
 
     def fits(at: int) -> bool:
+        """Plan this size, and note it as a candidate or as refused."""
         try:
             solution = plan(at)
         except SizeNotTraceableError as error:

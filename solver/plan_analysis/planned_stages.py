@@ -54,6 +54,10 @@ class PlannedStages:
         request: dict[str, Any],
         quick: bool,
     ) -> None:
+        """Trace each layer by itself; `solver.plan_analysis.split_pipeline` lists the parameters.
+
+        place: any stage of a pipeline with the schedule and number of micro-batches.
+        """
         from torch import nn
 
         from graphs.trace import read_layers

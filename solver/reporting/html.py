@@ -57,6 +57,7 @@ def page(report: Report, *, command: str) -> str:
 
 
 def _sections(report: Report, command: str) -> Iterator[str]:
+    """The sections of the page as HTML, in order."""
     from solver.reporting.plot import before_and_after, pareto, throughput
 
     answer = report.best
@@ -165,6 +166,7 @@ def bound_text(solution: Solution) -> tuple[str, ...]:
 
 
 def _block_table(solution: Solution) -> rows.Table:
+    """One row for each block of the model (`block_rows`)."""
     heads = (
         *("block", "module", "ops", "saved", "dropped"),
         *("recomputed ops", "recompute time", "forward time"),

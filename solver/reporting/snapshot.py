@@ -120,6 +120,7 @@ def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
         yield Allocation(graph.tensor_by_name[stay.storage].size_bytes, stay.start, stop, frames)
     if graph.n_in_flight > 1 and schedule.ops:
         saved_bytes = simulate(graph, schedule).saved_bytes
+        # what the others hold is one allocation for as long as its size stays the same
         by_op = enumerate(bytes_of_others(graph, schedule, saved_bytes))
         for size_bytes, ops in itertools.groupby(by_op, key=lambda each: each[1]):
             positions = [position for position, _ in ops]
@@ -163,6 +164,7 @@ def _frames(
 
 
 def _entry(action: str, address: int, of: Allocation) -> dict[str, Any]:
+    """One entry of a device trace."""
     return {
         "action": action,
         "addr": address,
@@ -222,6 +224,7 @@ class _Arena:
         self._gaps: list[tuple[int, int]] = []  # (start, stop), ascending, not adjacent
 
     def take(self, size_bytes: int) -> int:
+        """Take the first gap that is large enough, or extend the segment; return the address."""
         for index, (start, stop) in enumerate(self._gaps):
             if stop - start >= size_bytes:
                 self._gaps[index : index + 1] = (
@@ -234,6 +237,7 @@ class _Arena:
         return start
 
     def give_back(self, start: int, size_bytes: int) -> None:
+        """Free bytes at an address; joins adjacent gaps."""
         stop = start + size_bytes
         index = bisect_left(self._gaps, (start, stop))
         if index < len(self._gaps) and self._gaps[index][0] == stop:

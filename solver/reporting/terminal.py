@@ -55,6 +55,7 @@ def print_plain(shown: RenderableType, console: Console) -> None:
 
 
 def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
+    """The sections of the report, in order."""
     answer = report.best
     yield heading("Problem", report.problem)
     yield pairs(rows.request_rows(report))

@@ -114,6 +114,7 @@ class Pool:
     _at: dict[int, Block] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
+        """Add a free block."""
         self._at[block.address] = block
         if block.mapped:
             insort(self._free, (block.size_bytes, block.address))
@@ -121,6 +122,7 @@ class Pool:
             insort(self._unmapped, block.address)
 
     def remove(self, block: Block) -> None:
+        """Remove a free block, before it is used or changes its size."""
         del self._at[block.address]
         if block.mapped:
             self._free.pop(bisect_left(self._free, (block.size_bytes, block.address)))
@@ -166,7 +168,7 @@ class CachingAllocator:
         key = (stream, is_small)
         pool = self.pools.setdefault(key, self._small() if is_small else self._large())
         block = self._cached(pool, size_bytes) or self._taken(pool, size_bytes)
-        if block is None:
+        if block is None:  # the device is full: return all free memory to it, and try again
             self.n_returns += 1
             self._give_back()
             block = self._taken(pool, size_bytes)

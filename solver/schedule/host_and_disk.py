@@ -120,6 +120,7 @@ class Places:
 
 
 def _place(record: Record, name: str) -> Place | None:
+    """Read the place of this name (None: it is not in the record)."""
     item = record.record(name, default=None)
     if item is None:
         return None

@@ -143,6 +143,7 @@ def ops_from_json(items: Sequence[object], *, source: str) -> tuple[Op, ...]:
 
 
 def _op(item: object, *, where: str) -> Op:
+    """Read one op. Raises FormatError, which says `where` it is."""
     if isinstance(item, list) and len(item) == 2 and all(isinstance(part, str) for part in item):
         word, name = item
         if word in WORDS:

@@ -83,6 +83,7 @@ class Request:
         return f"{what} is {found} bytes, above the {most} available"
 
     def to_json(self) -> dict[str, Any]:
+        """The request in a schedule file; `from_json` reads it."""
         value = {**vars(self)}
         places = value.pop("places")
         if self.optimizer_state == "auto":

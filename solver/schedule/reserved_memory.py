@@ -198,6 +198,8 @@ class Steps:
             for position, op in enumerate(schedule.ops)
             if isinstance(op, Compute) and op.node in workspace
         }
+        # The optimizer's state is not resident from the start if the step has an optimizer: its
+        # first step allocates it.
         steps_at = [
             position
             for position, op in enumerate(schedule.ops)
@@ -208,6 +210,7 @@ class Steps:
         others = [t for t in resident if t.kind != "optimizer_state"] if states else resident
         self.resident = [tensor.size_bytes for tensor in others]
         self.first_taken = {steps_at[0]: state_blocks_bytes(graph, sum(states))} if states else {}
+        # Two stays of a storage that meet are an overwrite, which allocates and frees nothing.
         order = {tensor.name: index for index, tensor in enumerate(graph.tensors)}
         starts: dict[int, set[str]] = defaultdict(set)
         stops: dict[int, set[str]] = defaultdict(set)

@@ -259,6 +259,7 @@ class Device:
             self._open_stays[tensor.name] = layer, len(self.live_bytes)
 
     def _start_stay(self, storage: str, node: Node) -> None:
+        """Begin a stay of a storage that the node allocates or overwrites; end the one before."""
         position = len(self.live_bytes)
         if storage in self._open_stays:  # replaced: both copies count while the node runs
             self._end_stay(storage, position + 1)
@@ -273,6 +274,7 @@ class Device:
         self._stays.append(Stay(storage, layer, start, stop))
 
     def _free(self, name: str) -> int:
+        """Rule 5: free a tensor; its storage's bytes are released with the last tensor on it."""
         producer = self.graph.producer.get(name)
         if producer is None:
             known = name in self.graph.tensor_by_name

@@ -134,6 +134,7 @@ class Streams:
                 raise MoveError(f"which is on the {memory.name} already")
             if wanted and not is_there:
                 raise MoveError(f"which is not on the {memory.name}")
+        # The copy waits for its stream, the compute stream, its source, and its target's bytes.
         start_s = max(
             self._at_s[stream],
             self._at_s["compute"],

@@ -58,6 +58,7 @@ def ctrl_c_ends_searches() -> Iterator[threading.Event]:
         return
 
     def end(_signal: int, _frame: object) -> None:
+        # the second Ctrl-C has Python's default effect
         signal.signal(signal.SIGINT, signal.default_int_handler)
         event.set()
         if _raising:

@@ -63,7 +63,7 @@ def telling(what: str, *, in_lines: bool = False) -> Iterator[Say]:
         show a progress bar, and two live displays would overwrite each other.
     """
     outer = _outer.get()
-    if outer is not None:
+    if outer is not None:  # only replace the line of the outermost stage
         before = outer.what
         outer.say(what)
         yield outer.say

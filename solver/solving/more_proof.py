@@ -38,6 +38,7 @@ def with_more_proven(
         if weakest in tried:
             break
         tried.add(weakest)
+        # An equal share of the time left for each variant that was not tried yet.
         known, started_s = answers[weakest], now_s()
         proposal = prove_more(
             known.graph,

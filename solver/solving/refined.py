@@ -38,7 +38,7 @@ def with_fastest_refined(
         return [*answers]
     most_s = time_s(so_far)
     answers = [_carried_over(so_far.schedule, each, most_s=most_s) for each in answers]
-    known = min(reversed(answers), key=time_s)
+    known = min(reversed(answers), key=time_s)  # of equally fast ones the last
     started_s = now_s()
     proposal = refine(
         known.graph,

@@ -273,6 +273,7 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
         left_s = request.time_limit_s - solution.solve_time_s
         deadline = Deadline.after(max(KEPT_SHARE * request.time_limit_s, left_s))
     graphs = Variants.of(solution.variants or solution.graph).planned
+    # each variant gets an equal share of the time left
     obstacles = [
         find_obstacle(
             graph,

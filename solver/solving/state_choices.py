@@ -65,6 +65,7 @@ def with_state_choices(
     variants = Variants.of(step)
     host = None if places is None else places.host
     most_bytes = 0 if host is None else host.capacity_bytes
+    # Undo earlier choices first, so that applying the function twice changes nothing.
     here: list[Graph] = []
     for graph in variants.planned:
         back = with_state_on_device(graph)
@@ -78,6 +79,7 @@ def with_state_choices(
                     graph, out_s=link.out_s, in_s=link.in_s, parameters=chosen
                 )
                 away += [] if moved is None else [moved]
+        # state alone before state with parameters
         away.sort(key=lambda graph: len(parameters_on_host(graph.meta.environment)) > 0)
     if where == "host" and not away:
         raise BudgetError(_why_not_away(variants.plain, with_parameters=parameters == "host"))

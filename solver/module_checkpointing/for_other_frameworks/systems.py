@@ -96,6 +96,7 @@ def _whole(layers: Sequence[Layer], *, per_region: int = 1) -> tuple[CheckpointR
 
 
 def _megatron(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    """Megatron-LM: none, selective, or full recomputation by the methods block and uniform."""
     yield (Candidate("", ()),)
     yield _megatron_selective(graph, layers)
     full = "--recompute-granularity full --recompute-method"
@@ -129,6 +130,7 @@ def _megatron_selective(graph: Graph, layers: Sequence[Layer]) -> Family:
 
 
 def _deepspeed(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    """DeepSpeed: no checkpoints, or one around every so many layers."""
     yield (Candidate(_deepspeed_text(len(layers), per_region=0), ()),)
     for per_region in segment_counts(len(layers)):
         setting = _deepspeed_text(len(layers), per_region=per_region)
@@ -161,6 +163,7 @@ AXOLOTL_OPS = {
 
 
 def _axolotl(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    """axolotl: no checkpoints, or one around each layer that saves some kinds of operators."""
     yield (Candidate("gradient_checkpointing: false", ()),)
     seen: set[frozenset[str]] = set()
     for words in ((), ("aten::mm", "aten::addmm", "attention"), ("aten::mm",), ("attention",)):
@@ -181,6 +184,7 @@ def _axolotl(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
 
 
 def _torchtitan(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    """torchtitan: none, selective, or full checkpointing of each layer."""
     yield (Candidate("activation-checkpoint:none", ()),)
     selective = []
     for layer in layers:

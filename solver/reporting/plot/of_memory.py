@@ -97,6 +97,7 @@ def memory(
     highest = max(available, plain.peak_bytes / bytes_per_unit)
     axes.set_ylim(0, HEADROOM * highest)
     _mark_times(axes, graph, layers, s_per_unit)
+    # name the peak op, if the peak is during a compute
     node = node_at(graph, schedule, shown)
     if node is not None and shown.peak_bytes in layers.total_bytes:
         index = layers.total_bytes.index(shown.peak_bytes)

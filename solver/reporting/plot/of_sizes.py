@@ -16,7 +16,7 @@ AXIS_LABELS = {
 
 
 def throughput(search: SizeSearch, ax: Axes | None = None, *, width_in: float = WIDE_IN) -> Axes:
-    """Draw the throughput of each size that fits; mark saturation and the first size that does not.
+    """Draw the throughput of each size that fits; mark saturation and the first size that fails.
 
     ax: where to draw (None: into a new figure of width `width_in` in inches).
     """
