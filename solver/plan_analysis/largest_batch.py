@@ -106,7 +106,7 @@ def largest(
 ) -> SizeSearch:
     """Search for the largest size whose plan fits.
 
-    plan: plans the step of one size; may raise SizeNotTraceableError.
+    plan: plans the step of one size; may raise SizeNotTraceableError, but not for the first size.
     size: which size is searched for; sets the defaults for `first` and the resolution.
     first: the first size to try (None: FIRST).
     on_candidate: called with each candidate once it is planned.

@@ -217,7 +217,7 @@ def _state_rows(solution: Solution) -> Iterator[Row]:
 
 
 def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:
-    """What is copied to the host and the disk, or that nothing is."""
+    """The copies to host and disk and their times, or a note that the plan copies nothing."""
     if not simulation.busy_s:
         if solution.request.places is not None:
             proven = solution.status == "optimal"

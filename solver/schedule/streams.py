@@ -1,4 +1,4 @@
-"""Copies that run beside the computation: what is on host and disk, and when each stream runs what.
+"""Copies that overlap with the computation: what is on host and disk, and when each stream runs.
 
 Five streams run concurrently: compute, and one for each direction of each link (store, fetch,
 spill, load). Each runs its ops in the order of the schedule. The step ends when all have ended.

@@ -130,7 +130,7 @@ def _megatron_selective(graph: Graph, layers: Sequence[Layer]) -> Family:
 
 
 def _deepspeed(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
-    """DeepSpeed: no checkpoints, or one around every so many layers."""
+    """DeepSpeed: no checkpoints, or one around every n consecutive layers, for several n."""
     yield (Candidate(_deepspeed_text(len(layers), per_region=0), ()),)
     for per_region in segment_counts(len(layers)):
         setting = _deepspeed_text(len(layers), per_region=per_region)
