@@ -1,4 +1,4 @@
-"""The device that a step is planned for, where it is traced, and its cost model."""
+"""Resolve the device that a step is planned for, the device it is traced on, and its cost model."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _CUDA = re.compile(r"cuda(?::([0-9]{1,3}))?")
 
 
 class DeviceError(ValueError):
-    """The device or the cost model does not exist or cannot be used here."""
+    """The device or the cost model does not exist, or cannot be used on this machine."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a step is planned and traced.
+    """What a step is planned for, and how it is traced.
 
-    hardware: what the plan is for; percentages refer to its memory.
-    torch_device: of the traced tensors: "cpu", "cuda" or "cuda:1".
-    costs: seconds and workspace of each operator.
+    hardware: the device that the plan is for; percentages refer to its memory.
+    torch_device: the device of the traced tensors: "cpu", "cuda" or "cuda:1".
+    costs: the model for each operator's seconds and workspace.
     notes: sentences for the report.
-    is_absent: a card that is not in this machine.
+    is_absent: whether the device is a card that is not in this machine.
     """
 
     hardware: Hardware
@@ -58,12 +58,15 @@ class Target:
 
     @property
     def local_device(self) -> str:
-        """Where real tensors and steps of the model can be here."""
+        """The device for real tensors, and for running steps, on this machine."""
         return "cpu" if self.is_absent else self.torch_device
 
     def traced_with(self, trace: Callable[[Target], _Step]) -> tuple[_Step, Target]:
-        """What `trace` returns for this target, or for the CPU where the operators of a card that
-        is absent cannot be traced; and the target that it was. Raises what `trace` raises."""
+        """Call `trace` with this target; return its result and the target that was used.
+
+        If the card is absent and its operators cannot be traced, this is the CPU. Raises what
+        `trace` raises.
+        """
         from graphs.trace import TraceError
 
         try:
@@ -78,11 +81,12 @@ class Target:
                 raise same from None
 
     def running_here(self) -> Target:
-        """The same for what runs on this machine: traced on the CPU where the card is absent."""
+        """The target for a step that will run on this machine: traced on the CPU if the card is
+        absent."""
         return self.on_cpu("what is planned runs here") if self.is_absent else self
 
     def on_cpu(self, why: str) -> Target:
-        """The same, traced on the CPU. why: what is in the way of tracing for the card."""
+        """The same target, traced on the CPU. why: the reason, for the note in the report."""
         note = (
             f"Traced on the CPU, not for the card ({why}): a forecast for {self.hardware.title}. "
             "Some operators differ there, attention in particular; create the plan to run on a "
@@ -100,10 +104,10 @@ def find_target(
     """Resolve the device and the cost model that were asked for. Imports torch.
 
     device: "cpu", "cuda", "cuda:1", a torch.device, or a named card such as "h100", which is traced
-        for CUDA whether a card is here or not. None: CUDA if available, else the CPU.
-    costs: "roofline", "measured" or a cost model. None: measured on a CUDA device of this machine,
-        otherwise the roofline.
-    runs_here: the plan must run on this machine: without a card, the step is traced on the CPU.
+        for CUDA even if this machine has no card (None: CUDA if available, else the CPU).
+    costs: "roofline", "measured" or a cost model (None: measured on a CUDA device of this machine,
+        otherwise the roofline).
+    runs_here: the plan must run on this machine, so without a card the step is traced on the CPU.
 
     Raises DeviceError.
     """
@@ -155,16 +159,16 @@ def host_beside(
     costs: CostModel | None = None,
     resident_bytes: int = 0,
 ) -> Places | None:
-    """Host memory that a plan may copy to; None where no budget of it is given.
+    """The host memory that a plan may copy to (None: no budget for it is given).
 
     budget: bytes of pinned host memory: "64GB", 64e9.
-    link: bytes per second, "50GB/s", or of the two directions, away from the device and back to it:
-        "50GB/s,40GB/s", ("50GB/s", "40GB/s"). None: measured if the costs are, else that of the
-        hardware. The latency of a copy is the hardware's where the link is given (0: unknown).
-    resident_bytes: of the step, to reject "64" where 64 GB was meant.
+    link: bytes per second for both directions, "50GB/s", or away from the device and back to it:
+        "50GB/s,40GB/s", ("50GB/s", "40GB/s"). None: measured if the costs are measured, else the
+        hardware's. If the link is given, the latency of a copy is the hardware's (0 if unknown).
+    resident_bytes: resident bytes of the step, to reject "64" if 64 GB was meant.
 
     Raises BudgetError for an invalid size or rate, a link without a budget, an unknown link, and
-    for more than the host of a superchip has.
+    for more memory than the host of a superchip has.
     """
     if budget is None:
         if link is not None:
@@ -197,10 +201,10 @@ def host_beside(
 
 
 def find_hardware(name: str, *, needs_rates: bool = True) -> Hardware:
-    """A named device, or for "cuda" and "cuda:1" a card of this machine with its own capacity.
+    """The hardware of a named device or, for "cuda" and "cuda:1", of a card in this machine.
 
-    needs_rates: reject a card of unknown rates. Otherwise it gets those of an H100, for operators
-    that cannot be measured.
+    needs_rates: reject a card whose rates are unknown. Otherwise it gets the rates of an H100,
+        which are used only for operators that cannot be measured.
 
     Raises DeviceError.
     """
@@ -219,6 +223,7 @@ def find_hardware(name: str, *, needs_rates: bool = True) -> Hardware:
 
 
 def _local_card(index: int, *, needs_rates: bool) -> Hardware:
+    """The hardware of the card cuda:`index` in this machine, with its own capacity."""
     import torch
 
     if not torch.cuda.is_available():
@@ -245,7 +250,10 @@ def _local_card(index: int, *, needs_rates: bool) -> Hardware:
 
 
 def check_budget_of(budget_of: str, *, kind: str | None) -> None:
-    """Raises BudgetError where the device has no caching allocator. kind: None: not known."""
+    """Raise BudgetError for a budget of reserved memory on a device without a caching allocator.
+
+    kind: of the device: "cuda" or another one (None: unknown).
+    """
     if budget_of == "reserved" and kind not in ("cuda", None):
         raise BudgetError(
             f"a budget of reserved memory is for CUDA's caching allocator, and the plan is for "
@@ -254,7 +262,7 @@ def check_budget_of(budget_of: str, *, kind: str | None) -> None:
 
 
 def check_asked_of(graph: Graph, *, with_host: bool, budget_of: str) -> None:
-    """Raises BudgetError for what cannot be asked of this step."""
+    """Raise BudgetError for a host, or a budget of reserved memory, that this step cannot have."""
     if with_host and sharding_of(graph.meta.environment) is not None:
         raise BudgetError(
             "copies to the host: not planned with FSDP2, which runs exported plans, and an "

@@ -1,4 +1,4 @@
-"""Plans made of whole-module checkpoints, as torch.utils.checkpoint runs them."""
+"""Plans that checkpoint whole modules, as torch.utils.checkpoint runs them."""
 
 from solver.module_checkpointing.eager_effects import EagerStep
 from solver.module_checkpointing.forecasts import forecast

@@ -1,9 +1,9 @@
-"""What eager mode does to a traced step that its graph alone does not say.
+"""In-place operators and autograd functions of eager mode, which the graph itself does not show.
 
 A graph is functional and made of single operators. Eager mode runs some of them in place, and its
-backward pass runs whole functions, each of one or more operators. `graphs.trace` writes both into
-the graph's meta: `in_place` and `backward_functions`. Names there that the graph does not have are
-ignored.
+backward pass runs whole autograd functions of one or more operators each. `graphs.trace` records
+both in the graph's meta: `eager_overwrites` and `backward_functions`. Names there that the graph
+does not have are ignored.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from graphs.graph import Graph
 
 @dataclass(frozen=True)
 class EagerStep:
-    """What eager mode does beside the graph.
+    """How eager mode runs the nodes of a graph.
 
     in_place: forward nodes that overwrite their first argument.
     last_write: tensor -> position, among the forward nodes, of the last one that overwrites its
         memory.
-    function_of: later node -> all nodes of the autograd function that it belongs to, in order.
+    function_of: node of the backward pass -> all nodes of its autograd function, in order.
     """
 
     in_place: frozenset[str]
@@ -30,7 +30,7 @@ class EagerStep:
 
     @classmethod
     def of(cls, graph: Graph) -> EagerStep:
-        """Cost: linear in the size of the graph."""
+        """Read the graph's meta. Cost: linear in the size of the graph."""
         in_place = frozenset(graph.meta.eager_overwrites).intersection(
             n.name for n in graph.forward_nodes
         )
@@ -47,9 +47,11 @@ class EagerStep:
 
 
 def _last_writes(graph: Graph, in_place: frozenset[str]) -> dict[str, int]:
-    import networkx  # takes 0.1 s, and only plans by module come here
+    """Tensor -> position of the last forward node that overwrites its memory."""
+    import networkx  # here, since it takes 0.1 s and only plans by module need it
 
-    # an operator in place allocates nothing: its output is in the memory of its first argument
+    # An in-place operator allocates nothing: its output is in the memory of its first argument. So
+    # storages that are connected by in-place operators share one memory.
     memory = networkx.Graph()
     for position, node in enumerate(graph.forward_nodes):
         if node.name in in_place and node.inputs and node.outputs:

@@ -1,14 +1,15 @@
-"""What a step takes when another system checkpoints these regions: a forecast.
+"""Forecast the schedule of a step in which another training system checkpoints given regions.
 
-Why this is not `plan_regions`: that one follows PyTorch's non-reentrant checkpoints of whole
-modules in eager mode, whose backward it finds by module path. Other systems checkpoint parts of
-modules, several layers at once, or drop what a part hands on, and each holds other tensors
-meanwhile. What they have in common is modelled here: the whole region is recomputed when the
-backward pass first needs something of it, and what it makes stays until it has been read.
+`plan_regions` models PyTorch's non-reentrant checkpoints of whole modules in eager mode, whose
+backward it finds by module path. Other systems checkpoint parts of modules or several layers at
+once, or drop a part's outputs too, and each holds different tensors meanwhile. This module models
+what they have in common: a whole region is recomputed when the backward pass first needs one of its
+tensors, and a recomputed tensor stays until its last reader has run.
 
-An approximation in two places: a tensor that one region hands on to the next is not recomputed
-(PyTorch's reentrant checkpoint recomputes it, and holds it while the region's backward pass runs:
-these bytes are missing here), and recomputed tensors that nothing reads are freed at once.
+It is an approximation in two ways. A tensor that one region passes on to the next is not
+recomputed; PyTorch's reentrant checkpoint recomputes it, and holds it while the region's backward
+pass runs, so these bytes are missing here. And recomputed tensors that nothing reads are freed at
+once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from solver.schedule import Schedule, free_after_last_use, keep_order
 
 
 def forecast(graph: Graph, regions: Sequence[CheckpointRegion]) -> Schedule:
-    """The schedule of one step that checkpoints these regions (disjoint) and keeps the rest."""
+    """The schedule of a step that checkpoints these disjoint regions and keeps everything else."""
     region_of = {node: region for region in regions for node in region.nodes}
     kept = _kept(graph, region_of)
     read_later = {
@@ -32,6 +33,7 @@ def forecast(graph: Graph, regions: Sequence[CheckpointRegion]) -> Schedule:
     }
 
     def with_its_region(node: Node) -> Iterable[str]:
+        """All outputs that are recomputed together with this node."""
         region = region_of[node.name]
         n_run = len(region.nodes)
         if region.stops_early:
@@ -43,7 +45,11 @@ def forecast(graph: Graph, regions: Sequence[CheckpointRegion]) -> Schedule:
 
 
 def _kept(graph: Graph, region_of: dict[str, CheckpointRegion]) -> frozenset[str]:
-    """Storages that stay: of no region, saved, or handed on to a node outside of the region."""
+    """The storages that are kept: made outside all regions, saved by their region, or read outside
+    of it (unless it drops its outputs).
+
+    region_of: forward node -> its region.
+    """
     kept = {graph.root(name) for name in graph.outputs}
     for node in graph.forward_nodes:
         region = region_of.get(node.name)

@@ -1,18 +1,19 @@
-"""Nested checkpoints around consecutive steps, and the best of them within a budget.
+"""Nested checkpoints around consecutive steps, and the best choice of them within a budget.
 
-Each step reads what the one before it made and nothing else, as the modules of an nn.Sequential
-do. Then any neighbours can be recomputed together, and inside of these again others:
+Each step reads only what the step before it made, like the modules of an nn.Sequential. Then any
+consecutive steps can be recomputed together, with further checkpoints inside:
 
 - `solver.chain.solve_chain` gives the fastest persistent schedule of a chain. Where it keeps
-  x_{s-1}, runs forward to x_{k-1}, and comes back to s .. k-1 after everything behind it is done,
-  the steps s .. k-1 are one checkpoint, and what it does when it comes back says which checkpoints
-  are inside. So every persistent schedule is a tree of checkpoints, and frameworks that nest can
-  run it.
-- A chain knows less than a graph (tensors that several steps save, what runs beside the steps). So
-  each answer is carried over to the graph (`plan_regions`) and simulated; the chain's budget is
-  found by bisection, and the fastest plan that fits is taken.
+  x_{s-1}, runs forward to x_{k-1}, and comes back to steps s .. k-1 after everything behind them is
+  done, the steps s .. k-1 are one checkpoint; how it then runs them says which checkpoints are
+  inside. So every persistent schedule is a tree of checkpoints, which frameworks with nested
+  checkpoints can run.
+- A chain leaves out details of the graph (tensors that several steps save, nodes outside the
+  steps). So each chain schedule is converted to regions of the graph (`plan_regions`) and
+  simulated. The budget given to the chain is found by bisection, and the fastest plan that fits is
+  taken.
 
-Optimal for: nothing; for the chain, what `solve_chain` says. Cost: N_BUDGETS solves of the chain.
+Not optimal for the graph; for the chain, as `solve_chain` says. Cost: N_BUDGETS chain solves.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ from solver.module_checkpointing.regions import CheckpointRegion
 N_BUDGETS = 12
 N_SLOTS = 200
 MAX_DEPTH = 16
-"""Frameworks run nested checkpoints by recursion, some Python frames deep for each."""
+"""How deep checkpoints may be nested: frameworks run them by recursion, with several Python frames
+for each."""
 
 
 @dataclass(frozen=True)
 class SequentialSteps:
-    """Steps that run one after another.
+    """Steps of the forward pass that run one after another.
 
-    nodes: by step, its forward nodes in the graph.
-    modules: by step, the paths of its modules.
-    chain: the same as a chain, for proposals.
+    nodes: for each step, its forward nodes.
+    modules: for each step, the paths of its modules.
+    chain: the steps as a chain, to be solved.
     """
 
     nodes: tuple[tuple[str, ...], ...]
@@ -55,17 +57,19 @@ class SequentialSteps:
 
 
 def nested_regions(ops: Sequence[ChainOp], steps: SequentialSteps) -> tuple[CheckpointRegion, ...]:
-    """The checkpoints that carry out a persistent schedule of `solve_chain`."""
-    position = 0  # in ops, which are read in the order of the recursion that wrote them
+    """Convert a persistent schedule of `solve_chain` into nested checkpoints."""
+    position = 0  # the next op to read; the ops are in the order of the recursion below
 
     def regions(s: int, t: int) -> tuple[CheckpointRegion, ...]:
-        """Of blocks s .. t (the loss is the last), reading all their operations."""
+        """The checkpoints of blocks s .. t (the last block is the loss); reads all their ops."""
         nonlocal position
-        left: list[tuple[int, int] | None] = []  # what is left to do, last first; None: a backward
+        # what is left to do after the forward pass: (first, last) blocks to recompute; None: a
+        # block's backward alone
+        left: list[tuple[int, int] | None] = []
         while s <= t:
             op = ops[position]
             position += 1
-            if isinstance(op, Backward):  # of the loss, which has no forward of its own
+            if isinstance(op, Backward):  # the loss, which has no forward op of its own
                 break
             first = s
             s += 1
@@ -99,12 +103,16 @@ def nested_regions(ops: Sequence[ChainOp], steps: SequentialSteps) -> tuple[Chec
 def best_in_loop(
     graph: Graph, steps: SequentialSteps, *, budget_bytes: int
 ) -> tuple[RegionPlan | None, int]:
-    """The fastest plan found that fits (None: none does), and the smallest peak found, in bytes."""
+    """Search for the fastest checkpoints of these steps that fit the budget.
+
+    Returns the plan (None: none fits), and the smallest peak found in bytes.
+    """
     plan = plan_regions(graph, (), in_loop=True)
     least_bytes = plan.peak_bytes
     if least_bytes <= budget_bytes:
         return plan, least_bytes
     best: RegionPlan | None = None
+    # Bisect the chain's budget: the graph needs other bytes than the chain.
     low, high = 0, simulate_chain(steps.chain, keeping_everything(steps.chain))[1]
     for _ in range(N_BUDGETS):
         middle = (low + high) // 2

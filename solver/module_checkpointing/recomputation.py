@@ -1,4 +1,4 @@
-"""What runs when a region is recomputed, and what stays for that, by what the region saves."""
+"""Which nodes run when a region is recomputed, and which results stay, given what it saves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from solver.module_checkpointing.regions import CheckpointRegion, RegionLayout, 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Of one region, whatever it saves.
+    """The recomputation of one region, for any choice of saved nodes.
 
-    nodes: those that can be recomputed, up to the last that is needed, in order.
-    packed: tensors of the region that its backward lacks, read or only saved.
-    keeps_unread: as of `CheckpointRegion`.
+    nodes: the nodes that can be recomputed or saved, up to the last one needed, in order.
+    packed: tensors of the region that are dropped and that its backward needs, whether it reads
+        them or only holds them.
+    keeps_unread: see `CheckpointRegion`.
     """
 
     nodes: tuple[str, ...]
@@ -27,7 +28,7 @@ class Recomputation:
 
     @classmethod
     def of(cls, layout: RegionLayout, region: CheckpointRegion) -> Recomputation:
-        """Raises RegionError where a node is needed that may not run a second time."""
+        """Raises RegionError if a node that may not run a second time is needed."""
         graph = layout.graph
         first = region.nodes[: layout.n_nodes_recomputed(region)]
         return cls(
@@ -41,16 +42,19 @@ class Recomputation:
         )
 
     def runs(self, saved: Set[str]) -> tuple[str, ...]:
-        """The nodes that run, in order.
+        """The nodes that run when the region is recomputed, in order.
 
-        Of a region that saves, those that the backward pass needs; what overwrites a result that is
-        needed runs too. Else all.
+        If nothing is saved, all nodes run. Otherwise only those that the backward pass needs, and
+        in-place nodes that overwrite a needed result.
+
+        saved: the nodes whose results are kept.
         """
         if not saved:
             return self.nodes
         graph = self._graph
         left = set(self.nodes) - saved
         runs: set[str] = set()
+        # Go back from what the backward pass needs, stopping at saved nodes.
         unchecked = [graph.producer[name].name for name in self.packed]
         while unchecked:
             name = unchecked.pop()
@@ -71,8 +75,9 @@ class Recomputation:
         return tuple(name for name in self.nodes if name in runs)
 
     def kept(self, saved: Set[str]) -> dict[str, tuple[str, ...]]:
-        """By saved node, what of its results stays: all, or all but the first, where that is read
-        by nobody. A node of which nothing is read is left out, unless the region keeps that.
+        """Saved node -> its outputs that stay: all, or all but the first if nobody reads that one.
+
+        A node none of whose outputs is read is left out, unless the region `keeps_unread`.
         """
         if self.keeps_unread:
             return {name: self._graph.node_by_name[name].outputs for name in sorted(saved)}

@@ -1,4 +1,4 @@
-"""A step whose regions are checkpointed, as a schedule; `regions` has the rules."""
+"""The schedule of a step with checkpointed regions; the rules are in `regions`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from solver.module_checkpointing.regions import (
 from solver.schedule import Schedule, Simulation, baseline, free_after_last_use, simulate
 
 ExtraBytes: TypeAlias = Callable[[CheckpointRegion], int]
+"""A region -> bytes that the framework holds for its checkpointed call and the graph does not show.
+"""
 
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """Checkpointed regions, and what a step takes with them.
+    """Checkpointed regions, and the step that they give.
 
     regions: disjoint, in order.
-    in_loop: a loop over the children of an nn.Sequential runs them.
+    in_loop: a loop over the children of an nn.Sequential runs the regions.
     n_recomputations: path -> how often a step recomputes that region.
-    schedule, simulation: of the whole step, where eager mode's operators in place allocate nothing.
-    extra_bytes: what the framework holds for the checkpointed calls and the graph does not show.
+    schedule, simulation: the whole step; in-place operators of eager mode allocate nothing.
+    extra_bytes: bytes that the framework holds for checkpointed calls and the graph does not show.
     refused: path -> why that module cannot be checkpointed.
     """
 
@@ -50,7 +52,7 @@ class RegionPlan:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Faster plans first; of equally fast ones, that with the smaller peak."""
+        """Sort key: faster plans first, of equally fast ones the one with the smaller peak."""
         return self.simulation.time_s, self.peak_bytes
 
 
@@ -61,11 +63,13 @@ def plan_regions(
     in_loop: bool = False,
     extra_bytes: ExtraBytes = lambda _region: 0,
 ) -> RegionPlan:
-    """The step when these disjoint regions are checkpointed. Raises RegionError.
+    """Build and simulate the step in which these disjoint regions are checkpointed.
 
-    in_loop: the regions' code is a loop over modules with a single variable (nn.Sequential): only
-        the arguments of a region are held while it runs, instead of rule 6.
-    extra_bytes: what the framework holds for a region and the graph does not show.
+    in_loop: the regions run in a loop over modules with a single variable (nn.Sequential). Then
+        only a region's arguments are held while it runs, instead of what rule 6 says.
+    extra_bytes: bytes that the framework holds for a region and the graph does not show.
+
+    Raises RegionError if a region cannot be recomputed, or drops its output.
 
     Cost: linear in the number of operators that run, times the depth of regions.
     """
@@ -77,11 +81,12 @@ def plan_regions(
         step.run()
         eager, n_recomputations = _with_backward_in_place(graph), step.n_recomputations
         schedule = free_after_last_use(eager, step.order, held=step.held)
-    else:  # PyTorch's own step
+    else:  # the step as PyTorch runs it without checkpoints
         eager = as_eager(graph)
         schedule = baseline(eager)
     extra = [extra_bytes(region) for top in regions for region in top.flat()]
-    state = graph.tensor_by_name.get(RANDOM_STATE)  # of which each of those in flight has one
+    # one random state for each micro-batch in flight is in the graph already
+    state = graph.tensor_by_name.get(RANDOM_STATE)
     of_other_bytes = max(0, sum(extra) - (0 if state is None else state.size_bytes))
     return RegionPlan(
         regions=tuple(regions),
@@ -89,15 +94,16 @@ def plan_regions(
         n_recomputations=n_recomputations,
         schedule=replace(schedule, graph_id=graph.graph_id),
         simulation=simulate(eager, schedule),
-        # and while a region is recomputed, that of what this interrupts
+        # While a region is recomputed, the interrupted code's state is held as well: up to the
+        # largest of them.
         extra_bytes=sum(extra) + max(extra, default=0) + (graph.n_in_flight - 1) * of_other_bytes,
     )
 
 
 def _with_backward_in_place(graph: Graph) -> Graph:
-    """What the backward pass writes over its own tensors, gradients' sums too, is on their storage.
+    """The graph with the backward pass's in-place results, such as sums of gradients, as aliases.
 
-    Not what the forward pass overwrites: recomputing it makes each tensor anew.
+    In-place results of the forward pass stay separate, as recomputing makes each tensor anew.
     """
     eager = as_eager(graph)
     later = {name for node in graph.later_nodes for name in node.outputs}
@@ -109,10 +115,12 @@ def _with_backward_in_place(graph: Graph) -> Graph:
 
 
 class _Step:
-    """Walks through the step, collecting the order of nodes and what is held until when.
+    """Walk through the step and collect the order of nodes, and what is held until when.
 
-    order: the nodes as they run. held: position in it -> tensors that Python code, a backward
-    function or a region holds while that node runs.
+    order: the nodes in the order in which they run.
+    held: position in `order` -> tensors that Python code, an autograd function or a region holds
+        while that node runs.
+    n_recomputations: path of each region -> how often it is recomputed.
     """
 
     def __init__(self, graph: Graph, layout: RegionLayout, *, in_loop: bool) -> None:
@@ -129,7 +137,7 @@ class _Step:
         }
         self._available: set[str] = {tensor.name for tensor in graph.resident}
         self._done: set[str] = set()  # paths of regions that have been recomputed
-        # by region, the saved nodes whose results its recomputation has taken
+        # path of a region -> its saved nodes whose results its recomputation has used
         self._read_again: defaultdict[str, set[str]] = defaultdict(set)
         self._readers_left = {name: 0 for node in graph.forward_nodes for name in node.outputs}
         for node in graph.later_nodes:
@@ -138,6 +146,7 @@ class _Step:
                     self._readers_left[name] += 1
 
     def run(self) -> None:
+        """Walk through the forward pass, then the backward pass; fills `order` and `held`."""
         graph, layout = self._graph, self._layout
         self.order += [node.name for node in graph.forward_nodes]
         self._hold_while_called(0)
@@ -148,6 +157,8 @@ class _Step:
         function_of = EagerStep.of(graph).function_of
         last_backward: dict[str, int] = {}
         for node in graph.later_nodes:
+            # Rule 5: a function unpacks all it needs before its first node, and holds it to its
+            # last.
             function = function_of.get(node.name, (node.name,))
             if node.name == function[0]:
                 self._unpack(function)
@@ -160,6 +171,8 @@ class _Step:
             for name in self._reads(node.name):
                 if name in self._readers_left:
                     self._readers_left[name] -= 1
+        # Rules 1 and 3: arguments, and saved results that no recomputation has used, stay until
+        # the region's backward is done.
         for region in (r for top in layout.regions for r in top.flat()):
             if region.path in last_backward:
                 held = self.held[last_backward[region.path]]
@@ -168,17 +181,17 @@ class _Step:
                     held += () if name in self._read_again[region.path] else kept
 
     def _reads(self, later: str) -> tuple[str, ...]:
-        """What a later node reads, and what is saved for it unread."""
+        """What a node of the backward pass reads, and what is saved for it without being read."""
         node = self._graph.node_by_name[later]
         return tuple(dict.fromkeys((*node.inputs, *self._layout.held_unread(later))))
 
     def _made_and_read_by(self, function: Iterable[str]) -> list[str]:
-        """Of what these nodes read, or what is saved for them, the tensors that the step makes."""
+        """The tensors made in the step that these nodes read, or that are saved for them."""
         read = (name for each in function for name in self._reads(each))
         return [name for name in dict.fromkeys(read) if name in self._graph.producer]
 
     def _unpack(self, function: Sequence[str]) -> None:
-        """Make everything available that this backward function reads of the forward pass."""
+        """Make all tensors of the forward pass available that this autograd function unpacks."""
         graph = self._graph
         around = self._layout.around(function[0])
         if around and around[-1].path not in self._done:
@@ -190,13 +203,17 @@ class _Step:
                 self._restore(name, around)
 
     def _was_saved(self, name: str) -> bool:
+        """Whether autograd saved the tensor in the forward pass: it exists before backward."""
         maker = self._graph.producer.get(name)
         if maker is None:
             return self._graph.tensor_by_name[name].kind in ("parameter", "buffer", "input")
         return maker.phase == "forward"
 
     def _restore(self, name: str, reader: Nesting) -> None:
-        """Recompute the region that saved the tensor for a reader inside these regions."""
+        """Recompute the innermost region that contains both the tensor's maker and its reader.
+
+        reader: the regions around the reader.
+        """
         made_in = self._layout.around(self._graph.producer[name].name)
         depth = n_common(made_in, reader)
         if not depth:
@@ -206,7 +223,7 @@ class _Step:
             raise RegionError(f"recomputing region {made_in[depth - 1].path!r} misses {name!r}")
 
     def _recompute(self, around: Nesting) -> None:
-        """Recompute the innermost of these regions."""
+        """Recompute the innermost of these nested regions, and the outer ones if necessary."""
         graph, layout = self._graph, self._layout
         *outside, region = around
         self._done.add(region.path)
@@ -221,7 +238,8 @@ class _Step:
         kept = recomputation.kept(region.saved)
         for node in recomputation.runs(region.saved):
             outputs = graph.node_by_name[node].outputs
-            # what is still there the framework makes a second time and drops at once
+            # If all outputs are still live, the framework recomputes the node too, but drops the
+            # result at once: leave it out of the order.
             there = outputs and all(o in self._available and self._readers_left[o] for o in outputs)
             if not there:
                 self.order.append(node)
@@ -236,7 +254,7 @@ class _Step:
         self._available.update(wanted)
 
     def _hold_while_called(self, start: int) -> None:
-        """Of what ran from `start` on inside regions: held until the calls have returned."""
+        """Rule 6: hold what ran from position `start` on in regions while variables refer to it."""
         graph, layout = self._graph, self._layout
         run = [(p, graph.node_by_name[self.order[p]]) for p in range(start, len(self.order))]
         if self._in_loop:
@@ -251,7 +269,7 @@ class _Step:
         if graph.meta.held_in_calls is not None:
             self._hold_as_rehearsed(run, graph.meta.held_in_calls)
             return
-        last_of: dict[str, int] = {}  # module, those around it among them -> its last node
+        last_of: dict[str, int] = {}  # path of a module, or a parent -> position of its last node
         for position, node in run:
             path = node.module
             while path:
@@ -265,10 +283,13 @@ class _Step:
     def _hold_as_rehearsed(
         self, run: Sequence[tuple[int, Node]], held: Mapping[str, Sequence[str]]
     ) -> None:
-        """Until the last node of `run` that comes before the one which a variable has waited for:
-        of a recomputation, which leaves nodes out, the end may come sooner."""
+        """Hold tensors as long as variables did in the rehearsal (`GraphMeta.held_in_calls`).
+
+        A recomputation leaves nodes out. So a tensor is held until the last node of `run` that is
+        not after the one until which a variable held it.
+        """
         number_of = {node.name: number for number, node in enumerate(self._graph.forward_nodes)}
-        last = len(number_of)  # where a rewrite has replaced the node that a variable waits for
+        last = len(number_of)  # if a rewrite has replaced the node until which it is held
         until = {name: number_of.get(n, last) for n, names in held.items() for name in names}
         ran = sorted((number_of[node.name], position) for position, node in run)
         numbers = [number for number, _ in ran]
@@ -279,8 +300,8 @@ class _Step:
                     self.held[ran[at][1]].append(name)
 
     def _is_passed_on(self, node: Node) -> bool:
-        """Whether it and its readers are one exchange of ranks, whose code keeps nothing: what is
-        laid out for a collective, and a collective's parts before they are joined."""
+        """Whether the node's output goes straight into or out of a collective, whose code keeps no
+        variable for it: the input of a collective, or its parts before they are concatenated."""
         readers = [r for name in node.outputs for r in self._graph.consumers[name]]
         readers = [reader for reader in readers if reader.phase == "forward"]
         if not readers or any(reader.module != node.module for reader in readers):
@@ -289,7 +310,7 @@ class _Step:
         return all(is_collective(r.op) for r in readers) or (is_collective(node.op) and joins)
 
     def _scope(self, node: Node) -> str:
-        """The innermost module, within the region, that both makes and reads what the node makes"""
+        """The path of the innermost module that contains the node and all readers in its region."""
         outermost = self._layout.around(node.name)[0]
         scope = node.module
         for name in node.outputs:

@@ -1,32 +1,33 @@
 """Checkpoint regions: parts of the forward pass that are recomputed as a whole.
 
-A schedule recomputes single operators. Frameworks recompute what one checkpointed call runs, as
-`torch.utils.checkpoint` does with a module. Its rules (`use_reentrant=False`) are coarser, and
-`plan_regions` follows them one by one:
+A schedule recomputes single operators. Frameworks recompute everything that one checkpointed call
+runs, as `torch.utils.checkpoint` does with a module. Its rules (`use_reentrant=False`) are coarser,
+and `plan_regions` follows them one by one:
 
-1. What a region's operators save for backward is dropped; what they read from outside of the
-   region, its arguments, stays until the region's backward is over.
+1. What a region's operators save for backward is dropped. The tensors that they read from outside
+   the region, its arguments, stay until the region's backward is done.
 2. When the backward pass first unpacks anything that was saved in a region, be it a parameter or
-   an activation, all of the region is recomputed, from its arguments, until the last tensor has
-   been saved a second time. Then all of it is live at once, each tensor until its last use.
-3. `saved` names operators whose results stay from the forward pass on (selective checkpointing):
-   they are not recomputed, nor is what goes into nothing but them (`Recomputation`). They stay
-   until the recomputation takes them; where it ends before it comes to them, until the region's
-   backward is over.
-4. A region inside a region drops its own part again when the outer one has been recomputed, and is
-   recomputed once more when its own backward comes.
-5. A function of the backward pass unpacks everything that it has saved at once, read or not, and
-   holds it until it is done, however many operators it runs (`EagerStep`).
-6. While a region runs, Python's local variables hold results: as long as they did in a rehearsal
-   (`GraphMeta.held_in_calls`). Where none was possible each stays until the call of the innermost
-   module that both makes and reads it has returned, so that the peak errs on the large side. What
-   variables hold outside of regions is known (`GraphMeta.saved_unread`).
+   an activation, the whole region is recomputed from its arguments, until the last tensor has been
+   saved a second time. Then all its tensors are live at once, each until its last use.
+3. `saved` names operators whose results stay from the forward pass on (selective checkpointing).
+   They are not recomputed, nor are operators that contribute to nothing else (`Recomputation`).
+   The results stay until the recomputation has used them; if it ends before it gets to them, until
+   the region's backward is done.
+4. A region inside another one drops its own part again when the outer one has been recomputed, and
+   is recomputed once more for its own backward.
+5. An autograd function unpacks everything that it has saved at once, whether it reads it or not,
+   and holds it until it is done, however many operators it runs (`EagerStep`).
+6. While a region runs, Python's local variables hold results, as long as they did in a rehearsal
+   (`GraphMeta.held_in_calls`). If no rehearsal was possible, each result stays until the call of
+   the innermost module that contains its maker and its readers has returned, so that the peak is
+   rather over- than underestimated. What variables hold outside regions is known
+   (`GraphMeta.saved_unread`).
 
-A region must not overwrite what it reads, nor may anything after it: it would be recomputed from
-other values.
+Neither a region nor anything after it may overwrite what the region reads: it would be recomputed
+from other values.
 
-What regions cannot say: recompute a tensor just in time for one reader alone, drop it between two
-readers, or recompute operators that are called outside of any region.
+Regions cannot express recomputing a tensor just in time for a single reader, dropping it between
+two readers, or recomputing operators that are called outside any region.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from solver.module_checkpointing.eager_effects import EagerStep
 
 
 class RegionError(ValueError):
-    """These nodes cannot be recomputed as a whole; says which and why."""
+    """These nodes cannot be recomputed as a whole; the message says which and why."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class CheckpointRegion:
     """A part of the forward pass that is recomputed as a whole.
 
     nodes: its forward nodes, in graph order.
-    modules: paths of the modules that make it up: one, or neighbours in an nn.Sequential; () for a
-        part of a module, which `forecast` alone can plan.
-    saved: those of its nodes whose results are kept.
-    inner: regions inside, disjoint and in order.
-    stops_early: recomputing ends as soon as everything needed has been recomputed.
-    keeps_unread: results of `saved` that nothing reads stay as well, as with a policy that names
-        kinds of operators. Else such an operator counts as one that is not saved.
-    drops_output: what it hands on is dropped as well once the forward pass has read it, which
-        `forecast` alone can plan.
+    modules: paths of its modules: one, or consecutive ones in an nn.Sequential. () for a part of a
+        module, which only `forecast` can plan.
+    saved: those of its nodes whose results are kept (selective checkpointing).
+    inner: the regions inside, disjoint and in order.
+    stops_early: recomputation ends as soon as everything needed has been recomputed.
+    keeps_unread: results of `saved` that nothing reads stay too, as with a policy that saves kinds
+        of operators. Otherwise such an operator counts as not saved.
+    drops_output: its outputs are dropped too, once the forward pass has read them. Only `forecast`
+        can plan this.
 
     Raises RegionError for a region that both saves and has regions inside.
     """
@@ -76,25 +77,25 @@ class CheckpointRegion:
 
     @property
     def path(self) -> str:
-        """For people, and unique among the regions of a plan: "blocks.3", or "0 .. 4"."""
+        """A readable name, unique among the regions of a plan: "blocks.3", or "0 .. 4"."""
         return " .. ".join(dict.fromkeys((*self.modules[:1], *self.modules[-1:])))
 
     def flat(self) -> Iterator[CheckpointRegion]:
-        """This region and all inside."""
+        """This region and all regions inside it, at any depth."""
         yield self
         for region in self.inner:
             yield from region.flat()
 
     @property
     def depth(self) -> int:
-        """How many are nested, 1 for a region with none inside."""
+        """Levels of nesting: 1 for a region with none inside."""
         return 1 + max((region.depth for region in self.inner), default=0)
 
 
 def nodes_of(graph: Graph, path: str) -> tuple[str, ...]:
-    """The forward nodes that the module at this path calls, itself or in its parts, in order.
+    """The forward nodes of the module at this path and of its submodules, in order.
 
-    Raises RegionError where they cannot be one call of it.
+    Raises RegionError if they are not one uninterrupted call of the module.
     """
     positions = [p for p, node in enumerate(graph.forward_nodes) if is_under(node.module, path)]
     nodes = [graph.forward_nodes[p] for p in positions]
@@ -116,7 +117,8 @@ def nodes_of(graph: Graph, path: str) -> tuple[str, ...]:
 
 
 def _reads_all_twice(graph: Graph, nodes: Sequence[Node]) -> bool:
-    """Whether they read each of their parameters twice, as two calls of one module do."""
+    """Whether the nodes read each of their parameters at least twice, as two calls of one module
+    do."""
     readers = Counter(
         name
         for node in nodes
@@ -129,7 +131,7 @@ def _reads_all_twice(graph: Graph, nodes: Sequence[Node]) -> bool:
 def dropped_by(graph: Graph, region: CheckpointRegion) -> tuple[str, ...]:
     """The tensors that the region drops after the forward pass and that its backward needs.
 
-    Raises RegionError where it cannot be recomputed.
+    Raises RegionError if the region cannot be recomputed.
     """
     layout = RegionLayout(graph, (region,))
     names = tuple(name for name in layout.made_by(region.nodes) if not layout.stays(name))
@@ -150,10 +152,10 @@ def dropped_by(graph: Graph, region: CheckpointRegion) -> tuple[str, ...]:
 
 
 def is_recomputed(graph: Graph, name: str, region: CheckpointRegion) -> bool:
-    """Whether recomputing the region recomputes this node of it.
+    """Whether recomputing the region recomputes this one of its nodes.
 
-    False for what is saved and for updates of buffers. Raises RegionError where the node is not
-    recomputable.
+    False for saved nodes and for updates of buffers. Raises RegionError if the node would have to
+    run a second time and may not.
     """
     node = graph.node_by_name[name]
     if name in region.saved:
@@ -170,13 +172,13 @@ def is_recomputed(graph: Graph, name: str, region: CheckpointRegion) -> bool:
 
 
 Nesting: TypeAlias = tuple[CheckpointRegion, ...]
-"""The regions around something, the outermost first."""
+"""The regions around a node, the outermost first."""
 
 
 class RegionLayout:
-    """Which regions a node is in, and in which of them each tensor is saved for backward.
+    """Which regions each node is in, and in which of them each tensor is saved for backward.
 
-    Raises RegionError where a node is in two regions of which neither is inside the other.
+    Raises RegionError if a node is in two regions and neither is inside the other.
     """
 
     def __init__(self, graph: Graph, regions: Sequence[CheckpointRegion]) -> None:
@@ -186,13 +188,14 @@ class RegionLayout:
         self._depth: dict[str, int] = {}
         self._homes: dict[str, frozenset[int]] = {}
         self._outputs = frozenset(graph.outputs)
-        self._unread: defaultdict[str, list[str]] = defaultdict(list)  # tensor -> it is held for
+        # tensor -> nodes of the backward pass for which it is held without being read
+        self._unread: defaultdict[str, list[str]] = defaultdict(list)
         for node in graph.later_nodes:
             for name in self.held_unread(node.name):
                 self._unread[name].append(node.name)
         for region in regions:
             self._enter(region, ())
-        # which backward node belongs to which call is told by its module alone
+        # a node of the backward pass belongs to the regions around its module
         by_path = {path: self._by_path(path) for path in {n.module for n in graph.later_nodes}}
         self._read_later: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         for node in graph.later_nodes:
@@ -202,6 +205,7 @@ class RegionLayout:
                 read.update(node.inputs, self.held_unread(node.name))
 
     def _enter(self, region: CheckpointRegion, outside: Nesting) -> None:
+        """Note the region and those inside it. outside: the regions around it."""
         around = (*outside, region)
         self._depth[region.path] = len(around)
         for name in region.nodes:
@@ -212,6 +216,7 @@ class RegionLayout:
             self._enter(inner, around)
 
     def _by_path(self, path: str) -> Nesting:
+        """The regions around the module at this path."""
         around: Nesting = ()
         regions = self.regions
         while True:
@@ -222,15 +227,16 @@ class RegionLayout:
             regions = inside.inner
 
     def held_unread(self, node: str) -> list[str]:
-        """What eager mode holds until this node has run, though no later one reads it."""
+        """Tensors made in the step that eager mode holds until this node has run, though no later
+        node reads them."""
         held = self.graph.meta.saved_unread.get(node, ())
         return [name for name in held if name in self.graph.producer]
 
     def held_by_variables(self, node: str) -> list[str]:
-        """What variables of `forward` hold until this forward node has run.
+        """Tensors that variables of `forward` hold until this forward node has run.
 
-        In a step without regions autograd holds the tensors that it has saved as long, so nothing
-        is known of those; inside of a region rule 6 counts them.
+        Tensors made in a region and saved by autograd are left out. Without checkpoints autograd
+        holds them at least as long, so nothing is known of their variables; rule 6 counts them.
         """
         return [
             name
@@ -239,18 +245,19 @@ class RegionLayout:
         ]
 
     def around(self, node: str) -> Nesting:
-        """The regions that the node is in."""
+        """The regions that the node is in, the outermost first."""
         return self._around.get(node, ())
 
     def made_by(self, nodes: Iterable[str]) -> list[str]:
+        """The outputs of these nodes."""
         return [name for node in nodes for name in self.graph.node_by_name[node].outputs]
 
     def homes(self, name: str) -> frozenset[int]:
-        """How many regions deep the calls are that save a tensor of the forward pass.
+        """The depths of the regions in which a tensor of the forward pass is saved for backward.
 
-        0: it is saved outside of all, so it stays. A tensor is saved where a backward node reads
-        it, or holds it unread, in the innermost region that it was also made in; and as argument of
-        a region, outside.
+        0 stands for outside all regions: the tensor stays. For a backward node that reads or holds
+        it, a tensor is saved in the innermost region that contains both that node and the tensor's
+        maker. An argument of a region is saved outside that region.
         """
         if name not in self._homes:
             maker = self.graph.producer[name].name
@@ -268,20 +275,22 @@ class RegionLayout:
         return self._homes[name]
 
     def stays(self, name: str) -> bool:
-        """Whether it is live after the forward pass, or nothing needs it then."""
+        """Whether the tensor need not be recomputed: it is live after the forward pass, or nothing
+        needs it after that."""
         return not self.homes(name) or 0 in self.homes(name)
 
     def wanted(self, region: CheckpointRegion) -> list[str]:
-        """What of the region its backward lacks, and what inner regions take as arguments."""
+        """The tensors that are saved in the region itself, so that recomputing it restores them:
+        what its backward needs, and arguments of inner regions."""
         depth = self._depth[region.path]
         return [name for name in self.made_by(region.nodes) if depth in self.homes(name)]
 
     def n_nodes_recomputed(self, region: CheckpointRegion) -> int:
-        """How many of the region's nodes have run when everything has been saved once more.
+        """How many of the region's nodes a recomputation runs until everything is saved again.
 
-        An operator saves what it reads before it runs, and what it makes afterwards. Which operator
-        of the forward pass a backward node belongs to is not known: it is taken for the last one of
-        the same module that reads or makes the tensor.
+        An operator saves its inputs before it runs, and its outputs afterwards. It is not known
+        which operator of the forward pass a backward node belongs to: the last one in the same
+        module that reads or makes the tensor is assumed.
         """
         if not region.stops_early:
             return len(region.nodes)
@@ -300,14 +309,14 @@ class RegionLayout:
         return n_run
 
     def arguments(self, region: CheckpointRegion) -> list[str]:
-        """The tensors from outside that a region reads."""
+        """The tensors made in the step, outside the region, that the region reads."""
         made = set(self.made_by(region.nodes))
         read = (name for node in region.nodes for name in self.graph.node_by_name[node].inputs)
         return [n for n in dict.fromkeys(read) if n not in made and n in self.graph.producer]
 
 
 def n_common(one: Nesting, other: Nesting) -> int:
-    """How many regions are around both."""
+    """How many regions, counted from the outermost, the two have in common."""
     depth = 0
     for a, b in zip(one, other, strict=False):
         if a is not b:

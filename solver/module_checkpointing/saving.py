@@ -1,17 +1,17 @@
-"""Which results checkpointed regions keep, within a budget.
+"""Choose which results checkpointed regions save, within a budget.
 
-What a region keeps spares it the operators that go into nothing else (`Recomputation`). So of each
-region the results are listed in the order in which they are worth keeping: the one that takes the
-fewest bytes for each second that it spares, given those before it in the list. The lists are merged
-by the same price, and as many of the first as fit are kept, then those of the others that still
-fit. What fits is decided by simulating the step.
+If a region saves a result, it need not recompute the operators that contribute to nothing else
+(`Recomputation`). For each region, results are ranked greedily by price: the next one is that with
+the fewest bytes per second of recomputation that it avoids, given those ranked before it. The lists
+of all regions are merged by price. As many results from the start of the list as fit are saved,
+then further ones that still fit. Whether they fit is decided by simulating the step.
 
-A region of which nothing is dropped any more is left out.
+A region that no longer drops anything is left out.
 
-Optimal for nothing: the peak is not the sum of what is saved.
+Not optimal: the peak is not the sum of what is saved.
 
-Cost: for a region of n operators n^2 looks at what it recomputes; then about log2(operators)
-simulations, and at most N_MORE * log2(operators) after them.
+Cost: n^2 evaluations of what a region of n operators recomputes; then about log2(operators)
+simulations, and up to N_MORE * log2(operators) more.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from solver.module_checkpointing.recomputation import Recomputation
 from solver.module_checkpointing.regions import CheckpointRegion, RegionLayout
 
 N_MORE = 4
-"""Operators that did not fit and are passed over."""
+"""How many operators that do not fit are skipped, to try those after them."""
 
 MaySave: TypeAlias = Callable[[CheckpointRegion], frozenset[str]]
-"""Of the operators that a region would save, those whose results the framework can save."""
+"""A region with the operators to save -> those of them whose results the framework can save."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What regions may save.
+    """What regions can save, in order of price.
 
     regions: disjoint, without regions inside.
-    needed: by region, the makers of what it drops and its backward needs.
-    order: nodes whose results may be kept, the cheapest bytes per second spared first; of equal
-        ones those of later regions first, which the backward pass reaches earlier.
+    needed: for each region, the nodes that make the tensors which it drops and its backward needs.
+    order: nodes whose results can be saved, those with the fewest bytes per avoided second first.
+        Of equal ones, those of later regions come first, since the backward pass reaches them
+        earlier.
+    may_save: what the framework can save.
     """
 
     regions: tuple[CheckpointRegion, ...]
@@ -55,8 +57,11 @@ class Saving:
         may_save: MaySave,
         prices: dict[tuple[str, ...], Mapping[str, float]],
     ) -> Saving:
-        """regions: each with the tensors that it drops (`dropped_by`). prices: by nodes of a region
-        (`prices_of`), those that are known; the others are added."""
+        """Rank the results of these regions.
+
+        regions: each with the tensors that it drops (`dropped_by`).
+        prices: nodes of a region -> its `prices_of`, as far as known; missing ones are added.
+        """
         keys: dict[str, tuple[float, int]] = {}
         for position, (region, _) in enumerate(regions):
             if region.nodes not in prices:
@@ -72,7 +77,7 @@ class Saving:
         )
 
     def with_saved(self, names: frozenset[str]) -> Iterator[CheckpointRegion]:
-        """The regions that save these nodes, as far as they can."""
+        """The regions, each saving those of the named nodes that it can."""
         for region, needed in zip(self.regions, self.needed, strict=True):
             chosen = dataclasses.replace(region, saved=names.intersection(region.nodes))
             saved = self.may_save(chosen) if chosen.saved else frozenset()
@@ -81,7 +86,7 @@ class Saving:
 
 
 def prices_of(graph: Graph, region: CheckpointRegion, may_save: MaySave) -> dict[str, float]:
-    """Nodes of the region in the order in which they are worth saving, with bytes per second."""
+    """Node -> bytes per avoided second of saving its result, in the order of the greedy ranking."""
     layout = RegionLayout(graph, (region,))
     recomputation = Recomputation.of(layout, region)
 
@@ -108,7 +113,8 @@ def prices_of(graph: Graph, region: CheckpointRegion, may_save: MaySave) -> dict
                     best = each, name, more
         if best is None:
             return prices
-        price = max(price, best[0])  # it is of no use before those that it was chosen after
+        # never cheaper than the one before: the price holds only if that one is saved too
+        price = max(price, best[0])
         prices[best[1]] = price
         saved = best[2]
 
@@ -116,9 +122,10 @@ def prices_of(graph: Graph, region: CheckpointRegion, may_save: MaySave) -> dict
 def save_what_fits(
     saving: Saving, excess_bytes: Callable[[Sequence[CheckpointRegion]], int]
 ) -> None:
-    """Try regions that save as much as fits.
+    """Try regions that save as many of the ranked results as fit.
 
-    excess_bytes: by how much a choice of regions is above the budget; it remembers the best.
+    excess_bytes: simulates a choice of regions and returns by how much it is above the budget; the
+        caller remembers the best choice in it.
     """
 
     def fits(names: Sequence[str]) -> bool:
@@ -129,7 +136,7 @@ def save_what_fits(
     if not fits(saved):
         return
     for _ in range(1 + N_MORE):
-        low, high = 0, len(left)  # that many more fit; more than that many do not
+        low, high = 0, len(left)  # `low` more fit; more than `high` do not
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits([*saved, *left[:middle]]) else (low, middle - 1)

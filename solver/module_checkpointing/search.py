@@ -1,27 +1,28 @@
-"""The best plan that checkpointing by module can carry out, near a schedule of single operators.
+"""Search for the best plan that checkpoints modules, starting from a schedule of single operators.
 
-What people can switch on without changing their step is to checkpoint modules, whole or all but
-some operators (`solver.module_checkpointing.regions` says what that does). Here modules and
-operators are chosen:
+Without changing their training step, users can checkpoint modules, either whole or except for some
+operators (`solver.module_checkpointing.regions` models this). The search tries several ways to
+choose the modules and operators:
 
-- *As the schedule says.* A block in which it drops nothing is left alone; one in which it drops
-  everything is checkpointed whole; else the operators whose results it keeps are saved. The same
-  with the blocks' parts in place of the blocks, one and two levels down: then fewer operators are
-  recomputed for nothing, but the parts' arguments stay.
+- *As in the schedule.* A block in which the schedule drops nothing is left alone; one in which it
+  drops everything is checkpointed whole; otherwise the operators whose results it keeps are saved.
+  The same with submodules in place of blocks, one and two levels down: then fewer operators are
+  recomputed needlessly, but the arguments of the submodules stay.
 - *From smaller budgets.* Recomputing a whole block takes more memory than recomputing operators
-  just in time, so the result may be above the budget; then the schedule of a budget smaller by the
-  excess is taken.
-- *The first n blocks whole*, where that is not enough, with the least n that fits (bisection): the
-  last blocks' backward comes first, so their memory is free again soonest.
-- *The first n blocks, saving what fits* (`saving`): every block, or every part, saves the operators
-  that spare most seconds per byte.
-- *Nested*: blocks inside checkpointed modules around them, and their parts inside blocks.
+  just in time, so the result may exceed the budget. Then the schedule for a budget that is smaller
+  by the excess is tried.
+- *The first n blocks whole* if that is not enough, with the least n that fits (by bisection). The
+  first blocks are chosen because the last blocks' backward comes first and frees their memory
+  soonest.
+- *The first n blocks, saving what fits* (`saving`): every block, or every submodule, saves the
+  operators that avoid the most seconds of recomputation per byte.
+- *Nested*: checkpointed blocks inside checkpointed modules, and submodules inside blocks.
 
-Every choice is simulated, and the fastest that fits is taken. Optimal for nothing.
+Every choice is simulated, and the fastest that fits is taken. It is not proven to be optimal.
 
-Cost: some hundred simulated schedules, and up to N_SMALLER_BUDGETS quick solves. All of it is
-counted work, so ranks that export the same plan choose the same modules; only the time limit of the
-request could end a quick solve, and `shard` compares what the ranks export.
+Cost: some hundred simulated schedules, and up to N_SMALLER_BUDGETS quick solves. All work is
+limited by counts, so ranks that export the same plan choose the same modules. Only the request's
+time limit could end a quick solve early; `shard` therefore compares what the ranks export.
 """
 
 from __future__ import annotations
@@ -40,18 +41,20 @@ from solver.schedule import Solution, saved_for_backward
 from solver.solving import attempt
 
 N_SMALLER_BUDGETS = 4
+"""How many smaller budgets are planned at most."""
 DEPTHS = (0, 1, 2)
+"""Levels below the blocks whose modules are checkpointed; 0: the blocks themselves."""
 N_PREFIXES = 6
-"""How many numbers of first blocks are tried."""
+"""How many values of n are tried for the first n blocks that save what fits."""
 
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """Which modules can be checkpointed, as paths.
+    """The paths of the modules that can be checkpointed.
 
-    blocks: disjoint, in the order in which they run.
-    parts: of each of them and of their parts, the nearest modules inside that are called.
-    around: called modules that hold whole blocks, the model itself left out, and disjoint.
+    blocks: disjoint modules, in the order in which they run.
+    parts: module -> the nearest modules inside it that are called, for blocks and their parts.
+    around: disjoint called modules that contain whole blocks, without the model itself.
     """
 
     blocks: tuple[str, ...]
@@ -60,7 +63,7 @@ class ModuleTree:
 
 
 class NoModulesFitError(ValueError):
-    """No choice of modules fits; `least` is the one with the smallest peak that was found."""
+    """No choice of modules was found that fits; `least` is the one with the smallest peak."""
 
     def __init__(self, least: RegionPlan) -> None:
         super().__init__(f"checkpointing by module takes at least {least.peak_bytes} bytes")
@@ -70,11 +73,14 @@ class NoModulesFitError(ValueError):
 def by_module(
     solution: Solution, tree: ModuleTree, *, may_save: MaySave, extra_bytes: ExtraBytes
 ) -> RegionPlan:
-    """The fastest plan by module that was found within the solution's budget.
+    """Find the fastest plan by modules within the solution's budget.
 
-    extra_bytes: what the framework holds for a checkpointed call and the graph does not show.
+    tree: the modules to choose from.
+    may_save: which operators of a region the framework can save.
+    extra_bytes: bytes that the framework holds for a checkpointed call and the graph does not show.
 
-    Raises NoModulesFitError; ValueError for a solution without a schedule.
+    Raises NoModulesFitError if no plan is found that fits, and ValueError for a solution without a
+    schedule.
     """
     if solution.schedule is None:
         raise ValueError(f"the solution has no schedule: its status is {solution.status}")
@@ -85,7 +91,8 @@ def by_module(
     best = least if least.peak_bytes <= available_bytes else None
 
     def excess_bytes(regions: Sequence[CheckpointRegion]) -> int:
-        """By how much the plan of these regions is above the budget (0 or less: it fits)."""
+        """Simulate these regions and note the best plans; return the bytes above the budget (0 or
+        less: it fits)."""
         nonlocal best, least
         plan = plan_regions(graph, regions, extra_bytes=extra_bytes)
         least = min(least, plan, key=lambda plan: plan.peak_bytes)
@@ -94,9 +101,10 @@ def by_module(
         return plan.peak_bytes - available_bytes
 
     def fewest_blocks_whole(regions: Mapping[str, Sequence[CheckpointRegion]]) -> int:
-        """Try these regions by block, then the first n blocks whole, for the least n that fits.
+        """Try these regions and, if they do not fit, the first n blocks whole for the least n that
+        fits, with these regions in the other blocks.
 
-        Returns the excess of the regions by themselves.
+        regions: block -> its regions. Returns their excess with n = 0.
         """
 
         def excess_with(n_whole: int) -> int:
@@ -125,7 +133,7 @@ def by_module(
         request = dataclasses.replace(
             solution.request, budget_bytes=budget_bytes, reserve_bytes=0, places=None
         )
-        # by counted work, far from the time limit: all ranks that export a plan find the same
+        # quick: limited by counts, far from the time limit, so all ranks find the same plan
         smaller = attempt(graph, request, quick=True).schedule
         if smaller is None:
             break
@@ -146,7 +154,7 @@ def by_module(
 
 
 class _Choice:
-    """Regions for what a schedule keeps. refused: path -> why it cannot be checkpointed."""
+    """The regions of modules, built once. refused: path -> why it cannot be checkpointed."""
 
     def __init__(self, graph: Graph, tree: ModuleTree, may_save: MaySave) -> None:
         self._graph = graph
@@ -156,11 +164,11 @@ class _Choice:
         self.refused: dict[str, str] = {}
 
     def whole(self, path: str) -> CheckpointRegion | None:
-        """The module checkpointed whole; None where it cannot be, or has nothing to drop."""
+        """The region of a whole module; None if it cannot be checkpointed or drops nothing."""
         return next((region for region, _ in self.parts(path, 0)), None)
 
     def _region(self, path: str) -> tuple[CheckpointRegion, tuple[str, ...]] | None:
-        """The module as a region, with what it drops; None where it cannot be one."""
+        """The region of a module, with the tensors that it drops; None if it cannot be one."""
         if path not in self._known:
             self._known[path] = None
             try:
@@ -171,7 +179,7 @@ class _Choice:
         return self._known[path]
 
     def parts(self, path: str, depth: int) -> Iterator[tuple[CheckpointRegion, tuple[str, ...]]]:
-        """The modules that many levels down that drop something, with what they drop."""
+        """The regions `depth` levels below the module that drop something, with what they drop."""
         if depth:
             for part in self._tree.parts.get(path, ()):
                 yield from self.parts(part, depth - 1)
@@ -181,7 +189,7 @@ class _Choice:
             yield region, dropped
 
     def as_kept(self, path: str, kept: frozenset[str], depth: int) -> Iterator[CheckpointRegion]:
-        """What to checkpoint of a block, so many levels down, so that these storages are kept."""
+        """The regions `depth` levels below a block that keep these storages as far as possible."""
         for region, dropped in self.parts(path, depth):
             maker_of = {name: self._graph.producer[name].name for name in dropped}
             missing = {maker_of[name] for name in dropped if self._graph.root(name) not in kept}
@@ -191,9 +199,10 @@ class _Choice:
                 yield dataclasses.replace(region, saved=saved)
 
     def nested(self) -> Iterator[tuple[CheckpointRegion, ...]]:
-        """Blocks with parts inside; modules around blocks: whole, with blocks inside, with both.
+        """The nested choices: blocks with parts inside; then modules around blocks, whole, with
+        blocks inside, and with blocks and their parts inside.
 
-        Those blocks that are in no such module stay as they are, whole.
+        Blocks outside all modules of `around` are checkpointed whole in the latter choices.
         """
         replace = dataclasses.replace
         blocks = self._wholes(self._tree.blocks)
@@ -210,4 +219,5 @@ class _Choice:
             yield (*nested, *outside)
 
     def _wholes(self, paths: Sequence[str]) -> tuple[CheckpointRegion, ...]:
+        """The regions of those modules that can be checkpointed whole and drop something."""
         return tuple(region for path in paths if (region := self.whole(path)))

@@ -1,5 +1,4 @@
-"""Questions about plans: other budgets, largest batch, stages of a pipeline, why an op is
-recomputed, advice."""
+"""Analyses of plans: sweeps over budgets, largest batch, pipeline stages, explanations, advice."""
 
 from solver.plan_analysis.advice import ABOUT, Advice, advise
 from solver.plan_analysis.by_block import block_names, block_rows

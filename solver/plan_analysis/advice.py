@@ -1,8 +1,8 @@
-"""Advice beside the plan: where the memory goes, and what reduces it where recomputation cannot.
+"""Advice that goes with a plan: where the memory goes, and what reduces it beyond recomputation.
 
-Given only where the baseline does not fit; every sentence quotes figures of this graph. Ops are
-recognized by operator (`aten._log_softmax.default`) and dtypes by the metadata of the trace; what a
-graph file does not record is not guessed.
+Advice is given only if the baseline does not fit, and every sentence quotes figures of this graph.
+Ops are recognized by operator (`aten._log_softmax.default`), dtypes by the metadata of the trace.
+Nothing is guessed that a graph file does not record.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ ABOUT: Mapping[Kind, str] = {
     "precision": "precision",
     "theory": "theory",
 }
-"""The subject of each kind, as shown in reports."""
+"""The subject of each kind of advice, as shown in reports."""
 
 STATE_SHARE = 0.5
-"""Of the budget: above it, parameters, gradients and optimizer state are the problem."""
+"""From this share of the budget on, parameters, gradients and optimizer state are the problem."""
 OP_SHARE = 0.5
-"""Of the non-resident budget: above it, the tensors of a single op are the problem."""
+"""From this share of the non-resident budget on, the tensors of a single op are the problem."""
 LARGE_SHARE = 0.2
-"""Of the tensors of an op: those above it decide whether it belongs to the loss."""
+"""A tensor from this share of an op's bytes on decides whether the op belongs to the loss."""
 ACTIVATION_SHARE = 0.25
-"""Of the baseline peak: below it, smaller activations would change little."""
+"""Below this share of the baseline peak, smaller activations would change little."""
 LOSS_OPERATORS = (
     *("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
     *("nll_loss2d_forward", "nll_loss2d_backward", "cross_entropy_loss"),
@@ -56,25 +56,26 @@ LOSS_OPERATORS = (
 """Operators of a classification loss, whose tensors are as large as the logits."""
 WIDE_DTYPES = ("float32", "float64")
 WORTHWHILE_SHARE = 0.05
-"""Of the peak: advice that can save less is not given."""
+"""Advice that can save less than this share of the peak is not given."""
 BITS_8_SHARE = 0.25
-"""8-bit optimizer states beside 32-bit ones (Dettmers et al. 2022, arXiv:2110.02861)."""
+"""Bytes of 8-bit optimizer states as a share of 32-bit ones (Dettmers et al. 2022,
+arXiv:2110.02861)."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """kind: its subject. text: sentences."""
+    """One piece of advice. kind: its subject. text: one or more sentences."""
 
     kind: Kind
     text: str
 
 
 def advise(solution: Solution, *, reader: Reader = IN_PYTHON) -> tuple[Advice, ...]:
-    """All advice that applies, the most useful first; none where the baseline fits.
+    """Return all advice that applies, the most useful first; none if the baseline fits.
 
-    reader: in whose words.
+    reader: whether advice names command-line options or Python arguments.
 
-    Simulates two schedules of the chain of blocks, each linear in the graph.
+    Cost: at most two simulations of the graph.
     """
     if solution.baseline.peak_bytes <= solution.request.available_bytes:
         return ()
@@ -89,7 +90,8 @@ def advise(solution: Solution, *, reader: Reader = IN_PYTHON) -> tuple[Advice, .
 
 
 def _state(solution: Solution, reader: Reader) -> Iterator[str]:
-    """Parameters, their gradients and the optimizer's state fill the budget, or its step does."""
+    """Advice if parameters, gradients and optimizer state take much of the budget, or if nothing
+    fits because of the optimizer's step."""
     graph, available_bytes = solution.graph, solution.request.available_bytes
     run = solution.peaks[-1]
     bytes_of = run.bytes_at_the_end()
@@ -137,7 +139,7 @@ def _state(solution: Solution, reader: Reader) -> Iterator[str]:
 def _state_on_host(
     solution: Solution, optimizer_bytes: int, worth_bytes: float, reader: Reader
 ) -> str:
-    """What plans with the state, and parameters, in host memory would free, where there are any."""
+    """Suggest optimizer state, and parameters, in host memory; "" if that does not apply."""
     graph, request = solution.graph, solution.request
     optimizer = optimizer_of(graph.meta.environment)
     if not (_may_have_host(graph) and optimizer.get("buckets")) or optimizer.get("state_stays"):
@@ -160,7 +162,7 @@ def _state_on_host(
 
 
 def _may_have_host(graph: Graph) -> bool:
-    """Whether this step can be planned with a host, and that is other memory than the device's."""
+    """Whether the step can be planned with host memory that is separate from the device's."""
     environment = graph.meta.environment
     return (
         graph.n_in_flight == 1
@@ -172,7 +174,7 @@ def _may_have_host(graph: Graph) -> bool:
 
 
 def _frozen(graph: Graph) -> tuple[int, int]:
-    """Bytes of the parameters, and of those without a gradient; 0, 0: the graph does not say."""
+    """Bytes of all parameters, and of the frozen ones; (0, 0) if the graph does not record them."""
     layout = graph.meta.parameter_layout
     gradients = {str(each.get("tensor")): each.get("gradient") for each in layout.values()}
     sizes = {
@@ -184,7 +186,7 @@ def _frozen(graph: Graph) -> tuple[int, int]:
 
 
 def _frozen_on_host(graph: Graph, frozen_bytes: int, worth_bytes: float, reader: Reader) -> str:
-    """What plans with parameters in host memory would free, where this graph can be planned so."""
+    """Suggest frozen parameters in host memory; "" if that does not apply to this graph."""
     if not _may_have_host(graph) or parameters_on_host(graph.meta.environment):
         return ""
     can_leave = sum(graph.tensor_by_name[name].size_bytes for name in host_parameters(graph))
@@ -197,7 +199,8 @@ def _frozen_on_host(graph: Graph, frozen_bytes: int, worth_bytes: float, reader:
 
 
 def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:
-    """The table's figures, and why they are others than those of the end of the step."""
+    """The figures at the peak, as in the report's table, and why they differ from those at the end
+    of the step."""
     here_bytes = sum(run.bytes_of[name] for name in STATE)
     fewer = ", as not all gradients exist yet" if here_bytes < end_bytes else ""
     return (
@@ -209,6 +212,7 @@ def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:
 
 
 def _logits(solution: Solution, reader: Reader) -> Iterator[str]:
+    """Advice if the widest op belongs to the loss: compute the loss in chunks."""
     node, size = _widest(solution)
     if node is not None and _is_of_the_loss(solution.graph, node):
         in_chunks = _in_chunks(solution, reader)
@@ -220,8 +224,8 @@ def _logits(solution: Solution, reader: Reader) -> Iterator[str]:
 
 
 def _in_chunks(solution: Solution, reader: Reader) -> str:
-    """Who can do so: what plans of the request's word leave as it is, the model has to. The step
-    of a rank of FSDP2 is the model's own code."""
+    """How to get the loss in chunks: by a rewrite of the plan or, under FSDP2, whose steps run the
+    model's own code, by a change of the model."""
     if sharding_of(solution.graph.meta.environment) is not None:
         return (
             "; torch.nn.functional.linear_cross_entropy (PyTorch 2.13) with "
@@ -240,6 +244,7 @@ def _in_chunks(solution: Solution, reader: Reader) -> str:
 
 
 def _one_op(solution: Solution) -> Iterator[str]:
+    """Advice if the widest op does not belong to the loss: make this op smaller."""
     node, size = _widest(solution)
     if node is not None and not _is_of_the_loss(solution.graph, node):
         yield (
@@ -249,7 +254,7 @@ def _one_op(solution: Solution) -> Iterator[str]:
 
 
 def _smaller(node: Node) -> str:
-    """How the model can run the operator with less; there is a fused one for some only."""
+    """How the model can run the operator with less memory."""
     packet = node.op.removeprefix("aten.").partition(".")[0]
     if "attention" in packet:
         return "its fused kernel is used already: run it for a part of the batch or of the heads"
@@ -259,7 +264,7 @@ def _smaller(node: Node) -> str:
 
 
 def _precision(solution: Solution, reader: Reader) -> Iterator[str]:
-    """Activations matter, and they are in a wide dtype."""
+    """Advice if activations take much of the peak and are in a wide dtype: use 16 bits."""
     graph = solution.graph
     bytes_of = graph.meta.parameter_bytes
     main_dtype = max(bytes_of, key=lambda dtype: bytes_of[dtype], default="")
@@ -284,7 +289,7 @@ def _ends_in_optimizer(solution: Solution) -> bool:
 
 
 def _theory(solution: Solution) -> Iterator[str]:
-    """What the textbook strategies cost on this graph, beside the plan."""
+    """What textbook checkpointing (every block, √L segments) costs on this graph."""
     graph, simulation = solution.graph, solution.simulation
     blocks = computing_blocks(solution.plain)
     if simulation is None or simulation.n_recomputed == 0 or blocks.n_blocks < 2:
@@ -298,7 +303,8 @@ def _theory(solution: Solution) -> Iterator[str]:
     where = "here on the step without rewrites" if graph.meta.rewrites else "here"
     is_op_by_op = method is not None and method.op_by_op and not graph.meta.scope
     plan = "this plan, op by op," if is_op_by_op else "this plan"
-    # nobody checkpoints single ops: it keeps nearly all, and saves next to nothing
+    # If most blocks are single ops, checkpointing every block would keep nearly everything and save
+    # next to nothing, so leave it out.
     single = sum(len(names) == 1 for names in blocks.forward)
     of_layers = 2 * single < blocks.n_blocks
     ways, every_block = "√L segments", ""
@@ -316,7 +322,7 @@ def _theory(solution: Solution) -> Iterator[str]:
 
 
 def _costs(solution: Solution, blocks: Blocks) -> str:
-    """Peak and overhead of saving the inputs of these blocks and all of the last one."""
+    """Peak and overhead of saving the inputs of these blocks and everything in the last one."""
     graph = solution.plain
     simulation = simulate(graph, keep(graph, checkpoints(graph, blocks, n_whole=1)))
     over = simulation.time_s / (solution.baseline.time_s or 1.0) - 1.0 if simulation.time_s else 0.0
@@ -326,7 +332,7 @@ def _costs(solution: Solution, blocks: Blocks) -> str:
 
 
 def _widest(solution: Solution) -> tuple[Node | None, str]:
-    """The peak op or bottleneck op with the size of its tensors; None if they are small."""
+    """The bottleneck op, or the peak op of a plan, with the size of its tensors; None if small."""
     graph, node = solution.graph, None
     if solution.obstacle is not None:
         node = graph.node_by_name.get(solution.obstacle.op)
@@ -341,7 +347,7 @@ def _widest(solution: Solution) -> tuple[Node | None, str]:
 
 
 def _room_bytes(solution: Solution) -> int:
-    """What the budget leaves beside what is resident; below 0: nothing that operators do helps."""
+    """Bytes of the budget beyond the resident ones; if negative, no smaller operator can help."""
     return solution.request.available_bytes - solution.graph.resident_bytes
 
 
@@ -352,6 +358,7 @@ def _own_tensors(graph: Graph, node: Node) -> dict[str, int]:
 
 
 def _own_bytes(graph: Graph, node: Node) -> int:
+    """The non-resident bytes that the node needs by itself: what it reads, writes and workspace."""
     return sum(_own_tensors(graph, node).values()) + node.workspace_bytes
 
 

@@ -15,13 +15,17 @@ from solver.schedule import Solution, away_for_backward, baseline, saved_for_bac
 
 @dataclass(frozen=True)
 class BlockRow:
-    """One block, numbered from 1 in forward order.
+    """What a plan does with one block of the model.
 
-    module: the path that its ops share, or the first and the last path; "" if the graph has none.
+    block: its number in forward order, from 1.
+    module: the module path that its ops share, or the first and the last path ("": the graph
+        records no modules).
+    n_ops: number of its forward ops.
     forward_s: seconds of one forward pass of the block.
-    kept_bytes: what its forward ops produce and is live when the backward pass starts.
-    dropped_bytes: what the baseline has live then in addition.
-    n_recomputed, recompute_s: recomputed ops of the block, each time counted, and their seconds.
+    kept_bytes: outputs of its forward ops that are on the device when the backward pass starts.
+    dropped_bytes: what the baseline keeps beyond that, without copies on the host or disk.
+    n_recomputed: number of recomputes in the block; an op that is recomputed twice counts twice.
+    recompute_s: seconds of these recomputes.
     """
 
     block: int
@@ -35,7 +39,7 @@ class BlockRow:
 
 
 def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
-    """A row for each block (`solver.chain.computing_blocks`); empty without a schedule."""
+    """One row for each block (`solver.chain.computing_blocks`); empty without a schedule."""
     graph, schedule = solution.graph, solution.schedule
     if schedule is None:
         return ()
@@ -64,7 +68,7 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
 
 
 def block_names(graph: Graph) -> tuple[str, ...]:
-    """The module of each block, in the words of `BlockRow.module`."""
+    """The module path of each block, as in `BlockRow.module`."""
     return tuple(
         _common(graph.node_by_name[name].module for name in names)
         for names in computing_blocks(graph).forward
@@ -76,7 +80,8 @@ def _bytes(graph: Graph, names: Iterable[str]) -> int:
 
 
 def _common(paths: Iterable[str]) -> str:
-    """ "blocks.0" of blocks.0.attention and blocks.0; "norm … head" of paths that share nothing."""
+    """The path that all modules share: "blocks.0" for blocks.0.attention and blocks.0. If they
+    share none, the first and the last: "norm … head"."""
     paths = [path for path in dict.fromkeys(paths) if path]
     if not paths:
         return ""

@@ -1,6 +1,6 @@
-"""The copies of a plan over time: when each stream is busy, where each storage is, what waits.
+"""The copies of a plan over time: when each stream is busy, where each storage is, and the stalls.
 
-Everything is read off the simulator's timeline.
+Everything is derived from the simulator's timeline.
 """
 
 from __future__ import annotations
@@ -35,16 +35,22 @@ TITLE_OF_STREAM = {
     "spill": "host to disk",
     "load": "disk to host",
 }
-"""In the order of the pictures."""
+"""Stream -> its title, in the order of the plots."""
 
 ROUNDING = 1e-12
-"""Of the step: a shorter wait is an error of adding up seconds."""
+"""As a share of the step: a shorter wait is a rounding error, not a stall."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """name: of `TITLE_OF_STREAM`. n_ops: computes or copies. size_bytes: copied (0 for compute).
-    busy_s: the seconds in which it runs something. share: of the step."""
+    """What one stream does during the step.
+
+    name: a key of `TITLE_OF_STREAM`.
+    n_ops: number of computes or copies.
+    size_bytes: bytes copied (0 for compute).
+    busy_s: seconds in which it runs something.
+    share: busy_s as a share of the step.
+    """
 
     name: str
     n_ops: int
@@ -59,8 +65,12 @@ class Stream:
 
 @dataclass(frozen=True)
 class Stall:
-    """The compute stream waits from start_s to end_s, before `node` runs (None: for the step's last
-    copies), for the copy of `storage` (empty: the copy is not known)."""
+    """The compute stream waits for a copy.
+
+    start_s, end_s: when it waits.
+    node: the node that runs next (None: the step waits for its last copies).
+    storage: the storage whose copy it waits for ("": unknown).
+    """
 
     start_s: float
     end_s: float
@@ -74,14 +84,14 @@ class Stall:
 
 @dataclass(frozen=True)
 class Trip:
-    """One storage on the host.
+    """One stay of a storage on the host, with the copies to and from it.
 
-    maker: the op that produces it.
-    out_s, back_s: start and end of the copy there and of the last one back (None: it comes from the
-        disk, or is not brought back from here).
-    to_disk_s, from_disk_s: of its copies to the disk and from there (None: there is none).
+    maker: the op that produces the storage.
+    out_s: start and end of the copy from the device to the host (None: it came from the disk).
+    back_s: start and end of the last copy back to the device (None: there is none in this stay).
     from_s, until_s: when the host holds bytes for it.
-    reader: the first op after the last copy back that reads it.
+    reader: the first op that reads it after the copy back (None: there is none).
+    to_disk_s, from_disk_s: start and end of the copy to the disk and from it (None: no such copy).
     """
 
     storage: str
@@ -100,9 +110,9 @@ class Trip:
 class Copies:
     """The timeline of a plan with copies.
 
-    end_s: of the step.
-    events: in the order of the schedule.
-    ops: of the schedule.
+    ops: the ops of the schedule.
+    events: when each compute and copy runs, in the order of the schedule.
+    end_s: when the step ends.
     """
 
     graph: Graph
@@ -112,7 +122,7 @@ class Copies:
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
-        """Those that run anything."""
+        """The streams that run anything, in the order of TITLE_OF_STREAM."""
         found = []
         for name in TITLE_OF_STREAM:
             if events := [event for event in self.events if event.stream == name]:
@@ -124,7 +134,8 @@ class Copies:
 
     @cached_property
     def stalls(self) -> tuple[Stall, ...]:
-        """In their order."""
+        """All waits of the compute stream, in order of time."""
+        # a stall ends when the copy that it waited for ends: end of a copy -> its storage
         copied_by = {
             event.end_s: name_in(self.ops[event.position])
             for event in self.events
@@ -145,9 +156,10 @@ class Copies:
 
     @cached_property
     def trips(self) -> tuple[Trip, ...]:
-        """The largest first; of equals the earlier."""
+        """All stays of storages on the host: the largest first, of equal sizes the earliest."""
         at = {event.position: event for event in self.events}
         clock = self._clock(at)
+        # A stay on the host begins with a Store or a Load and ends with a Drop or the step.
         stays: dict[str, list[int]] = {}
         ended: list[tuple[list[int], float]] = []
         for position, op in enumerate(self.ops):
@@ -162,6 +174,8 @@ class Copies:
         return tuple(sorted(trips, key=lambda trip: (-trip.size_bytes, trip.from_s)))
 
     def _trip(self, positions: Sequence[int], until_s: float, at: dict[int, Event]) -> Trip:
+        """The trip with the copies at these positions. until_s: when its `Drop` takes effect.
+        at: position -> event."""
         first, last = positions[0], positions[-1]
         storage = name_in(self.ops[first])
         is_out, is_back = isinstance(self.ops[first], Store), isinstance(self.ops[last], Fetch)
@@ -181,6 +195,7 @@ class Copies:
         )
 
     def _reader(self, storage: str, after: int) -> Node | None:
+        """The first node after position `after` that reads the storage."""
         for op in self.ops[after + 1 :]:
             if isinstance(op, Compute):
                 node = self.graph.node_by_name[op.node]
@@ -189,7 +204,7 @@ class Copies:
         return None
 
     def _clock(self, at: dict[int, Event]) -> list[float]:
-        """By position: when the compute stream has come there."""
+        """When the compute stream reaches each position of the schedule. at: position -> event."""
         clock, now_s = [], 0.0
         for position in range(len(self.ops)):
             event = at.get(position)
@@ -199,14 +214,14 @@ class Copies:
         return clock
 
     def host_bytes(self) -> tuple[tuple[float, int], ...]:
-        """(seconds, bytes on the host from then on), where they change."""
+        """(seconds, bytes on the host from then on) for each change."""
         stays = [(trip.from_s, trip.until_s, trip.size_bytes) for trip in self.trips]
         if state_bytes := self.graph.host_state_bytes:
             stays.append((0.0, self.end_s, state_bytes))
         return _held(stays)
 
     def disk_bytes(self) -> tuple[tuple[float, int], ...]:
-        """(seconds, bytes on the disk from then on), where they change."""
+        """(seconds, bytes on the disk from then on) for each change."""
         at = {event.position: event for event in self.events}
         clock = self._clock(at)
         came_s: dict[str, float] = {}
@@ -230,7 +245,7 @@ class Copies:
 
 
 def _held(stays: Iterable[tuple[float, float, int]]) -> tuple[tuple[float, int], ...]:
-    """stays: (from, until, bytes)."""
+    """Add up stays, given as (start, end, bytes), to (seconds, bytes from then on)."""
     change: dict[float, int] = defaultdict(int)
     for from_s, until_s, size_bytes in stays:
         change[from_s] += size_bytes
@@ -243,7 +258,7 @@ def _held(stays: Iterable[tuple[float, float, int]]) -> tuple[tuple[float, int],
 
 
 def copies(solution: Solution) -> Copies | None:
-    """None: the plan copies nothing, or there is none."""
+    """The timeline of the plan's copies (None: there is no plan, or it copies nothing)."""
     schedule, simulation = solution.schedule, solution.simulation
     if schedule is None or simulation is None or not schedule.has_copies:
         return None
@@ -252,7 +267,7 @@ def copies(solution: Solution) -> Copies | None:
 
 
 def copied(solution: Solution, outputs: Iterable[str]) -> tuple[Trip, ...]:
-    """The trips of the storages of these tensors, in the order of time."""
+    """The stays on the host of the storages of these tensors, in order of time."""
     found = copies(solution)
     roots = set(map(solution.graph.root, outputs))
     trips = [trip for trip in found.trips if trip.storage in roots] if found else []

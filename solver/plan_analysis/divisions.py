@@ -1,10 +1,11 @@
-"""The division of layers into stages whose slowest stage is fastest, with few stages planned.
+"""Divide layers into pipeline stages so that the slowest stage is as fast as possible.
 
-Planning a stage is dear, so it is put off: a stage that was not planned counts with a bound that no
-plan of it is faster than. Dynamic programming over the cuts finds the best division by these
-numbers, one stage of it that was not planned is planned, and so on. When all stages of the best
-division are planned, it is the best of all: every other one has a slower stage even by its bounds.
-So it is what planning every stage of every division would find (AdaPipe, ASPLOS 2024, plans all).
+Planning a stage is expensive, so few are planned. A stage that is not planned yet counts with a
+lower bound on the time of its plan. Dynamic programming finds the best division by these numbers;
+then one of its unplanned stages is planned, and so on. Once all stages of the best division are
+planned, it is the optimum: by plans or bounds, the slowest stage of every other division is no
+faster. So the result is the same as from planning every stage of every division (as AdaPipe,
+ASPLOS 2024, does).
 
 Cost: O(n_stages n_layers^2) for each stage that is planned.
 """
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """Layers of one stage: from `first`, up to `end` without it."""
+    """A stage with its layers: `first` to `end`, the latter excluded."""
 
     stage: int
     first: int
@@ -27,8 +28,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class StageTime:
-    """plan_s: of the plan that was found (inf: none).
-    lower_bound_s: of all plans (inf: none fits).
+    """Seconds of one stage.
+
+    plan_s: time of the plan that was found (inf: none was).
+    lower_bound_s: no plan is faster (inf: none fits).
     """
 
     plan_s: float
@@ -37,8 +40,10 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Division:
-    """parts: by stage; None: none of the divisions has a plan for each of its stages.
-    lower_bound_s: no division has a slowest stage faster than that, with whatever plans.
+    """The best division.
+
+    parts: the layers of each stage (None: no division has a plan for each of its stages).
+    lower_bound_s: in no division, with any plans, is the slowest stage faster.
     """
 
     parts: tuple[Part, ...] | None
@@ -46,7 +51,7 @@ class Division:
 
 
 def equal_parts(n_layers: int, n_stages: int) -> tuple[Part, ...]:
-    """The same number of layers in all stages; what is left over goes to the first ones."""
+    """Equal numbers of layers in all stages; the first stages get one more if there is a rest."""
     size, n_larger = divmod(n_layers, n_stages)
     ends = [(i + 1) * size + min(i + 1, n_larger) for i in range(n_stages)]
     return tuple(Part(i, ends[i - 1] if i else 0, end) for i, end in enumerate(ends))
@@ -59,10 +64,10 @@ def best_division(
     bound_s: Callable[[Part], float],
     plan: Callable[[Part], StageTime],
 ) -> Division:
-    """The division whose slowest stage is fastest by its plans; of these the least in all.
+    """The division whose slowest stage is fastest; of several, the one with the least total time.
 
-    bound_s: seconds that no plan of the part is faster than (inf: it cannot be a stage).
-    plan: called once for each part that is needed.
+    bound_s: seconds that every plan of the part takes at least (inf: it cannot be a stage).
+    plan: plans a part; called at most once for each part, and only if it is needed.
     """
     planned: dict[Part, StageTime] = {}
     bounds = {part: bound_s(part) for part in _parts(n_layers, n_stages)}
@@ -80,7 +85,7 @@ def best_division(
 
 
 def _parts(n_layers: int, n_stages: int) -> list[Part]:
-    """Every part of every division: each stage has at least one layer."""
+    """Every part of every division in which each stage has at least one layer, stage by stage."""
     return [
         Part(stage, first, end)
         for stage in range(n_stages)
@@ -93,7 +98,7 @@ def _parts(n_layers: int, n_stages: int) -> list[Part]:
 def _least_slowest(
     n_layers: int, n_stages: int, times_s: Mapping[Part, float]
 ) -> dict[tuple[int, int], float]:
-    """By stage and the layer where it ends: the least time of the slowest stage up to it."""
+    """(stage, layer where it ends) -> the least time of the slowest stage up to this one."""
     least: dict[tuple[int, int], float] = {}
     for part in _parts(n_layers, n_stages):  # stage by stage
         before_s = 0.0 if part.stage == 0 else least.get((part.stage - 1, part.first), math.inf)
@@ -103,7 +108,10 @@ def _least_slowest(
 
 
 def _least(n_layers: int, n_stages: int, times_s: Mapping[Part, float]) -> tuple[Part, ...] | None:
-    """The division with the least slowest stage, and of these with the least sum; None: all inf."""
+    """The division with the fastest slowest stage, and of several the one with the least sum.
+
+    None if the slowest stage of every division takes inf.
+    """
     slowest_s = _least_slowest(n_layers, n_stages, times_s)[n_stages - 1, n_layers]
     if math.isinf(slowest_s):
         return None

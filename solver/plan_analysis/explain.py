@@ -1,6 +1,6 @@
-"""Explain a plan: why an op is recomputed, what is live at the peak, what more memory is worth.
+"""Explain a plan: why an op is recomputed, what is live at the peak, what more memory would save.
 
-All answers come from the schedule; for "what if" questions it is edited and simulated again.
+Answers come from the schedule. For some "what if" questions it is edited and simulated again.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from solver.solving import attempt
 
 STEP_BYTES = 10**9
 STEP_SHARE = 10
-"""The step between budgets is 1 GB, but at most a tenth of the non-resident memory."""
+"""The step to a smaller and a larger budget is STEP_BYTES, but at most 1/STEP_SHARE of the
+non-resident part of the baseline's peak."""
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """One computation beyond the first.
+    """One computation of an op beyond its first.
 
-    dropped_after: the last op that reads the previous copy, or the op itself if none does.
-    reader: the op, itself not a recomputation, that needs it; None: nothing reads it.
-    through: the recomputations between the two, in order.
+    dropped_after: the last op that reads the previous result, or the op itself if none does.
+    reader: the op that this recomputation is for, which is not recomputed itself (None: nothing
+        reads the result).
+    through: further recomputations in between, in order: each reads the one before.
     """
 
     dropped_after: Node
@@ -49,12 +51,15 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class WhyRecomputed:
-    """An op in a plan.
+    """Why and how often a plan recomputes an op.
 
-    output_bytes: without aliases.
-    last_reader: the last op that reads the output.
-    kept: the simulation of the plan with the output kept until then (None: it is not recomputed,
-        keeping it is illegal, or the plan has copies, which would be others then).
+    n_runs: how often it runs in all.
+    output_bytes: bytes of its outputs, without aliases of other storages.
+    recomputations: the computations beyond the first.
+    last_reader: the last op that reads the output (None: none does).
+    kept: the simulation of the plan with the output kept until then (None: the op is not
+        recomputed, keeping the output is illegal, or the plan has copies, which would have to be
+        planned anew).
     """
 
     node: Node
@@ -70,11 +75,11 @@ class Peak:
     """The peak of a plan.
 
     node: the peak op (None: before the first op).
-    position: of n_ops computes, from 1.
-    memory_bytes: by category.
-    largest: live storages that the step produces and their bytes, largest first.
-    modules: of the ops that produce them.
-    resident_bytes: what no plan can free.
+    position: its number among the plan's `n_ops` computes, from 1.
+    memory_bytes: category -> bytes.
+    largest: (storage, bytes) of the live storages that the step makes, largest first.
+    modules: storage -> module of the op that makes it.
+    resident_bytes: bytes that no plan can free.
     """
 
     node: Node | None
@@ -87,7 +92,10 @@ class Peak:
 
 
 def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
-    """Why an op is recomputed, by its name; linear in the schedule. Raises KeyError."""
+    """Explain why the op of this name is recomputed.
+
+    Raises KeyError for an unknown name, and ValueError if there is no schedule.
+    """
     graph, schedule = solution.graph, _plan(solution)[0]
     order, has_copies = schedule.order, schedule.has_copies
     node = graph.node_by_name[name]
@@ -113,7 +121,7 @@ def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
 
 
 def peak(solution: Solution) -> Peak:
-    """The peak of the plan and what is live there."""
+    """The peak of the plan and what is live there. Raises ValueError if there is no schedule."""
     graph, (schedule, simulation) = solution.graph, _plan(solution)
     node = node_at(graph, schedule, simulation)
     held = held_during(graph, schedule, simulation.peak_op)
@@ -131,7 +139,10 @@ def peak(solution: Solution) -> Peak:
 
 
 def most_recomputed(solution: Solution) -> tuple[tuple[Node, int], ...]:
-    """The recomputed ops and how often, those with the most recompute time first."""
+    """(op, number of recomputes) of all recomputed ops, the one with the most recompute time first.
+
+    Raises ValueError if there is no schedule.
+    """
     runs = Counter(_plan(solution)[0].order)
     graph = solution.graph
     found = [(graph.node_by_name[name], n - 1) for name, n in runs.items() if n > 1]
@@ -141,10 +152,13 @@ def most_recomputed(solution: Solution) -> tuple[tuple[Node, int], ...]:
 def neighbours(
     solution: Solution, *, step_bytes: int, time_limit_s: float
 ) -> tuple[Solution | None, Solution]:
-    """Solutions for a smaller and a larger budget; None where less leaves nothing to plan with.
+    """Solutions for a smaller and a larger budget.
 
-    Each search takes at most time_limit_s. The answer for more is never slower than the plan, which
-    fits there as well.
+    step_bytes: how much smaller and larger.
+    time_limit_s: for each of the two searches.
+
+    The first is None if the smaller budget leaves nothing beyond the reserve. The second is never
+    slower than the given plan, which fits the larger budget as well.
     """
     request = solution.request
     method = solution.method if solution.method in METHODS else "auto"  # a file may name any
@@ -168,7 +182,7 @@ def neighbours(
 
 
 def step_bytes_for(solution: Solution) -> int:
-    """A step between budgets: 1 GB, or a tenth of the baseline's non-resident peak if less."""
+    """The step to other budgets: 1 GB, or a tenth of the baseline's non-resident peak if less."""
     above_bytes = solution.baseline.peak_bytes - solution.graph.resident_bytes
     return max(1, min(STEP_BYTES, above_bytes // STEP_SHARE))
 
@@ -176,11 +190,15 @@ def step_bytes_for(solution: Solution) -> int:
 def _recomputation(
     graph: Graph, order: Sequence[str], is_recomputed: Sequence[bool], before: int, position: int
 ) -> Recomputation:
-    """The computation at `position`, whose previous one is at `before`."""
+    """Explain the recomputation at `position` of the order; the previous run is at `before`.
+
+    is_recomputed: for each position, whether it is not its node's first run.
+    """
     node = graph.node_by_name[order[position]]
     readers = [p for p in range(before + 1, position) if _reads(graph, order[p], node)]
     through: list[Node] = []
     reader, wanted = None, node
+    # Follow the chain of recomputations that read each other, up to an op that runs the first time.
     for at in range(position + 1, len(order)):
         if not _reads(graph, order[at], wanted):
             continue
@@ -197,12 +215,14 @@ def _recomputation(
 
 
 def _reads(graph: Graph, reader: str, maker: Node) -> bool:
+    """Whether a node reads the storage of any output of `maker`."""
     made = set(map(graph.root, maker.outputs))
     return not made.isdisjoint(map(graph.root, graph.node_by_name[reader].inputs))
 
 
 def _kept(graph: Graph, order: Sequence[str], name: str) -> Simulation | None:
-    """The plan without the recomputations of one op and those needed only for them."""
+    """Simulate the plan without the recomputations of one op, and without those that only they
+    need (None: that is illegal)."""
     first = order.index(name)
     once = [other for position, other in enumerate(order) if other != name or position == first]
     try:
@@ -212,6 +232,7 @@ def _kept(graph: Graph, order: Sequence[str], name: str) -> Simulation | None:
 
 
 def _plan(solution: Solution) -> tuple[Schedule, Simulation]:
+    """The schedule and its simulation. Raises ValueError if there is none."""
     if solution.schedule is None or solution.simulation is None:
         raise ValueError(f"no schedule to explain: the status is {solution.status}")
     return solution.schedule, solution.simulation

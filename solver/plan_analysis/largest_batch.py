@@ -1,10 +1,10 @@
 """Search for the largest batch or sequence whose plan fits the budget.
 
-Each candidate is traced and planned; nothing is run. The search takes GROWTH times the size while a
-plan fits, or half of it while none does, and then bisects; but first it tries the size that should
-be the answer if the bytes that a step needs grow by a line, and its neighbors. It assumes that a
-plan that fits at one size exists at every smaller size, which holds for steps that grow with the
-batch. A candidate for which nothing was found counts as one that does not fit.
+Each candidate size is traced and planned; nothing is run. The search multiplies the size by GROWTH
+while a plan fits, or halves it while none does, and then bisects. Once two sizes are known, it
+first tries the size that is the answer if the bytes needed grow linearly, and sizes near it. It
+assumes that if a plan fits at one size, one fits at every smaller size, which holds for steps that
+grow with the batch. A candidate for which no plan was found counts as one that does not fit.
 """
 
 from __future__ import annotations
@@ -24,42 +24,46 @@ Size = Literal["batch_size", "seq_length"]
 FIRST: Mapping[Size, int] = {"batch_size": 1, "seq_length": 128}
 """The first size to try by default."""
 SECOND: Mapping[Size, int] = {"batch_size": 2}
-"""The one to begin with where the model refuses the first."""
+"""The first size to try if the model cannot be traced with the default one."""
 RESOLUTION: Mapping[Size, int] = {"batch_size": 2**60, "seq_length": 64}
-"""The answer is exact below this size and precise to 1/RESOLUTION of itself above."""
+"""Below this size the answer is exact, above it is within 1/RESOLUTION of its size."""
 GROWTH = 4
-"""From one size to the next until one does not fit: a trace costs more than a coarse curve."""
+"""Factor from one size to the next until one does not fit: large, because tracing is slow."""
 MOST = 2**20
-"""The largest size to try."""
+"""The largest size that is tried."""
 SATURATION_SHARE = 0.01
 """Throughput saturates at the smallest candidate within this share of the best rate."""
 
 
 class SameStepError(ValueError):
-    """Two sizes give the same step: the batch does not depend on the size."""
+    """Two sizes give the same step, so the batch does not depend on the size."""
 
 
 class SizeNotTraceableError(ValueError):
-    """No step of this size can be traced, which counts as one that does not fit."""
+    """A step of this size cannot be traced; the size counts as one that does not fit."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One size and its solution."""
+    """A size that was tried, and its solution."""
 
     size: int
     solution: Solution
 
     @property
     def rate_per_s(self) -> float | None:
-        """Samples, or positions of each sequence, per second; None without a plan."""
+        """Size per second: samples, or positions of each sequence; None without a plan."""
         simulation = self.solution.simulation
         return self.size / simulation.time_s if simulation and simulation.time_s else None
 
 
 @dataclass(frozen=True)
 class SizeSearch:
-    """candidates: smallest size first. refused: sizes that could not be traced, and why.
+    """The result of a search.
+
+    size: which size was searched for.
+    candidates: the sizes that were planned, smallest first.
+    refused: (size, reason) for sizes that could not be traced, smallest first.
     interrupted: Ctrl-C ended the search.
     """
 
@@ -70,24 +74,24 @@ class SizeSearch:
 
     @property
     def largest(self) -> Candidate | None:
-        """The largest with a plan; None: no size that was tried has one."""
+        """The largest candidate with a plan (None: no size that was tried has one)."""
         found = (c for c in reversed(self.candidates) if c.solution.schedule is not None)
         return next(found, None)
 
     def with_solution(self, size: int, solution: Solution) -> SizeSearch:
-        """The same with another answer for this size."""
+        """This result with another solution for one of its sizes."""
         others = (Candidate(size, solution) if c.size == size else c for c in self.candidates)
         return dataclasses.replace(self, candidates=tuple(others))
 
     @property
     def beyond(self) -> Candidate | None:
-        """The smallest size above `largest` that was tried; None: the search was interrupted."""
+        """The smallest candidate above `largest` (None: no larger size was planned)."""
         least = 0 if self.largest is None else self.largest.size
         return next((c for c in self.candidates if c.size > least), None)
 
     @property
     def saturation(self) -> Candidate | None:
-        """The smallest candidate whose rate is within SATURATION_SHARE of the best."""
+        """The smallest candidate whose rate is within SATURATION_SHARE of the best rate."""
         rates = [(c.rate_per_s or 0.0, c) for c in self.candidates]
         least = (1 - SATURATION_SHARE) * max((rate for rate, _ in rates), default=0.0)
         return next((c for rate, c in rates if rate and rate >= least), None)
@@ -102,17 +106,22 @@ def largest(
 ) -> SizeSearch:
     """Search for the largest size whose plan fits.
 
-    plan: solves one size; may raise SizeNotTraceableError for any size but the first.
+    plan: plans the step of one size; may raise SizeNotTraceableError, but not for the first size.
+    size: which size is searched for; sets the defaults for `first` and the resolution.
     first: the first size to try (None: FIRST).
+    on_candidate: called with each candidate once it is planned.
 
-    Calls `plan` some log4(answer) + 2 times where the line holds, else about 2 log2(answer) times.
+    Calls `plan` about log4(answer) + 2 times if the bytes needed grow linearly, else about
+    2 log2(answer) times.
 
-    Raises SameStepError, KeyboardInterrupt (Ctrl-C before any plan fits); whatever `plan` raises.
+    Raises SameStepError, KeyboardInterrupt if Ctrl-C is pressed before any plan fits, and whatever
+    else `plan` raises.
     """
     candidates: list[Candidate] = []
     refused: list[tuple[int, str]] = []
 
     def fits(at: int) -> bool:
+        """Plan this size, and note it as a candidate or as refused."""
         try:
             solution = plan(at)
         except SizeNotTraceableError as error:
@@ -124,12 +133,13 @@ def largest(
                     f"sizes {other.size} and {at} give the same step: the batch does not depend on "
                     "the size"
                 )
-        if interrupted() and solution.schedule is None:  # a plan may have been found later
+        # Without the interruption a plan might have been found, so this is no candidate.
+        if interrupted() and solution.schedule is None:
             raise KeyboardInterrupt
         candidates.append(Candidate(at, solution))
         if on_candidate is not None:
             on_candidate(candidates[-1])
-        if interrupted():  # `plan` handed over what was best by then
+        if interrupted():  # the plan is the best one found until then
             raise KeyboardInterrupt
         return solution.schedule is not None
 
@@ -150,11 +160,14 @@ def largest(
 def _next_size(
     low: int, high: int, step: int, expected: int | None, candidates: Sequence[Candidate]
 ) -> int:
-    """The next size to try between one that fits and one that does not.
+    """The next size to try, between `low`, which fits, and `high`, which does not.
 
-    Where the line promises what does not fit, the answer is mostly just below: what no line has,
-    such as what a tensor is recomputed from. So the search goes down from there, in steps that
-    double.
+    If a size does not fit although the linear estimate says so, the answer is mostly just below it:
+    the estimate leaves out some bytes, such as those that a tensor is recomputed from. So the
+    search goes down from there in steps that double.
+
+    step: the smallest step that matters.
+    expected: the linear estimate of the answer (None: unknown).
     """
     plain = (low + high) // 2 if high <= MOST else min(GROWTH * low, MOST)
     if expected is None or expected < low or expected > MOST:
@@ -167,10 +180,10 @@ def _next_size(
 
 
 def _expected(candidates: Sequence[Candidate]) -> int | None:
-    """The largest size that fits if the bytes that each op needs grow by a line (None: not known).
+    """The largest size that fits if the bytes that each op needs grow linearly (None: unknown).
 
-    These are the bytes that no schedule goes without; where the search for the least budget did not
-    reach them at another size, it is taken to miss them by as much here.
+    The bytes that an op needs are those that every schedule holds while it runs. If the search for
+    the least budget ended above them at another size, the same ratio is assumed here.
     """
     steps = {c.size: Variants.of(c.solution.variants or c.solution.graph) for c in candidates}
     if len(steps) < 2:

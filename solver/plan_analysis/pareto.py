@@ -1,10 +1,10 @@
 """Overhead against budget: the same graph planned for many budgets.
 
 A schedule that fits a budget fits every larger one, and a bound for a budget holds for every
-smaller one. The sweep uses both: a cheaper schedule is carried up, a better bound is carried down.
-Each search begins from the schedule of the budget below, where its method can.
-So along a method's curve the overhead never rises with the budget, and neither does the bound,
-whatever a method happens to find at one budget.
+smaller one. The sweep uses both: a faster schedule is carried up to larger budgets, a better bound
+down to smaller ones. If its method can, each search starts from the schedule of the next smaller
+budget. So along a method's curve neither the overhead nor the bound rises with the budget, no
+matter what the method finds at a single budget.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from solver.solving import attempt, with_state_choices
 
 N_BUDGETS = 20
 CROWDING = 1.5
-"""Budgets lie at these powers of even shares, closest to each other at the minimum, where curves
-bend most: a few percent more memory than that can halve the overhead.
+"""Exponent that spaces the budgets: evenly spaced shares of the range are raised to this power, so
+that budgets are denser near the minimum, where a few percent more memory can halve the overhead.
 """
 LIKE = Request(budget_bytes=0, time_limit_s=10.0)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """graph: the plain step.
-    points: a Solution for each method and budget, in the order of budgets, method by method.
+    """The result of a sweep over budgets and methods.
+
+    graph: the plain step.
+    points: one Solution for each method and budget, method by method, smallest budget first; it has
+        no schedule if nothing was found.
     proven_bytes: no schedule fits a smaller budget (0: not searched for).
     quick: each point was searched for with a fraction of the work.
-
-    Where nothing was found a point has no schedule.
     """
 
     graph: Graph
@@ -54,7 +55,7 @@ class Curve:
 
     @property
     def least_planned_bytes(self) -> int | None:
-        """The smallest budget for which there is a plan."""
+        """The smallest budget with a plan (None: no point has one)."""
         budgets = (p.request.budget_bytes for p in self.points if p.schedule is not None)
         return min(budgets, default=None)
 
@@ -70,20 +71,24 @@ def sweep(
     known: Sequence[Solution] = (),
     on_point: Callable[[int, int], None] | None = None,
 ) -> Curve:
-    """Plan for every budget with every method.
+    """Plan the step for every budget with every method.
 
-    budgets: bytes for the whole step, reserve included (None: `n_budgets` of them, as
-        `default_budgets` gives them).
-    like: what is asked for each point, but for budget and method; the same as in the requests of
-        `known`. Its time limit is that of each search, that for the least budget included, so the
-        sweep takes at most budgets times methods times this, and once more without `budgets`.
-    quick: each search with a fraction of the work, where its method can.
-    known: answers for this graph that are there already; their budgets become points as well, but
-        for those of reserved memory: a curve is of what is allocated.
-    on_point: called after each search with how many plans there are by now, and of how many.
+    budgets: bytes for the whole step, reserve included (None: `n_budgets` of them, chosen as by
+        `default_budgets`).
+    n_budgets: how many budgets to choose if none are given.
+    methods: names of methods; the first one searches for the least budget.
+    like: the request for each point, except for budget and method. Its time limit applies to each
+        search, and to the search for the least budget if no budgets are given. So the sweep takes
+        at most (n_budgets * n_methods + 1) times this limit.
+    quick: do a fraction of the work in each search, if the method can.
+    known: solutions for this step, made with the same request except for budget and method. They
+        are used instead of planning again, and their budgets become points too. Those with budgets
+        of reserved memory are ignored, since a curve is about allocated memory.
+    on_point: called after each search with the number of points so far and in all.
 
-    Within `ctrl_c_ends_searches`, Ctrl-C ends the sweep with the points until then.
-    Raises ValueError for a budget that the reserve takes all of, or when there is none.
+    Within `ctrl_c_ends_searches`, Ctrl-C ends the sweep; it returns the points found until then.
+
+    Raises ValueError if there is no budget, or if one is not above the reserve.
     """
     obstacles: tuple[Obstacle, ...] = ()
     reserve_bytes, places = like.reserve_bytes, like.places
@@ -111,11 +116,11 @@ def sweep(
             break
         found = answers.get((request.method, request.budget_bytes))
         if found is None:
-            # of each variant the schedule of the largest budget so far fits this one too
+            # start from the schedules of smaller budgets, which fit; the last one per variant
             found_before = (p.schedule for p in points if p.method == request.method)
             starts = {s.graph_id: s for s in (*reached, *found_before) if s is not None}
             found = attempt(step, request, starts=tuple(starts.values()), quick=quick)
-            if found.interrupted and found.status == "time_limit":  # nothing by then
+            if found.interrupted and found.status == "time_limit":  # nothing was found in time
                 break
         points.append(found)
         if on_point is not None:
@@ -140,13 +145,16 @@ def default_budgets(
     n_budgets: int = N_BUDGETS,
     places: Places | None = None,
 ) -> tuple[int, ...]:
-    """Budgets from the least feasible one found to the peak without checkpointing, closest to each
-    other at the least.
+    """Budgets from the least feasible one found to the peak without checkpointing, denser near the
+    least.
 
-    method: the one that searches for the least budget, for at most time_limit_s in all; the least
-    that was found by then counts.
-    places: what plans may copy to. The least that is found is then reached without copies; smaller
-    budgets, down to what one op itself needs, come before it, and perhaps nothing is found there.
+    method: the method that searches for the least budget.
+    reserve_bytes: added to each budget.
+    time_limit_s: for the search for the least budget; the least one found by then counts.
+    n_budgets: how many budgets to return, about.
+    places: host memory and disk that plans may copy to. The least budget is then found without
+        copies, and there are smaller budgets too, down to what a single op needs, for which perhaps
+        no plan is found.
     """
     check_time_limit(time_limit_s)
     step = with_state_choices(step, places)
@@ -173,6 +181,7 @@ def _spread(
     *,
     reserve_bytes: int,
 ) -> tuple[int, ...]:
+    """The budgets from the least one to the peak of the baseline, spaced by CROWDING."""
     peak_bytes = simulate_unplanned(Variants.of(step).plain).peak_bytes
     reached_bytes = min(obstacle.reached_bytes for obstacle in obstacles)
     may_copy = places is not None and places.host is not None
@@ -184,7 +193,10 @@ def _spread(
 
 
 def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:
-    """line: the answers of one method, smallest budget first."""
+    """Replace each plan by that of a smaller budget if that one is faster.
+
+    line: the solutions of one method, smallest budget first.
+    """
     carried: list[Solution] = []
     best: Solution | None = None
     for point in line:
@@ -208,7 +220,7 @@ def _time_s(point: Solution) -> float:
 
 
 def _bounds_carried_down(points: Sequence[Solution]) -> list[Solution]:
-    """A bound is of the graph and the budget, not of the method: the best at or above counts."""
+    """Give each point the best bound proven at its budget or any larger one, by any method."""
     best_s: dict[int, float] = {}
     running_s = 0.0
     for point in sorted(points, key=lambda p: p.request.budget_bytes, reverse=True):

@@ -1,4 +1,4 @@
-"""The stages that a model's layers can be divided into: each traced and planned when asked for."""
+"""The pipeline stages that a model's layers can be divided into, traced and planned on demand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def micro_batch_s(solution: Solution) -> float | None:
-    """Seconds of the forward and backward pass of a stage's plan; None without one."""
+    """Seconds of one micro-batch's forward and backward pass in a stage's plan (None: no plan)."""
     if solution.simulation is None:
         return None
     return solution.simulation.time_s - optimizer_s(solution.graph)
@@ -36,9 +36,10 @@ _TracedStage: TypeAlias = "tuple[Variants, Hardware | None, CostModel | None]"
 
 
 class PlannedStages:
-    """Of one run of layers, for the pipeline that they are divided into at a time.
+    """The stages of a sequence of layers, for one number of pipeline stages at a time.
 
-    Equal layers are traced once, and planned once for each place, in whichever number of stages.
+    Equal runs of layers are traced once, and planned once for each kind of place in the pipeline
+    (first, last, micro-batches in flight), even across different numbers of stages.
     """
 
     def __init__(
@@ -53,6 +54,10 @@ class PlannedStages:
         request: dict[str, Any],
         quick: bool,
     ) -> None:
+        """Trace each layer by itself; `solver.plan_analysis.split_pipeline` lists the parameters.
+
+        place: any stage of a pipeline with the schedule and number of micro-batches.
+        """
         from torch import nn
 
         from graphs.trace import read_layers
@@ -73,9 +78,9 @@ class PlannedStages:
         )
 
     def divide_into(self, n_stages: int) -> None:
-        """Plan stages at their places of a pipeline of so many.
+        """Set the number of stages that the layers are divided into.
 
-        Raises PipelineError where no division has stages that can be some.
+        Raises PipelineError if no division of the layers gives valid stages.
         """
         first = self._places[0]
         self._places = tuple(
@@ -92,12 +97,14 @@ class PlannedStages:
         return len(self._plans)
 
     def bound_s(self, part: Part) -> float:
-        """Seconds that the layers' own operators take; inf: these layers cannot be a stage."""
+        """Seconds that the layers' operators take without recomputation (inf: these layers cannot
+        be a stage)."""
         if not self._can_be_stage(part.first, part.end, is_first=part.stage == 0):
             return math.inf
         return math.fsum(layer.least_s for layer in self._layers[part.first : part.end])
 
     def time(self, part: Part, say: Callable[[str], None]) -> StageTime:
+        """Plan a stage and return its time without the optimizer. say: takes a progress message."""
         say(
             f"planning stage {part.stage} of {len(self._places)} with "
             f"{counted(part.end - part.first, 'layer')}..."
@@ -113,7 +120,7 @@ class PlannedStages:
         )
 
     def solution(self, part: Part) -> Solution:
-        """The plan of a stage; that of an equal one, if there is one already."""
+        """The plan of a stage; an equal stage that was planned before is reused."""
         place = self._places[part.stage]
         key = place.is_first, place.is_last, place.n_in_flight, self._forms_of(part)
         if key not in self._plans:
@@ -121,6 +128,8 @@ class PlannedStages:
         return _at(place, self._plans[key])
 
     def _planned(self, part: Part) -> Solution:
+        """Trace and plan a stage. If no plan is found, but it is not proven that there is none,
+        search for the least budget too."""
         place = self._places[part.stage]
         traced, hardware, costs = self._traced(part)
         step = Variants(
@@ -133,7 +142,8 @@ class PlannedStages:
         return explained(found)
 
     def _traced(self, part: Part) -> _TracedStage:
-        """The step of these layers; at which place but the first or last they stand is the same."""
+        """Trace the step of a stage. The trace depends on the place in the pipeline only by whether
+        the stage is the first or the last."""
         place, options = self._places[part.stage], dict(self._trace_options)
         key = place.is_first, place.is_last, self._forms_of(part)
         if key in self._steps:
@@ -148,12 +158,13 @@ class PlannedStages:
         return self._steps[key]
 
     def _forms_of(self, part: Part) -> tuple[Hashable, ...]:
+        """The forms of the stage's layers; layers with the same form have the same step."""
         return tuple(layer.form for layer in self._layers[part.first : part.end])
 
     def _check(self) -> None:
-        """Raise PipelineError where no division has stages that can be some."""
+        """Raise PipelineError if no division of the layers gives valid stages."""
         n_layers, n_stages = len(self._layers), len(self._places)
-        ends = {0}  # where a stage can end, after as many stages
+        ends = {0}  # the layers before which the next stage can begin
         for stage in range(n_stages):
             ends = {
                 end
@@ -170,6 +181,8 @@ class PlannedStages:
             )
 
     def _can_be_stage(self, first: int, end: int, *, is_first: bool) -> bool:
+        """Whether layers first .. end - 1 have parameters, share none with other layers, and, as
+        the first stage, pass on a gradient."""
         inside = self._layers[first:end]
         outside = (*self._layers[:first], *self._layers[end:])
         own = frozenset[int]().union(*(layer.parameters for layer in inside))
@@ -179,17 +192,18 @@ class PlannedStages:
 
 
 def optimizer_s(graph: Graph) -> float:
+    """Seconds of the optimizer's nodes."""
     return math.fsum(node.time_s for node in graph.nodes if node.phase == "optimizer")
 
 
 def _at(place: Pipeline, solution: Solution) -> Solution:
-    """The plan of an equal stage at another place of the pipeline."""
+    """The plan of an equal stage, moved to another place of the pipeline."""
 
     def moved(graph: Graph) -> Graph:
         meta = graph.meta.with_environment(pipeline=dataclasses.asdict(place))
         return dataclasses.replace(graph, meta=meta)
 
     steps = Variants.of(solution.variants or solution.graph)
-    # Without the traced program, which is that of the module that was planned.
+    # Leave out the traced program: it belongs to the module that was planned.
     variants = Variants(moved(steps.plain), tuple(map(moved, steps.planned)))
     return dataclasses.replace(solution, graph=moved(solution.graph), variants=variants)

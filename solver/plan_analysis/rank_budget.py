@@ -1,11 +1,11 @@
-"""One budget for all stages of a rank (`schedule="interleaved"`), divided at the least time.
+"""Share a rank's budget among its pipeline stages (`schedule="interleaved"`) at the least time.
 
     solutions = [solve(stage, micro_batch, budget="16GB", pipeline=place) for stage, place in ...]
     plans = share_rank_budget(solutions)     # plans.peak_bytes <= 16 GB; plans.gap
 
-A stage that is planned by itself takes the rank's other stages to be like it. Here the stages are
-planned together, so that one may save more than it could if the others were like it, where another
-saves less, and it is proven how far from the least time the plans can be (`rank_search`).
+A stage that is planned alone assumes that the rank's other stages are like it. Here the stages are
+planned together, so that one may save more for backward while another saves less. The gap proves
+how far the plans can be from the least time (`rank_search`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from solver.sizes_deadlines_progress import Deadline, format_percent, format_siz
 
 @dataclass(frozen=True)
 class RankPlans(Sequence[Solution]):
-    """Plans of all stages of a rank, which fit its budget together: a sequence of them.
+    """Plans of all stages of a rank that fit its budget together; a sequence of Solutions.
 
-    solutions: in the order in which they were given. The budget of each is what the rank would take
-        if all of its stages were like this one; gap and status of a solution are of that budget.
+    solutions: in the order in which the stages were given. The budget of each is what the rank
+        would need if all its stages were like this one; its gap and status refer to that budget.
+    budget_bytes: what the rank's stages may take together, without the reserve.
     lower_bound_s: no plans of these stages that fit together are faster.
-    timed_out: the time limit, or Ctrl-C, ended the search: more time might find more.
+    timed_out: the time limit or Ctrl-C ended the search: more time might find better plans.
 
-    Seconds are those of one micro-batch, forward and backward, in all stages of the rank.
+    Seconds are those of the forward and backward pass of one micro-batch in all stages of the rank.
     """
 
     solutions: tuple[Solution, ...]
@@ -53,27 +54,28 @@ class RankPlans(Sequence[Solution]):
 
     @property
     def peak_bytes(self) -> int:
-        """What the rank holds at most."""
+        """The most bytes that the rank holds at once."""
         return rank_peak_bytes(self.solutions)
 
     @property
     def time_s(self) -> float:
+        """Seconds with these plans."""
         return math.fsum(micro_batch_s(solution) or 0.0 for solution in self.solutions)
 
     @property
     def baseline_s(self) -> float:
-        """Without plans."""
+        """Seconds without plans."""
         found = (s.baseline.time_s - optimizer_s(s.plain) for s in self.solutions)
         return math.fsum(found)
 
     @property
     def overhead(self) -> float:
-        """Extra time as a share of that without plans."""
+        """Extra time as a share of the time without plans."""
         return self.time_s / (self.baseline_s or 1.0) - 1.0
 
     @property
     def gap(self) -> float:
-        """What is not proven, in shares of the time without plans."""
+        """Time above the lower bound, as a share of the time without plans."""
         return max(0.0, self.time_s - self.lower_bound_s) / (self.baseline_s or 1.0)
 
     @property
@@ -81,7 +83,7 @@ class RankPlans(Sequence[Solution]):
         return "optimal" if self.gap <= OPTIMAL_GAP else "feasible"
 
     def __repr__(self) -> str:
-        """One line: what was asked, what was found, what is proven."""
+        """One line: the request, the plans found, and the proven gap."""
         asked = f"{len(self)} stages, {self.status}, budget {format_size(self.budget_bytes)}"
         asked = f"{len(self)} stages, {self.status}, budget {format_size(self.budget_bytes)}"
         return (
@@ -91,13 +93,13 @@ class RankPlans(Sequence[Solution]):
 
 
 def share_rank_budget(solutions: Sequence[Solution]) -> RankPlans:
-    """Plans of the same stages that fit the rank's budget together, at the least time found.
+    """Find the fastest plans of a rank's stages that fit its budget together.
 
-    solutions: of all stages of one rank, made with the same budget, whether each has a plan or not.
-        The longest time limit of their requests is that of the search.
+    solutions: one for each stage of the rank, all made with the same budget; some may be without a
+        plan. The longest time limit of their requests limits the search.
 
-    Raises PipelineError for stages of several ranks, a stage too few, budgets that differ, and
-    where no plans that fit together are found.
+    Raises PipelineError if the stages are not exactly those of one rank, if their budgets differ,
+    and if no plans are found that fit together.
     """
     place = check_rank(solutions)
     budgets = {solution.request.available_bytes for solution in solutions}
@@ -124,11 +126,11 @@ def share_rank_budget(solutions: Sequence[Solution]) -> RankPlans:
 
 
 def _with_plan(given: Solution, plan: StagePlan) -> Solution:
-    """The answer to the request for what a rank of such stages would take."""
+    """The stage's solution with this plan. Its budget is what a rank of only such stages takes."""
     if plan.graph is given.graph and plan.schedule == given.schedule:
         return given
     peak_bytes, request = plan.simulation.peak_bytes, given.request
-    # What is proven for a larger budget holds for a smaller one.
+    # A bound proven for a larger budget also holds for a smaller one.
     is_smaller = peak_bytes <= request.available_bytes
     least_s = min(graph.baseline_time_s for graph in variants_of(given))
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The peak of a rank that runs several stages of a pipeline, from their plans."""
+"""The peak memory of a rank that runs several stages of a pipeline, from their plans."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from solver.schedule import Schedule, Simulation, Solution, n_before_optimizer
 
 
 def rank_peak_bytes(solutions: Sequence[Solution]) -> int:
-    """Bytes that one rank holds at most, with these plans for its stages.
+    """The most bytes that one rank holds at once, with these plans for its stages.
 
-    Each plan takes the rank's other stages to be like its own. Here the rank holds the parameters,
-    gradients and optimizer state of each, and what else stands beside the step of the stage that
-    has most of it. In a pass of one of them it holds what its step takes, and what the plan of each
-    stage saves of those micro-batches that are in flight then (`Pipeline.passes`). In the
-    optimizer's step it holds what that takes for all stages together. For stages that are alike,
-    but for the optimizer, this is the peak of each.
+    Each plan by itself assumes that the rank's other stages are like its own. Here their actual
+    bytes are added up. The rank always holds the parameters, gradients and optimizer state of all
+    its stages and, of each other kind of resident tensors, as much as the stage with the most.
+    During a pass of one stage, it also holds what that pass takes and what each stage saves for the
+    micro-batches in flight at that time (`Pipeline.passes`). During the optimizer's step, it holds
+    what that takes for all stages together. If all stages are equal, this is the peak of each plan,
+    except for the optimizer's step.
 
-    solutions: of all stages of one rank. Only `schedule="interleaved"` has several.
+    solutions: one for each stage of the rank. Only `schedule="interleaved"` has several.
 
-    Raises PipelineError for stages of several ranks, a stage too few, and one without a plan.
+    Raises PipelineError if the stages are not exactly those of one rank, or one has no plan.
     """
     place = check_rank(solutions)
     stages: list[StageBytes] = []
@@ -37,12 +38,14 @@ def rank_peak_bytes(solutions: Sequence[Solution]) -> int:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a stage of a rank takes with its plan.
+    """The memory that one stage takes with its plan.
 
-    own: what each stage has of its own all the time, by kind. beside: what else is resident, by
-    name and kind; of the rank's stages the one counts that has most.
-    saved_bytes: of each of its micro-batches in flight.
-    step_bytes: of the step of one, the optimizer's left out. optimizer_bytes: of the optimizer's.
+    own: kind -> resident bytes that every stage has for itself.
+    beside: name or kind -> other resident bytes; for each, the stage with the most counts.
+    saved_bytes: saved for backward by each of its micro-batches in flight.
+    step_bytes: peak of one forward and backward pass, without resident tensors and other
+        micro-batches.
+    optimizer_bytes: peak of the optimizer's step, without resident tensors.
     """
 
     own: Mapping[str, int]
@@ -53,7 +56,7 @@ class StageBytes:
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, simulation: Simulation) -> StageBytes:
-        """simulation: of the schedule, with all those in flight."""
+        """simulation: of this schedule, with the other micro-batches in flight."""
         own, beside = resident_by_kind(graph)
         saved_bytes, n_before = simulation.saved_bytes, n_before_optimizer(graph, schedule)
         before, after = simulation.live_bytes[:n_before], simulation.live_bytes[n_before:]
@@ -68,7 +71,7 @@ class StageBytes:
 
 
 def peak_of(place: Pipeline, stages: Sequence[StageBytes]) -> int:
-    """`rank_peak_bytes` of the stages of a rank, in their order."""
+    """The peak of a rank with these stages, in the order of the pipeline (`rank_peak_bytes`)."""
     saved_bytes = [stage.saved_bytes for stage in stages]
     passes_bytes = max(
         stages[local].step_bytes + held_in_flight(others, saved_bytes)
@@ -79,7 +82,7 @@ def peak_of(place: Pipeline, stages: Sequence[StageBytes]) -> int:
 
 
 def resident_bytes(stages: Sequence[StageBytes]) -> int:
-    """Of a rank, all the time."""
+    """Bytes that the rank holds during the whole step."""
     own_bytes = sum(sum(stage.own.values()) for stage in stages)
     most: Counter[str] = Counter()
     for stage in stages:
@@ -88,13 +91,14 @@ def resident_bytes(stages: Sequence[StageBytes]) -> int:
 
 
 def held_in_flight(others: Sequence[int], saved_bytes: Sequence[int]) -> int:
-    """Of so many micro-batches of each stage."""
+    """Bytes that micro-batches in flight hold. others: how many of each stage. saved_bytes: of one
+    micro-batch of each stage."""
     return sum(n * each for n, each in zip(others, saved_bytes, strict=True))
 
 
 def resident_by_kind(graph: Graph) -> tuple[Counter[str], Counter[str]]:
-    """Bytes of what each stage has of its own, by kind; and of what else stands beside its step, by
-    name and by kind."""
+    """Resident bytes that every stage has for itself, by kind, and the other ones, by name or kind
+    (`StageBytes.own`, `StageBytes.beside`)."""
     own: Counter[str] = Counter()
     beside: Counter[str] = Counter()
     for tensor in graph.resident:
@@ -115,7 +119,8 @@ def in_order(solutions: Sequence[Solution]) -> list[Solution]:
 
 
 def check_rank(solutions: Sequence[Solution]) -> Pipeline:
-    """The place of one of these stages. Raises PipelineError where they are not those of a rank."""
+    """The place of the first of these stages. Raises PipelineError unless they are exactly the
+    stages of one rank."""
     if not solutions:
         raise PipelineError("give the solutions of the stages of one rank, made with pipeline=")
     places = [_place(solution) for solution in solutions]

@@ -1,20 +1,21 @@
-"""The fastest plans of a rank's stages that fit its budget together, by branch and bound.
+"""Find the fastest plans of a rank's stages that fit its budget together, by branch and bound.
 
-What decides is how much each stage saves of a micro-batch, since that is held for all in flight,
-whichever stage runs. A *box* has limits for it, and one variant of each stage. Where each stage
-saves at most what its box allows, beside others that hold at least theirs, its step is one that any
-method plans: a span graph (`solver.bound.in_flight`). The bounds of these plans add up to one bound
-of the box; the cuts of all stages together are another (`solver.bound.rank_cuts`). The solution of
-these says as well how much each stage may save, for which it is planned then.
+The main decision is how many bytes each stage saves for backward per micro-batch, since they are
+held for all micro-batches in flight, whichever stage runs. A *box* fixes one variant of each stage,
+and limits for the bytes that each saves. If a stage saves at most what its box allows, while the
+others hold at least their lower limits, its step is one that any method can plan: a span graph
+(`solver.bound.in_flight`). The bounds of these plans add up to one bound of the box; the cuts of
+all stages together give another (`solver.bound.rank_cuts`). The solution of the cuts also says how
+much each stage should save, and the stages are then planned for that.
 
-Take the box with the least bound, replay the solution of its cuts, plan for it, and halve it. Where
-a replay overflows the position at which it does so joins the cuts, up to N_TOGETHER of a stage;
-mostly the replays meet the bound then. Done when no box is left whose bound is more than GAP below
-the best plans, or N_BOXES have been planned for.
+The search takes the box with the least bound, replays the solution of its cuts as schedules, plans
+its stages, and halves it. If a replay overflows, the position at which it does is added to the
+cuts, up to N_TOGETHER positions of a stage; then the replays mostly meet the bound. The search ends
+when no box has a bound more than GAP below the best plans, or when N_BOXES have been planned.
 
-Optimal within GAP where the method is (`ilp`) and the search does not end before. Falls short where
-the method finds nothing in what the others leave. Cost: for each box some MILPs, and where they do
-not close it a run of the method for each stage.
+Optimal within GAP if the method is optimal (`ilp`) and the search is not ended early. It falls
+short if the method finds no plan in the bytes that the other stages leave. Cost: a few MILPs for
+each box and, for boxes that they do not close, one run of the method for each stage.
 """
 
 from __future__ import annotations
@@ -47,18 +48,23 @@ from solver.schedule import (
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 
 GAP = 5e-4
-"""Of the time of all stages without recomputation."""
+"""Gap at which the search ends, as a share of the time of all stages without recomputation."""
 N_BOXES = 16
+"""How many boxes are planned at most."""
 N_TOGETHER = 4
-"""Positions of a stage's cuts at most, beside TURN."""
+"""How many positions of a stage the cuts have at most, besides TURN."""
 
 Saved = tuple[int, ...]
-"""Bytes by stage."""
+"""Bytes that each stage saves for backward per micro-batch."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """time_s: of a micro-batch, without the optimizer."""
+    """A plan of one stage.
+
+    time_s: seconds of one micro-batch, without the optimizer.
+    taken: the bytes that the stage takes with this plan.
+    """
 
     graph: Graph
     schedule: Schedule
@@ -74,14 +80,14 @@ class StagePlan:
 
 
 class Stage:
-    """A stage of the rank.
+    """A stage of the rank, with its known plans and bounds.
 
-    plain: by variant, the plan that recomputes nothing.
-    plans: all that are known, the fastest first.
+    plain: for each variant, the plan that recomputes nothing.
+    plans: all known plans, the fastest first; they need not fit.
     """
 
     def __init__(self, given: Solution, others: Sequence[tuple[int, ...]]) -> None:
-        """others: for each of its passes, how many others are in flight, by stage."""
+        """others: for each of its passes, how many others of each stage are in flight."""
         self._request, self._others = given.request, others
         self.plain = [StagePlan.of(graph, baseline(graph)) for graph in variants_of(given)]
         self.plans = list(self.plain)
@@ -92,22 +98,22 @@ class Stage:
         self._proven_s: dict[tuple[int, int, int], float] = {}
 
     def others_bytes(self, saved_bytes: Saved) -> int:
-        """What the others hold at most, beside a pass of this stage."""
+        """The most bytes that other micro-batches hold during a pass of this stage."""
         return max(held_in_flight(others, saved_bytes) for others in self._others)
 
     def n_in_flight(self, stage: int) -> int:
-        """Of the micro-batches of a stage, beside a pass of this one, at most."""
+        """The most micro-batches of stage `stage` in flight during a pass of this one."""
         return max(others[stage] for others in self._others)
 
     def may_save_bytes(self, variant: int) -> tuple[int, int]:
-        """At least and at most."""
+        """The least and the most bytes that the variant can save for backward."""
         folded = StorageGraph.of(self.plain[variant].graph)
         least_bytes = int(folded.held_bytes[folded.n_forward]) - folded.graph.resident_bytes
         made = (u for n in range(folded.n_forward) for u in folded.makes[n])
         return least_bytes, sum(folded.unit_bytes[u] for u in made)
 
     def bound_s(self, variant: int, most_bytes: int, others_bytes: int) -> float:
-        """What is proven of plans that save no more, beside others that hold no less."""
+        """The best known bound on plans of this variant under these limits (see `plan`)."""
         proven = (
             bound_s
             for (planned, most, others), bound_s in self._proven_s.items()
@@ -118,9 +124,10 @@ class Stage:
     def plan(
         self, variant: int, most_bytes: int, others_bytes: int, *, room_bytes: int, left_s: float
     ) -> bool:
-        """The fastest that saves no more, beside others that hold so much. Whether the time was up.
+        """Plan the stage to save at most `most_bytes`, while the others hold `others_bytes`; note
+        plan and bound. Returns whether the time limit ended the search.
 
-        room_bytes: for all of them.
+        room_bytes: bytes that all stages have beyond their resident tensors.
         """
         key, graph = (variant, most_bytes, others_bytes), self.plain[variant].graph
         if key in self._proven_s:
@@ -141,7 +148,11 @@ class Stage:
     def replay(
         self, variant: int, kept: Mapping[int, Collection[int]], *, room_bytes: int
     ) -> tuple[StageBytes, int] | None:
-        """What the plan takes that holds these units, and where most; None: it is illegal."""
+        """Turn a solution of the cuts into a plan, and note it. Returns what the plan takes, and
+        the position at which it holds the most (None: it is illegal).
+
+        kept: position of each cut -> the units held there.
+        """
         graph = self.plain[variant].graph
         folded = StorageGraph.of(alone(graph, room_bytes=room_bytes))
         schedule = of_step(graph, schedule_from_cuts(folded, kept))
@@ -160,16 +171,19 @@ class Stage:
 
 
 def variants_of(given: Solution) -> tuple[Graph, ...]:
-    """The programs of a step that may be planned."""
+    """The graphs of a stage that may be planned: one for each variant."""
     return Variants.of(given.variants or given.graph).planned
 
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """Plans of these variants whose stages save between these bytes.
+    """All plans of these variants whose stages save between `least` and `most` bytes.
 
-    target: how much they may save where the cuts are met. kept: by stage, what is held there.
-    planned: whether they have been planned for that.
+    bound_s: no such plans that fit together are faster.
+    variants: the index of each stage's variant.
+    target: how much each stage saves in the solution of the cuts; what it is planned for.
+    kept: for each stage, position of each cut -> the units that the solution holds there.
+    planned: whether the stages have been planned for `target`.
     """
 
     bound_s: float
@@ -182,7 +196,12 @@ class Box:
 
 
 class RankSearch:
-    """best: the fastest plans that fit together, by stage. best_s: the time of all."""
+    """The search. Call `run`, then read the result.
+
+    best: the fastest plans found that fit together, one for each stage (None: none).
+    best_s: the sum of their times.
+    timed_out: the time limit ended the search, or a search of the method.
+    """
 
     def __init__(
         self, place: Pipeline, given: Sequence[Solution], *, budget_bytes: int, deadline: Deadline
@@ -197,32 +216,33 @@ class RankSearch:
         self._positions: dict[tuple[int, ...], list[set[int]]] = {}
         self._open: list[Box] = []
         plain_s = (min(plan.time_s for plan in stage.plain) for stage in self.stages)
-        self._closed_s = math.fsum(plain_s)  # until all that there is has been opened
+        self._closed_s = math.fsum(plain_s)  # least bound of boxes that are closed or not open yet
         self.best: tuple[StagePlan, ...] | None = None
         self.best_s = math.inf
         self.timed_out = False
 
     @property
     def lower_bound_s(self) -> float:
-        """No plans that fit together are faster (inf: none fit)."""
+        """Seconds below which no plans that fit together are (inf: none fit)."""
         least_s = self._open[0].bound_s if self._open else math.inf
         return min(least_s, self._closed_s, self.best_s)
 
     @property
     def least_peak_bytes(self) -> int:
-        """The smallest peak of plans that are known, each the one that takes least by itself."""
+        """The peak of the rank if each stage has its known plan that saves the least."""
         taken = ([plan.taken for plan in stage.plans] for stage in self.stages)
         least = [min(each, key=lambda one: (one.saved_bytes, one.step_bytes)) for each in taken]
         return peak_of(self._place, least)
 
     def run(self) -> None:
+        """Search until the gap is at most GAP, N_BOXES are planned, or the time is up."""
         n_planned = 0
         try:
             self._combine()
             self._open, self._closed_s = list(self._whole()), math.inf
             heapq.heapify(self._open)
             while self._open and self.best_s - self.lower_bound_s > GAP * self._baseline_s:
-                box = self._open[0]  # it stays open where the time is up meanwhile
+                box = self._open[0]  # stays in the heap until done: the time may run out before
                 n_planned += not box.planned
                 if n_planned > N_BOXES:
                     return
@@ -234,7 +254,7 @@ class RankSearch:
             self.timed_out = True
 
     def _whole(self) -> Iterator[Box]:
-        """All that the stages can save, for each combination of their variants."""
+        """One box for each combination of variants, with all that the stages can save."""
         for variants in itertools.product(*(range(len(stage.plain)) for stage in self.stages)):
             pairs = list(zip(self.stages, variants, strict=True))
             limits = [stage.may_save_bytes(at) for stage, at in pairs]
@@ -243,9 +263,10 @@ class RankSearch:
             yield from self._bounded(Box(time_s, variants, least, most, target=most))
 
     def _bounded(self, box: Box, *, whole: bool = False) -> Iterator[Box]:
-        """With what is proven of it, as narrow as the memory makes it; nothing where nothing fits.
+        """Narrow the box to what the memory allows, and raise its bound; yields nothing if no plans
+        in it fit.
 
-        whole: by MILP.
+        whole: solve the cuts as a MILP, not only its relaxation.
         """
         self._deadline.check()
         most = tuple(min(most, self._room_for(box, stage)) for stage, most in enumerate(box.most))
@@ -266,7 +287,8 @@ class RankSearch:
             )
 
     def _planned(self, box: Box) -> Iterator[Box]:
-        """Planned for what the cuts say."""
+        """Try to close the box: replay the solution of its cuts, add positions to the cuts while
+        replays overflow, and at last plan the stages. Yields the box with its better bound."""
         for found in self._bounded(box, whole=True):
             grows = bool(found.kept) and self._replayed(found)
             self._combine()
@@ -278,10 +300,11 @@ class RankSearch:
             yield dataclasses.replace(found, planned=True)
 
     def _is_open(self, box: Box) -> bool:
+        """Whether plans in the box may be faster than the best ones by more than GAP."""
         return self.best_s - box.bound_s > GAP * self._baseline_s
 
     def _replayed(self, box: Box) -> bool:
-        """Try the plans that hold what the cuts do. Whether a position joins the cuts for it."""
+        """Replay the solution of the cuts; return whether overflows added positions to the cuts."""
         room_bytes = self._room_bytes(box.variants)
         each = zip(self.stages, box.variants, box.kept, strict=True)
         played = [stage.replay(at, kept, room_bytes=room_bytes) for stage, at, kept in each]
@@ -302,7 +325,7 @@ class RankSearch:
         return grows
 
     def _plan_for(self, box: Box) -> None:
-        """Have the method plan each stage for the target."""
+        """Plan each stage with the method, for the box's target."""
         room_bytes = self._room_bytes(box.variants)
         for stage, at, saved in zip(self.stages, box.variants, box.target, strict=True):
             others_bytes, left_s = stage.others_bytes(box.target), self._deadline.left_s / 2
@@ -311,7 +334,8 @@ class RankSearch:
         self._combine()
 
     def _halves(self, box: Box) -> Iterator[Box]:
-        """Of what one stage saves, that which matters most; a box of one point is closed."""
+        """Halve the range of the stage for which it amounts to the most bytes, with all micro-
+        batches in flight. A box of a single point is closed instead."""
         widths = [most - least for least, most in zip(box.least, box.most, strict=True)]
         if not any(widths):
             stages = zip(self.stages, box.variants, box.most, strict=True)
@@ -331,7 +355,7 @@ class RankSearch:
             yield from self._bounded(dataclasses.replace(half, planned=False))
 
     def _room_for(self, box: Box, stage: int) -> int:
-        """What a stage can save at most, beside the least that the others save."""
+        """The most bytes that a stage can save if all the others save their least."""
         room_bytes = self._room_bytes(box.variants)
         found = []
         for local, others in self._place.passes:
@@ -341,7 +365,7 @@ class RankSearch:
         return min(found)
 
     def _room_bytes(self, variants: tuple[int, ...]) -> int:
-        """For all that these make."""
+        """Bytes of the budget beyond the resident tensors of these variants."""
         taken = [s.plain[at].taken for s, at in zip(self.stages, variants, strict=True)]
         return self._budget_bytes - resident_bytes(taken)
 
@@ -359,7 +383,10 @@ class RankSearch:
         return self._cuts[variants]
 
     def _combine(self, chosen: tuple[StagePlan, ...] = ()) -> None:
-        """Of all known plans the fastest that fit together, where these are chosen already."""
+        """Update `best` with the fastest known plans that fit together, by depth-first search.
+
+        chosen: the plans already chosen for the first stages.
+        """
         self._deadline.check()
         if len(chosen) == len(self.stages):
             if peak_of(self._place, [plan.taken for plan in chosen]) <= self._budget_bytes:

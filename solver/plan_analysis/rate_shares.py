@@ -1,11 +1,12 @@
-"""How far a plan's overhead depends on which shares of its peak rates a card reaches.
+"""How a plan's overhead depends on the shares of its peak rates that a card reaches.
 
-By the roofline every operator runs at a peak rate: products at that of their dtype, others at the
-memory's. Kernels reach a share of it. One share for all leaves overheads as they are; what changes
-them is the ratio of the two shares. No published row tells the shares apart, but each bounds their
-ratio: neither share is above 1, and together they give the measured time. The widest bounds are
-those of a step of a Llama with 3 billion parameters on an A100 (`python -m benchmarks.published`
-computes them), and are taken for every card.
+In the roofline model every operator runs at a peak rate: matrix products at the rate of their
+dtype, others at the memory bandwidth. Real kernels reach only a share of it. If the share were the
+same for all operators, overheads would not change; they depend on the ratio of the two shares
+(products / others). Published step times do not tell the two shares apart, but each one bounds
+their ratio: neither share is above 1, and together they give the measured time. The widest bounds,
+which are used for every card, come from a step of a Llama with 3 billion parameters on an A100
+(`python -m benchmarks.published` computes them).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from graphs.hardware import is_cuda
 from solver.schedule import Compute, Solution
 
 LEAST_RATIO, LARGEST_RATIO = 0.69, 2.19
-"""The share that products reach of their rate, over that of other operators."""
+"""Bounds on the share of the peak rate that products reach, divided by that of other operators."""
 
 _PRODUCTS = re.compile(
     r"aten\.(mm|addmm|bmm|baddbmm|addbmm|_grouped_mm|convolution|convolution_backward)\."
@@ -27,14 +28,16 @@ _PRODUCTS = re.compile(
 
 
 def is_product(op: str) -> bool:
-    """Whether an operator is costed by its FLOPs: a product, a convolution or attention."""
+    """Whether an operator is a matrix product, a convolution or attention, whose cost is set by
+    its FLOPs."""
     return _PRODUCTS.search(op) is not None
 
 
 def overhead_range(solution: Solution) -> tuple[float, float] | None:
-    """The least and the largest overhead of the plan for these ratios.
+    """The smallest and the largest overhead of the plan between LEAST_RATIO and LARGEST_RATIO.
 
-    None: no plan, costs that are not a card's rates, or copies, whose times do not add up.
+    None if there is no plan, if the costs are not those of a card's roofline, or if the plan may
+    copy to the host: the times of copies do not simply add up.
     """
     schedule, costs = solution.schedule, solution.graph.meta.costs
     with_copies = solution.request.places is not None
@@ -55,7 +58,7 @@ def overhead_range(solution: Solution) -> tuple[float, float] | None:
 
 
 def split_s(nodes: Iterable[Node]) -> tuple[float, float]:
-    """Seconds of products and of other operators."""
+    """Total seconds of products, and of other operators (`is_product`)."""
     products_s = others_s = 0.0
     for node in nodes:
         if is_product(node.op):

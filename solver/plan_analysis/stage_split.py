@@ -1,12 +1,13 @@
-"""How to divide a model's layers into the stages of a pipeline, each planned within one budget.
+"""Divide a model's layers into pipeline stages, each planned within the same budget.
 
     split = split_pipeline(layers, x, target=y, loss=F.cross_entropy, budget="16GB",
                            n_stages=4, n_microbatches=8, optimizer=torch.optim.AdamW)
     split.sizes        # (3, 5, 5, 3): layers by stage
     split.solutions    # the plan of each
 
-The slowest stage sets the pace of a pipeline, and what a stage takes depends on what its plan must
-recompute. `solver.plan_analysis.divisions` finds the best division; this file plans its stages.
+The slowest stage sets the pace of a pipeline, and how long a stage takes depends on what its plan
+has to recompute. `solver.plan_analysis.divisions` finds the best division, and
+`solver.plan_analysis.planned_stages` plans the stages for it.
 """
 
 from __future__ import annotations
@@ -45,21 +46,22 @@ if TYPE_CHECKING:
 
 
 _OF_ONE_STAGE = {"inputs", "pipeline"}
-"""Options of a trace that are not those of all stages."""
+"""Options of `trace` that differ between stages, so `split_pipeline` does not take them."""
 
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """A division of layers into stages, and the plans of these.
+    """A division of layers into pipeline stages, with the plan of each stage.
 
-    sizes: the number of layers of each stage.
-    solutions: by stage. Where no division fits: of the equal division, whose solutions say why.
-    lower_bound_s: no division is faster in its slowest stage, with whatever plans (inf: none fits).
-    equal: the equal division, planned for comparison.
-    n_divisions: those that were compared.
-    n_plans: stages that were planned, those of the equal division among them; the others are
+    sizes: the number of layers in each stage.
+    solutions: the plan of each stage. If no division fits, those of the equal division, which say
+        why.
+    lower_bound_s: in no division, with any plans, is the slowest stage faster (inf: none fits).
+    equal: the plans of the equal division, for comparison.
+    n_divisions: how many divisions were compared.
+    n_plans: how many stages were planned, including those of the equal division. All others are
         slower even without recomputation, or equal to one that was planned.
-    before: of the numbers of stages that were tried before, none of which fits.
+    before: results for the numbers of stages that were tried before this one; none fits.
 
     Seconds are those of the forward and backward pass of one micro-batch.
     """
@@ -79,35 +81,35 @@ class PipelineSplit:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The layers of each stage."""
+        """The layers of each stage, as slices of the list of layers."""
         ends = [sum(self.sizes[:i]) for i in range(len(self.sizes) + 1)]
         return tuple(slice(first, end) for first, end in pairwise(ends))
 
     @property
     def times_s(self) -> tuple[float | None, ...]:
-        """Seconds of each stage (None: nothing fits)."""
+        """Seconds of each stage (None: it has no plan)."""
         return tuple(map(micro_batch_s, self.solutions))
 
     @property
     def slowest_s(self) -> float | None:
-        """Seconds of the slowest stage; None: nothing fits."""
+        """Seconds of the slowest stage (None: nothing fits)."""
         return _slowest_s(self.solutions)
 
     @property
     def equal_slowest_s(self) -> float | None:
-        """Seconds of the slowest stage of the equal division; None: it does not fit."""
+        """Seconds of the slowest stage of the equal division (None: it does not fit)."""
         return _slowest_s(self.equal)
 
     @property
     def gap(self) -> float | None:
-        """What is not proven, as a share of the slowest stage's time; None: nothing fits."""
+        """How far the slowest stage is above the lower bound, as a share (None: nothing fits)."""
         if self.slowest_s is None:
             return None
         slower_s = self.slowest_s - self.lower_bound_s
         return max(0.0, slower_s / self.slowest_s) if self.slowest_s else 0.0
 
     def __repr__(self) -> str:
-        """One line: what was found, what is proven, and the equal division beside it."""
+        """One line: the division found, the proven gap, and the equal division for comparison."""
         budget = format_size(self.solutions[0].request.budget_bytes)
         asked = f"{len(self.sizes)} stages, budget {budget}"
         compared = f"of {counted(self.n_divisions, 'division')}, {counted(self.n_plans, 'plan')}"
@@ -144,33 +146,35 @@ def split_pipeline(
     quick: bool = False,
     **trace_options: Any,
 ) -> PipelineSplit:
-    """Divide layers into stages so that the slowest one, as planned within `budget`, is fastest.
+    """Divide layers into pipeline stages so that the slowest planned stage is as fast as possible.
 
-    layers: in their order; what one returns is what the next is called with. A stage is a run of
-        them with at least one parameter. Layers that share a parameter are put into one stage.
-    micro_batch: what the first layer is called with, as for `solve`; meta tensors will do.
-    n_stages, n_microbatches, schedule: as for `Pipeline`; "1f1b" or "gpipe". Several numbers of
-        stages, range(2, 9), are tried in turn, up to the first that fits; under "1f1b" those that
-        are at most n_microbatches.
-    budget: bytes of each rank.
+    layers: the model's layers in order; the output of each is the input of the next. A stage is a
+        run of consecutive layers with at least one parameter. Layers that share a parameter are put
+        into the same stage.
+    micro_batch: what the first layer is called with, as for `solve`; meta tensors are enough.
+    n_stages: the number of stages. Several numbers, such as range(2, 9), are tried in turn up to
+        the first that fits; under "1f1b" only those that are at most n_microbatches.
+    n_microbatches, schedule: as for `Pipeline`; the schedule is "1f1b" or "gpipe".
+    budget: bytes of each rank, as for `solve`.
     target, loss: the loss is loss(output of the last layer, target), as the schedules of
-        `torch.distributed.pipelining` call it. loss None: the last layer returns the loss.
-    stage_of: makes the module of a stage of its layers (default: `nn.Sequential`).
-    time_limit_s: of the plan of one stage.
-    on_stage: told in words of each stage before it is planned.
-    quick: plans with a fraction of the counted work, to see what fits.
+        `torch.distributed.pipelining` call it. Without `loss`, the last layer returns the loss.
+    stage_of: makes the module of a stage from its layers (default: `nn.Sequential`).
+    time_limit_s: for planning one stage.
+    on_stage: called with a progress message before each stage is planned.
+    quick: plan with a fraction of the work, to see what fits.
 
-    The rest is as for `solve`: optimizer, device, costs, fsdp and so on. An optimizer is given as
-    its class, its name or a function, since each stage has its own; a Sharding without groups,
-    which have other names in each stage, and without mp_policy, in whose dtypes layers by
-    themselves are not traced.
+    All other options are as for `solve`: optimizer, device, costs, fsdp and so on. Give an
+    optimizer as its class, its name or a function, since each stage has its own. A Sharding must
+    have neither groups, whose names differ between stages, nor an mp_policy, since single layers
+    are not traced in its dtypes.
 
-    Equal layers are traced once, and planned once for each place. What is proven of the division:
-    every other one has a stage that takes as long by the bound of its plan, or by its layers'
-    operators alone.
+    Equal layers are traced once, and planned once for each place in the pipeline. The bound of the
+    division is proven: every other division has a stage that takes at least as long, by the bound
+    of its plan or by its layers' operators alone.
 
-    Raises ValueError for invalid options, PipelineError where the layers cannot be so divided,
-    ShardingError where a stage cannot be so sharded, TraceError for a layer that cannot be traced.
+    Raises ValueError for invalid options, PipelineError if the layers cannot be divided like this,
+    ShardingError if a stage cannot be sharded like this, and TraceError for a layer that cannot be
+    traced.
     """
     from graphs.trace import trace
 
@@ -208,7 +212,7 @@ def split_pipeline(
 
 
 def _check_sharding(fsdp: int | Sharding | None) -> None:
-    """Raise ShardingError for what is not the same in all stages, or not in layers alone."""
+    """Raise ShardingError for options of a Sharding that `split_pipeline` does not support."""
     if not isinstance(fsdp, Sharding):
         return
     for name in ("groups", "mp_policy"):
@@ -220,7 +224,7 @@ def _check_sharding(fsdp: int | Sharding | None) -> None:
 
 
 def _that_run(places: Sequence[Pipeline]) -> list[Pipeline]:
-    """Those that the schedule runs. Raises PipelineError where there are none."""
+    """The pipelines that PyTorch's schedule can run. Raises PipelineError if there are none."""
     runs, refused = [], []
     for place in places:
         try:
@@ -234,7 +238,10 @@ def _that_run(places: Sequence[Pipeline]) -> list[Pipeline]:
 
 
 def _possible(numbers: Sequence[int], n_layers: int) -> list[int]:
-    """Those of these numbers of stages that so many layers may be divided into."""
+    """The numbers of stages that do not exceed the number of layers.
+
+    Raises PipelineError if there are none.
+    """
     found = [n for n in numbers if n <= n_layers]
     if not found:
         least = min(numbers, default=1)
@@ -248,7 +255,8 @@ def _possible(numbers: Sequence[int], n_layers: int) -> list[int]:
 def _fewest(
     stages: PlannedStages, numbers: Sequence[int], say: Callable[[str], None]
 ) -> PipelineSplit:
-    """The best division into the first of these numbers of stages that any fits; else the last."""
+    """The best division into the first number of stages for which one fits; if none fits, the
+    result for the last number."""
     tried: list[PipelineSplit] = []
     impossible: PipelineError | None = None
     for n_stages in numbers:
@@ -268,6 +276,7 @@ def _fewest(
 
 
 def _best(stages: PlannedStages, n_stages: int, say: Callable[[str], None]) -> PipelineSplit:
+    """The best division into this number of stages."""
     n_layers, n_before = stages.n_layers, stages.n_plans
     found = best_division(
         n_layers, n_stages, bound_s=stages.bound_s, plan=lambda part: stages.time(part, say)
@@ -285,6 +294,7 @@ def _best(stages: PlannedStages, n_stages: int, say: Callable[[str], None]) -> P
 
 
 def _slowest_s(solutions: Sequence[Solution]) -> float | None:
+    """Seconds of the slowest stage (None: a stage has no plan)."""
     times = [micro_batch_s(solution) for solution in solutions]
     found = [time_s for time_s in times if time_s is not None]
     return max(found) if len(found) == len(times) else None

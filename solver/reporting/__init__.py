@@ -1,4 +1,4 @@
-"""Reports (terminal, JSON, HTML page), and plots in `plot`."""
+"""Reports (terminal, JSON, HTML page) and memory snapshots; plots are in `plot`."""
 
 from solver.reporting.copy_rows import copies_title, stall_rows, trip_rows
 from solver.reporting.html import write_page

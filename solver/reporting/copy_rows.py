@@ -1,4 +1,4 @@
-"""The copies of a plan as rows and tables: streams, what waits, and what is where."""
+"""The copies of a plan as rows and tables: streams, stalls, and storages on host and disk."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from solver.sizes_deadlines_progress import (
 )
 
 N_TRIPS = 12
-"""Storages on the host that are listed, the largest."""
+"""How many storages on the host are listed: the largest."""
 N_STALLS = 4
-"""Stalls that are listed, the longest."""
+"""How many stalls are listed: the longest."""
 N_COLUMNS = 54
+"""Columns of the timeline drawn in text."""
 LEVELS = " .-+#"
-"""Of a column of the timeline: nothing, up to a quarter, half, three quarters, more."""
+"""Letters for how much of a column is filled: nothing, up to 1/4, up to 1/2, up to 3/4, more."""
 
 
 def copies_title(solution: Solution) -> str:
-    """Where the plan copies to."""
+    """The section's title, by where the plan copies to."""
     on_disk = solution.simulation is not None and solution.simulation.disk_peak_bytes
     return "Copies to the host and the disk" if on_disk else "Copies to the host"
 
 
 def stream_table(found: Copies) -> Table:
-    """A row for each stream that runs anything."""
+    """One row for each stream that runs anything."""
     rows = tuple(
         (
             stream.title,
@@ -49,7 +50,7 @@ def stream_table(found: Copies) -> Table:
 
 
 def stall_rows(found: Copies) -> Iterator[Row]:
-    """How long nothing is computed, and for which copies the most."""
+    """How long the computation waits for copies in all, and the longest stalls."""
     if not found.stalls:
         yield "waiting", "never: all copies are hidden behind the computation"
         yield from _state_rows(found)
@@ -64,7 +65,8 @@ def stall_rows(found: Copies) -> Iterator[Row]:
 
 
 def _state_rows(found: Copies) -> Iterator[Row]:
-    """The optimizer's state has copies of its own, within the optimizer's step."""
+    """How much longer the step is by copies of optimizer state and parameters, which are part of
+    the optimizer's nodes."""
     if found.graph.host_state_bytes:
         slower = format_time(state_copies_s(found.graph))
         if host_parameter_bytes(found.graph):
@@ -75,7 +77,7 @@ def _state_rows(found: Copies) -> Iterator[Row]:
 
 
 def trip_table(found: Copies) -> Table:
-    """What is on the host when, the largest first."""
+    """The storages that are copied to the host, the largest first, and when."""
     rows = [
         (
             trip.storage,
@@ -100,7 +102,7 @@ def _span(span_s: tuple[float, float] | None) -> str:
 
 
 def trip_rows(trips: Iterable[Trip]) -> Iterator[Row]:
-    """What becomes of one storage."""
+    """When storages are copied out, held and copied back."""
     for trip in trips:
         if trip.out_s is not None:
             yield "copied out", f"{format_size(trip.size_bytes)}, {_during(trip.out_s)}"
@@ -119,7 +121,7 @@ def _during(span_s: tuple[float, float]) -> str:
 
 
 def timeline_rows(found: Copies) -> Iterator[Row]:
-    """Each stream over the step in N_COLUMNS letters, and what is on the host and the disk."""
+    """The timeline of each stream, and the bytes on host and disk, drawn in N_COLUMNS letters."""
     edges_s = [found.end_s * column / N_COLUMNS for column in range(N_COLUMNS + 1)]
     for stream in found.streams:
         spans = [(e.start_s, e.end_s, 1.0) for e in found.events if e.stream == stream.name]
@@ -131,7 +133,7 @@ def timeline_rows(found: Copies) -> Iterator[Row]:
 
 
 def _held_letters(held: Sequence[tuple[float, int]], edges_s: list[float]) -> str:
-    """held: (seconds, bytes from then on). As a share of the most."""
+    """Draw bytes over time, as a share of their maximum. held: (seconds, bytes from then on)."""
     most_bytes = max((size_bytes for _, size_bytes in held), default=0) or 1
     spans = pairwise([*held, (edges_s[-1], 0)])
     return _letters(
@@ -141,7 +143,8 @@ def _held_letters(held: Sequence[tuple[float, int]], edges_s: list[float]) -> st
 
 
 def _letters(spans: Iterable[tuple[float, float, float]], edges_s: list[float]) -> str:
-    """How much of each column the spans fill, each by its weight."""
+    """Draw how much of each column is filled. spans: (start, stop, weight); edges_s: the edges of
+    the columns."""
     width_s = edges_s[1] or 1.0
     filled_s = [0.0] * (len(edges_s) - 1)
     for start_s, stop_s, weight in spans:

@@ -1,8 +1,9 @@
-"""The report as one HTML page, a single file that needs no network.
+"""Write the report as an HTML page: a single file that needs no network.
 
 Text from outside (names of files, ops, modules) is escaped in `_text`. The plots are inline SVG
-whose colours are CSS variables of the page, so they follow light and dark mode. Each is drawn
-twice, for a page and for a phone; on a phone wide tables are stacked, so that nothing is cut off.
+whose colours are CSS variables of the page, so they follow light and dark mode. Each plot is drawn
+twice, for wide screens and for phones. On a phone the cells of wide tables are stacked, so that
+nothing is cut off.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ if TYPE_CHECKING:
 
 
 def write_page(report: Report, path: Path, *, command: str) -> None:
-    """Write the page, whole or not at all. Imports Matplotlib. command: shown at its end."""
+    """Write the page atomically. Imports Matplotlib.
+
+    command: the command that made the report, shown at its end.
+    """
     write_whole(path, page(report, command=command).encode())
 
 
 def page(report: Report, *, command: str) -> str:
-    """The HTML text."""
+    """The page as HTML text."""
     template = Template(files("solver.reporting").joinpath("page_template.html").read_text("utf-8"))
     answer = report.best
     return template.substitute(
@@ -53,6 +57,7 @@ def page(report: Report, *, command: str) -> str:
 
 
 def _sections(report: Report, command: str) -> Iterator[str]:
+    """The sections of the page as HTML, in order."""
     from solver.reporting.plot import before_and_after, pareto, throughput
 
     answer = report.best
@@ -129,7 +134,7 @@ BLOCK_TEXT = (
 
 
 def bound_text(solution: Solution) -> tuple[str, ...]:
-    """What the lower bound says, how far the plan is from it, and how it is proven."""
+    """Paragraphs on the lower bound: what it says, how far away the plan is, how it is proven."""
     budget = format_both(solution.request.budget_bytes)
     if math.isinf(solution.lower_bound_s):
         statement = (
@@ -161,12 +166,13 @@ def bound_text(solution: Solution) -> tuple[str, ...]:
 
 
 def _block_table(solution: Solution) -> rows.Table:
+    """One row for each block of the model (`block_rows`)."""
     heads = (
         *("block", "module", "ops", "saved", "dropped"),
         *("recomputed ops", "recompute time", "forward time"),
     )
     blocks = block_rows(solution)
-    # operators of the model's own code, such as its loss, are in no submodule
+    # ops called by the model itself, such as its loss, are in no submodule: name the model
     whole = solution.graph.meta.model if any(row.module for row in blocks) else ""
     cells = (
         (
@@ -187,14 +193,14 @@ def _section(title: str, *parts: str) -> str:
 
 
 def _status(status: str, reason: str = "", *, text: str = "") -> str:
-    """text: in place of the status, in its colour."""
+    """A line with the status in its colour. text: shown instead of the status."""
     return f'<p class="{status}">{_text((text or status) + reason)}</p>'
 
 
 def _figure(draw: Callable[[float], Axes], name: str, label: str) -> str:
-    """The picture as wide as a page, and for a phone, of which the style sheet shows one.
+    """A plot in two widths, for pages and for phones; the style sheet shows one of them.
 
-    draw: into a new figure that is so many inches wide.
+    draw: draws the plot into a new figure of the given width in inches.
     """
     from solver.reporting.plot import NARROW_IN, WIDE_IN, inline_svg
 
@@ -216,7 +222,8 @@ def _paragraphs(*texts: str) -> str:
 
 
 def _table(shown: rows.Table) -> str:
-    """On a phone the rows of a table with many columns are stacked, each cell beside its head."""
+    """A table. With more than MOST_COLUMNS columns, the cells of a row are stacked on a phone, each
+    next to its column's head."""
 
     def cells(tag: str, values: Sequence[str]) -> str:
         return "".join(
@@ -237,25 +244,25 @@ def _table(shown: rows.Table) -> str:
 
 
 def _head(tag: str, shown: rows.Table, column: int) -> str:
-    """The head of a cell of a table whose rows may be stacked."""
+    """The attribute with the column's head for a cell of a table that may be stacked, else ""."""
     if tag != "td" or len(shown.heads) <= MOST_COLUMNS:
         return ""
     return f' data-head="{_text(shown.heads[column])}"'
 
 
 def _prose(text: str) -> str:
-    """As `_text`, with no line ending between a number and its unit."""
+    """As `_text`, with no line break between a number and its unit."""
     return _UNIT.sub("\u00a0", _text(text))
 
 
 _UNIT = re.compile(r"(?<=[0-9]) (?=(?:[kKMGT]i?)?B\b|%|[mu]?s\b)")
 MOST_COLUMNS = 5
-"""That a phone has room for side by side."""
+"""How many columns fit side by side on a phone."""
 STACKED = ' class="stacked"'
 NUMBER = ' class="number"'
 BOLD = ' class="bold"'
 
 
 def _text(text: str) -> str:
-    """Text from outside, escaped for HTML; characters that cannot be encoded become "?"."""
+    """Escape text for HTML; characters that cannot be encoded become "?"."""
     return escape(text.encode("utf-8", "replace").decode())

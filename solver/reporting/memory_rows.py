@@ -1,4 +1,4 @@
-"""What is on the device at the peak: by category, by dtype, and at which op."""
+"""The memory at the peak as tables and rows: by category, by dtype, and the peak op."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from solver.sizes_deadlines_progress import describe_op, format_percent, format_
 
 
 def memory_table(solution: Solution) -> Table:
-    """The memory at the peak by category: of the baseline, and of a plan that differs from it."""
+    """Bytes at the peak by category, for the baseline and for a plan that differs from it."""
     runs = solution.peaks
     by_run = {name: [run.bytes_of[name] for run in runs] for name in runs[0].bytes_of}
     table = _byte_table(runs, by_run, total="peak")
-    if not solution.graph.meta.parameters:  # it is not known what the module holds
+    if not solution.graph.meta.parameters:  # the graph does not record the module's tensors
         return table
-    # Under the row of buffers what it counts besides the module's own: "  (random state)".
+    # Below the row of buffers, list those that are not the module's own: "  (random state)".
     graph = solution.graph
     own = {*graph.meta.buffers.values(), *graph.meta.device_bytes}
     inside = tuple(
@@ -31,9 +31,10 @@ def memory_table(solution: Solution) -> Table:
 
 
 def dtype_table(solution: Solution, *, least_share: float = 0.0) -> Table | None:
-    """The activations at the same peaks by dtype; None where the graph does not record dtypes.
+    """Bytes of activations at the same peaks by dtype; None if the graph does not record dtypes.
 
-    least_share: None, too, where no dtype but the largest has such a part of them at some peak.
+    least_share: also return None if, at every peak, all dtypes but the largest have less than this
+        share of the activations.
     """
     runs = solution.peaks
     dtypes = sorted({name for run in runs for name in run.activations_of})
@@ -51,7 +52,7 @@ def dtype_table(solution: Solution, *, least_share: float = 0.0) -> Table | None
 def _byte_table(
     runs: Sequence[PeakMemory], bytes_of: Mapping[str, Sequence[int]], *, total: str
 ) -> Table:
-    """A row for each name with its bytes and their share in each run, and one of their sum."""
+    """One row for each name with its bytes and share at each peak, and a last row with the sums."""
     totals = [sum(sizes) for sizes in zip(*bytes_of.values(), strict=True)]
     rows = [
         (name, *(cell for pair in zip(sizes, totals, strict=True) for cell in part(*pair)))
@@ -63,12 +64,12 @@ def _byte_table(
 
 
 def part(size_bytes: int, total_bytes: int) -> tuple[str, str]:
-    """A size and its share of the total."""
+    """A size and its share of the total, as text; the share of 0 bytes is ""."""
     share = size_bytes / (total_bytes or 1)
     return format_size(size_bytes), format_percent(share, digits=1) if size_bytes else ""
 
 
 def peak_rows(solution: Solution) -> Iterator[Row]:
-    """The ops at which the peaks of the baseline and of the plan are reached."""
+    """The peak ops of the baseline and of the plan."""
     for run in solution.peaks:
         yield f"peak op ({run.name})", describe_op(run.node)

@@ -1,4 +1,4 @@
-"""The rows and tables of a report as text, for the terminal and for the HTML page."""
+"""The rows and tables of a report as text, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from solver.sizes_deadlines_progress import (
 )
 
 N_SHOWN = 4
-"""Tensors at the bottleneck op, or differing values, that are named."""
+"""How many tensors at the bottleneck op, or differing values, are listed."""
 
 Row = tuple[str, str]
 """A name and its value."""
@@ -36,9 +36,11 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True)
 class Table:
-    """n_text: leading columns that are text; the others are numbers. bold: index of a row.
+    """A table of text cells.
 
-    spare: heads of columns that a narrow terminal goes without, the first to go first.
+    n_text: how many leading columns are text; the others are numbers, aligned right.
+    bold: index of a row to print in bold (None: no row).
+    spare: heads of columns to leave out on a narrow terminal, in this order.
     """
 
     heads: tuple[str, ...]
@@ -48,7 +50,7 @@ class Table:
     spare: tuple[str, ...] = ()
 
     def without(self, head: str) -> Table:
-        """The same without that column."""
+        """The table without the column of this head."""
         at = self.heads.index(head)
         rows = tuple(row[:at] + row[at + 1 :] for row in self.rows)
         spare = tuple(each for each in self.spare if each != head)
@@ -58,7 +60,7 @@ class Table:
 
 
 def step_name(graph: Graph) -> str:
-    """The model and the device that the step is planned for, as far as the graph records them."""
+    """The model and the device that it is planned for, as far as the graph records them."""
     costs = graph.meta.cost_model
     recorded = costs.get("title", costs.get("device")) if isinstance(costs, Mapping) else None
     device = recorded or graph.meta.device
@@ -67,7 +69,7 @@ def step_name(graph: Graph) -> str:
 
 
 def headline(solution: Solution) -> str:
-    """Peak before and after, and what that costs: "800.0 MB -> 600.0 MB, +2.65 %"."""
+    """Peak without and with the plan, and the overhead: "800.0 MB -> 600.0 MB, +2.65 %"."""
     before_bytes, plan = solution.baseline.peak_bytes, solution.simulation
     if plan is None:
         budget = format_size(solution.request.available_bytes)
@@ -79,7 +81,7 @@ def headline(solution: Solution) -> str:
 
 
 def curve_text(curve: Curve) -> str:
-    """How its points were found, and how far down the curve goes."""
+    """How the curve's points were found, and down to which budget there are plans."""
     least_bytes, parts = curve.least_planned_bytes, []
     if curve.quick:
         parts.append(f"quick: {counted(len(curve.points), 'search', 'searches')} with less work")
@@ -91,7 +93,7 @@ def curve_text(curve: Curve) -> str:
 
 
 def request_rows(report: Report) -> Iterator[Row]:
-    """What was to be planned, and within which budget."""
+    """What was planned: graph, device, costs, budget, host and disk."""
     graph, request = report.best.plain, report.best.request
     if report.not_traced:
         yield "not traced", f"{report.not_traced}; planned by whole submodules, which may cost more"
@@ -124,7 +126,7 @@ def request_rows(report: Report) -> Iterator[Row]:
 
 
 def describe_host(places: Places) -> str:
-    """Host and disk with their links, in short; "" without."""
+    """Sizes and rates of host and disk in short; "" if there are none."""
     kinds = (("host memory", places.host), ("a disk", places.disk))
     return " and ".join(
         f"{format_size(place.capacity_bytes)} of {kind} at "
@@ -181,7 +183,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
 
 
 def _reserved_rows(solution: Solution) -> Iterator[Row]:
-    """What PyTorch's allocator takes from a card for the plan."""
+    """What PyTorch's allocator reserves on a card for the plan."""
     graph, schedule, request = solution.graph, solution.schedule, solution.request
     if schedule is None or not (taken := reserved_by_setting(graph, schedule)):
         return
@@ -197,7 +199,8 @@ def _reserved_rows(solution: Solution) -> Iterator[Row]:
 
 
 def _state_rows(solution: Solution) -> Iterator[Row]:
-    """Where the optimizer's state and parameters are, if there is a host, and what that costs."""
+    """Where the optimizer's state and parameters are, if the plan may use a host, and the time that
+    their copies take."""
     graph, name = solution.graph, "optimizer state"
     optimizer = optimizer_of(graph.meta.environment)
     if graph.host_state_bytes:
@@ -214,7 +217,7 @@ def _state_rows(solution: Solution) -> Iterator[Row]:
 
 
 def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:
-    """What is copied to the host and the disk, or that nothing is."""
+    """The copies to host and disk and their times, or a note that the plan copies nothing."""
     if not simulation.busy_s:
         if solution.request.places is not None:
             proven = solution.status == "optimal"
@@ -238,7 +241,7 @@ def _copy_rows(solution: Solution, simulation: Simulation) -> Iterator[Row]:
 
 
 def _range_text(solution: Solution) -> str:
-    """The range of the overhead, where it shows at the digits of the report."""
+    """The range of the overhead (`overhead_range`); "" if both ends print the same."""
     found = overhead_range(solution)
     if found is None:
         return ""
@@ -247,7 +250,7 @@ def _range_text(solution: Solution) -> str:
 
 
 def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
-    """What was rewritten, and what that saves and costs where nothing is recomputed."""
+    """The rewrites of the plan, and what they save and cost without any recomputation."""
     parts = [name.replace("_", " ") for name in changed.names if not name.endswith("in_place")]
     if changed.n_in_place:
         parts.append(f"{counted(changed.n_in_place, 'output')} in place of inputs")
@@ -259,7 +262,7 @@ def _rewrite_text(solution: Solution, changed: Rewritten) -> str:
     results = RESULTS[changed.results]
     peak, plain = format_size(changed.peak_bytes), format_size(changed.plain_bytes)
     instead = f"{peak} instead of {plain}"
-    if peak == plain:  # what they save is at other ops, and there a plan of this budget may peak
+    if peak == plain:  # they save at other ops than the peak op; a plan may have its peak there
         instead = "the same peak (they save memory at other ops, where a plan may peak)"
     return (
         f"{', '.join(parts)}: without recomputation {instead}, "
@@ -273,7 +276,7 @@ def _signed(saved_bytes: int) -> str:
 
 
 def _early_frees(solution: Solution) -> Iterator[Row]:
-    """What a plan saves before it recomputes or rewrites anything."""
+    """What a plan saves by freeing tensors early, before it recomputes or rewrites anything."""
     freed_bytes, eager_bytes = freed_early_bytes(solution), solution.baseline.peak_bytes
     freed, eager = format_size(freed_bytes), format_size(eager_bytes)
     if freed_bytes < eager_bytes and freed != eager:
@@ -282,12 +285,12 @@ def _early_frees(solution: Solution) -> Iterator[Row]:
 
 
 def _scope(solution: Solution) -> str:
-    """What a proof covers, if the graph is not one of single operators."""
+    """Limits a proof to whole submodules if the graph is not made of single operators, else ""."""
     return " of whole submodules" if solution.graph.meta.scope else ""
 
 
 def _obstacle_rows(solution: Solution, reader: Reader) -> Iterator[Row]:
-    """Why there is no schedule, and which budget would be enough."""
+    """Why there is no schedule, which budget would be enough, and what the bottleneck op needs."""
     graph, request, obstacle = solution.graph, solution.request, solution.obstacle
     budget, scope = format_both(request.budget_bytes), _scope(solution)
     if solution.status == "time_limit":
@@ -328,7 +331,7 @@ def _obstacle_rows(solution: Solution, reader: Reader) -> Iterator[Row]:
 
 
 def emitted_rows(report: Report, found: Emitted) -> Iterator[Row]:
-    """The closest setting of another system beside this plan."""
+    """The closest setting of another system, compared with this plan."""
     solution, simulation = report.best, found.simulation
     if not found.fits:
         budget = format_both(solution.request.available_bytes)
@@ -347,13 +350,13 @@ def emitted_rows(report: Report, found: Emitted) -> Iterator[Row]:
 
 
 def peak_and_overhead(solution: Solution) -> tuple[str, str]:
-    """Peak and overhead, empty without a plan."""
+    """Peak and overhead as text; both "" without a plan."""
     run = solution.simulation
     return format_size(run.peak_bytes) if run else "", format_share(solution.overhead)
 
 
 def method_table(report: Report) -> Table:
-    """A row for each method of a comparison."""
+    """One row for each method of a comparison."""
     titles = ("peak", "overhead", "bound", "gap", "recomputed", "solve time")
     rows: list[tuple[str, ...]] = []
     for solution in report.solutions:

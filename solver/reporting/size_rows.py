@@ -1,4 +1,4 @@
-"""The batch sizes or sequence lengths that were tried, as rows and a table."""
+"""The search for the largest batch size or sequence length, as rows and a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RATE_UNITS = {"batch_size": "samples/s", "seq_length": "positions/s"}
 
 
 def size_table(search: SizeSearch) -> Table:
-    """A row for each batch size or sequence length that was tried."""
+    """One row for each batch size or sequence length that was tried."""
     heads = ("size", "status", "peak", "overhead", "step time", RATE_UNITS[search.size])
     rows = []
     for candidate in search.candidates:
@@ -46,13 +46,13 @@ def size_rows(search: SizeSearch) -> Iterator[Row]:
 
 
 def _rate(per_s: float) -> str:
-    """Four figures: 0.1037, 21.15, 34,590."""
+    """Format a rate with four digits: "0.1037", "21.15", "34,590"."""
     rounded = float(f"{per_s:.4g}")
     return f"{rounded:.4g}" if rounded < 1000 else f"{rounded:,.0f}"
 
 
 def misfit_text(candidate: Candidate) -> str:
-    """Why there is no plan of this size: a proof, the clock, or that the method has none."""
+    """Why there is no plan for this size: a proof, the time limit, or the method found none."""
     solution = candidate.solution
     if solution.proven_infeasible:
         return "it is proven that no plan fits"
@@ -62,8 +62,8 @@ def misfit_text(candidate: Candidate) -> str:
 
 
 def saturation_text(search: SizeSearch) -> str:
-    """The size from which on larger ones are no faster, if it is not the largest that fits: up to
-    that one throughput has grown, and where that ends is not known. "" if nothing fits."""
+    """The size from which on throughput no longer grows. If that is the largest that fits, it may
+    not be saturated, and the text says "highest". "" if nothing fits."""
     if search.saturation is None:
         return ""
     size = f"{'batch' if search.size == 'batch_size' else 'length'} {search.saturation.size}"

@@ -1,13 +1,13 @@
-"""The predicted memory of a plan as a snapshot that https://pytorch.org/memory_viz opens.
+"""Write a plan's predicted memory as a snapshot that https://pytorch.org/memory_viz opens.
 
-The file is the pickled dictionary of `torch.cuda.memory._snapshot()`, whose fields PyTorch's
-documentation of that function lists, so that a prediction and a recording of the same step can be
-looked at side by side. It is written without torch. The viewer has an unpickler of its own, which
-knows protocols 2 to 4 and dictionaries, lists, tuples, strings and numbers.
+The file is a pickled dictionary with the fields of `torch.cuda.memory._snapshot()`, which PyTorch
+documents there, so that a prediction and a recording of the same step can be viewed side by side.
+It is written without torch. The viewer has its own unpickler, which supports protocols 2 to 4 and
+dictionaries, lists, tuples, strings and numbers.
 
-Allocations and frees come in the order of the schedule, with the sizes that the simulator counts:
-the most that is allocated at once is the predicted peak. Addresses are made up, in one segment by
-first fit; for what the caching allocator takes from a card see `solver.schedule.reserved`.
+Allocations and frees are in the order of the schedule, with the sizes that the simulator counts:
+the most bytes allocated at once are the predicted peak. The addresses are made up, in one segment
+by first fit; `solver.schedule.reserved` predicts what the caching allocator takes from a card.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ from solver.schedule import (
 
 PROTOCOL = 4
 FIRST_ADDRESS = 1 << 40
-"""Like those of a card; any would do."""
+"""Looks like an address of a card; any other would do."""
 POOL = (0, 0)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bytes on the device during the ops at positions start .. stop - 1 (stop None: to the end).
+    """Bytes on the device during the ops at positions start .. stop - 1.
 
-    frames: where they are allocated, the innermost first.
+    start: -1: before the first op.
+    stop: None: not freed until the end.
+    frames: the stack shown in the viewer, (file, line, function), the innermost frame first.
     """
 
     size_bytes: int
@@ -57,18 +59,18 @@ class Allocation:
 
 
 def write_snapshot(solution: Solution, path: str | Path, *, without_plan: bool = False) -> None:
-    """Write the snapshot, whole or not at all.
+    """Write the snapshot atomically.
 
-    without_plan: of the baseline, for a recording of a step without a plan.
+    without_plan: write the baseline, to compare with a recording of a step without a plan.
 
-    Raises ValueError for a Solution without a schedule, unless without_plan.
+    Raises ValueError for a Solution without a schedule, unless `without_plan` is set.
     """
     value = snapshot(solution, without_plan=without_plan)
     write_whole(Path(path), pickle.dumps(value, protocol=PROTOCOL))
 
 
 def snapshot(solution: Solution, *, without_plan: bool = False) -> dict[str, Any]:
-    """The dictionary: `segments` at the end of the step, and `device_traces` of the whole step."""
+    """The snapshot: `segments` at the end of the step, and `device_traces` over the whole step."""
     graph, schedule = solution.graph, solution.schedule
     if without_plan:
         graph, schedule = solution.unplanned, baseline(solution.unplanned)
@@ -101,7 +103,8 @@ def snapshot(solution: Solution, *, without_plan: bool = False) -> dict[str, Any
 
 
 def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
-    """What is resident, what the ops make, and their workspaces."""
+    """All allocations: resident tensors, storages made by ops, what other micro-batches in flight
+    hold, and workspaces."""
     paths = {tensor: path for path, tensor in graph.meta.parameters.items()}
     paths |= {tensor: path for path, tensor in graph.meta.buffers.items()}
     for tensor in graph.resident:
@@ -117,6 +120,7 @@ def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
         yield Allocation(graph.tensor_by_name[stay.storage].size_bytes, stay.start, stop, frames)
     if graph.n_in_flight > 1 and schedule.ops:
         saved_bytes = simulate(graph, schedule).saved_bytes
+        # what the others hold is one allocation for as long as its size stays the same
         by_op = enumerate(bytes_of_others(graph, schedule, saved_bytes))
         for size_bytes, ops in itertools.groupby(by_op, key=lambda each: each[1]):
             positions = [position for position, _ in ops]
@@ -132,7 +136,8 @@ def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
 
 
 def _whole_stays(graph: Graph, schedule: Schedule) -> list[Stay]:
-    """Where an op overwrites a storage one stay ends and the next starts, in the same memory."""
+    """The stays of storages, merged where an op overwrites a storage: `stays` begins a new stay
+    there, but the memory is the same."""
     found: list[Stay] = []
     last: dict[str, int] = {}  # storage -> index of its last stay
     for stay in sorted(stays(graph, schedule), key=lambda stay: (stay.start, stay.stop)):
@@ -149,8 +154,9 @@ def _whole_stays(graph: Graph, schedule: Schedule) -> list[Stay]:
 def _frames(
     graph: Graph, schedule: Schedule, position: int, what: str
 ) -> tuple[tuple[str, int, str], ...]:
-    """The viewer shows file, line and function: here the operator, the position in the schedule and
-    what is allocated; below it the module, and what kind of op it is."""
+    """The stack for an op. The viewer shows (file, line, function) for each frame: here (operator,
+    position in the schedule, what is allocated) and below it (module, position, what the op does).
+    """
     op = schedule.ops[position]
     node = graph.node_by_name[op.node] if isinstance(op, Compute) else graph.producer[name_in(op)]
     did = node.phase if isinstance(op, Compute) else word_for(op)
@@ -158,6 +164,7 @@ def _frames(
 
 
 def _entry(action: str, address: int, of: Allocation) -> dict[str, Any]:
+    """One entry of a device trace."""
     return {
         "action": action,
         "addr": address,
@@ -173,7 +180,7 @@ def _framed(of: Allocation) -> list[dict[str, Any]]:
 
 
 def _segment(total_bytes: int, live: dict[int, Allocation]) -> dict[str, Any]:
-    """The one segment; its blocks cover it without gaps. live: by address."""
+    """The only segment; its blocks cover it without gaps. live: address -> allocation."""
     blocks: list[dict[str, Any]] = []
     at = FIRST_ADDRESS
     for address, allocation in sorted(live.items()):
@@ -202,7 +209,7 @@ def _segment(total_bytes: int, live: dict[int, Allocation]) -> dict[str, Any]:
 
 
 def _free_block(start: int, stop: int) -> list[dict[str, Any]]:
-    """Of the bytes between two addresses; none where there are none."""
+    """A free block between two addresses, in a list; empty if they are equal."""
     if start == stop:
         return []
     size = {"size": stop - start, "requested_size": 0}
@@ -210,13 +217,14 @@ def _free_block(start: int, stop: int) -> list[dict[str, Any]]:
 
 
 class _Arena:
-    """Addresses by first fit. size_bytes: the most that were in use at once, gaps included."""
+    """Assigns addresses by first fit. size_bytes: of the segment, which grows as needed."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self._gaps: list[tuple[int, int]] = []  # (start, stop), ascending and apart
+        self._gaps: list[tuple[int, int]] = []  # (start, stop), ascending, not adjacent
 
     def take(self, size_bytes: int) -> int:
+        """Take the first gap that is large enough, or extend the segment; return the address."""
         for index, (start, stop) in enumerate(self._gaps):
             if stop - start >= size_bytes:
                 self._gaps[index : index + 1] = (
@@ -229,6 +237,7 @@ class _Arena:
         return start
 
     def give_back(self, start: int, size_bytes: int) -> None:
+        """Free bytes at an address; joins adjacent gaps."""
         stop = start + size_bytes
         index = bisect_left(self._gaps, (start, stop))
         if index < len(self._gaps) and self._gaps[index][0] == stop:

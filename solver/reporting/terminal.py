@@ -1,7 +1,7 @@
-"""The report on a terminal.
+"""Print the report on a terminal.
 
-Long values fold; nothing is truncated. Rich handles colour: it honours NO_COLOR and prints none
-where stdout is not a terminal.
+Long values are wrapped; nothing is truncated. Rich handles colours: it honours NO_COLOR, and uses
+none if stdout is not a terminal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STYLE_OF_STATUS = {"optimal": "bold green", "feasible": "bold cyan", "time_limit
 FAILED = "bold red"
 NAME_WIDTH = 18
 NOTABLE_SHARE = 0.01
-"""Of the activations: with less of all dtypes but one, they are not listed."""
+"""Activations are listed by dtype if a dtype other than the largest has at least this share."""
 
 
 def show(report: Report, console: Console) -> None:
@@ -30,7 +30,10 @@ def show(report: Report, console: Console) -> None:
 
 
 def show_added(report: Report, shown: Report, console: Console) -> None:
-    """Print what the report has beside the one that was shown: verification, files, notes."""
+    """Print what the report has in addition to an earlier one: verification, files, notes.
+
+    shown: the report that has been printed.
+    """
     sections: list[RenderableType] = []
     if (report.verification, report.verify_error) != (shown.verification, shown.verify_error):
         sections += _verification(report, console)
@@ -43,15 +46,16 @@ def show_added(report: Report, shown: Report, console: Console) -> None:
 
 
 def print_plain(shown: RenderableType, console: Console) -> None:
-    """Print without trailing blanks."""
+    """Print without trailing spaces and without leading empty lines."""
     with console.capture() as printed:
         console.print(shown)
     text = "\n".join(line.rstrip() for line in printed.get().splitlines())
     console.file.write(text.lstrip("\n") + "\n")
-    console.file.flush()  # more may follow in minutes
+    console.file.flush()  # the next output may take minutes
 
 
 def _sections(report: Report, console: Console) -> Iterator[RenderableType]:
+    """The sections of the report, in order."""
     answer = report.best
     yield heading("Problem", report.problem)
     yield pairs(rows.request_rows(report))
@@ -92,7 +96,7 @@ def _note(note: str) -> RenderableType:
 
 
 def _verification(report: Report, console: Console) -> Iterator[RenderableType]:
-    """The section on the step that was run; nothing where none was."""
+    """The section on the verification; empty if there was none."""
     found = report.verification
     if found is not None:
         style = "bold green" if found.headline == "passed" else FAILED
@@ -111,7 +115,7 @@ def heading(title: str, value: str = "", style: str = "") -> RenderableType:
 
 
 def pairs(named: Iterable[tuple[str, str]]) -> RenderableType:
-    """Name and value side by side; a long value folds under itself."""
+    """Names and values side by side; a long value is wrapped in its column."""
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=NAME_WIDTH, no_wrap=True)
     table.add_column(overflow="fold")
@@ -121,8 +125,8 @@ def pairs(named: Iterable[tuple[str, str]]) -> RenderableType:
 
 
 def _table(shown: rows.Table, console: Console) -> RenderableType:
-    """Text columns stay whole. On a narrow terminal spare columns are left out; then numbers fold
-    between figure and unit.
+    """Draw a table. Text columns are never wrapped. On a narrow terminal the spare columns are left
+    out first; if that is not enough, numbers are wrapped before their unit.
     """
 
     def drawn(shown: rows.Table, n_spaces: int) -> Padding:

@@ -1,4 +1,4 @@
-"""The schedule, the judges of what it costs (simulator, PyTorch's allocator), and the Solution."""
+"""The schedule, the simulators of its time and memory, and the Solution that `solve` returns."""
 
 from solver.schedule.copy_addresses import CopyLayout, copy_layout
 from solver.schedule.host_and_disk import Link, Place, Places

@@ -1,24 +1,25 @@
-"""PyTorch's caching allocator for CUDA, without a card: how many bytes it takes from the device.
+"""A model of PyTorch's caching allocator for CUDA: how many bytes it reserves on the device.
 
-A model of `c10/cuda/CUDACachingAllocator.cpp` for one device. `python -m benchmarks.allocator`
-plays the same traces through PyTorch's own binary: every byte agrees.
+It needs no card. It models `c10/cuda/CUDACachingAllocator.cpp` for one device.
+`python -m benchmarks.allocator` runs the same traces through PyTorch's own binary: every byte
+agrees.
 
 - Sizes are rounded up to 512 bytes. Up to 1 MiB comes from the small pool, more from the large one.
-- A request takes the smallest free block of its pool that is large enough. What is left of the
-  block is split off: from 512 bytes in the small pool, above 1 MiB in the large one.
-- Where there is none, a segment is taken from the device: 2 MiB for small requests, 20 MiB for
-  those up to 10 MiB, else the size rounded up to 2 MiB.
-- A block that is given back joins free neighbours of its segment. Segments stay with the allocator.
-- Each stream has pools of its own: what one has given back is not for another.
-- Where the device is full, all segments that are free as a whole go back to it first.
-- **Expandable segments**: each pool has ranges of addresses, of 9/8 of the device's memory each,
-  to which pages (2 MiB, 20 MiB) are mapped where a request needs them; the next range is begun
-  where none has room. Any rest from 512 bytes is split off, and a block that may still grow is
-  taken last. A full device gets back the free pages.
+- A request takes the smallest free block of its pool that is large enough. The remainder of the
+  block is split off if it has 512 bytes or more (small pool) or more than 1 MiB (large pool).
+- If there is no such block, a segment is taken from the device: 2 MiB for small requests, 20 MiB
+  for those below 10 MiB, else the size rounded up to 2 MiB.
+- A freed block is merged with free neighbours in its segment. Segments stay with the allocator.
+- Each stream has its own pools: a block freed on one stream is not reused on another.
+- If the device is full, all segments that are entirely free are returned to it first.
+- **Expandable segments**: each pool has ranges of addresses, each as large as 9/8 of the device's
+  memory, to which pages (2 MiB, 20 MiB) are mapped as requests need them; a new range is begun when
+  no range has room. Any remainder from 512 bytes on is split off, and a block that can still grow
+  is taken last. If the device is full, the free pages are returned to it.
 
-Left out: blocks that several streams use (`record_stream`), `max_split_size_mb`, garbage
-collection, the pools of CUDA graphs, and addresses as CUDA chooses them: segments lie in the order
-in which they were made, which decides between free blocks of the same size.
+Not modelled: blocks used by several streams (`record_stream`), `max_split_size_mb`, garbage
+collection, the pools of CUDA graphs, and the addresses that CUDA chooses: here segments are placed
+in the order in which they are made, which decides between free blocks of the same size.
 """
 
 from __future__ import annotations
@@ -36,16 +37,20 @@ LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer
 OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc
 SEGMENT_STEP_BYTES = 2 * MIB  # kRoundLarge
 UNLIMITED_ADDRESSES_BYTES = 2**62
-"""Of an expandable segment of a device without a limit."""
+"""Size of an expandable segment's address range if the device's capacity is unlimited."""
 
 
 class DeviceFullError(MemoryError):
-    """The device has no room for a request, though all that was free was given back to it."""
+    """The device has no room for a request, even after all free memory was returned to it."""
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A stretch of a segment. before, after: its neighbours there. mapped: the device backs it."""
+    """A contiguous part of a segment.
+
+    mapped: whether device memory backs its addresses.
+    before, after: its neighbours in the segment.
+    """
 
     pool: Pool
     address: int
@@ -60,7 +65,7 @@ class Block:
         return self.address + self.size_bytes
 
     def split(self, size_bytes: int) -> Block:
-        """Shorten this block to `size_bytes`; return the rest, which is free."""
+        """Shorten this block to `size_bytes`; return the remainder as a free block."""
         rest = Block(
             self.pool,
             self.address + size_bytes,
@@ -75,7 +80,7 @@ class Block:
         return rest
 
     def join_neighbours(self) -> None:
-        """Take in the free blocks beside this one which is free itself."""
+        """Merge this free block with its free neighbours, which leave the pool."""
         pool = self.pool
         for other in (self.before, self.after):
             if other is None or not other.is_free or other.mapped != self.mapped:
@@ -94,7 +99,13 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class Pool:
-    """Free blocks by size and address; those without memory by address."""
+    """The free blocks of one stream, small or large, sorted by size and address.
+
+    Blocks without device memory (unmapped) are kept apart, sorted by address.
+
+    page_bytes: the size of a new segment, or of a page of an expandable one.
+    least_rest_bytes: a remainder of at least this size is split off.
+    """
 
     page_bytes: int
     least_rest_bytes: int
@@ -103,6 +114,7 @@ class Pool:
     _at: dict[int, Block] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
+        """Add a free block."""
         self._at[block.address] = block
         if block.mapped:
             insort(self._free, (block.size_bytes, block.address))
@@ -110,6 +122,7 @@ class Pool:
             insort(self._unmapped, block.address)
 
     def remove(self, block: Block) -> None:
+        """Remove a free block, before it is used or changes its size."""
         del self._at[block.address]
         if block.mapped:
             self._free.pop(bisect_left(self._free, (block.size_bytes, block.address)))
@@ -117,7 +130,7 @@ class Pool:
             self._unmapped.pop(bisect_left(self._unmapped, block.address))
 
     def fitting(self, size_bytes: int) -> Iterator[Block]:
-        """Free blocks that are large enough, the smallest first."""
+        """The mapped free blocks that are large enough, the smallest first."""
         for index in range(bisect_left(self._free, (size_bytes, 0)), len(self._free)):
             yield self._at[self._free[index][1]]
 
@@ -131,12 +144,13 @@ class Pool:
 
 
 class CachingAllocator:
-    """With the default settings.
+    """The allocator with its default settings.
 
-    capacity_bytes: of the device (inf: as many as asked for).
-    allocated_bytes, reserved_bytes: what blocks in use hold, and what was taken from the device:
-        `torch.cuda.memory_allocated()` and `memory_reserved()`; `max_…`: the most so far.
-    n_returns: times that free memory went back to a full device, which stops the device.
+    capacity_bytes: memory of the device (inf: unlimited).
+    allocated_bytes: held by blocks in use, as `torch.cuda.memory_allocated()`.
+    reserved_bytes: taken from the device, as `torch.cuda.memory_reserved()`.
+    max_allocated_bytes, max_reserved_bytes: the maximum of each so far.
+    n_returns: how often free memory was returned to a full device, which synchronizes the device.
     """
 
     def __init__(self, *, capacity_bytes: float = math.inf) -> None:
@@ -148,13 +162,13 @@ class CachingAllocator:
         self.pools: dict[tuple[int, bool], Pool] = {}
 
     def allocate(self, size_bytes: int, *, stream: int = 0) -> Block:
-        """A block of at least `size_bytes` > 0 for a stream. Raises DeviceFullError."""
+        """Return a block of at least `size_bytes` > 0 for a stream. Raises DeviceFullError."""
         size_bytes = _round_up(size_bytes, ALLOCATION_BYTES)
         is_small = size_bytes <= SMALL_BYTES
         key = (stream, is_small)
         pool = self.pools.setdefault(key, self._small() if is_small else self._large())
         block = self._cached(pool, size_bytes) or self._taken(pool, size_bytes)
-        if block is None:
+        if block is None:  # the device is full: return all free memory to it, and try again
             self.n_returns += 1
             self._give_back()
             block = self._taken(pool, size_bytes)
@@ -172,7 +186,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back."""
+        """Return a block to its pool."""
         self.allocated_bytes -= block.size_bytes
         block.is_free = True
         block.join_neighbours()
@@ -188,7 +202,7 @@ class CachingAllocator:
         return next(pool.fitting(size_bytes), None)
 
     def _taken(self, pool: Pool, size_bytes: int) -> Block | None:
-        """A free block of a new segment; None: the device is full."""
+        """Take a new segment and return it as a free block (None: the device is full)."""
         segment_bytes = pool.page_bytes
         if size_bytes >= OWN_SEGMENT_BYTES:
             segment_bytes = _round_up(size_bytes, SEGMENT_STEP_BYTES)
@@ -200,7 +214,7 @@ class CachingAllocator:
         return block
 
     def _give_back(self) -> None:
-        """Segments that are free as a whole."""
+        """Return all segments that are entirely free to the device."""
         for pool in self.pools.values():
             for block in pool.free:
                 if block.before is None and block.after is None:
@@ -208,6 +222,7 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size_bytes
 
     def _reserve(self, size_bytes: int) -> bool:
+        """Take bytes from the device; False if it has no room for them."""
         if self.reserved_bytes + size_bytes > self.capacity_bytes:
             return False
         self.reserved_bytes += size_bytes
@@ -216,13 +231,14 @@ class CachingAllocator:
 
 
 class ExpandableAllocator(CachingAllocator):
-    """With `expandable_segments:True`."""
+    """The allocator with `expandable_segments:True`."""
 
     def _large(self) -> Pool:
         return Pool(LARGE_SEGMENT_BYTES, ALLOCATION_BYTES)
 
     def _cached(self, pool: Pool, size_bytes: int) -> Block | None:
-        """The one with the least room to grow: that of the others is their size."""
+        """The free block that could grow to the fewest bytes; a block without room to grow counts
+        with its size."""
         chosen: Block | None = None
         for block in pool.fitting(size_bytes):
             if chosen is not None and _room_bytes(block) >= _room_bytes(chosen):
@@ -231,7 +247,11 @@ class ExpandableAllocator(CachingAllocator):
         return chosen
 
     def _taken(self, pool: Pool, size_bytes: int) -> Block | None:
-        """At the lowest addresses with room for it, after the free block that stands before."""
+        """Map pages at the lowest addresses with enough room, and return the block there.
+
+        A free block in front of the unmapped addresses is used as the start of the new one. Returns
+        None if the device is full.
+        """
         starts = (b.before if b.before and b.before.is_free else b for b in pool.unmapped)
         found = (start for start in starts if _free_stretch_bytes(start) >= size_bytes)
         block = next(found, None) or self._new_range(pool)
@@ -246,7 +266,8 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _new_range(self, pool: Pool) -> Block:
-        """Addresses without memory; requests are smaller than the device, and so than a range."""
+        """Add a range of unmapped addresses. A request is smaller than the device, so it fits into
+        one range."""
         range_bytes = UNLIMITED_ADDRESSES_BYTES
         if self.capacity_bytes < math.inf:
             range_bytes = _round_up(int(self.capacity_bytes) * 9 // 8, pool.page_bytes)
@@ -257,7 +278,10 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _map(self, block: Block, size_bytes: int) -> bool:
-        """Back the first pages of a block; it joins its free neighbours."""
+        """Map device memory to the first pages of a block, and merge it with its free neighbours.
+
+        Returns False if the device is full.
+        """
         pool = block.pool
         size_bytes = _round_up(size_bytes, pool.page_bytes)
         if not self._reserve(size_bytes):
@@ -271,7 +295,7 @@ class ExpandableAllocator(CachingAllocator):
         return True
 
     def _give_back(self) -> None:
-        """The whole pages inside free blocks."""
+        """Return the whole pages inside free blocks to the device."""
         for pool in self.pools.values():
             for block in pool.free:
                 start = _round_up(block.address, pool.page_bytes)
@@ -280,6 +304,7 @@ class ExpandableAllocator(CachingAllocator):
                     self._unmap(block, start, stop)
 
     def _unmap(self, block: Block, start: int, stop: int) -> None:
+        """Unmap the pages at addresses start .. stop of a free block."""
         pool = block.pool
         pool.remove(block)
         if stop < block.stop:
@@ -300,14 +325,14 @@ def _round_up(size_bytes: int, step_bytes: int) -> int:
 
 
 def _room_bytes(block: Block) -> int:
-    """What it could grow to."""
+    """The size that the block could grow to, with the unmapped addresses behind it."""
     after = block.after
     grows = after is not None and not after.mapped
     return block.size_bytes + (after.size_bytes if grows and after is not None else 0)
 
 
 def _free_stretch_bytes(block: Block | None) -> int:
-    """Of free blocks side by side from this one on, with memory or without."""
+    """Total bytes of the adjacent free blocks that begin with this one, mapped or not."""
     found_bytes = 0
     while block is not None and block.is_free:
         found_bytes += block.size_bytes

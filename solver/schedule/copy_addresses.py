@@ -1,10 +1,10 @@
-"""Where each copy lies in the memory of the host and in the file on the disk.
+"""The address of each copy in host memory and in the file on the disk.
 
-A schedule says when each copy comes and goes, so all addresses are known before the step: one block
-of host memory and one file serve every step, and nothing is allocated while it runs. The copies are
-placed one by one, each at the lowest address that is free for all of its stay. That may take more
-than the most bytes that are there at once, by what is lost between copies; where there is less,
-other orders of placing are tried.
+A schedule says when each copy is made and given up, so all addresses can be planned before the
+step: one block of host memory and one file serve every step, and nothing is allocated while it
+runs. The copies are placed one by one, each at the lowest address that is free for its whole stay.
+Gaps between copies may make the block larger than the most bytes of copies at any one time. If it
+is then larger than the place's capacity, other orders of placing are tried.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from solver.schedule.ops import Delete, Drop, Load, Schedule, Spill, Store, name
 from solver.sizes_deadlines_progress import format_both
 
 ALIGNMENTS = (512, 1)
-"""In bytes: copies are faster from round addresses. The next is tried where one takes too much."""
+"""Alignments of the addresses in bytes: copies from aligned addresses are faster. The second is
+tried if the first takes too much memory."""
 
 
 @dataclass(frozen=True)
 class CopyLayout:
-    """host_bytes, disk_bytes: of the block and of the file.
+    """The addresses of all copies of a schedule.
 
-    address: position in the schedule of a copy to the host or the disk -> its first byte there.
+    host_bytes, disk_bytes: sizes of the block of host memory and of the file.
+    address: position in the schedule of each copy to the host or the disk -> the offset of its
+        first byte in the block or the file.
     """
 
     host_bytes: int
@@ -34,7 +37,7 @@ class CopyLayout:
     address: Mapping[int, int]
 
     def excess(self, places: Places | None) -> str:
-        """What the copies, side by side, take more of than there is, in words; "" if they fit."""
+        """A message if the block or the file exceeds its place's capacity; "" if both fit."""
         places = places or Places()
         for title, place, total_bytes in (
             ("host", places.host, self.host_bytes),
@@ -50,6 +53,8 @@ class CopyLayout:
 
 @dataclass(frozen=True)
 class _Stay:
+    """A copy that is at its place from position `start` of the schedule to before `stop`."""
+
     start: int
     stop: int
     size_bytes: int
@@ -60,13 +65,14 @@ ORDERS: Sequence[Callable[[_Stay], Any]] = (
     lambda stay: ((stay.start - stay.stop) * stay.size_bytes, stay.start),
     lambda stay: (stay.start - stay.stop, -stay.size_bytes),
 )
-"""The largest first, those of the largest area (bytes times ops), those that stay longest."""
+"""Sort keys for the order of placing: the largest copies first; those of the largest area (bytes
+times ops) first; those that stay longest first."""
 
 
 def copy_layout(graph: Graph, schedule: Schedule, places: Places | None) -> CopyLayout:
-    """The first layout that keeps to the capacities, else the smallest that was found.
+    """Return the first layout found that fits the capacities, or the smallest one if none fits.
 
-    places: their capacities; what is not there is as large as it takes.
+    places: host and disk with their capacities; a place that is missing has no limit.
     """
     places = places or Places()
     addresses: dict[int, int] = {}
@@ -83,7 +89,10 @@ def copy_layout(graph: Graph, schedule: Schedule, places: Places | None) -> Copy
 
 
 def _within(stays: Sequence[_Stay], most_bytes: int | None) -> tuple[Sequence[int], int]:
-    """The addresses, and the bytes that they take."""
+    """The addresses of the stays, and the bytes that they take in all.
+
+    most_bytes: the capacity (None: no limit).
+    """
     best: tuple[Sequence[int], int] = ((), 0)
     for align in ALIGNMENTS:
         for rank in ORDERS:
@@ -101,6 +110,7 @@ def _within(stays: Sequence[_Stay], most_bytes: int | None) -> tuple[Sequence[in
 def _stays(
     graph: Graph, schedule: Schedule, comes: tuple[type, ...], goes: type
 ) -> Sequence[_Stay]:
+    """All stays of copies at one place. comes, goes: the ops that make and give up copies there."""
     started: dict[str, int] = {}
     spans = []
     for position, op in enumerate(schedule.ops):
@@ -114,7 +124,8 @@ def _stays(
 
 
 def _packed(stays: Sequence[_Stay], align: int, rank: Callable[[_Stay], Any]) -> Sequence[int]:
-    """The address of each."""
+    """The address of each stay, placed in the order of `rank`, each at the lowest address that is
+    free for its whole stay."""
     found = [0] * len(stays)
     placed: list[int] = []
     for i in sorted(range(len(stays)), key=lambda i: rank(stays[i])):

@@ -1,4 +1,4 @@
-"""Where storages go beside the device: host memory, and behind it a disk."""
+"""Host memory, and a disk behind it, that storages can be copied to."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from graphs.files import FormatError, Record
 
 @dataclass(frozen=True)
 class Link:
-    """Copies away from the device (out) and towards it (in). The directions share nothing.
+    """A connection for copies away from the device (out) and towards it (in).
+
+    The two directions do not share bandwidth.
 
     out_bytes_per_s, in_bytes_per_s: the rates.
-    latency_s: what each copy takes besides, whatever its size.
+    latency_s: seconds that each copy takes in addition, independent of its size.
 
-    Raises ValueError for a rate that is not above zero and for a latency below zero.
+    Raises ValueError for a rate that is not above zero and finite, and for a latency that is below
+    zero or infinite.
     """
 
     out_bytes_per_s: float
@@ -42,7 +45,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Place:
-    """A memory that takes at most `capacity_bytes`, behind a link.
+    """A memory of `capacity_bytes` that is reached over a link.
 
     Raises ValueError for a capacity that is not above zero.
     """
@@ -60,13 +63,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Places:
-    """What a step may use beside the device.
+    """The memory that a step may copy to besides the device.
 
     host: pinned host memory; its link is the one to the device.
-    disk: its link is between host and disk, so it needs a host.
-    disk_directory: where the disk's file is made ("": to be named when the plan is applied).
+    disk: reached from the host, so it needs a host; its link is between host and disk.
+    disk_directory: where the file for the copies is made ("": to be given to `apply`).
 
-    Raises ValueError for a disk without a host, and a directory without a disk.
+    Raises ValueError for a disk without a host, and for a directory without a disk.
     """
 
     host: Place | None = None
@@ -80,7 +83,11 @@ class Places:
             raise ValueError("places have a directory and no disk")
 
     def beside(self, host_state_bytes: int) -> Places | None:
-        """What is left for copies beside the optimizer's state; None: the host is full of it."""
+        """The places without the host memory that optimizer state and parameters occupy for the
+        whole step (None: they leave none for copies).
+
+        host_state_bytes: see `graphs.graph.Graph`.
+        """
         if self.host is None or not host_state_bytes:
             return self
         left_bytes = self.host.capacity_bytes - host_state_bytes
@@ -100,7 +107,7 @@ class Places:
 
     @classmethod
     def from_json(cls, value: object, *, source: str) -> Places:
-        """Raises FormatError, which names the field."""
+        """Read what `to_json` returns. Raises FormatError naming the field."""
         record = Record(value, where=source)
         try:
             return cls(
@@ -113,6 +120,7 @@ class Places:
 
 
 def _place(record: Record, name: str) -> Place | None:
+    """Read the place of this name (None: it is not in the record)."""
     item = record.record(name, default=None)
     if item is None:
         return None

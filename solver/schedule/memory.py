@@ -1,7 +1,8 @@
-"""What the bytes on the device are: by category at one position, by layer over the whole step.
+"""Break down the bytes on the device: by category at one position, by layer over the whole step.
 
-The simulator says which storages are on the device when (`stays`). Here they are added up: by
-`Tensor.kind` for the report's breakdown, by what the plan does with them for the memory plot.
+The simulator says which storages are on the device at which time (`stays`). Here their bytes are
+added up: by `Tensor.kind` for the report's breakdown, and by layer (kept, recomputed, gradients)
+for the memory plot.
 """
 
 from __future__ import annotations
@@ -38,17 +39,20 @@ CATEGORY_OF_KIND: Mapping[str, str] = {
     "output": "activations",
 }
 OTHERS = "others in flight"
-"""What those in flight hold beside this one."""
+"""The category of what the other micro-batches in flight hold."""
 CATEGORIES = (*dict.fromkeys(CATEGORY_OF_KIND.values()), "workspace")
 
 
 def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[str, int]:
-    """Bytes of each of CATEGORIES, and of OTHERS if there are any, during the op at `position` of a
-    legal schedule.
+    """Category -> bytes during one op of a legal schedule.
 
-    position: an index into `schedule.ops`; None: before the first op. The sum is the simulation's
-    `live_bytes` there. What a card holds besides tensors (`meta.device_bytes`) is workspace. Cost:
-    one simulation.
+    The categories are CATEGORIES, and OTHERS if other micro-batches are in flight. They add up to
+    the simulation's `live_bytes` at this position. What a card holds besides tensors
+    (`meta.device_bytes`) counts as workspace.
+
+    position: an index into `schedule.ops` (None: before the first op).
+
+    Cost: one simulation, two with other micro-batches in flight.
     """
     parts = dict.fromkeys(CATEGORIES, 0)
     if position is not None and isinstance(op := schedule.ops[position], Compute):
@@ -63,9 +67,10 @@ def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[st
 def activation_bytes_by_dtype(
     graph: Graph, schedule: Schedule, position: int | None
 ) -> dict[str, int]:
-    """Bytes of the activations that `memory_at` counts, by dtype, the most first.
+    """Dtype -> bytes of the activations that `memory_at` counts, the most bytes first.
 
-    "unknown": those that the graph does not record the dtype of. Empty if it records none.
+    "unknown" stands for tensors whose dtype the graph does not record. Empty if the graph records
+    no dtypes at all.
     """
     dtype_of = graph.meta.dtype_of
     found: Counter[str] = Counter()
@@ -76,8 +81,10 @@ def activation_bytes_by_dtype(
 
 
 def _storages_at(graph: Graph, schedule: Schedule, position: int | None) -> list[Tensor]:
-    """What is on the device then; an output that is still live from before the op is in it twice,
-    as it counts twice."""
+    """The storages on the device during the op at this position.
+
+    An output that the op replaces is listed twice, since both its old and new bytes count.
+    """
     storages = [tensor for tensor in graph.resident if tensor.alias_of is None]
     if position is not None:
         storages += [
@@ -94,7 +101,7 @@ def _category(graph: Graph, tensor: Tensor) -> str:
 
 
 def _others_bytes(graph: Graph, schedule: Schedule) -> list[int]:
-    """By op, what the others in flight hold."""
+    """Bytes that the other micro-batches in flight hold during each op."""
     sizes = (graph.tensor_by_name[name].size_bytes for name in saved_for_backward(graph, schedule))
     return bytes_of_others(graph, schedule, sum(sizes))
 
@@ -102,7 +109,8 @@ def _others_bytes(graph: Graph, schedule: Schedule) -> list[int]:
 def held_during(graph: Graph, schedule: Schedule, position: int | None) -> frozenset[str]:
     """The storages made in the step that are on the device during the op at this position.
 
-    The outputs of a compute are among them; what a free drops is not. None: before the first op.
+    For a compute its outputs are included; for a free the freed storage is not. At position None,
+    before the first op, there are none.
     """
     if position is None:
         return frozenset()
@@ -111,8 +119,8 @@ def held_during(graph: Graph, schedule: Schedule, position: int | None) -> froze
 
 
 def saved_for_backward(graph: Graph, schedule: Schedule) -> frozenset[str]:
-    """The storages on the device when the forward pass has ended: all forward nodes have run, and
-    nothing else has been computed.
+    """The storages on the device when the forward pass has ended: after all forward nodes have run
+    and before anything else is computed. Resident storages are not included.
     """
     n_ops = _n_forward_ops(graph, schedule)
     return held_during(graph, schedule, n_ops - 1 if n_ops else None)
@@ -132,7 +140,7 @@ def away_for_backward(graph: Graph, schedule: Schedule) -> frozenset[str]:
 
 
 def _n_forward_ops(graph: Graph, schedule: Schedule) -> int:
-    """The ops up to the first compute after all forward nodes have run."""
+    """The number of ops before the first compute that comes after all forward nodes have run."""
     missing = {node.name for node in graph.forward_nodes}
     for position, op in enumerate(schedule.ops):
         if isinstance(op, Compute):
@@ -143,7 +151,8 @@ def _n_forward_ops(graph: Graph, schedule: Schedule) -> int:
 
 
 def node_at(graph: Graph, schedule: Schedule, simulation: Simulation) -> Node | None:
-    """The node that runs at the peak (None: only what is resident counts)."""
+    """The node at the peak: the one that the peak op runs or, for a free or a copy, the one that
+    made the tensor (None: the schedule has no ops)."""
     if simulation.peak_op is None:
         return None
     op = schedule.ops[simulation.peak_op]
@@ -151,17 +160,22 @@ def node_at(graph: Graph, schedule: Schedule, simulation: Simulation) -> Node | 
 
 
 LAYERS = ("resident", OTHERS, "kept", "recomputed", "gradients", "workspace")
-"""resident: live for the whole step (accumulated gradients too). OTHERS: of a pipeline. kept,
-recomputed, gradients: see `Stay`. workspace: inside the op that runs."""
+"""What the memory plot distinguishes.
+
+resident: live for the whole step (gradients too, if they are accumulated over steps).
+OTHERS: held by other micro-batches in flight.
+kept, recomputed, gradients: see `Stay`.
+workspace: temporary memory inside the running op.
+"""
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """By compute of a schedule, in its order.
+    """Bytes on the device during each compute of a schedule, by layer.
 
-    nodes: what runs.
-    edges_s: when each starts, and the end of the step: one more than nodes.
-    layer_bytes: for each of LAYERS, the bytes while the op runs.
+    nodes: the nodes that run, in order, recomputations included.
+    edges_s: when each node starts, followed by the end of the step: n_nodes + 1 times.
+    layer_bytes: each of LAYERS -> bytes while each node runs.
     """
 
     nodes: tuple[Node, ...]
@@ -174,7 +188,12 @@ class Occupancy:
 
 
 def occupancy(graph: Graph, schedule: Schedule, *, places: Places | None = None) -> Occupancy:
-    """The layers of a legal schedule; linear in its length. places: what it copies to."""
+    """The bytes in each layer during each compute of a legal schedule.
+
+    places: the host memory and disk that it copies to.
+
+    Cost: linear in the length of the schedule.
+    """
     nodes = tuple(graph.node_by_name[name] for name in schedule.order)
     layers = dict.fromkeys(LAYERS, (0,) * len(nodes))
     layers |= live_bytes_by(graph, schedule, lambda stay: str(stay.layer))
@@ -192,7 +211,10 @@ Group = TypeVar("Group")
 def live_bytes_by(
     graph: Graph, schedule: Schedule, group: Callable[[Stay], Group]
 ) -> dict[Group, tuple[int, ...]]:
-    """By group of storages that the step makes: their bytes during each compute, in order."""
+    """Group -> bytes of its storages during each compute, for the storages made in the step.
+
+    group: the group that a stay belongs to.
+    """
     change: dict[Group, list[int]] = defaultdict(lambda: [0] * (len(schedule.ops) + 1))
     for stay in stays(graph, schedule):
         size_bytes = graph.tensor_by_name[stay.storage].size_bytes

@@ -1,4 +1,4 @@
-"""A finished plan in one line, for people."""
+"""A finished plan summarised in one line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ def plan_line(
 ) -> str:
     """ "GPT2: peak 11.32 GB -> 7.98 GB, time +0.03 % (bound +0.02 %), planned in 4.2 s"
 
-    how: a participle: "planned", "planned from an earlier plan".
-    took_s: what the caller has waited, tracing included (None: the solution's own time).
-    name: of the step (default: the traced model's class).
+    The two peaks are those without and with the plan. If nothing fits, the line gives the minimum
+    budget instead.
 
-    The peaks are without and with the plan. Where nothing fits, the line says what would.
+    how: how the plan was made: "planned", "planned from an earlier plan".
+    took_s: how long the caller has waited, tracing included (None: the solution's own time).
+    name: the name of the step (default: the traced model's class).
     """
     name = name or solution.graph.meta.model or "graph"
     took = format_time(solution.solve_time_s if took_s is None else took_s)

@@ -1,10 +1,10 @@
-"""The answer: the straight-line list of operations of one training step.
+"""The schedule: the straight-line list of operations of one training step.
 
 A schedule names nodes and tensors of one graph (its `graph_id`) and nothing else: no times, no
-sizes, no closures. What it costs and whether it is legal is for `solver.simulate` to say.
+sizes, no closures. `solver.simulate` says what it costs and whether it is legal.
 
-`Compute` and `Free` are about the device. A storage may also be copied to host memory and from
-there to a disk, and each copy is given up by an op of its own:
+`Compute` and `Free` act on the device. A storage may also be copied to host memory and from there
+to a disk, and each copy is given up by an op of its own:
 
     device  --Store-->  host  --Spill-->  disk
     device  <--Fetch--  host  <--Load---  disk
@@ -93,11 +93,12 @@ WORDS: Mapping[str, Callable[[str], Op]] = {
     "load": Load,
     "delete": Delete,
 }
-"""By the word in a file: the op, which takes the name beside it."""
+"""The word in a schedule file -> the op's class, which takes the name that follows the word."""
 _WORD_OF = {kind: word for word, kind in WORDS.items()}
 
 
 def word_for(op: Op) -> str:
+    """The word for this kind of op in a schedule file."""
     return _WORD_OF[type(op)]
 
 
@@ -116,20 +117,21 @@ class Schedule:
     graph_id: str
 
     def __repr__(self) -> str:
-        """One line: all of it would fill pages."""
+        """One line, since all ops would fill pages."""
         return f"Schedule({counted(len(self.ops), 'op')} of graph {self.graph_id[:19]})"
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The nodes in the order in which they run, repeats included."""
+        """The names of the nodes in the order in which they run, recomputations included."""
         return tuple(op.node for op in self.ops if isinstance(op, Compute))
 
     @cached_property
     def has_copies(self) -> bool:
-        """Whether anything is copied to the host or the disk."""
+        """Whether the schedule copies anything to the host or the disk."""
         return not {Compute, Free}.issuperset(map(type, self.ops))
 
     def ops_to_json(self) -> list[list[str]]:
+        """The `ops` of a schedule file: [word, name] for each op."""
         return [[word_for(op), name_in(op)] for op in self.ops]
 
 
@@ -141,6 +143,7 @@ def ops_from_json(items: Sequence[object], *, source: str) -> tuple[Op, ...]:
 
 
 def _op(item: object, *, where: str) -> Op:
+    """Read one op. Raises FormatError, which says `where` it is."""
     if isinstance(item, list) and len(item) == 2 and all(isinstance(part, str) for part in item):
         word, name = item
         if word in WORDS:
@@ -154,21 +157,24 @@ def _op(item: object, *, where: str) -> Op:
 def free_after_last_use(
     graph: Graph, order: Iterable[str], *, held: Mapping[int, Iterable[str]] | None = None
 ) -> Schedule:
-    """The schedule that runs these nodes and frees every tensor as early as possible.
+    """Return the schedule that runs the nodes in this order and frees every tensor as early as
+    possible.
 
-    What one run of a node computes is held until the last op that reads it before the next run of
-    that node; outputs of the graph, once computed for the last time, to the end. No choice of frees
-    for the same order holds less at any position.
+    A tensor is held until the last op that reads it before its node runs again. An output of the
+    graph is held from its last computation to the end. No other choice of frees for the same order
+    holds fewer bytes at any position.
 
-    held: position in the order -> tensors that something outside of the graph still holds while
-        that op runs, as if it read them; they must have been computed before.
+    order: names of nodes, recomputations included.
+    held: position in the order -> tensors that something outside the graph still holds while that
+        op runs, as if the op read them; they must have been computed before.
 
     Cost: linear in the length of the order.
     """
     order = tuple(order)
     frees_after: list[list[str]] = [[] for _ in order]
     awaited = set(graph.outputs)
-    read_later: set[str] = set()  # what an op further on reads before it is recomputed
+    read_later: set[str] = set()  # tensors that a later op reads before they are recomputed
+    # Backwards: the first time a tensor is seen is its last use.
     for position in range(len(order) - 1, -1, -1):
         node = graph.node_by_name[order[position]]
         others = () if held is None else held.get(position, ())
@@ -186,19 +192,24 @@ def free_after_last_use(
 
 
 def n_before_optimizer(graph: Graph, schedule: Schedule) -> int:
-    """The ops of a legal schedule before the optimizer's first one, up to which the other
-    micro-batches in flight hold what they have saved; without an optimizer all ops."""
+    """The number of ops of a legal schedule before the optimizer's first one (all, if the step has
+    no optimizer). Until then the other micro-batches in flight hold what they saved."""
     if graph.n_before_optimizer == len(graph.nodes):
         return len(schedule.ops)
     return schedule.ops.index(Compute(graph.nodes[graph.n_before_optimizer].name))
 
 
 def bytes_of_others(graph: Graph, schedule: Schedule, saved_bytes: int) -> list[int]:
-    """By op of a legal schedule: what the others in flight hold (`Graph.n_in_flight`).
+    """Bytes that the other micro-batches in flight hold during each op of a legal schedule.
 
-    Before the optimizer's first op each of them holds saved_bytes, what this schedule saves, or
-    `Graph.others_bytes`. Once the forward pass has ended this may also be a later backward pass,
-    with one less in flight, which finds on the device what the first one has not made yet.
+    There are `Graph.n_in_flight` - 1 others. Before the optimizer's first op each holds
+    `saved_bytes` or, if that is more, `Graph.others_bytes`; afterwards none holds anything.
+
+    The schedule runs once for each micro-batch, so its backward pass may also be a later one than
+    the first. Then one micro-batch less is in flight, but the gradients accumulated so far are on
+    the device, which the first backward pass has yet to make. The larger of the two cases counts.
+
+    saved_bytes: what this schedule saves for backward.
     """
     n_others = graph.n_in_flight - 1
     if not n_others:
@@ -211,7 +222,7 @@ def bytes_of_others(graph: Graph, schedule: Schedule, saved_bytes: int) -> list[
     for op in schedule.ops:
         if isinstance(op, Compute):
             is_late = graph.node_by_name[op.node].phase != "forward"
-            if n_missing == len(ran):
+            if n_missing == len(ran):  # the forward pass has ended
                 awaited_bytes = later[n_later]
             if is_late:
                 awaited_bytes += graph.summed_bytes[n_later]

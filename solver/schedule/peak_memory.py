@@ -1,6 +1,6 @@
-"""What is on the device at the peaks of the baseline and of the plan, by category.
+"""Bytes on the device at the peak of the baseline and of the plan, by category.
 
-Tables and advice quote the same object, so that their figures agree.
+Tables and advice use the same object, so that their figures agree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STATE = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """One run of the step at its peak. name: "baseline" or "plan"."""
+    """What is on the device at the peak of one schedule. name: "baseline" or "plan"."""
 
     name: str
     graph: Graph = field(repr=False)
@@ -34,12 +34,12 @@ class PeakMemory:
 
     @cached_property
     def bytes_of(self) -> Mapping[str, int]:
-        """By category; they add up to the peak of the run."""
+        """Category -> bytes; they add up to the schedule's peak."""
         return memory_at(self.graph, self.schedule, self.simulation.peak_op)
 
     @cached_property
     def activations_of(self) -> Mapping[str, int]:
-        """The bytes of activations by dtype; empty where the graph does not record dtypes."""
+        """Dtype -> bytes of activations; empty if the graph does not record dtypes."""
         return activation_bytes_by_dtype(self.graph, self.schedule, self.simulation.peak_op)
 
     @property
@@ -47,10 +47,11 @@ class PeakMemory:
         return sum(self.bytes_of.values())
 
     def share(self, *categories: str) -> float:
-        """Of the peak."""
+        """The share of the peak that these categories take together."""
         return sum(self.bytes_of[name] for name in categories) / (self.total_bytes or 1)
 
     def bytes_at_the_end(self) -> Mapping[str, int]:
-        """By category during the last op, when every gradient that the step leaves is there."""
+        """Category -> bytes during the last compute, when all gradients that the step leaves are
+        on the device."""
         computes = [p for p, op in enumerate(self.schedule.ops) if isinstance(op, Compute)]
         return memory_at(self.graph, self.schedule, computes[-1] if computes else None)

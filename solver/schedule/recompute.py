@@ -1,8 +1,8 @@
-"""From a decision to an order: run the forward pass, then recompute what is missing just in time.
+"""From a method's decision to an order of nodes: run the forward pass, then recompute just in time.
 
 Some methods decide which tensors to keep (`sqrt`, `every_block`, the cut bound), others which block
-to run when (`revolve`, `dp`). Both become an order of node names here, and `free_after_last_use`
-turns an order into a schedule. No method frees anything by itself.
+to run when (`revolve`, `dp`). Here both kinds of decision become an order of node names, and
+`free_after_last_use` turns that order into a schedule. No method places `Free` ops by itself.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from solver.schedule.ops import Schedule, free_after_last_use
 
 
 def baseline(graph: Graph) -> Schedule:
-    """Each node once, in the framework's order, each tensor freed after its last use."""
+    """The schedule that runs each node once, in the framework's order, and frees each tensor after
+    its last use."""
     return free_after_last_use(graph, (node.name for node in graph.nodes))
 
 
 def keep(graph: Graph, kept: Collection[str]) -> Schedule:
     """The schedule that keeps these storages from the forward pass and recomputes the others.
 
-    Every other tensor of the forward pass is dropped after its last use there; when a later op
-    needs it, it is recomputed right before that op, with whatever that takes in turn, and then held
-    to its last use.
+    Every other tensor of the forward pass is freed after its last use there. When a later op needs
+    it, it is recomputed right before that op, together with the missing inputs of its node, and
+    then held until its last use.
     """
     return free_after_last_use(graph, keep_order(graph, kept))
 
@@ -34,9 +35,10 @@ def keep_order(
     *,
     together: Callable[[Node], Iterable[str]] = lambda _node: (),
 ) -> list[str]:
-    """The order of nodes behind `keep`. What is not recomputable is kept in any case.
+    """The order of nodes behind `keep`. Outputs of nodes that cannot be recomputed are always kept.
 
-    together: node -> the tensors to recompute along with it when its output is missing.
+    kept: root tensors of the storages to keep.
+    together: node -> further tensors to recompute whenever this node has to be recomputed.
     """
     order = [node.name for node in graph.forward_nodes]
     available = {tensor.name for tensor in graph.resident}
@@ -54,7 +56,10 @@ def keep_order(
 
 
 def lost_views(graph: Graph, order: Sequence[str]) -> list[str]:
-    """Outputs of the graph that are views of a storage which was recomputed after them."""
+    """Outputs of the graph that are views of a storage that was recomputed after the view was made.
+
+    They show the old storage, so they have to be made again.
+    """
     last = {name: position for position, name in enumerate(order)}
     lost = []
     for name in graph.outputs:
@@ -68,8 +73,8 @@ def lost_views(graph: Graph, order: Sequence[str]) -> list[str]:
 def is_recomputable(graph: Graph, node: Node) -> bool:
     """Whether a schedule may recompute the node.
 
-    Not where another node makes a view of its output and may not be recomputed either, for the same
-    reasons: that view would stay on the old storage.
+    It may not if another node that makes a view of its output may not be recomputed (by the same
+    rule, applied recursively): that view would stay on the old storage.
     """
     makers = {node.name: node}
     unchecked = [node]
@@ -85,14 +90,14 @@ def is_recomputable(graph: Graph, node: Node) -> bool:
 
 
 def missing_computes(graph: Graph, needed: Iterable[str], available: set[str]) -> list[str]:
-    """Forward nodes to run, in an order in which they can run, so that all `needed` are available.
+    """The forward nodes to run, in a valid order, so that all `needed` tensors are available.
 
-    Updates `available`: what the nodes compute is added; views of what they recompute are removed,
-    since they show the old storage.
+    available: the tensors on the device; updated. What the nodes compute is added. Views of what
+        they recompute are removed, since they show the old storage.
     """
-    # Depth first without recursion, for a chain of a thousand blocks may be missing. By hand: on
-    # 27,521 nodes NetworkX's dfs_postorder_nodes on a view of what is missing takes 31 s for all
-    # later nodes together, this takes 0.13 s.
+    # Depth first without recursion, since a chain of a thousand blocks may be missing. Written by
+    # hand for speed: for all later nodes of a graph with 27,521 nodes this takes 0.13 s, NetworkX's
+    # dfs_postorder_nodes on a view of the missing nodes 31 s.
     needed = tuple(needed)
     order: list[str] = []
     stack = [name for name in reversed(needed) if name not in available]
@@ -111,15 +116,15 @@ def missing_computes(graph: Graph, needed: Iterable[str], available: set[str]) -
                 available.difference_update(graph.views.get(output, ()))
             available.update(node.outputs)
             stack.pop()
-        if not stack:  # a view among the needed may have been lost on the way
+        if not stack:  # recomputing a storage may have removed a needed view of it
             stack = [other for other in reversed(needed) if other not in available]
     return order
 
 
 def without_dead_computes(graph: Graph, order: Sequence[str]) -> list[str]:
-    """The order without recomputations whose results nothing reads before the next one.
+    """The order without recomputations whose results nobody reads before the node runs again.
 
-    First runs stay, read or not: without them the step is not complete.
+    The first run of each node stays in any case: the step is not complete without it.
     """
     first: dict[str, int] = {}
     for position, name in enumerate(order):

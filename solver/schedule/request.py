@@ -1,4 +1,4 @@
-"""What was asked of `solve`, and why nothing smaller fits."""
+"""The request given to `solve`, and the obstacle: why no smaller budget is enough."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ BUDGETS_OF = ("allocated", "reserved")
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked. A schedule file carries it so that `apply` can plan again.
+    """What `solve` was asked to plan. A schedule file contains it, so that `apply` can plan again.
 
-    budget_bytes: the device's bytes that the step may take.
-    reserve_bytes: the part of them that cannot be planned (CUDA context, fragmentation).
-    time_limit_s: for the search, with its proof and, where nothing is found, the reason; tracing is
-        not included.
-    rewrites: the word for what a plan may rewrite (`graphs.rewrites`). "none" for a graph, which is
-        planned with those that it was made with.
-    places: host memory and disk that a plan may copy to (None: the device alone).
-    budget_of: what the budget is of: "allocated", what tensors hold, or "reserved", what PyTorch's
-        caching allocator takes from a CUDA device for them (`solver.schedule.reserved_memory`).
-    optimizer_state: where the optimizer's state is: on the "device", on the "host", or "auto",
-        where the plan is faster.
-    parameters: the same for parameters while no operator reads them, "device" by default: they
-        leave only together with the optimizer's state.
+    budget_bytes: bytes of the device that the step may take.
+    reserve_bytes: the part of the budget that is not available to the plan (CUDA context,
+        fragmentation).
+    method: the name of the planning method (`solver.methods.METHODS`).
+    time_limit_s: for search and proof and, if nothing is found, for explaining why; tracing is not
+        included.
+    seed: makes a method's random choices reproducible.
+    rewrites: the word for which rewrites the plan may use (`graphs.rewrites`). "none" if a graph
+        was given: it keeps the rewrites that it was made with.
+    places: host memory and disk that the plan may copy to (None: it uses the device alone).
+    budget_of: what the budget limits: "allocated", the bytes that tensors hold, or "reserved", the
+        bytes that PyTorch's caching allocator takes from a CUDA device for them
+        (`solver.schedule.reserved_memory`).
+    optimizer_state: where the optimizer's state is: "device", "host", or "auto" for whichever gives
+        the faster plan.
+    parameters: likewise for parameters while no operator reads them. They can be on the host only
+        together with the optimizer's state.
 
-    Raises ValueError for a time limit that is not a positive number, and for other words.
+    Raises ValueError for a time limit that is not a positive number, and for an unknown value of
+    rewrites, budget_of, optimizer_state or parameters.
     """
 
     budget_bytes: int
@@ -60,11 +65,11 @@ class Request:
 
     @property
     def available_bytes(self) -> int:
-        """What the peak must not exceed."""
+        """The most bytes that the peak may have: the budget without the reserve."""
         return self.budget_bytes - self.reserve_bytes
 
     def excess(self, simulation: Simulation) -> str:
-        """What the schedule takes more of than there is, in words; "" if it fits."""
+        """A message if the peak on device, host or disk exceeds the request; "" if all fit."""
         places = self.places or Places()
         host_bytes, disk_bytes = places.host_bytes, places.disk_bytes
         if simulation.peak_bytes > self.available_bytes:
@@ -78,6 +83,7 @@ class Request:
         return f"{what} is {found} bytes, above the {most} available"
 
     def to_json(self) -> dict[str, Any]:
+        """The request in a schedule file; `from_json` reads it."""
         value = {**vars(self)}
         places = value.pop("places")
         if self.optimizer_state == "auto":
@@ -90,7 +96,12 @@ class Request:
     def from_json(
         cls, value: Mapping[str, Any], *, source: str, budget_bytes: int, method: str
     ) -> Request:
-        """method: of a file that names none. Raises FormatError, which names the field."""
+        """Read the request in a schedule file.
+
+        method: the method if the request does not name one.
+
+        Raises FormatError naming the field.
+        """
         record = Record(value, where=source)
         time_limit_s = record.number("time_limit_s", default=60.0)
         if time_limit_s == 0:
@@ -115,15 +126,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why nothing smaller fits: the bottleneck op, and what must be live while it runs.
+    """Why no smaller budget is enough: the bottleneck op, and what must be live while it runs.
 
-    proven_bytes: no schedule whatever has a smaller peak.
-    reached_bytes: the smallest peak of a schedule that was found.
-    schedule: that one (None: a method found it, and can find it again).
+    proven_bytes: no schedule at all has a smaller peak.
+    reached_bytes: the smallest peak of any schedule that was found.
+    schedule: the schedule with that peak (None: a method found it, and can find it again).
     op: the node at which `proven_bytes` are needed.
-    on_device: tensors live while it runs with their bytes, largest first.
-    cut_short: the time limit, or Ctrl-C, ended the search: less may be reachable, and more may be
-        provable.
+    on_device: (tensor, bytes) for the tensors that are live while `op` runs, largest first.
+    cut_short: the time limit or Ctrl-C ended the search, so a smaller peak may be reachable and a
+        larger one may be provable.
     """
 
     proven_bytes: int

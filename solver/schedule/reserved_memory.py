@@ -1,10 +1,11 @@
-"""What PyTorch's allocator takes from a card for a schedule: reserved beside allocated.
+"""Reserved memory: what PyTorch's caching allocator takes from a card to run a schedule.
 
-The storages of the schedule are played through `caching_allocator` in the order in which the
-program allocates and frees them: first what is resident, then the step several times, as the first
-one leaves another cache behind than it found. Gradients and outputs are given back when a step has
-ended, as `zero_grad(set_to_none=True)` does. The optimizer's state is taken when it steps for the
-first time, parameter by parameter, as PyTorch's optimizers do: between what that step left cached.
+The allocations and frees of the schedule are played through `caching_allocator` in program order:
+first the resident tensors, then several steps, since each step starts from the cache that the one
+before left. Gradients and outputs are freed when a step has ended, as
+`zero_grad(set_to_none=True)` does. The optimizer's state is allocated during the first optimizer
+step, parameter by parameter, as PyTorch's optimizers do, so it may use blocks that this step left
+in the cache.
 """
 
 from __future__ import annotations
@@ -25,31 +26,34 @@ from solver.schedule.ops import Compute, Schedule
 from solver.schedule.simulator import stays
 
 N_STEPS = 6
-"""On a device without end the second takes nothing new; a full one takes a few steps to settle."""
+"""How many steps are played. On an unlimited device the second step reserves nothing new; on a full
+one it takes a few steps until the cache settles."""
 QUIET_STEPS = 2
+"""How many last steps must not have to return memory to the device (`Reserved.settled`)."""
 NEAR = 1e-3
-"""The least capacity is found to within this share of what is allocated."""
+"""Tolerance of the search for the least capacity, as a share of the allocated bytes."""
 _STREAMS = {
     "fsdp.all_gather": 1,
     "fsdp.reduce_scatter": 2,
     "fsdp.all_reduce": 2,
     "fsdp.cast_gradients": 2,
 }
-"""Operators that run, and allocate, on another stream than the step: those of FSDP2
-(`torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`) that gather and that reduce. What is
-copied out of a gathered buffer, and into one that is reduced, is on the stream of the step."""
+"""Operators that run, and allocate, on another stream than the rest of the step (0): the gathering
+and reducing operators of FSDP2 (`torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`). The
+copies out of a gathered buffer and into a reduced one are on the stream of the step."""
 ROUNDING = "allocator_rounding"
-"""The resident tensor of a graph that stands for the rounding, which is played here."""
+"""The resident tensor of a graph that stands for the allocator's rounding. It is left out here,
+since the allocator model rounds by itself."""
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """The most that is in use and that is taken from the device, in bytes.
+    """The peaks of allocated and reserved memory over several steps.
 
-    allocated_bytes: with every size rounded, as `torch.cuda.max_memory_allocated()` counts.
-    reserved_bytes: `torch.cuda.max_memory_reserved()`.
-    settled: the device has room for every step, and in the last QUIET_STEPS nothing had to be given
-        back to it to make room.
+    allocated_bytes: peak of `torch.cuda.max_memory_allocated()`, with every size rounded.
+    reserved_bytes: peak of `torch.cuda.max_memory_reserved()`.
+    settled: the device has room for every step, and in the last QUIET_STEPS no memory had to be
+        returned to it to make room.
     """
 
     allocated_bytes: int
@@ -65,10 +69,11 @@ def reserved(
     capacity_bytes: float = math.inf,
     n_steps: int = N_STEPS,
 ) -> Reserved:
-    """What the allocator takes for steps of a legal schedule.
+    """Simulate the allocator over several steps of a legal schedule.
 
-    expandable: with `expandable_segments:True` (None: as the environment says).
-    capacity_bytes: of the device.
+    expandable: use `expandable_segments:True` (None: as the environment variable says).
+    capacity_bytes: memory of the device (inf: unlimited).
+    n_steps: how many steps are played.
     """
     if expandable is None:
         expandable = expandable_segments()
@@ -89,9 +94,10 @@ def reserved(
 
 
 def least_capacity_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Of a device on which the steps settle, by bisection (a larger one may be worse: not proven).
+    """The smallest device memory found, by bisection, with which the steps settle.
 
-    With the allocator's setting of this environment.
+    Bisection assumes that more memory never hurts, which is not proven. The allocator's setting is
+    that of this environment (`expandable_segments`).
     """
     most = reserved(graph, schedule)
     below_bytes, enough_bytes = most.allocated_bytes - 1, most.reserved_bytes
@@ -105,15 +111,17 @@ def least_capacity_bytes(graph: Graph, schedule: Schedule) -> int:
 
 
 def rounding_bytes(graph: Graph) -> int:
-    """What the graph counts for the rounding, as if all tensors were live at once."""
+    """Bytes that the graph counts for the allocator's rounding, as if all tensors were live at
+    once."""
     tensor = graph.tensor_by_name.get(ROUNDING)
     return 0 if tensor is None else tensor.size_bytes
 
 
 def reserved_by_setting(graph: Graph, schedule: Schedule) -> dict[str, int]:
-    """Reserved bytes by the allocator's setting, for a graph of a CUDA device; {} for others.
+    """Allocator setting ("default", "expandable_segments") -> reserved bytes.
 
-    {} for a stage of a pipeline too: several micro-batches are not played.
+    {} for a graph of another device than CUDA, and for a step with several micro-batches in flight,
+    which cannot be simulated here.
     """
     if graph.n_in_flight > 1:
         return {}
@@ -127,15 +135,20 @@ def reserved_by_setting(graph: Graph, schedule: Schedule) -> dict[str, int]:
 
 
 def expandable_segments() -> bool:
-    """Whether PYTORCH_ALLOC_CONF (or its former name) asks for them."""
+    """Whether PYTORCH_ALLOC_CONF, or its former name, turns on expandable segments."""
     words = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return "expandable_segments:true" in words.lower().replace(" ", "")
 
 
 def state_blocks_bytes(graph: Graph, state_bytes: int) -> list[int]:
-    """The optimizer's state as the blocks that it is taken in: for each trained parameter in turn
-    as many as the state has times their bytes, rounded (Adam's two), in shares of its size. What is
-    trained has a gradient, of its size.
+    """The sizes of the blocks in which the optimizer's state is allocated.
+
+    Each trained parameter in turn gets the same number of blocks: the ratio of the state's bytes to
+    all parameters' bytes, rounded (2 for Adam), and 1 at least. The blocks' sizes are in proportion
+    to the parameter's; what is left over is a last block. Gradients stand for the trained
+    parameters: they have the same sizes.
+
+    state_bytes: the whole optimizer state.
     """
     made = (graph.tensor_by_name[name] for name in graph.outputs)
     gradients = [t for t in (*graph.resident, *made) if t.kind == "gradient" and t.size_bytes]
@@ -152,11 +165,17 @@ def state_blocks_bytes(graph: Graph, state_bytes: int) -> list[int]:
 
 
 class Steps:
-    """By position in the schedule: the storages given back before the op, and those it takes.
+    """The allocations and frees of a schedule by position, to be played step after step.
 
-    A storage that is overwritten, and one whose bytes are none, is neither. A storage that is made
-    anew while it is live is taken before its old bytes are given back. The first step played takes
-    the optimizer's state too.
+    given, taken: position -> the storages freed before that op, and those that it allocates.
+    workspace: position -> (bytes, stream) of the op's workspace.
+    stream: storage -> its stream, if that is not the stream of the step (0).
+    resident: bytes of each resident storage that is allocated before the first step.
+    first_taken: position of the optimizer's first op -> the blocks of its state, which only the
+        first step played allocates.
+
+    Overwriting a storage neither allocates nor frees it; storages of 0 bytes are left out. A
+    storage that is recomputed while it is live is allocated again before its old bytes are freed.
     """
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
@@ -179,6 +198,8 @@ class Steps:
             for position, op in enumerate(schedule.ops)
             if isinstance(op, Compute) and op.node in workspace
         }
+        # The optimizer's state is not resident from the start if the step has an optimizer: its
+        # first step allocates it.
         steps_at = [
             position
             for position, op in enumerate(schedule.ops)
@@ -189,6 +210,7 @@ class Steps:
         others = [t for t in resident if t.kind != "optimizer_state"] if states else resident
         self.resident = [tensor.size_bytes for tensor in others]
         self.first_taken = {steps_at[0]: state_blocks_bytes(graph, sum(states))} if states else {}
+        # Two stays of a storage that meet are an overwrite, which allocates and frees nothing.
         order = {tensor.name: index for index, tensor in enumerate(graph.tensors)}
         starts: dict[int, set[str]] = defaultdict(set)
         stops: dict[int, set[str]] = defaultdict(set)
@@ -200,20 +222,20 @@ class Steps:
         self.given = {p: sorted(stops[p] - starts[p], key=order.__getitem__) for p in [*stops]}
 
     def start(self, allocator: CachingAllocator) -> None:
-        """What is resident before the first step."""
+        """Allocate the resident tensors, before the first step."""
         for size_bytes in filter(None, self.resident):
             allocator.allocate(size_bytes)
 
     def play(self, allocator: CachingAllocator) -> None:
-        """One step."""
-        held: dict[str, list[Block]] = defaultdict(list)  # the older first
+        """Play the allocations and frees of one step."""
+        held: dict[str, list[Block]] = defaultdict(list)  # storage -> its blocks, the oldest first
         for position in range(self.n_ops + 1):
             for name in self.given.get(position, ()):
                 allocator.free(held[name].pop(0))
             for name in self.taken.get(position, ()):
                 stream = self.stream.get(name, 0)
                 held[name].append(allocator.allocate(self.size_bytes[name], stream=stream))
-            for size_bytes in self.first_taken.pop(position, ()):  # kept for good
+            for size_bytes in self.first_taken.pop(position, ()):  # never freed
                 allocator.allocate(size_bytes)
             if position in self.workspace:
                 size_bytes, stream = self.workspace[position]

@@ -1,10 +1,10 @@
-"""The rules of a legal schedule, applied op by op to what is on the device.
+"""The rules of a legal schedule, and the device state that they are applied to, op by op.
 
 1. Tensors that no node outputs are resident: live from before the first op to the end.
 2. A storage's bytes are held as long as any tensor on it is on the device.
-3. `Compute` needs all inputs on the device, and the storages of which it makes aliases. It
+3. `Compute` needs all its inputs on the device, and the storages of which it makes aliases. It
    allocates all its outputs: those still live from before are counted a second time while it
-   runs. It is illegal when all of them are live, or when an alias that another node made, or one
+   runs. It is illegal if all its outputs are live, or if an alias that another node made, or one
    left over without its root, still holds the old storage. The workspace counts while it runs.
 4. Each forward node runs at least once, first runs in graph order; a node that is not recomputable
    and each node of a later phase runs exactly once, in graph order. All forward nodes have run
@@ -18,17 +18,18 @@
    those of outputs of the graph: whoever receives an output holds its memory.
 8. `Fetch` brings back every tensor on the storage that has been made so far, except what has been
    overwritten. They are live again, and each is freed by itself.
-9. A node overwrites a storage only while the device has the only copy of it. So whatever is on the
-   host or the disk is what the storage holds now: recomputing it gives the same bits.
-10. Of several in flight (`Graph.n_in_flight`), each other one holds what the schedule has on the
-   device, beside what is resident, when the forward pass has ended: all forward nodes have run, and
-   nothing else was computed. It counts at every op before the optimizer's first. Gradients that
-   add up over them (`Graph.accumulated`), and what those that have run leave (`Graph.in_turn`),
-   count from then on where that is more (`solver.schedule.ops.bytes_of_others`).
-11. What is in host memory for the whole step, the optimizer's state and parameters
-   (`Graph.host_state_bytes`), is there from before the first op to the end. A node
-   of the optimizer has all streams to itself then: it starts when the copies before it have ended,
-   and those after it start when it has ended.
+9. A node may overwrite a storage only if neither the host nor the disk has a copy of it. So a copy
+   there always equals the current contents of the storage: recomputing it gives the same bits.
+10. If several micro-batches are in flight (`Graph.n_in_flight`), each of the others holds as many
+   bytes as this schedule holds, without resident tensors, when the forward pass has ended: after
+   all forward nodes have run and before anything else is computed. They count at every op before
+   the optimizer's first. After the forward pass, the gradients accumulated over the micro-batches
+   (`Graph.accumulated`) and what completed ones leave (`Graph.in_turn`) count where that is more
+   (`solver.schedule.ops.bytes_of_others`).
+11. The optimizer's state and the parameters that are in host memory (`Graph.host_state_bytes`) are
+   there from before the first op to the end. In a step that has some, an optimizer node has all
+   streams to itself: it starts when the copies before it have ended, and those after it start when
+   it has ended.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ _LATE = ("backward", "optimizer")
 
 
 class Device:
-    """What is on the device, and which nodes have run.
+    """The state of the device: which tensors are on it, and which nodes have run.
 
-    stays: to be filled, if anyone asks.
-    streams: where copies go, and when (None: the schedule has none).
+    Call `run` for each op in order, appending what it returns to `live_bytes`, then `end`.
+
+    stays: filled with every stay of a storage (None: not asked for).
+    streams: the copies on host and disk, and their times (None: the schedule has no copies).
     """
 
     def __init__(self, graph: Graph, stays: list[Stay] | None, streams: Streams | None) -> None:
@@ -76,7 +79,7 @@ class Device:
         self._overwritten: set[str] = set()
 
     def run(self, op: Op) -> int:
-        """Apply one op; return the bytes on the device during it."""
+        """Apply one op; return the bytes on the device during it. Raises IllegalScheduleError."""
         if isinstance(op, Free):
             return self._free(op.tensor)
         if not isinstance(op, Compute):
@@ -92,7 +95,7 @@ class Device:
 
     @property
     def saved_bytes(self) -> int:
-        """Held when the forward pass has ended, beside what is resident."""
+        """Bytes on the device when the forward pass has ended, without resident tensors."""
         if self._saved_bytes is None:
             return self.bytes - self.graph.resident_bytes
         return self._saved_bytes
@@ -101,6 +104,7 @@ class Device:
         return IllegalScheduleError(len(self.live_bytes), reason)
 
     def _check_turn(self, node: Node) -> None:
+        """Rule 4: the node may run now, by the order of first runs and by how often it may run."""
         if node.name in self._ran:
             if node.phase != "forward":
                 raise self._illegal(f"{node.phase} node {node.name!r} runs a second time")
@@ -121,6 +125,7 @@ class Device:
         raise self._illegal(f"{node.name!r} runs before {expected.name!r} has")
 
     def _check_tensors(self, node: Node) -> None:
+        """Rules 3 and 9: what the node reads is on the device, and it may write its outputs."""
         for name in node.inputs:
             if name not in self._live:
                 raise self._illegal(f"{node.name!r} reads {name!r}, which is not on the device")
@@ -143,6 +148,7 @@ class Device:
                 )
 
     def _check_recompute(self, node: Node) -> None:
+        """Rule 3: some output is missing, and no alias keeps an old storage alive."""
         live = [name for name in node.outputs if name in self._live]
         if len(live) == len(node.outputs):
             raise self._illegal(
@@ -159,13 +165,15 @@ class Device:
                 )
 
     def _compute(self, node: Node) -> int:
+        """Run a node that has passed the checks; return the bytes on the device meanwhile."""
         allocated = 0
         replaced = 0
         streams, root_of = self.streams, self.graph.root
         if streams is not None:
             if self.graph.host_state_bytes and node.phase == "optimizer":
                 streams.wait_for_all()
-            # It waits for what is being fetched; what it replaces is given up when it has run.
+            # The node waits for inputs that are being fetched. Outputs that it replaces are given
+            # up when it has run.
             reads = map(root_of, self.graph.needs[node.name])
             streams.compute(len(self.live_bytes), node.time_s, reads)
             for name in node.outputs:
@@ -191,7 +199,8 @@ class Device:
             root = root_of(node.overwrites)
             self._overwritten.update((root, *self.graph.views[root]))
             self._overwritten.difference_update(node.outputs)
-            if self._stays is not None and root in self._open_stays:  # from here on it is another's
+            # The storage now holds this node's output, so a new stay begins.
+            if self._stays is not None and root in self._open_stays:
                 self._end_stay(root, len(self.live_bytes))
                 self._start_stay(root, node)
         self._ran.add(node.name)
@@ -199,7 +208,7 @@ class Device:
         return during
 
     def _move(self, op: Op) -> int:
-        """A copy to or from the host or the disk, or the end of one there."""
+        """Apply a copy between device, host and disk, or give up the copy on the host or disk."""
         if self.streams is None or not isinstance(op, Copy | Drop | Delete):
             raise self._illegal(f"{op!r} is not an op of a schedule")
         storage = op.storage
@@ -230,10 +239,11 @@ class Device:
 
     @cached_property
     def _leaving(self) -> frozenset[str]:
-        """The storages of the outputs."""
+        """The storages of the graph's outputs."""
         return frozenset(map(self.graph.root, self.graph.outputs))
 
     def _bring_back(self, tensor: Tensor) -> None:
+        """Rule 8: make the tensors on a fetched storage live again."""
         on_storage = (tensor.name, *self.graph.views.get(tensor.name, ()))
         brought = [
             name
@@ -249,6 +259,7 @@ class Device:
             self._open_stays[tensor.name] = layer, len(self.live_bytes)
 
     def _start_stay(self, storage: str, node: Node) -> None:
+        """Begin a stay of a storage that the node allocates or overwrites; end the one before."""
         position = len(self.live_bytes)
         if storage in self._open_stays:  # replaced: both copies count while the node runs
             self._end_stay(storage, position + 1)
@@ -263,6 +274,7 @@ class Device:
         self._stays.append(Stay(storage, layer, start, stop))
 
     def _free(self, name: str) -> int:
+        """Rule 5: free a tensor; its storage's bytes are released with the last tensor on it."""
         producer = self.graph.producer.get(name)
         if producer is None:
             known = name in self.graph.tensor_by_name
@@ -284,6 +296,10 @@ class Device:
         return self.bytes
 
     def end(self) -> None:
+        """Check what must hold at the end (rules 4 and 6), and close the open stays.
+
+        Raises IllegalScheduleError.
+        """
         if len(self._ran) < len(self.graph.nodes):
             missing = self.graph.nodes[len(self._ran)].name
             raise IllegalScheduleError(None, f"{missing!r} has never run")

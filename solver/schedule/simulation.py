@@ -1,4 +1,4 @@
-"""What the simulator returns, and the errors of schedules that break a rule."""
+"""The simulator's result, and the errors for schedules that break a rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 
 class IllegalScheduleError(ValueError):
-    """The schedule breaks a rule at `position`, an index of its ops (None: at the end)."""
+    """The schedule breaks a rule at `position`, an index into its ops (None: at the end)."""
 
     def __init__(self, position: int | None, reason: str) -> None:
         self.position = position
@@ -18,7 +18,7 @@ class IllegalScheduleError(ValueError):
 
 
 class OtherGraphError(IllegalScheduleError):
-    """The schedule is of another graph; none of its ops was simulated."""
+    """The schedule was made for another graph; none of its ops was simulated."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(None, reason)
@@ -27,20 +27,20 @@ class OtherGraphError(IllegalScheduleError):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a legal schedule costs.
+    """The time and memory of a legal schedule.
 
-    time_s: seconds until computes and copies have ended.
-    peak_bytes: the most on the device at once, resident tensors and other micro-batches in flight
-        included.
-    peak_op: position of the first op that reaches the peak (None: no ops, only resident tensors).
-    live_bytes: bytes on the device during each op (outputs and workspace included for a compute,
-        after the drop for a free).
-    n_recomputed: computes beyond each node's first.
-    saved_bytes: on the device when the forward pass has ended, beside what is resident.
-    host_peak_bytes, disk_peak_bytes: the most that copies take there at once, on the host with the
-        optimizer's state that is there.
+    time_s: seconds until all computes and copies have ended.
+    peak_bytes: the most bytes on the device at once, resident tensors and other micro-batches in
+        flight included.
+    peak_op: position of the first op that reaches the peak (None: the schedule has no ops).
+    live_bytes: bytes on the device during each op: for a compute with its outputs and workspace,
+        for a free after it.
+    n_recomputed: number of recomputes: computes beyond each node's first.
+    saved_bytes: bytes on the device when the forward pass has ended, without resident tensors.
+    host_peak_bytes, disk_peak_bytes: the most bytes in host memory and on the disk at once. Host
+        memory includes the optimizer's state and parameters that are there for the whole step.
     stall_s: the part of `time_s` in which nothing is computed.
-    busy_s: seconds of all copies by direction: store, fetch, spill, load ({}: no copies).
+    busy_s: total seconds of copies by stream: store, fetch, spill, load ({}: no copies).
     """
 
     time_s: float
@@ -60,13 +60,14 @@ Layer = Literal["kept", "recomputed", "gradients"]
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A storage on the device from the op that allocates or overwrites it to the one that frees or
-    overwrites it.
+    """One stay of a storage on the device, from the op that allocates or overwrites it to the op
+    that frees or overwrites it.
 
-    layer: kept (allocated by a forward op's first run, or by the caller's loss), recomputed (by a
-        later run) or gradients (by the backward pass or the optimizer). Fetched again: kept, or
-        gradients.
-    start, stop: it counts during the ops at positions start .. stop - 1.
+    storage: its root tensor.
+    layer: "kept" (made by the first run of a forward node, or by the caller's loss), "recomputed"
+        (by a later run) or "gradients" (by the backward pass or the optimizer). A storage that is
+        fetched from the host is "kept" or "gradients".
+    start, stop: its bytes count during the ops at positions start .. stop - 1.
     """
 
     storage: str

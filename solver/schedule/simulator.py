@@ -1,11 +1,13 @@
-"""The simulator: is a schedule legal, what is its peak, how long does it take.
+"""The simulator: whether a schedule is legal, its peak, and how long it takes.
 
-It checks every method, and it is the only code that says what a schedule costs. It knows the two
-file formats and nothing of how a schedule was found. Its rules are in `solver.schedule.rules`.
+Every method's schedule is simulated here; no other code decides what a schedule costs. The
+simulator knows the graph and the schedule, and nothing of how the schedule was found. Its rules are
+in `solver.schedule.rules`.
 
-Bytes go by program order. A copy's target is occupied from the op that starts it; bytes are given
-back where `Free`, `Drop` and `Delete` stand, or where a compute replaces an output. So whether a
-schedule fits does not depend on a time. How long it takes is for `solver.schedule.streams`.
+Bytes are counted in program order. The target of a copy is occupied from the op that starts the
+copy. Bytes are released at `Free`, `Drop` and `Delete`, or by a compute that replaces an output. So
+whether a schedule fits does not depend on any times. `solver.schedule.streams` computes how long
+it takes.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from solver.schedule.streams import Event, Streams
 
 
 def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) -> Simulation:
-    """What the schedule costs. Raises IllegalScheduleError.
+    """Simulate the schedule: its time, peak and bytes on the device.
 
-    places: what it may copy to. Their capacities are not checked here, no more than a budget is:
-        compare `host_peak_bytes` and `disk_peak_bytes`.
+    places: the host memory and disk that it copies to. Neither their capacities nor a budget are
+        checked here: compare `peak_bytes`, `host_peak_bytes` and `disk_peak_bytes`.
+
+    Raises IllegalScheduleError.
     """
     device = _run(graph, schedule, places=places)
     live_bytes = device.live_bytes
@@ -52,10 +56,11 @@ def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) 
 
 
 def stays(graph: Graph, schedule: Schedule) -> tuple[Stay, ...]:
-    """Which storages the step allocates, and when each is on the device; resident ones left out.
+    """The storages that the step allocates, and when each is on the device; without resident ones.
 
-    With the resident tensors, the workspace of the op that runs and other micro-batches in flight
-    they add up to `live_bytes`.
+    Together with the resident tensors, the workspace of the running op and the other micro-batches
+    in flight they add up to `live_bytes`.
+
     Raises IllegalScheduleError.
     """
     found: list[Stay] = []
@@ -64,7 +69,7 @@ def stays(graph: Graph, schedule: Schedule) -> tuple[Stay, ...]:
 
 
 def timeline(graph: Graph, schedule: Schedule, *, places: Places | None) -> tuple[Event, ...]:
-    """When each compute and each copy runs, in the order of the schedule.
+    """When each compute and each copy starts and ends, in the order of the schedule.
 
     Raises IllegalScheduleError.
     """
@@ -76,7 +81,10 @@ def timeline(graph: Graph, schedule: Schedule, *, places: Places | None) -> tupl
 def starts_s(
     graph: Graph, schedule: Schedule, *, places: Places | None = None
 ) -> tuple[float, ...]:
-    """When each compute starts, and when the step ends. Raises IllegalScheduleError."""
+    """When each compute starts, followed by when the step ends; in seconds.
+
+    Raises IllegalScheduleError if the schedule has copies; without copies it is not checked.
+    """
     if not schedule.has_copies:
         times_s = (graph.node_by_name[name].time_s for name in schedule.order)
         return tuple(accumulate(times_s, initial=0.0))
@@ -86,7 +94,7 @@ def starts_s(
 
 
 _ANY_PLACES = Places(host=Place(1, Link(1.0, 1.0)), disk=Place(1, Link(1.0, 1.0)))
-"""Where no time is asked for, as no bytes depend on one."""
+"""Stand-ins for host and disk when only bytes are asked for: bytes do not depend on the rates."""
 
 
 def _run(
@@ -97,6 +105,7 @@ def _run(
     stays: list[Stay] | None = None,
     events: list[Event] | None = None,
 ) -> Device:
+    """Apply all ops to a `Device` and return it; fills the lists `stays` and `events` if given."""
     if schedule.graph_id != graph.graph_id:
         raise IllegalScheduleError(
             None,

@@ -1,4 +1,4 @@
-"""What `solve` returns: the request, the schedule, what it costs, and the proof beside it."""
+"""What `solve` returns: the request, the schedule, what it costs, and its proven lower bound."""
 
 from __future__ import annotations
 
@@ -41,23 +41,25 @@ Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
 STATUSES: tuple[str, ...] = get_args(Status)
 FORMAT, OLDER_FORMATS = "schedule/2", ("schedule/1",)
 OPTIMAL_GAP = 1e-3
-"""A schedule within this share of the baseline's time of its proven bound is called optimal."""
+"""A schedule is called optimal if its gap is at most this share of the baseline's time."""
 
 
 @dataclass(frozen=True)
 class Solution:
     """What `solve` returns; `apply` runs it, `solver.report` prints it, `save` writes it.
 
-    status: optimal (gap below OPTIMAL_GAP), feasible, infeasible, time_limit.
-    schedule, simulation: None when nothing was found.
+    status: "optimal" (gap at most OPTIMAL_GAP), "feasible", "infeasible" (nothing was found), or
+        "time_limit" (nothing was found in time).
+    graph: the step that the schedule is for: the variant with the best plan.
+    schedule, simulation: the plan and what it costs (None: nothing was found).
     baseline: the simulation of the step as PyTorch runs it without a plan (`unplanned`).
     lower_bound_s: no schedule that keeps the order of first computation and fits the budget is
         faster.
-    obstacle: why nothing was found, where nothing was.
-    timed_out: the time limit ended the search: more time might find more, and another machine might
-        find something else.
-    interrupted: Ctrl-C ended the search (and not the time limit).
-    variants: what `graph` was chosen from (None: it was given alone).
+    obstacle: why nothing was found (None: something was).
+    timed_out: the time limit ended the search: more time might find a better plan, and another
+        machine might find a different one.
+    interrupted: Ctrl-C, not the time limit, ended the search.
+    variants: the programs that `graph` was chosen from (None: only one was given).
     """
 
     status: Status
@@ -76,17 +78,17 @@ class Solution:
 
     @property
     def plain(self) -> Graph:
-        """The step without rewrites, where it is known; else the graph of the plan."""
+        """The step without rewrites if it is known, else the graph of the plan."""
         return self.graph if self.variants is None else self.variants.plain
 
     @cached_property
     def unplanned(self) -> Graph:
-        """The plain step with what eager mode holds (`graphs.graph`)."""
+        """The plain step with the tensor lifetimes of eager mode (`graphs.graph.as_eager`)."""
         return as_eager(self.plain)
 
     @cached_property
     def peaks(self) -> tuple[PeakMemory, ...]:
-        """What is there at the peaks of the baseline, and of a plan that differs from it."""
+        """The memory at the peak of the baseline and, if a plan differs from it, of the plan."""
         plain, found = self.baseline, self.simulation
         unplanned = baseline_schedule(self.unplanned)
         before = PeakMemory("baseline", self.unplanned, unplanned, plain)
@@ -102,7 +104,7 @@ class Solution:
         return self.simulation
 
     def __repr__(self) -> str:
-        """One line: what was asked, what was found, what is proven."""
+        """One line: the request, the plan found, and the proven bound."""
         asked = f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
         environment = self.graph.meta.environment
         if words := sharding_words(environment) or zero_words(environment):
@@ -128,7 +130,7 @@ class Solution:
 
     @property
     def proven_infeasible(self) -> bool:
-        """No schedule of any method fits."""
+        """Whether it is proven that no schedule fits, whichever method makes it."""
         return self.simulation is None and (
             math.isinf(self.lower_bound_s)
             or (
@@ -139,28 +141,31 @@ class Solution:
 
     @property
     def fits_without_plan(self) -> bool:
-        """Nothing was found, but the step as PyTorch runs it without a plan fits: it writes into
-        memory that the planned program copies."""
+        """Whether no plan was found, yet the step as PyTorch runs it without a plan fits.
+
+        This can happen because eager mode updates some tensors in place that the planned program
+        copies.
+        """
         fits = self.baseline.peak_bytes <= self.request.available_bytes
         return self.simulation is None and fits
 
     @property
     def minimum_budget_bytes(self) -> int | None:
-        """The smallest budget, reserve included, for which a schedule was found (None: unknown)."""
+        """The smallest budget with a known schedule, reserve included (None: unknown)."""
         if self.obstacle is None:
             return None
         return self.obstacle.reached_bytes + self.request.reserve_bytes
 
     @property
     def proven_minimum_bytes(self) -> int:
-        """Below this budget, reserve included, no schedule of any method fits (0: unknown)."""
+        """The budget, reserve included, below which provably no schedule fits (0: unknown)."""
         if self.obstacle is None or not self.obstacle.proven_bytes:
             return 0
         return self.obstacle.proven_bytes + self.request.reserve_bytes
 
     @property
     def obstacle_text(self) -> str:
-        """The minimum budget and the bottleneck op, to append to "nothing fits"; "" if unknown."""
+        """Minimum budget and bottleneck op, to append to "nothing fits"; "" if unknown."""
         if self.obstacle is None:
             return ""
         text = f"; minimum budget found: {format_size_up(self.minimum_budget_bytes or 0)}"
@@ -178,7 +183,7 @@ class Solution:
 
     @property
     def without_plan_text(self) -> str:
-        """What to do where `fits_without_plan`."""
+        """Advice for the case `fits_without_plan`."""
         taken = format_size_up(self.baseline.peak_bytes + self.request.reserve_bytes)
         return f"without a plan the step takes {taken}, which fits: train without one"
 
@@ -191,21 +196,20 @@ class Solution:
 
     @property
     def lower_bound_overhead(self) -> float:
-        """The overhead that no schedule within the budget can beat (inf: nothing fits)."""
+        """The smallest overhead that a schedule within the budget may have (inf: nothing fits)."""
         return max(0.0, _share(self.lower_bound_s, self.baseline.time_s))
 
     @property
     def gap(self) -> float | None:
-        """Overhead minus its lower bound, in shares of the baseline; None without a schedule."""
+        """Overhead minus its lower bound; None without a schedule."""
         if self.simulation is None:
             return None
         slower_s = self.simulation.time_s - self.lower_bound_s
         return max(0.0, slower_s / (self.baseline.time_s or 1.0))
 
     def with_bound(self, lower_bound_s: float) -> Solution:
-        """The same answer with a bound proven elsewhere for this graph and budget, if it is better.
-
-        The status follows from the better bound.
+        """This solution with the larger of its bound and another one proven for the same graph and
+        budget. With a schedule, the status is set by the gap to that bound.
         """
         lower_bound_s = max(lower_bound_s, self.lower_bound_s)
         status = self.status
@@ -216,11 +220,14 @@ class Solution:
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Where the graph was traced: torch, device, shapes, dtypes, train, autocast, costs."""
+        """How the graph was traced: torch, device, shapes, dtypes, train, autocast, costs."""
         return {**self.graph.meta.environment, "costs": self.graph.meta.costs}
 
     def save(self, path: str | Path) -> None:
-        """Write schedule.json (format schedule/2), whole or not at all."""
+        """Write schedule.json (format schedule/2) atomically: the whole file or nothing.
+
+        Raises ValueError if there is no schedule.
+        """
         if self.schedule is None or self.simulation is None:
             raise ValueError(
                 f"no schedule to save: the status is {self.status}{self.obstacle_text}"
@@ -266,11 +273,12 @@ class Solution:
     def load(cls, path: str | Path, *, graph: Graph | str | Path) -> Solution:
         """Read schedule.json against its graph and simulate the schedule.
 
-        Bound and status are taken from the file: proving them takes a search. So are time and peak
-        of the baseline where the graph was made by rewrites of the program: it does not say what
-        they were made from.
+        Bound and status are taken from the file, since proving them takes a search. Time and peak
+        of the baseline are also taken from it if the graph was made by rewrites of the program:
+        such a graph does not contain the step before the rewrites.
 
-        Raises FormatError (the file), IllegalScheduleError (the schedule on this graph), OSError.
+        Raises FormatError for an invalid file, IllegalScheduleError if the schedule is illegal on
+        this graph or exceeds the file's request, and OSError.
         """
         graph = graph if isinstance(graph, Graph) else Graph.load(graph)
         saved = SavedSchedule.load(path)
@@ -310,7 +318,7 @@ class Solution:
 class SavedSchedule:
     """The contents of schedule.json: a schedule and its request, without the graph.
 
-    rewrites: those of its graph (`graphs.rewrites`).
+    rewrites: the rewrites that its graph was made with (`graphs.rewrites`).
     baseline_time_s, baseline_peak_bytes: of the plain step (0: an older file does not say).
     """
 
@@ -361,7 +369,7 @@ class SavedSchedule:
 
 
 def _with_state_as_planned(graph: Graph, saved: SavedSchedule) -> Graph:
-    """The graph with the optimizer's state, and parameters, where the file says that they are."""
+    """The graph with the optimizer's state and the parameters on host or device, as in the file."""
     graph = with_state_on_device(graph)
     optimizer = optimizer_of(saved.environment)
     places = saved.request.places
@@ -374,12 +382,13 @@ def _with_state_as_planned(graph: Graph, saved: SavedSchedule) -> Graph:
 
 
 def simulate_unplanned(plain: Graph) -> Simulation:
-    """What PyTorch takes for this step without a plan. plain: the step without rewrites."""
+    """Simulate the step as PyTorch runs it without a plan. plain: the step without rewrites."""
     eager = as_eager(plain)
     return simulate(eager, baseline_schedule(eager))
 
 
 def _share(time_s: float, baseline_time_s: float) -> float:
+    """The extra time as a share of the baseline's."""
     if math.isinf(time_s):
         return math.inf
     return (time_s - baseline_time_s) / baseline_time_s if baseline_time_s else 0.0

@@ -1,17 +1,18 @@
-"""Copies beside the computation: what is on the host and the disk, and when each stream is where.
+"""Copies that overlap with the computation: what is on host and disk, and when each stream runs.
 
-Five streams run at once, each its ops in the order of the schedule: compute, and one for each
-direction of each link (store, fetch, spill, load). The step ends with the last of them.
+Five streams run concurrently: compute, and one for each direction of each link (store, fetch,
+spill, load). Each runs its ops in the order of the schedule. The step ends when all have ended.
 
 - A compute waits for its stream, and for the fetches of the storages that it reads.
-- A copy waits for its stream, for the compute stream to have come to this position, and for its
-  source to be whole.
-- A step of the optimizer that copies its state waits for all copies.
-- Giving up a storage makes whoever may reuse its bytes wait until the copies from and to it have
-  ended: `Free` the compute stream, as does a compute with an output that replaces what is still
-  there, after it has run; `Drop` later copies to the host; `Delete` later copies to the disk.
+- A copy waits for its stream, for the compute stream to reach the copy's position in the schedule,
+  and for its source to be complete.
+- An optimizer step that copies its state waits for all copies.
+- When a storage is given up, whoever may reuse its bytes waits until the copies from and to it have
+  ended. `Free` makes the compute stream wait, and so does a compute that replaces a live output,
+  after it has run; `Drop` makes later copies to the host wait, `Delete` later copies to the disk.
 
-On CUDA these are streams and events. The rules are deterministic, and no bytes depend on them.
+On CUDA these are streams and events. The rules are deterministic, and how many bytes are where does
+not depend on them.
 """
 
 from __future__ import annotations
@@ -38,16 +39,19 @@ class Event:
 
 
 class MoveError(ValueError):
-    """This storage cannot be copied or given up now; the message goes on from its name."""
+    """A storage cannot be copied or given up now. The message continues a sentence that ends with
+    the storage's name."""
 
 
 @dataclass
 class Memory:
-    """The storages of the step in one memory; on the device, only those with copies.
+    """The storages in one memory; for the device only those that were copied from or to.
 
-    ready_s: storage -> when its copy is whole; where it was computed, the compute stream knows.
+    ready_s: storage -> when the copy to here is complete. A storage that was computed on the device
+        has no entry: it is ready when the compute stream has reached this position.
     busy_s: storage -> when the last copy from or to it ends.
-    reusable_s: when all that has been given up here may be written over.
+    reusable_s: when all bytes that were given up here may be overwritten.
+    bytes, peak_bytes: bytes of the copies here now, and the most so far; not used for the device.
     """
 
     name: str
@@ -58,21 +62,28 @@ class Memory:
     peak_bytes: int = 0
 
     def add(self, storage: str, size_bytes: int, ready_s: float) -> None:
+        """Add a copy that is complete at `ready_s`."""
         self.ready_s[storage] = self.busy_s[storage] = ready_s
         self.bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     def touch(self, storage: str, end_s: float) -> None:
+        """Note that a copy from this storage ends at `end_s`."""
         self.busy_s[storage] = max(end_s, self.busy_s.get(storage, 0.0))
 
     def remove(self, storage: str, size_bytes: int) -> None:
+        """Give up a copy; its bytes can be reused once the copies from and to it have ended."""
         self.ready_s.pop(storage, None)
         self.reusable_s = max(self.reusable_s, self.busy_s.pop(storage, 0.0))
         self.bytes -= size_bytes
 
 
 class Streams:
-    """How far each of the five streams is. events: to be filled, if anyone asks."""
+    """The clocks of the five streams, and the copies on host and disk.
+
+    places: the host and disk that can be copied to.
+    events: filled with the times of every compute and copy (None: not asked for).
+    """
 
     def __init__(self, places: Places | None, events: list[Event] | None) -> None:
         self.host, self.disk = Memory("host"), Memory("disk")
@@ -86,22 +97,22 @@ class Streams:
         self._stalls_s: list[float] = []
 
     def copies_of(self, storage: str) -> str:
-        """Where the storage has copies, in words; "": nowhere but on the device."""
+        """Where the storage has copies: "host", "disk", "host and the disk", or ""."""
         return " and the ".join(m.name for m in (self.host, self.disk) if storage in m.ready_s)
 
     def compute(self, position: int, time_s: float, reads: Iterable[str]) -> None:
-        """The node runs; it reads these storages."""
+        """Run a node. reads: the storages that it reads, whose fetches it waits for."""
         ready_s = self._device.ready_s
         if ready_s:
             self._stall_until(max((ready_s.get(storage, 0.0) for storage in reads), default=0.0))
         self._run("compute", position, self._at_s["compute"], time_s)
 
     def wait_for_all(self) -> None:
-        """The next compute starts when all copies have ended."""
+        """Make the next compute wait for all copies started so far."""
         self._stall_until(max(self._at_s.values()))
 
     def leave_device(self, storage: str) -> None:
-        """Its bytes on the device may be reused from here on."""
+        """Make the compute stream wait until the storage's bytes on the device can be reused."""
         if storage in self._device.busy_s:
             self._stall_until(self._device.busy_s[storage])
             self._device.remove(storage, 0)
@@ -112,7 +123,10 @@ class Streams:
             self._at_s["compute"] = ready_s
 
     def copy(self, position: int, op: Copy, size_bytes: int, *, on_device: bool) -> None:
-        """Raises MoveError."""
+        """Start a copy. on_device: whether the storage is on the device.
+
+        Raises MoveError if the source does not have the storage, or the target already has it.
+        """
         stream, source, target, time_s = self._route(op, size_bytes)
         for memory, wanted in ((source, True), (target, False)):
             is_there = on_device if memory is self._device else op.storage in memory.ready_s
@@ -120,6 +134,7 @@ class Streams:
                 raise MoveError(f"which is on the {memory.name} already")
             if wanted and not is_there:
                 raise MoveError(f"which is not on the {memory.name}")
+        # The copy waits for its stream, the compute stream, its source, and its target's bytes.
         start_s = max(
             self._at_s[stream],
             self._at_s["compute"],
@@ -132,14 +147,14 @@ class Streams:
         target.add(op.storage, size_bytes, end_s)
 
     def give_up(self, op: Drop | Delete, size_bytes: int) -> None:
-        """Raises MoveError."""
+        """Give up the copy on the host or the disk. Raises MoveError if there is none."""
         memory = self.host if isinstance(op, Drop) else self.disk
         if op.storage not in memory.ready_s:
             raise MoveError(f"which is not on the {memory.name}")
         memory.remove(op.storage, size_bytes)
 
     def _route(self, op: Copy, size_bytes: int) -> tuple[Stream, Memory, Memory, float]:
-        """Its stream, source, target and seconds."""
+        """The stream, source, target and duration in seconds of a copy."""
         host, disk = self._places.host, self._places.disk
         if host is None:
             raise MoveError("but no host is given to copy to; give simulate() its `places`")
@@ -160,13 +175,13 @@ class Streams:
         return end_s
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds of copies by stream."""
+        """Stream -> total seconds of its copies; streams without copies are left out."""
         return {stream: math.fsum(times_s) for stream, times_s in self._busy_s.items()}
 
     def end_s(self, compute_s: float) -> float:
-        """When the last stream ends, all computes taking `compute_s`.
+        """When the last stream ends. compute_s: the total seconds of all computes.
 
-        Where nothing stalls, it is that to the last bit.
+        Without stalls, the compute stream ends at exactly `compute_s`, bit by bit.
         """
         others_s = (at_s for stream, at_s in self._at_s.items() if stream != "compute")
         return max(math.fsum((compute_s, *self._stalls_s)), *others_s)

@@ -1,4 +1,4 @@
-"""Sizes and number formats, deadlines and C code that Ctrl-C can end, lines on what runs."""
+"""Shared helpers: sizes and number formats, deadlines, interruptible C calls, progress messages."""
 
 from solver.sizes_deadlines_progress.c_calls import (
     at_once,

@@ -1,13 +1,13 @@
 """Calls of C code that Ctrl-C can end.
 
-Python runs the handler of a signal in the main thread between two of its instructions, so not
-before a call of C code returns, and one linear program may take as long as the whole search may.
-Such a call runs in another thread, and the main thread waits for it, which a signal does interrupt.
-Nothing can stop the call itself: it runs on to its own time limit. The end of the process waits for
-it a moment only. Several such calls run at once, as far as there are processors.
+Python runs signal handlers in the main thread, between two bytecode instructions. So Ctrl-C has no
+effect until a call of C code returns, and a single linear program may use the whole time limit.
+Here such a call runs in another thread, and the main thread waits for it, which a signal does
+interrupt. The call itself cannot be stopped: it runs on until its own time limit, and the exiting
+process waits for it only LEFT_S. Several calls run in parallel, at most one per processor.
 
-That helps with C code that lets go of the interpreter, as HiGHS does in SciPy from 1.15 on and in
-highspy.
+This works only for C code that releases the GIL, as HiGHS does in highspy and in SciPy from 1.15
+on.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from typing import Any, TypeVar
 from solver.sizes_deadlines_progress.deadline import OutOfTimeError, interrupted
 
 POLL_S = 0.05
-"""Between two looks at whether Ctrl-C was pressed."""
+"""How often the waiting main thread checks whether Ctrl-C was pressed."""
 LEFT_S = 1.0
-"""At the end of the process, for calls that nobody waits for. C++ code that comes back to an
-interpreter that is being taken down aborts the process, so calls that end soon end before."""
+"""How long the exiting process waits for abandoned calls. C++ code that returns to an interpreter
+that is shutting down aborts the process, so calls that are nearly done may finish first."""
 
 _R = TypeVar("_R")
 
 
 class _Worker:
-    """Runs one call after another, in one thread: HiGHS starts helpers for each that it is called
-    in."""
+    """A thread that runs one call after another. It is reused, since HiGHS starts helper threads of
+    its own for each thread that calls it."""
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        # a daemon: nobody waits for it when the process ends
+        # a daemon, so that the process can exit while a call is still running
         self.thread = threading.Thread(target=self._work, name="solver-calls", daemon=True)
         self.thread.start()
 
@@ -49,29 +49,29 @@ class _Worker:
             future, call = given
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+            except BaseException as error:  # noqa: BLE001 (raised again in the waiting thread)
                 future.set_exception(error)
             del given, future, call
 
 
 _idle: list[_Worker] = []
-"""Workers without a call; of the main thread alone."""
+"""Workers without a call. Only the main thread uses this list."""
 _left: list[_Worker] = []
-"""Workers whose call nobody waits for any more."""
+"""Workers with an abandoned call: it still runs, but nobody waits for it any more."""
 
 
 def interruptible(call: Callable[[], _R]) -> _R:
-    """What `call` returns or raises, with Ctrl-C as in Python code; see `at_once`."""
+    """Run one call of C code so that Ctrl-C ends the wait for it; see `at_once`."""
     return at_once([call])[0]
 
 
 def at_once(calls: Sequence[Callable[[], _R]]) -> list[_R]:
-    """What each of the calls returns, with Ctrl-C as in Python code.
+    """Run the calls in parallel threads and return their results in order; Ctrl-C ends the wait.
 
-    Outside of the main thread, where no signal arrives, they are called directly, in turn.
+    Outside the main thread, where no signal arrives, the calls run directly, one after another.
 
-    Raises what a call raises; KeyboardInterrupt; OutOfTimeError once Ctrl-C has ended the searches
-    (`ctrl_c_ends_searches`).
+    Raises whatever a call raises, KeyboardInterrupt on Ctrl-C, and OutOfTimeError if Ctrl-C was
+    pressed inside `ctrl_c_ends_searches`.
     """
     if threading.current_thread() is not threading.main_thread():
         return [call() for call in calls]
@@ -86,8 +86,9 @@ def at_once(calls: Sequence[Callable[[], _R]]) -> list[_R]:
             if interrupted():
                 raise OutOfTimeError
     except BaseException:
+        # Abandon the calls: those not yet started are dropped, the workers end after theirs.
         left.clear()
-        atexit.unregister(_wait_for_left)  # once is enough
+        atexit.unregister(_wait_for_left)  # register it only once
         atexit.register(_wait_for_left)
         _left.extend(workers)
         for worker in workers:
@@ -100,7 +101,10 @@ def at_once(calls: Sequence[Callable[[], _R]]) -> list[_R]:
 
 
 def _run_those_left(left: deque[tuple[int, Callable[[], _R]]], results: dict[int, _R]) -> None:
-    """Of calls with their numbers, in one of the threads that do so."""
+    """Take calls from the shared queue `left` until it is empty; runs in each worker thread.
+
+    left: (index, call) pairs. results: index -> what the call returned; filled here.
+    """
     while True:
         try:
             index, call = left.popleft()
@@ -110,13 +114,15 @@ def _run_those_left(left: deque[tuple[int, Callable[[], _R]]], results: dict[int
 
 
 def _taken(n_workers: int) -> list[_Worker]:
+    """Take idle workers, and start new ones if there are too few."""
     found = [_idle.pop() for _ in range(min(n_workers, len(_idle)))]
-    alive = [worker for worker in found if worker.thread.is_alive()]  # not after a fork
+    # after a fork, the parent's threads do not exist in the child
+    alive = [worker for worker in found if worker.thread.is_alive()]
     return alive + [_Worker() for _ in range(n_workers - len(alive))]
 
 
 def _n_processors() -> int:
-    """Those that this process may use."""
+    """The number of processors that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS, Windows
@@ -124,7 +130,10 @@ def _n_processors() -> int:
 
 
 def end_idle_calls() -> None:
-    """End the threads that wait for calls; the next call starts others. Of the main thread."""
+    """End the idle worker threads; the next call starts new ones.
+
+    Does nothing outside the main thread.
+    """
     if threading.current_thread() is threading.main_thread():
         for worker in _idle:
             worker.calls.put(None)
@@ -133,16 +142,18 @@ def end_idle_calls() -> None:
         _idle.clear()
 
 
-atexit.register(end_idle_calls)  # before the interpreter goes, in which no thread ends cleanly
+# At exit, while the interpreter still works: during its shutdown threads cannot end cleanly.
+atexit.register(end_idle_calls)
 
 
 def calls_are_left() -> bool:
-    """Whether calls that nobody waits for are still running."""
+    """Whether abandoned calls are still running."""
     _left[:] = [worker for worker in _left if worker.thread.is_alive()]
     return bool(_left)
 
 
 def _wait_for_left() -> None:
+    """Wait at most LEFT_S, in all, for the abandoned calls."""
     until_s = time.monotonic() + LEFT_S
     for worker in _left:
         worker.thread.join(max(0.0, until_s - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Who reads a report: what it advises is said in the words that its reader types."""
+"""Advice in reports and errors, worded as command-line options or as Python arguments."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reader:
-    """saves: writes the schedule. in_16_bits: plans with mixed precision, as a request. longer: how
-    to give a search more time. last_bits: lets rewrites change last bits. measured: plans with the
-    workspace that operators take on this device. on_host: plans with parameters in host memory.
-    no_reserve: leaves the whole budget to the step.
+    """What the reader of a report types to follow each piece of advice.
+
+    saves: to write the schedule to a file.
+    in_16_bits: to plan with mixed precision, as a full instruction.
+    longer: to give a search more time, as a full instruction.
+    last_bits: to allow rewrites that change the last bits of results.
+    measured: to plan with costs and workspace measured on this device.
+    host: to let the plan use host memory.
+    on_host: to plan with parameters in host memory.
+    no_reserve: to leave the whole budget to the step.
     """
 
     saves: str

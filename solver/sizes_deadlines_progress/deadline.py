@@ -1,10 +1,10 @@
-"""When a search has to end.
+"""Deadlines: when a search has to end.
 
 Searches limit their work by counts (positions, rounds, branch-and-bound nodes, evictions), so that
 the same question has the same answer on every machine and under any load. The clock and Ctrl-C only
-end a search early, and its answer says so. Every loop whose length depends on the graph asks the
-deadline, and every linear program gets the time that is left. What cannot be stopped half-way is
-one simulation of one schedule, linear in its length.
+end a search early, and its answer says so. Every loop whose length depends on the graph checks the
+deadline, and every linear program is given the time that is left. Only one simulation of one
+schedule, which is linear in its length, cannot be stopped half-way.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ def now_s() -> float:
 
 
 class OutOfTimeError(Exception):
-    """The deadline has passed in the middle of something of which a part is of no use."""
+    """The deadline passed in the middle of a computation whose partial result is of no use."""
 
 
 _interrupts: list[threading.Event] = []
-"""Of the active `ctrl_c_ends_searches`: at most one."""
+"""The event of the active `ctrl_c_ends_searches`; at most one entry."""
 _raising: list[bool] = []
-"""Of the active `ctrl_c_raises`."""
+"""One entry for each active `ctrl_c_raises`."""
 
 
 def interrupted() -> bool:
-    """Whether Ctrl-C was pressed in the active `ctrl_c_ends_searches`."""
+    """Whether Ctrl-C was pressed inside the active `ctrl_c_ends_searches`."""
     return any(event.is_set() for event in _interrupts)
 
 
 @contextlib.contextmanager
 def ctrl_c_ends_searches() -> Iterator[threading.Event]:
-    """The first Ctrl-C makes every deadline pass and sets the event; the second raises
-    KeyboardInterrupt.
+    """Within this context the first Ctrl-C ends the searches; the second raises KeyboardInterrupt.
 
-    Without effect outside the main thread, and where Ctrl-C does something else than to raise
-    KeyboardInterrupt.
+    The first one makes every deadline pass and sets the yielded event. A nested context yields the
+    event of the outer one. Has no effect outside the main thread, or if the program has replaced
+    Python's default handler for Ctrl-C.
     """
     if _interrupts:
         yield _interrupts[-1]
@@ -58,6 +58,7 @@ def ctrl_c_ends_searches() -> Iterator[threading.Event]:
         return
 
     def end(_signal: int, _frame: object) -> None:
+        # the second Ctrl-C has Python's default effect
         signal.signal(signal.SIGINT, signal.default_int_handler)
         event.set()
         if _raising:
@@ -74,8 +75,8 @@ def ctrl_c_ends_searches() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def ctrl_c_raises() -> Iterator[None]:
-    """For what asks no deadline within `ctrl_c_ends_searches`: Ctrl-C raises KeyboardInterrupt as
-    well, or has done so before."""
+    """Within `ctrl_c_ends_searches`, around code that checks no deadline: the first Ctrl-C raises
+    KeyboardInterrupt too. If it was pressed before, entering the context raises."""
     _raising.append(True)
     try:
         if interrupted():
@@ -87,18 +88,21 @@ def ctrl_c_raises() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Deadline:
-    """at_s: on the monotonic clock."""
+    """A point in time; also counts as passed once Ctrl-C was pressed (`ctrl_c_ends_searches`).
+
+    at_s: seconds on the monotonic clock (inf: never).
+    """
 
     at_s: float
 
     @classmethod
     def after(cls, limit_s: float) -> Self:
-        """So many seconds from now."""
+        """The deadline `limit_s` seconds from now."""
         return cls(now_s() + limit_s)
 
     @property
     def left_s(self) -> float:
-        """Seconds until then, at least 0."""
+        """Seconds left, at least 0."""
         if interrupted():
             return 0.0
         return self.at_s if math.isinf(self.at_s) else max(0.0, self.at_s - now_s())
@@ -108,11 +112,11 @@ class Deadline:
         return self.left_s <= 0
 
     def earlier(self, by_s: float) -> Deadline:
-        """The same with some time kept for what comes after."""
+        """A deadline `by_s` seconds earlier, to keep that time for later work."""
         return Deadline(self.at_s - by_s)
 
     def check(self) -> None:
-        """Raises OutOfTimeError once it has passed."""
+        """Raise OutOfTimeError if the deadline has passed."""
         if self.passed:
             raise OutOfTimeError
 
@@ -121,7 +125,7 @@ NEVER = Deadline(math.inf)
 
 
 def check_time_limit(time_limit_s: object) -> None:
-    """Raises ValueError for what is no positive number of seconds."""
+    """Raise ValueError unless this is a finite number of seconds above zero."""
     is_number = isinstance(time_limit_s, Real) and not isinstance(time_limit_s, bool)
     if is_number and 0 < float(time_limit_s) < math.inf:  # type: ignore[arg-type]
         return

@@ -1,4 +1,4 @@
-"""Shares, times and counts as people read them."""
+"""Shares, times, counts and ops formatted for people."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from graphs.graph import Node
 
 N_TIMES_FROM = 10.0
-"""From this overhead on a step's time is told as a multiple: a percentage of five digits says no
-more than "3526 x as long", and reads worse."""
+"""From this overhead on, a step's time is shown as a multiple: a percentage of five digits says no
+more than "3526 x as long", and is harder to read."""
 
 
 def format_share(share: float | None) -> str:
-    """An overhead: "+4.73 %", "3526 x as long"; empty for None."""
+    """Format an overhead: "+4.73 %", "3526 x as long"; "" for None."""
     if share is None:
         return ""
     if share >= N_TIMES_FROM:
@@ -22,12 +22,12 @@ def format_share(share: float | None) -> str:
 
 
 def format_percent(share: float, *, digits: int = 2) -> str:
-    """A part of something: "0.01 %"."""
+    """Format a share of a whole: "0.01 %"."""
     return f"{100 * share:.{digits}f} %"
 
 
 def format_time(time_s: float) -> str:
-    """Three figures and a unit: 1.23 s, 45.6 ms, 789 us."""
+    """Format a time with three digits and a unit: "1.23 s", "45.6 ms", "789 us"."""
     for factor, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
         if time_s >= factor:
             amount = time_s / factor
@@ -37,12 +37,13 @@ def format_time(time_s: float) -> str:
 
 
 def counted(n: int, thing: str, things: str | None = None) -> str:
-    """ "1 op", "2 ops"; things: the plural, where it is not the word and an s."""
+    """Format a count: "1 op", "2 ops". things: the plural, if it is not `thing` plus "s"."""
     return f"{n} {thing if n == 1 else things or thing + 's'}"
 
 
 def describe_op(node: Node | None) -> str:
-    """Name, operator, phase and module of an op; None: the state before the first op."""
+    """Describe an op by name, operator, phase and module. None stands for the state before the
+    first op."""
     if node is None:
         return "before the first op (all of it is resident)"
     module = f" in {node.module}" if node.module else ""

@@ -1,4 +1,4 @@
-"""A misspelt keyword argument is refused with the name that was meant."""
+"""Reject a misspelt keyword argument, and suggest the one that was probably meant."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ ELSEWHERE = {
     ("fit", "parameters"): "plans with parameters in host memory are made by "
     'solve(..., parameters="auto") and run by apply()'
 }
-"""By function and argument: what takes it instead."""
+"""(function, argument) -> what to call instead, for arguments that another function takes."""
 
 
 def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for the first given name that is not known, with the nearest one that is.
+    """Raise TypeError for the first unknown argument, suggesting the closest known one.
 
-    function: its name, for the message.
+    function: the function's name, for the message.
+    given: the names of the keyword arguments that it was called with.
+    known: the names that it takes.
     """
     names = list(known)
     for name in given:
@@ -33,7 +35,7 @@ def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def names_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, which says what was meant where a keyword argument is misspelt."""
+    """Decorate a function to suggest the right name for a misspelt keyword argument."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

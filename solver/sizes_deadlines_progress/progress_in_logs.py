@@ -1,7 +1,7 @@
-"""What runs and for how long, in a few plain lines of a log file.
+"""Progress as a few plain lines in a log file: what is running, and for how long.
 
-A thread writes them, because what takes long may tell nothing meanwhile: one search, one pass
-through a model, one linear program of HiGHS.
+A separate thread writes them, because a long computation (a search, a pass through a model, a
+linear program in HiGHS) may report nothing while it runs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from solver.sizes_deadlines_progress.deadline import now_s
 Say = Callable[[str], None]
 
 FIRST_AFTER_S = 2.0
-"""What runs is written after this time, then after twice as long, and so on: ten lines in half an
-hour."""
+"""When the first line is written; each later one comes after twice the time of the one before: ten
+lines in half an hour."""
 
 
 LAST_LINE_S = 1.0
-"""The thread has at most so long to end, which takes it no time unless the machine is busy."""
+"""How long to wait at most for the thread to end. On an idle machine it ends at once."""
 
 
 class Lines:
-    """The lines of one stage. write: takes one; by `tick` it is called in whatever thread ticks."""
+    """The progress lines of one stage.
+
+    what: what is running; may be replaced meanwhile.
+    write: takes one line; called in the thread that calls `tick`.
+    """
 
     def __init__(self, what: str, write: Say) -> None:
         self.what = what
@@ -36,11 +40,11 @@ class Lines:
 
     @property
     def due_in_s(self) -> float:
-        """Until the next line, at least 0."""
+        """Seconds until the next line, at least 0."""
         return max(0.0, self._started_s + self._due_s - now_s())
 
     def tick(self) -> None:
-        """Write what runs, if a line is due."""
+        """Write a line if one is due."""
         with self._lock:
             passed_s = now_s() - self._started_s
             if not self._is_open or passed_s < self._due_s:
@@ -50,14 +54,17 @@ class Lines:
             self._write(f"{self.what.rstrip('.')} ({passed_s:.0f} s)...")
 
     def close(self) -> None:
-        """No line comes after this."""
+        """Write no more lines."""
         with self._lock:
             self._is_open = False
 
 
 @contextlib.contextmanager
 def now_and_then(what: str, write: Say) -> Iterator[Say]:
-    """Write `what` while the block runs and takes long; the yielded function replaces `what`."""
+    """Write `what` with the time passed, now and then, while the block runs.
+
+    Nothing is written in the first FIRST_AFTER_S. The yielded function replaces `what`.
+    """
     lines = Lines(what, write)
     ended = threading.Event()
 
@@ -75,4 +82,4 @@ def now_and_then(what: str, write: Say) -> Iterator[Say]:
     finally:
         ended.set()
         lines.close()
-        thread.join(LAST_LINE_S)  # the caller finds its threads as they were
+        thread.join(LAST_LINE_S)  # leave no thread behind

@@ -1,17 +1,17 @@
-"""What runs, told to who calls from Python: a line at the start, one at the end.
+"""Progress messages for callers from Python: one line at the start, one at the end.
 
 Everything that takes seconds (`solve`, `sweep`, `verify`, `compile`, the first step of `fit` and
-`apply`) tells it here, as records of level INFO of the logger `checkpoint_solver`:
+`apply`) reports here, as records of level INFO of the logger `checkpoint_solver`:
 
-- Where logging is configured (a handler is there, of the program or of a library), it alone decides
-  what becomes of them; nothing is printed besides.
-- Elsewhere they are printed on stderr, and a terminal shows meanwhile how far it is. A notebook
-  shows them as ordinary output. Of several processes under torchrun only the first prints.
+- If logging is configured (the program or a library has added a handler), the records go there and
+  nothing is printed.
+- Otherwise they are printed on stderr, and a terminal also shows live progress. In a notebook they
+  are ordinary output. Of several processes under torchrun only the first prints.
 
-Off: `logging.getLogger("checkpoint_solver").setLevel(logging.WARNING)`. Where no handler is there,
-`propagate = False` of that logger, a level above INFO of the root logger other than its default
-(WARNING) and `logging.disable` turn them off too. Warnings are not told here; they come from the
-loggers of the modules.
+To turn them off: `logging.getLogger("checkpoint_solver").setLevel(logging.WARNING)`. Without a
+handler, these turn them off too: `propagate = False` on that logger, a level of the root logger
+that is above INFO and not its default (WARNING), and `logging.disable`. Warnings are not reported
+here; they come from the loggers of the modules.
 
 Imports Rich only for a terminal.
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger("checkpoint_solver")
 
 
 class _Stage:
-    """Something that is told, and how far it is. show: displays that."""
+    """A stage being reported. what: the current line. show: displays a new line."""
 
     def __init__(self, what: str, show: Say) -> None:
         self.what, self._show = what, show
@@ -43,25 +43,27 @@ class _Stage:
 
 
 _outer: ContextVar[_Stage | None] = ContextVar("_outer", default=None)
-"""What is told while parts of it run."""
+"""The outermost stage being reported; stages inside it only replace its line."""
 
 
 def tell(line: str) -> None:
-    """What came out, in one line; nothing within `telling`, of which it would be a part."""
+    """Report a result in one line. Inside `telling` nothing is reported: only the outermost caller
+    reports its result."""
     if _outer.get() is None:
         _write(line)
 
 
 @contextlib.contextmanager
 def telling(what: str, *, in_lines: bool = False) -> Iterator[Say]:
-    """Tell `what` runs; the yielded function tells how far it is, in a line that replaces `what`.
+    """Report that `what` is running; the yielded function replaces that line by a newer one.
 
-    Parts that tell something themselves say with it how far this is, while they run.
-    in_lines: with lines alone on a terminal too: for inside of a training step, as the training may
-    show a progress bar there, and two live displays would write over each other.
+    Inside another `telling`, the line of the outer one shows `what` until the inner block ends.
+
+    in_lines: print plain lines on a terminal too. For use inside a training step: the training may
+        show a progress bar, and two live displays would overwrite each other.
     """
     outer = _outer.get()
-    if outer is not None:
+    if outer is not None:  # only replace the line of the outermost stage
         before = outer.what
         outer.say(what)
         yield outer.say
@@ -80,7 +82,7 @@ def telling(what: str, *, in_lines: bool = False) -> Iterator[Say]:
 
 @contextlib.contextmanager
 def untold() -> Iterator[None]:
-    """Nothing is told inside, by a caller that says itself what runs."""
+    """Report nothing inside this context, for callers that report by themselves."""
     token = _outer.set(_Stage("", lambda _line: None))
     try:
         yield
@@ -96,7 +98,7 @@ def _write(line: str) -> None:
 
 
 def _shown() -> bool:
-    """Whether lines are printed where logging is not configured."""
+    """Whether lines are printed when logging is not configured."""
     is_default = logger.level == logging.NOTSET and logging.root.level == logging.WARNING
     is_above = logger.getEffectiveLevel() > logging.INFO and not is_default
     is_disabled = logging.root.manager.disable >= logging.INFO or not logger.propagate
@@ -106,14 +108,14 @@ def _shown() -> bool:
 
 
 def _stream() -> TextIO:
-    """stderr; in a notebook, which shows that as an error, stdout. None where there is none."""
+    """stderr, or stdout in a notebook, which would show stderr as an error. May be None."""
     in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")
     return sys.stdout if in_notebook else sys.stderr
 
 
 @contextlib.contextmanager
 def _spinner(what: str) -> Iterator[Say]:
-    """A line on the terminal with the time that has passed, gone at the end."""
+    """Show a live line with the time passed on the terminal; it is removed at the end."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -122,7 +124,8 @@ def _spinner(what: str) -> Iterator[Say]:
         TextColumn("{task.description}", markup=False),
         TimeElapsedColumn(),
     )
-    # What the model prints while it is traced belongs where stdout goes, unless that is here too.
+    # What the model prints while it is traced goes to stdout; redirect it through Rich only if that
+    # is the terminal too.
     to_file = not sys.stdout.isatty()
     console = Console(file=_stream(), highlight=False)
     with Progress(*columns, console=console, transient=True, redirect_stdout=not to_file) as shown:

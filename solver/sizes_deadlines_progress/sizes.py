@@ -1,4 +1,4 @@
-"""Sizes as people write them: 16GB, 15.5GiB, 800MB, 60%, and back."""
+"""Parse and format sizes as people write them: 16GB, 15.5GiB, 800MB, 60%."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Fragmentation beyond that is not included. Workspaces of cuBLAS are counted in t
 
 
 class BudgetError(ValueError):
-    """A budget or reserve is invalid, or nothing fits it."""
+    """A budget, reserve or rate is invalid, or nothing fits the budget."""
 
 
 class UnknownCapacityError(BudgetError):
-    """A share of a device's memory, which is not known."""
+    """A share of the device's memory was given, but its size is unknown."""
 
 
 def parse_budget(
@@ -45,14 +45,16 @@ def parse_budget(
     resident_bytes: int = 0,
     reader: Reader = IN_PYTHON,
 ) -> tuple[int, int]:
-    """Bytes of the budget and of the reserve, the part of it that the step may not use.
+    """Return (budget_bytes, reserve_bytes); the reserve is the part that the step may not use.
 
-    reserve: None: CUDA_RESERVE_BYTES for a step on CUDA, else 0.
+    budget: as `parse_size` takes it.
+    reserve: likewise (None: CUDA_RESERVE_BYTES for a step on CUDA, else 0).
     capacity_bytes: the device's memory, which percentages refer to.
-    resident_bytes: of the step, to reject "16" where 16 GB was meant (`reject_missing_unit`).
-    reader: in whose words the error is.
+    resident_bytes: resident bytes of the step, to reject "16" if 16 GB was meant
+        (`reject_missing_unit`).
+    reader: whether the error names command-line options or Python arguments.
 
-    Raises BudgetError.
+    Raises BudgetError if either is invalid or the reserve leaves nothing of the budget.
     """
     budget_bytes = parse_size(budget, capacity_bytes=capacity_bytes)
     if reserve is None:
@@ -77,14 +79,18 @@ def parse_size(
     what: str = "budget",
     least_bytes: int = 1,
 ) -> int:
-    """Bytes of "16GB" or "16G" (10^9), "15.5GiB" or "15.5Gi" (2^30), "800MB", "123456", 123456 or
-    0.85 * total_memory, rounded down. "16Gb", in bits, is refused as in rates; "16gb" is 16 GB.
+    """Parse a size into bytes, rounded down.
 
-    "60%" is a share of `capacity_bytes`, the device's memory. `what` names the size in messages.
+    text: "16GB" or "16G" (10^9), "15.5GiB" or "15.5Gi" (2^30), "800MB", "123456", 123456,
+        0.85 * total_memory, or "60%" of `capacity_bytes`. "16gb" is 16 GB; "16Gb" would be bits
+        and is rejected.
+    capacity_bytes: the device's memory (None: unknown).
+    what: the name of the size in error messages.
+    least_bytes: the smallest size allowed.
 
-    Raises BudgetError for an invalid size, for less than `least_bytes`, for a percentage above 100
-    (UnknownCapacityError for another one of an unknown capacity), and for 0.85, which is a share of
-    something.
+    Raises BudgetError for an invalid size, one below `least_bytes` or above 2**60 bytes, a
+    percentage above 100, and a number between 0 and 1 without a unit, which was probably meant as a
+    share. Raises UnknownCapacityError for a percentage of an unknown capacity.
     """
     shown = repr(text) if len(repr(text)) <= 40 else repr(text)[:37] + "..."
 
@@ -122,7 +128,10 @@ def parse_size(
 
 
 def _amount(text: object) -> tuple[Fraction, str]:
-    """A number and its unit: a key of _UNITS, or "%". Raises ValueError with the reason."""
+    """Split a size into its number and unit, a key of _UNITS or "%".
+
+    Raises ValueError with the reason if it is invalid.
+    """
     if isinstance(text, Integral) and not isinstance(text, bool):
         return Fraction(int(text)), ""
     if isinstance(text, Real) and not isinstance(text, bool):
@@ -146,19 +155,22 @@ def _amount(text: object) -> tuple[Fraction, str]:
 
 
 Rates: TypeAlias = str | int | float | Sequence[str | int | float]
-"""Of the two directions of a link: "50GB/s", 50e9, "50GB/s,40GB/s", ("50GB/s", "40GB/s")."""
+"""A link's rate, one for both directions or one for each: "50GB/s", 50e9, "50GB/s,40GB/s",
+("50GB/s", "40GB/s")."""
 
 SLOWEST_LINK_BYTES_PER_S = 10**6
-"""A rate below this was meant in another unit: 50 for 50GB/s."""
+"""A rate below this was probably meant in another unit, such as 50 for 50GB/s."""
 
 _RATE = re.compile(r"(.*?)(?:/\s*s)?\s*")
 
 
 def parse_rate(text: str | int | float, *, what: str) -> float:
-    """Bytes per second of "50GB/s", "50GB" or 5e10; `what` names the rate in messages.
+    """Parse a rate ("50GB/s", "50GB" or 5e10) into bytes per second.
 
-    Raises BudgetError, for a lower-case b too ("50Gb/s" is 50 gigabits per second), and for less
-    than SLOWEST_LINK_BYTES_PER_S.
+    what: the name of the rate in error messages.
+
+    Raises BudgetError for an invalid rate, for a lower-case b ("50Gb/s" is 50 gigabits per second),
+    and for less than SLOWEST_LINK_BYTES_PER_S.
     """
     size = text
     if isinstance(text, str) and (match := _RATE.fullmatch(text)) is not None:
@@ -181,9 +193,13 @@ def parse_rate(text: str | int | float, *, what: str) -> float:
 
 
 def parse_rates(given: Rates, *, what: str, example: str) -> tuple[float, float]:
-    """Bytes per second away from the device and back to it: of one rate for both, or of two.
+    """Parse a link's rates into bytes per second (away from the device, back to it).
 
-    example: of two rates of that kind, for messages. Raises BudgetError.
+    given: one rate for both directions, or two.
+    what: the name of the rates in error messages.
+    example: two rates written correctly, for error messages.
+
+    Raises BudgetError if a rate is invalid or there are more than two.
     """
     words = given.split(",") if isinstance(given, str) else given
     parts = words if isinstance(words, Sequence) else [words]
@@ -195,14 +211,17 @@ def parse_rates(given: Rates, *, what: str, example: str) -> tuple[float, float]
 
 
 SMALLEST_BARE_BYTES = 10**6
-"""Text without a unit below this, and too small for the step, was meant in another unit."""
+"""A budget in text without a unit that is below this, and too small for the step, was probably
+meant in another unit."""
 
 
 def reject_missing_unit(text: object, *, resident_bytes: int, what: str = "budget") -> None:
-    """Raise BudgetError for a budget of "16" where the resident tensors alone are larger.
+    """Raise BudgetError for a budget such as "16" if the resident tensors alone are larger.
 
-    Only for text without a unit below SMALLEST_BARE_BYTES; numbers are bytes, as programs compute
-    them (1 asks for the least budget). `what` names the budget in the message.
+    Applies only to text without a unit, below SMALLEST_BARE_BYTES. Numbers are always taken as
+    bytes, since programs compute them (1 asks for the least budget).
+
+    what: the name of the budget in the message.
     """
     if not isinstance(text, str) or not text.strip().isascii() or not text.strip().isdigit():
         return
@@ -216,9 +235,9 @@ def reject_missing_unit(text: object, *, resident_bytes: int, what: str = "budge
 
 
 def reject_share(text: object, *, what: str) -> None:
-    """Raise BudgetError for "50%": how much host memory or disk a plan may share is not known.
+    """Raise BudgetError for a share such as "50%" of host memory or disk, whose size is not known.
 
-    `what` names the budget in the message.
+    what: the name of the budget in the message.
     """
     if "%" in str(text):
         raise BudgetError(
@@ -231,7 +250,7 @@ _DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
 
 
 def format_size(size_bytes: int | float) -> str:
-    """Decimal units with three figures or more: "16.00 GB", "812.4 MB", "512 B"."""
+    """Format a size in decimal units, three or more digits: "16.00 GB", "812.4 MB", "512 B"."""
     for unit, factor in _DECIMAL:
         if abs(size_bytes) >= factor:
             amount = size_bytes / factor
@@ -240,7 +259,7 @@ def format_size(size_bytes: int | float) -> str:
 
 
 def format_size_up(size_bytes: int) -> str:
-    """As `format_size`, rounded up: a budget of what it says is enough."""
+    """As `format_size`, but rounded up, so that a budget of the printed size is enough."""
     for unit, factor in _DECIMAL:
         if size_bytes >= factor:
             digits = 2 if size_bytes < 100 * factor else 1
@@ -250,7 +269,7 @@ def format_size_up(size_bytes: int) -> str:
 
 
 def format_both(size_bytes: int) -> str:
-    """In both units: "16.00 GB (14.90 GiB)", and bytes alone below a kibibyte."""
+    """Format a size in decimal and binary units: "16.00 GB (14.90 GiB)"; below a KiB in bytes."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= factor:
             return f"{format_size(size_bytes)} ({size_bytes / factor:.2f} {unit})"

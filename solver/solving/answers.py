@@ -1,4 +1,4 @@
-"""The answers for the variants of a step: each judged by the simulator, and the best of them."""
+"""Simulate what a method proposes for each variant of a step, and pick the best Solution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from solver.sizes_deadlines_progress import now_s
 def judged(
     graph: Graph, request: Request, proposal: Proposal, *, plain: Graph, started_s: float
 ) -> Solution:
-    """What a method proposes for a variant of the plain step, as the simulator sees it."""
+    """Simulate a method's proposal and return it as a Solution.
+
+    An illegal schedule, or one above the budget, is dropped with a warning.
+
+    graph: the variant of the step that the proposal is for.
+    plain: the step without rewrites, for the baseline.
+    started_s: when the work began (`now_s`), for the solve time.
+    """
     simulation = _accepted(graph, request, proposal.schedule)
     bound_s = proposal.lower_bound_s
     status: Status = "feasible" if simulation is not None else "infeasible"
@@ -46,7 +53,7 @@ def judged(
 
 
 def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simulation | None:
-    """What the schedule costs; None, with a warning, if it is illegal or above the budget."""
+    """Simulate the schedule; None, with a warning, if it is illegal or does not fit."""
     if schedule is None:
         return None
     try:
@@ -55,7 +62,8 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
         reason = str(error)
     else:
         reason = request.excess(simulation)
-        if not reason and schedule.has_copies:  # side by side copies may take more
+        # gaps between the copies may take more than the sum of their bytes
+        if not reason and schedule.has_copies:
             places = request.places and request.places.beside(graph.host_state_bytes)
             reason = copy_layout(graph, schedule, places).excess(places)
         if not reason:
@@ -68,26 +76,29 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
 
 
 def time_s(answer: Solution) -> float:
-    """Of its step; inf without a schedule."""
+    """Seconds of the planned step; inf without a schedule."""
     return math.inf if answer.simulation is None else answer.simulation.time_s
 
 
 def excess_bytes(answer: Solution) -> int:
-    """What a plan takes above the step without a plan, which writes into memory that a plan of
-    single operators does not."""
+    """How far the plan's peak is above that of the step without a plan, at least 0.
+
+    A plan can take more, because eager mode updates some tensors in place and the planned program
+    may not.
+    """
     if answer.simulation is None:
         return 0
     return max(0, answer.simulation.peak_bytes - answer.baseline.peak_bytes)
 
 
 def fastest(answers: Sequence[Solution]) -> Solution:
-    """Of equally fast ones, or with no schedule in any, the one that takes least above the step
-    without a plan; else the first."""
+    """The fastest solution; of equally fast ones, the one with the fewest `excess_bytes`, then the
+    first."""
     return min(answers, key=lambda answer: (time_s(answer), excess_bytes(answer)))
 
 
 def best(answers: Sequence[Solution]) -> Solution:
-    """The fastest of the variants' answers, with what is proven for all: the least bound."""
+    """The fastest of the variants' solutions, with the bound that holds for all: the least one."""
     chosen = fastest(answers)
     bound_s = min(answer.lower_bound_s for answer in answers)
     late = chosen.simulation is None and any(s.status == "time_limit" for s in answers)

@@ -1,4 +1,4 @@
-"""The disk that a plan may copy to, by way of host memory, as users write it."""
+"""Parse and measure the disk that a plan may copy to by way of host memory."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ def disk_behind(
     *,
     resident_bytes: int = 0,
 ) -> Places | None:
-    """The places with the disk behind the host; as they are where no budget of it is given.
+    """Return the places with a disk behind the host, or unchanged if no disk budget is given.
 
-    budget: bytes, and perhaps the directory that the plan is run with: "500GB:/scratch", "500GB",
-        5e11.
-    rate: bytes per second that it writes, "5GB/s", or writes and reads: "5GB/s,6GB/s"; a kind of
-        disk ("nvme4"): its published rates; "measured": found out by a file in the directory.
-    resident_bytes: of the step, to reject "500" where 500 GB was meant.
+    budget: bytes of the disk, with or without the directory that the plan will use when it runs:
+        "500GB:/scratch", "500GB", 5e11.
+    rate: bytes per second for writing and reading, "5GB/s" or one for each, "5GB/s,6GB/s"; a kind
+        of disk such as "nvme4", for its published rates; or "measured", with a file that is written
+        to the directory and read.
+    resident_bytes: resident bytes of the step, to reject "500" if 500 GB was meant.
 
-    Raises BudgetError for an invalid size, rate or directory, one without the other, and where
-    there is no host: every copy to the disk goes through its memory.
+    Raises BudgetError for an invalid size, rate or directory, for a size without a rate or a rate
+    without a size, and without a host: every copy to the disk goes through host memory.
     """
     if budget is None:
         if rate is not None:
@@ -78,7 +79,8 @@ def disk_behind(
 
 
 def given_rates(rate: Rates) -> tuple[float, float] | None:
-    """Bytes per second that a disk writes and reads; None: to be measured. Raises BudgetError."""
+    """Parse the rates of a disk: (written, read) in bytes per second, or None if they are to be
+    measured. Raises BudgetError if they are invalid."""
     if rate == MEASURED:
         return None
     if (disk := disk_named(rate)) is not None:
@@ -92,11 +94,12 @@ def given_rates(rate: Rates) -> tuple[float, float] | None:
 
 
 def measured_rates(directory: str) -> tuple[float, float]:
-    """Bytes per second that the disk writes, until they are on it, and reads, not from the cache.
+    """Measure a disk: bytes per second written, with fsync, and read, without the page cache.
 
-    Takes MEASURED_BYTES of it meanwhile. Raises BudgetError where it has no room for them.
+    Writes a temporary file of MEASURED_BYTES. Raises BudgetError if that fails, for example because
+    the disk is full.
     """
-    block = os.urandom(BLOCK_BYTES)  # some disks compress
+    block = os.urandom(BLOCK_BYTES)  # random, since some disks compress
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             started_s = time.perf_counter()
@@ -119,17 +122,18 @@ def measured_rates(directory: str) -> tuple[float, float]:
 
 
 def default_disk_rate(budget: str | int | float | None, costs: object) -> str | None:
-    """What is done where no rate is given: it is measured, like the link, where the costs are."""
+    """The disk rate if none is given: "measured" if the costs are measured too and the budget names
+    a directory, else None."""
     return MEASURED if disk_directory(budget) and hasattr(type(costs), "host_copies") else None
 
 
 def disk_directory(budget: str | int | float | None) -> str:
-    """What stands behind the size in "500GB:/scratch"; "" for none."""
+    """The directory in "500GB:/scratch"; "" if there is none."""
     return str(budget).partition(":")[2]
 
 
 def _check_writable(directory: str) -> None:
-    """Raises BudgetError where no file can be made there."""
+    """Raise BudgetError if no file can be created in the directory."""
     if not directory:
         raise BudgetError("invalid disk: no directory after the colon; write 500GB:/scratch")
     if not Path(directory).is_dir():

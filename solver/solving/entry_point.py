@@ -1,4 +1,4 @@
-"""The front door: a model or a graph and a budget in bytes, and back comes a Solution."""
+"""`solve`: from a model or a graph, and a budget in bytes, to a Solution."""
 
 from __future__ import annotations
 
@@ -61,46 +61,48 @@ def solve(
     budget_of: str = "allocated",
     **trace_options: Any,
 ) -> Solution:
-    """Find the schedule that fits the training step into `budget` at the least extra time.
+    """Find the schedule that fits the training step into `budget` with the least extra time.
 
-    problem: a module (traced with `batch` and the keyword arguments of `graphs.trace.trace`: loss,
-    optimizer, gradients), a Graph, or the path of a graph file.
-    device, costs: as on the command line: "cpu", "cuda", "cuda:1" or a named card such as "h100";
-    "roofline", "measured" or a cost model (`solver.device_and_costs`).
+    problem: a module, which is traced, a Graph, or the path of a graph file.
+    batch: what the module is called with: a tensor, a tuple or a dict of tensors.
+    trace_options: for a module, the keyword arguments of `graphs.trace.trace`, such as loss,
+        optimizer and gradients. `device` and `costs` may be words, as on the command line: "cpu",
+        "cuda", "cuda:1" or a named card such as "h100"; "roofline", "measured" or a cost model
+        (`solver.device_and_costs`).
+
     budget: bytes of the device for the whole step (16e9, 0.85 * total_memory; rounded down),
-        "16GB", "60%" of `capacity_bytes`.
-    reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
-    module on CUDA or planned for a named card, else 0).
+        "16GB", or "60%" of `capacity_bytes`.
+    reserve: the part of the budget that the step may not use (default: CUDA_RESERVE_BYTES for a
+        module on CUDA or planned for a named card, else 0).
+    capacity_bytes: the device's memory (default: that of the named device).
+    budget_of: what the budget limits. "allocated": the bytes that tensors hold; the reserve is for
+        everything else. "reserved": the bytes that PyTorch's caching allocator takes from a CUDA
+        device, as simulated (`solver.solving.within_reserved`).
+    method: a key of `solver.methods.METHODS`.
+    time_limit_s: for everything after tracing: search, proof and, if nothing is found, the reason.
+        Then the best plan found so far is returned, with `timed_out` set.
+    seed: makes a method's random choices reproducible.
     rewrites: how the plan may rewrite the step: "bitwise" (the default for a module), "allclose",
-        "lossless", "bf16", "fp8", "int8" or "none" (`graphs.rewrites`). A graph is planned with
-        those that it was made with.
+        "lossless", "bf16", "fp8", "int8" or "none" (`graphs.rewrites`). A graph keeps the rewrites
+        that it was made with.
 
-    host_budget: bytes of host memory that the plan may copy to beside recomputing ("64GB"; default:
-        none). Some methods do.
-    host_link: bytes per second to the host and back, "50GB/s", or both directions: "50GB/s,40GB/s",
-        (50e9, 40e9) (default: those of the device that was named).
+    host_budget: bytes of host memory that the plan may copy to in addition to recomputing ("64GB";
+        default: none). Only some methods copy.
+    host_link: bytes per second to the host and back: "50GB/s" for both directions, or
+        "50GB/s,40GB/s" or (50e9, 40e9) (default: the named device's).
     disk_budget: bytes of a disk that the plan may copy to by way of the host, with or without the
-        directory that `apply` uses there ("500GB:/scratch", "500GB"; default: none).
-    disk_rate: bytes per second that the disk writes and reads, "5GB/s,6GB/s"; "measured" in the
-        directory (the default where the costs are measured).
+        directory that `apply` will use ("500GB:/scratch", "500GB"; default: none).
+    disk_rate: bytes per second that the disk writes and reads, "5GB/s,6GB/s", or "measured" in the
+        directory (the default if the costs are measured).
+    optimizer_state: where the optimizer's state is between its steps: on the "device", in "host"
+        memory, within `host_budget`, or "auto" for whichever gives the faster plan (the device if
+        there is no host budget). If it is on the host, `apply` has to be given the optimizer.
+    parameters: likewise for parameters while no operator reads them ("device" by default). They can
+        be on the host only together with the optimizer's state.
 
-    optimizer_state: where the optimizer's state is while it does not step: on the "device", in
-        "host" memory, within `host_budget`, or where the plan is faster ("auto"; without a host on
-        the device). `apply` then takes the optimizer.
-    parameters: the same for parameters while no operator reads them ("device" by default): they
-        leave with the optimizer's state.
-
-    budget_of: "allocated": the budget is for what tensors hold, with the reserve for the rest;
-        "reserved": for what PyTorch's caching allocator takes from a CUDA device, as simulated
-        (`solver.solving.within_reserved`).
-
-    time_limit_s: of all that comes after tracing: search, proof and, where nothing is found, the
-    reason. What is best by then is the answer; it says that the clock ended the search.
-
-    Raises ValueError for an invalid budget, reserve, method, time limit or word of rewrites, and
-    for optimizer state that cannot be on the host;
-    TraceError (a module that cannot be traced), FormatError (a file). That nothing fits is no error
-    but the Solution's status.
+    Raises ValueError for an invalid budget, reserve, method, time limit or word for rewrites, and
+    for optimizer state that cannot be on the host; TraceError for a module that cannot be traced;
+    FormatError for a graph file. If nothing fits, no error is raised: see the Solution's status.
     """
     started_s = now_s()
     check_options(
@@ -156,10 +158,10 @@ def check_options(
     capacity_bytes: int | None,
     with_host: bool = False,
 ) -> None:
-    """What can be refused before anything is traced.
+    """Check the options that can be rejected before anything is traced.
 
-    Raises ValueError for an invalid time limit or budget, an unknown method, a host without a
-    method for it, and the reverse.
+    Raises ValueError for an invalid time limit or budget, an unknown method, a host budget with a
+    method that cannot copy, and a method that needs a host budget without one.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; one of {', '.join(METHODS)}")
@@ -170,7 +172,7 @@ def check_options(
             f"method {method} is for host memory and disks beside the device; give host_budget"
         )
     check_time_limit(time_limit_s)
-    if "%" not in str(budget):  # refused at once; shares wait for the device
+    if "%" not in str(budget):  # a share can be checked only once the device is known
         parse_size(budget, capacity_bytes=capacity_bytes)
 
 
@@ -191,10 +193,15 @@ def request_for(
     budget_of: str = "allocated",
     **options: Any,
 ) -> Request:
-    """What `solve` was asked, in bytes.
+    """The Request for the options of `solve`, with all sizes in bytes.
 
-    hardware: the device that was named (None: none was). costs: those given for the trace, or of
-    the device that was named.
+    graph: the plain step.
+    hardware: the named device (None: none was named).
+    costs: the cost model given for the trace, or that of the named device (None: neither).
+    is_module: whether the graph was just traced from a module.
+    options: further fields of the Request.
+
+    Raises ValueError, BudgetError or DeviceError for what is invalid or cannot be planned.
     """
     if host_budget is not None and graph.meta.opaque_parts:
         raise ValueError(WITH_OPAQUE_PARTS)

@@ -1,8 +1,8 @@
-"""Minutes for the proof, once the variants of a step are planned and a gap is left.
+"""Spend minutes on better bounds, once all variants of a step are planned and a gap is left.
 
-What is proven of the step is the least of its variants' bounds, so the variant with the least is
-worth the time, until it is one that has been tried. One that was left out while they were planned
-has at least the bound of the best plan, and needs none.
+The step's bound is the least of its variants' bounds, so the time goes to the variant with the
+least bound, until that is one that was tried before. Variants that were skipped during planning
+need no more proof: their bounds are no better than the best plan's time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ def with_more_proven(
     plain: Graph,
     deadline: Deadline,
 ) -> list[Solution]:
-    """The answers, some with a higher bound, and perhaps with a faster schedule.
+    """Return the answers, some with a higher bound and perhaps a faster schedule.
 
-    prove_more: as of `solver.methods.Method`.
+    answers: the solutions of the variants.
+    prove_more: see `solver.methods.Method`.
+    plain: the step without rewrites.
+    deadline: when the work has to end.
     """
     answers, tried = list(answers), set[int]()
     while not deadline.passed and fastest(answers).schedule is not None:
@@ -35,6 +38,7 @@ def with_more_proven(
         if weakest in tried:
             break
         tried.add(weakest)
+        # An equal share of the time left for each variant that was not tried yet.
         known, started_s = answers[weakest], now_s()
         proposal = prove_more(
             known.graph,

@@ -1,4 +1,4 @@
-"""What `solve` is given, a module, a graph or its file, as the variants of one training step."""
+"""Turn the problem given to `solve` (a module, a graph or its file) into variants of one step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _Traced = TypeVar("_Traced")
 
 
 def is_traced(problem: object) -> bool:
-    """Whether the problem is a graph or its file."""
+    """Whether the problem is a graph or a graph file, so that nothing has to be traced."""
     return isinstance(problem, Graph | str | Path)
 
 
 def name_of(problem: nn.Module | Graph | str | Path) -> str:
-    """What the lines that tell what runs call it: the model's class, or the file."""
+    """The problem's name in progress messages: the model's class, or the file's name."""
     if isinstance(problem, str | Path):
         return Path(problem).name
     return problem.meta.model or "graph" if isinstance(problem, Graph) else type(problem).__name__
@@ -40,9 +40,14 @@ def as_step(
     *,
     others: Iterable[str],
 ) -> tuple[Variants, Hardware | None, CostModel | None]:
-    """The variants of the step, the device that was named, and the costs (None: none were).
+    """Trace a module, or load a graph: return its variants, the named device and the costs.
 
-    others: the options of `solve` that are not for tracing, one of which may have been meant.
+    Device and costs are None if none were given.
+
+    others: names of the other options of `solve`, to suggest one if an option is misspelt.
+
+    Raises TypeError for a problem, batch or option that `solve` does not take, TraceError for a
+    module that cannot be traced, FormatError and FileNotFoundError for a graph file.
     """
     if isinstance(problem, Graph | str | Path):
         if batch is not None or trace_options:
@@ -78,8 +83,10 @@ def as_step(
 def traced_for_device(
     model: nn.Module, options: Mapping[str, Any], traced: Callable[..., _Traced]
 ) -> tuple[_Traced, Hardware | None, CostModel | None]:
-    """What `traced(**options)` returns, with `device` and `costs` among them as words; the device
-    that was named, and the costs (None: none were). Raises what it raises.
+    """Resolve the options `device` and `costs`, which may be words, and call `traced(**options)`.
+
+    Returns its result, the named device and the costs (None: none were given). Raises what `traced`
+    raises, and DeviceError.
     """
     from solver.device_and_costs import find_target
 
@@ -96,7 +103,7 @@ def traced_for_device(
 
 
 def _loaded(path: str | Path) -> Graph:
-    """Read a graph file; says what would be right where the path is of something else."""
+    """Read a graph file. The error says what to do if the path is of something else."""
     name = str(path)
     if name.startswith("hf:") or Path(name).suffix == ".py":
         raise FormatError(

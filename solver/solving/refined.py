@@ -1,9 +1,9 @@
-"""The fastest plan of a step's variants, refined, once all are planned and a gap is left.
+"""Refine the fastest plan, once all variants of a step are planned.
 
-Not each variant in its turn: that would take the time that later ones need, which may be faster.
-And not the others afterwards: the fastest plan usually is one of the variant with the most room, so
-those of others would hardly become faster. So the fastest plan is first carried over to each
-variant; of those in which it fits and is no slower, the last, which rewrites the most, is refined.
+Refining each variant right after its planning would take time from later variants, which may be
+faster. Refining all of them afterwards would help little, since the fastest plan usually belongs to
+the variant with the most room. So the fastest plan is carried over to every variant. Of the
+variants in which it fits and is no slower, the last one, which rewrites the most, is refined.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ def with_fastest_refined(
     plain: Graph,
     deadline: Deadline,
 ) -> list[Solution]:
-    """The answers, the fastest perhaps with a faster schedule.
+    """Return the answers, one of them perhaps with a faster schedule.
 
-    refine: as of `solver.methods.Method`.
+    answers: the solutions of the variants, in the order of planning.
+    refine: see `solver.methods.Method`.
+    plain: the step without rewrites.
+    deadline: when the work has to end.
     """
     so_far = fastest(answers)
     if so_far.schedule is None or deadline.passed:
         return [*answers]
     most_s = time_s(so_far)
     answers = [_carried_over(so_far.schedule, each, most_s=most_s) for each in answers]
-    known = min(reversed(answers), key=time_s)
+    known = min(reversed(answers), key=time_s)  # of equally fast ones the last
     started_s = now_s()
     proposal = refine(
         known.graph,
@@ -52,8 +55,8 @@ def with_fastest_refined(
 
 
 def _carried_over(schedule: Schedule, answer: Solution, *, most_s: float) -> Solution:
-    """The answer with this schedule of another variant, if that is legal here, fits, and takes no
-    longer than this.
+    """The answer with another variant's schedule, if that is legal here, fits, and takes at most
+    `most_s` seconds; else the answer unchanged.
     """
     if schedule is answer.schedule:
         return answer

@@ -1,8 +1,8 @@
-"""From a request to a judged Solution.
+"""From a Request to a simulated Solution.
 
 Methods propose a schedule, `solver.simulate` decides what it costs and whether it fits, and
-`solver.bound.lower_bound` proves how far from the best it can be. A new method is a function with
-the signature that `methods.Method` describes and a line in `methods.METHODS`.
+`solver.bound.lower_bound` proves how far it can be from the best. A new method is a function with
+the signature that `methods.Method` describes, and a line in `methods.METHODS`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from solver.solving.state_choices import with_state_choices
 from solver.solving.within_reserved import planned_within_reserved, with_reserved
 
 KEPT_SHARE = 0.1
-"""Of the time limit: kept for the bound, or for saying why nothing was found."""
+"""Share of the time left that is kept for the bound, or for explaining why nothing was found."""
 LATER_SHARE = 0.5
-"""Of the time for planning that is left: for the variants that are planned later."""
+"""Share of the planning time left that is kept for the variants that are planned later."""
 REFINED_SHARE = 0.3
-"""Of the time limit: for refining the fastest plan. At their least budgets, with rewrites and a
-limit of 60 s, ViT-B loses 47.7 % in place of 52.3 with a tenth for later variants and nothing for
-this, and DenseNet-121 59.5 in place of 64.3.
+"""Share of the time left that is kept for refining the fastest plan. At their least budgets, with
+rewrites and a limit of 60 s, this and LATER_SHARE give overheads of 47.7 % for ViT-B and 59.5 % for
+DenseNet-121, compared with 52.3 % and 64.3 % without refining and a tenth for later variants.
 """
 SIMILAR = 0.1
-"""Of the time that the variant with the least bound loses: bounds within that are much the same."""
+"""Bounds count as equal if they exceed the least bound by up to this share of the time that the
+least bound loses over the baseline."""
 FAR_GAP = 0.5
-"""Of the baseline's time: a plan so far from its bound is no start for other variants. At the least
-budget of DenseNet-121 the plan of the plain step is 72 points from its bound; without it as a start
-the step with rewrites loses 40 % in place of 55.
+"""A plan whose gap is this share of the baseline's time or more is not used as a start for other
+variants. At the least budget of DenseNet-121 the plain step's plan has a gap of 72 points; without
+it as a start, the step with rewrites loses 40 % instead of 55 %.
 """
 THOROUGH_TIME_LIMIT_S = 300.0
-"""From this time limit on, minutes are spent on the proof where a gap is left."""
+"""From this time limit on, minutes are spent on a better bound if a gap is left."""
 N_POSITIONS = 3
-"""At which linear programs say which variant promises most."""
+"""How many positions have linear programs in the quick bound that ranks the variants."""
 
 
 class NoPlainStepError(ValueError):
-    """Of a step there is only the program that a rewrite made of it; says what to do."""
+    """The plain step is needed, but only a rewritten one is known; the message says what to do."""
 
 
 def answer(
@@ -57,7 +58,7 @@ def answer(
     starts: Sequence[Schedule] = (),
     thorough: bool = False,
 ) -> Solution:
-    """`attempt`, and where nothing was found `explained`."""
+    """Plan the step (`attempt`) and, if nothing is found, explain why (`explained`)."""
     deadline = Deadline.after(request.time_limit_s)
     found = attempt(
         step, request, started_s=started_s, starts=starts, thorough=thorough, deadline=deadline
@@ -77,12 +78,12 @@ def attempt(
 ) -> Solution:
     """Run the requested method on each variant of the step, simulate its proposals, take the best.
 
-    started_s: what the solution's time counts from.
-    starts: schedules known for the variants, for a method that can begin from them.
-    quick: with a fraction of the work, where the method can.
-    thorough: for somebody who waits for the proof: minutes of work for the bound, from
-        THOROUGH_TIME_LIMIT_S on, where the method can.
-    deadline: when the answer is due (None: the request's time limit from now on).
+    started_s: when the work began (`now_s`), for the solve time (None: now).
+    starts: known schedules of the variants, for a method that can start from them.
+    quick: do a fraction of the work, if the method can.
+    thorough: spend minutes on a better bound, if the time limit is THOROUGH_TIME_LIMIT_S or more
+        and the method can.
+    deadline: when the answer is due (None: the request's time limit from now).
     """
     started_s = now_s() if started_s is None else started_s
     deadline = deadline or Deadline.after(request.time_limit_s)
@@ -110,12 +111,13 @@ def attempt(
 
 
 def _may_prove_more(step: Graph, request: Request) -> bool:
+    """Whether this request allows minutes of proof."""
     is_long = request.time_limit_s >= THOROUGH_TIME_LIMIT_S
     return is_long and request.budget_of == "allocated" and _is_one_pass_on_device(step, request)
 
 
 def _is_one_pass_on_device(step: Graph, request: Request) -> bool:
-    """Without copies, and with one micro-batch in flight."""
+    """Whether the step has one micro-batch in flight and its plan may not copy to the host."""
     return step.n_in_flight == 1 and (request.places is None or request.places.host is None)
 
 
@@ -128,11 +130,11 @@ def _attempt(
     thorough: bool,
     deadline: Deadline,
 ) -> Solution:
-    """`attempt`, for a budget of what is allocated.
+    """`attempt` for a budget of allocated memory.
 
-    Variants are planned by their bounds, the least first. Each begins with those schedules of the
-    ones before it that are near their bounds, and is left out where its bound is no better than
-    what was found.
+    Variants are planned in the order of their bounds, the least first. Each starts from those
+    schedules of earlier variants that are near their bounds. A variant is skipped if its bound is
+    no better than the best plan so far.
     """
     method = METHODS[request.method]
     may_refine = not quick and _is_one_pass_on_device(variants.plain, request)
@@ -143,7 +145,7 @@ def _attempt(
     for index, (graph, bound_s) in enumerate(ranked, 1):
         if answers:
             so_far = fastest(answers)
-            # one that is as fast is better where that takes more than no plan at all
+            # an equally fast plan may be better if the best one takes more than no plan at all
             may_tie = bound_s == time_s(so_far) and excess_bytes(so_far) > 0
             if bound_s >= time_s(so_far) and not may_tie:
                 continue
@@ -187,11 +189,11 @@ def _near_their_bounds(answers: Sequence[Solution]) -> Iterator[Schedule]:
 def _ranked(
     graphs: Sequence[Graph], request: Request, deadline: Deadline
 ) -> list[tuple[Graph, float]]:
-    """With what no plan of them is faster than, the least first.
+    """The variants in the order of planning, each with a lower bound in seconds.
 
-    But those whose bounds are SIMILAR to the least are planned in the order in which they are
-    given, the plain step first: what is found for one will do for the next, which rewrites more and
-    can hold it in fewer bytes.
+    The least bound comes first. Variants with bounds SIMILAR to the least keep the order in which
+    they are given, the plain step first: a plan of one serves the next one too, which rewrites
+    more and needs fewer bytes for it.
     """
     if len(graphs) == 1:
         return [(graphs[0], 0.0)]
@@ -207,7 +209,7 @@ def _ranked(
 
 
 def _quick_bound_s(graph: Graph, request: Request, deadline: Deadline) -> float:
-    """Seconds below which no plan of this variant comes; inf: nothing fits."""
+    """A quick lower bound in seconds on all plans of this variant (inf: nothing fits)."""
     budget_bytes, places = request.available_bytes, request.places
     if places is not None and places.host is not None:
         left_s = deadline.left_s
@@ -230,7 +232,7 @@ def _attempt_one(
     quick: bool,
     deadline: Deadline,
 ) -> Solution:
-    """Run the requested method on a graph and simulate its proposal."""
+    """Run the requested method on one variant, simulate its proposal, and bound it."""
     started_s = now_s()
     method = METHODS[request.method]
     proposal = method(
@@ -256,13 +258,13 @@ def _attempt_one(
 
 
 def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:
-    """With the obstacle if there is no schedule: the least budget, and the bottleneck op.
+    """If the solution has no schedule, add the obstacle: the least budget and the bottleneck op.
 
-    deadline: when the answer is due (None: what the request's time limit leaves, KEPT_SHARE of it
-    at least). The obstacle says where that was not enough.
+    If the schedule of the least budget fits after all, because the time limit ended the earlier
+    search, it becomes the solution's schedule. The time is added to the solve time.
 
-    Where the schedule of the least budget fits after all, because the time limit ended the search
-    before one was found, it is the answer. The time that this takes counts as the solution's.
+    deadline: when the answer is due (None: what is left of the request's time limit, but at least
+        KEPT_SHARE of it). The obstacle notes if that was too little (`cut_short`).
     """
     if solution.schedule is not None or solution.obstacle is not None:
         return solution
@@ -271,6 +273,7 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
         left_s = request.time_limit_s - solution.solve_time_s
         deadline = Deadline.after(max(KEPT_SHARE * request.time_limit_s, left_s))
     graphs = Variants.of(solution.variants or solution.graph).planned
+    # each variant gets an equal share of the time left
     obstacles = [
         find_obstacle(
             graph,
@@ -302,11 +305,13 @@ def explained(solution: Solution, *, deadline: Deadline | None = None) -> Soluti
 
 
 def for_stock_modules(solution: Solution) -> Iterator[Solution]:
-    """Answers to the same request whose steps PyTorch's own modules can run, with the optimizer's
-    state on the device: the plan itself if it is of such a step, else the best; then that of each
-    other such step. They may have no schedule.
+    """Yield solutions for the same request whose steps stock PyTorch modules can run.
 
-    Raises NoPlainStepError for a graph that was made by rewrites and is all that is known.
+    They use no other rewrites than stock modules can, and keep optimizer state and parameters on
+    the device. First comes the given solution if it is of this kind, else the best one that is;
+    then one for each other such variant. Some may have no schedule.
+
+    Raises NoPlainStepError if only a rewritten graph is known, and not the plain step.
     """
     request = dataclasses.replace(solution.request, optimizer_state="device", parameters="device")
     steps = _stock_steps(solution)
@@ -327,8 +332,8 @@ def for_stock_modules(solution: Solution) -> Iterator[Solution]:
 
 
 def _stock_steps(solution: Solution) -> tuple[Graph, ...]:
-    """The plain step and the variants of it that stock modules can run, all sharded as the plan's
-    is; (): the plain step is not known."""
+    """The variants that stock modules can run, the plain step included, sharded as the solution's
+    graph is; () if the plain step is not known."""
     if solution.plain.meta.rewrites:
         return ()
     others: tuple[Graph, ...] = ()

@@ -1,4 +1,4 @@
-"""Where the optimizer's state and the parameters are: a choice beside those of the rewrites."""
+"""Variants of a step with optimizer state and parameters on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from solver.schedule import Places
 from solver.sizes_deadlines_progress import BudgetError, format_both
 
 SHARES = (0.5, 1.0)
-"""Of the bytes of the parameters that can leave, those that are read first: so much is on the
-host in the choices that are planned. What is read first is idle for longest before backward."""
+"""The choices that are planned: these shares, in bytes, of the parameters that can be on the host.
+Those that are read first are chosen first, as they are idle the longest before backward."""
 
 
 def check_where(where: str, *, with_host: bool, parameters: str = "device") -> None:
-    """Raises ValueError for another word, for a host that is not there, and for parameters that
-    are to leave without the optimizer's state."""
+    """Check the options optimizer_state (`where`) and parameters.
+
+    Raises ValueError for an unknown word, for "host" without a host budget, and for parameters on
+    the host without the optimizer's state.
+    """
     for name, word in (("optimizer_state", where), ("parameters", parameters)):
         if word not in WHERE:
             raise ValueError(f"{name} is {word!r}; one of {', '.join(WHERE)}")
@@ -44,21 +47,25 @@ def with_state_choices(
     where: str = "auto",
     parameters: str = "device",
 ) -> Variants:
-    """Each planned program with the state on the device, then each with it on the host, then each
-    with parameters there as well: half of their bytes, and all that can leave.
+    """Return the step's variants with each choice of where optimizer state and parameters are.
 
-    where: "device" or "host" alone. Without a host, where the host is too small and where the
-    optimizer cannot do it, the state stays on the device. Done twice it is the same.
-    parameters: "device": they stay; "auto": also on the host; "host": all on the host that can be.
+    First come all planned programs with the state on the device, then with the state on the host,
+    then with parameters on the host too: half of their bytes, and all that can be there. With
+    "auto", choices that do not fit into the host's memory, or that the optimizer cannot run, are
+    left out. Applying the function twice changes nothing.
 
-    Raises BudgetError for what has to be on the host and has no room there, or cannot leave the
-    device.
+    places: the host memory (None: everything stays on the device).
+    where: for the optimizer's state: "device" or "host" for one choice only, "auto" for both.
+    parameters: "device": they stay; "auto": both choices; "host": all that can be on the host.
+
+    Raises BudgetError if what has to be on the host does not fit there or cannot leave the device.
     """
     if parameters == "host":
         where = "host"
     variants = Variants.of(step)
     host = None if places is None else places.host
     most_bytes = 0 if host is None else host.capacity_bytes
+    # Undo earlier choices first, so that applying the function twice changes nothing.
     here: list[Graph] = []
     for graph in variants.planned:
         back = with_state_on_device(graph)
@@ -72,6 +79,7 @@ def with_state_choices(
                     graph, out_s=link.out_s, in_s=link.in_s, parameters=chosen
                 )
                 away += [] if moved is None else [moved]
+        # state alone before state with parameters
         away.sort(key=lambda graph: len(parameters_on_host(graph.meta.environment)) > 0)
     if where == "host" and not away:
         raise BudgetError(_why_not_away(variants.plain, with_parameters=parameters == "host"))
@@ -89,7 +97,7 @@ def with_state_choices(
 
 
 def _choices(graph: Graph, parameters: str) -> list[tuple[str, ...]]:
-    """The parameters on the host, in each choice that is planned."""
+    """The names of the parameters on the host, for each choice that is planned."""
     if parameters == "device":
         return [()]
     names = host_parameters(graph)
@@ -107,10 +115,12 @@ def _choices(graph: Graph, parameters: str) -> list[tuple[str, ...]]:
 
 
 def _within(graphs: list[Graph], most_bytes: int) -> list[Graph]:
+    """The graphs whose state on the host takes at most `most_bytes`."""
     return [graph for graph in graphs if graph.host_state_bytes <= most_bytes]
 
 
 def _why_not_away(graph: Graph, *, with_parameters: bool) -> str:
+    """The error message: why the state, or parameters, cannot be on the host."""
     optimizer = optimizer_of(graph.meta.environment)
     if with_parameters and not optimizer.get("state_stays") and optimizer.get("buckets"):
         return (

@@ -1,14 +1,15 @@
-"""A budget for what PyTorch's allocator takes from the card, instead of what tensors hold.
+"""Plan within a budget of reserved memory: what PyTorch's allocator takes from the card.
 
-A plan fits if its steps, played through a model of the allocator on a device of so many bytes
-(`solver.schedule.reserved_memory`), settle: nothing runs out, and no memory must go back to the
-device to make room. That is no sum over positions, as it depends on the order of sizes. So plans
-are made for fewer and fewer bytes until one fits.
+A plan fits if its steps settle when they are played through a model of the allocator on a device
+with that many bytes (`solver.schedule.reserved_memory`): no request fails, and no memory has to be
+returned to the device to make room. This depends on the order of the allocations, so it is no sum
+of bytes that a method could plan with. Instead, plans are made for smaller and smaller budgets of
+allocated memory until one fits.
 
-**The bound.** What is reserved is at least what tensors hold, each rounded to 512 bytes. A graph
-counts the rounding of all tensors at once, which may be more than that of those that are live. So
-the bound is taken for as many bytes more as the graph counts for the rounding: it holds for all
-plans that fit. That none is faster than the one returned is not proven.
+**The bound.** Reserved memory is at least the bytes of the live tensors, each rounded up to 512
+bytes. A graph counts the rounding of all its tensors at once, which may be more than that of the
+live ones. So the bound is proven for a budget larger by the rounding that the graph counts; then it
+holds for all plans that fit. It is not proven that no faster plan than the returned one fits.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from solver.schedule import (
 )
 
 MAX_ROUNDS = 6
-"""Plans that are made: each is for fewer bytes by what the last one needed too much."""
+"""How many plans are made at most. Each budget is smaller by what the plan before took too much."""
 
 
 def planned_within_reserved(
     request: Request, graph: Graph, planned: Callable[[Request], Solution]
 ) -> Solution:
-    """The first of the plans that fits; none, if the last one does not.
+    """Return the first plan that fits the reserved memory; without a schedule if none does.
 
-    graph: any variant of the step. planned: the plan for a request of what is allocated.
+    request: the request, for a budget of reserved memory.
+    graph: any variant of the step.
+    planned: plans a request for a budget of allocated memory.
     """
 
     def for_bytes(available_bytes: int) -> Solution:
@@ -69,7 +72,8 @@ def planned_within_reserved(
 
 
 def with_reserved(obstacle: Obstacle, graph: Graph) -> Obstacle:
-    """The least budget of reserved memory is what its schedule needs with the allocator."""
+    """The obstacle for a budget of reserved memory: the least budget becomes what the schedule of
+    the obstacle needs with the allocator."""
     proven_bytes = max(0, obstacle.proven_bytes - rounding_bytes(graph))
     obstacle = dataclasses.replace(obstacle, proven_bytes=proven_bytes)
     if obstacle.schedule is None:

@@ -1,4 +1,4 @@
-"""Not code: the checkpointing setting of another training system that comes closest to a plan."""
+"""Find the activation-checkpointing setting of another training system that suits a budget best."""
 
 from solver.module_checkpointing.for_other_frameworks.closest_setting import Emitted, nearest
 from solver.module_checkpointing.for_other_frameworks.model_layers import NoLayersError, layers

@@ -1,8 +1,8 @@
-"""The closest setting of another system: of all that it offers, the fastest that fits.
+"""The closest setting of another system: the fastest of its settings that fits the budget.
 
-Every candidate (`systems.py`) is simulated on the same graph as our plan, so the figures can be
-compared. They are forecasts of that system: it runs other kernels, and what it allocates beside the
-model is not in the graph.
+Every candidate (`systems.py`) is simulated on the same graph as our plan, so the figures are
+comparable. They are only forecasts of that system: it runs other kernels, and what it allocates
+besides the model is not in the graph.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from solver.schedule import Simulation, simulate
 class Emitted:
     """The setting of a system that is closest to a budget.
 
-    setting: in the system's words, "" for its default.
-    fits: whether it is within the budget; where none is, it is that of the smallest peak.
-    n_layers: of the model.
-    n_judged: candidates that were simulated.
+    system: a key of `SYSTEMS`.
+    title: the system's name for people.
+    setting: options or configuration as the system takes them; "" for its default.
+    simulation: the step with this setting.
+    fits: whether it is within the budget. If no setting is, this is the one with the least peak.
+    n_layers: number of layers of the model.
+    n_judged: how many settings were simulated.
+    note: a sentence on what the setting refers to ("": none).
     """
 
     system: str
@@ -40,7 +44,9 @@ class Emitted:
 def nearest(graph: Graph, *, system: str, budget_bytes: int) -> Emitted:
     """The fastest setting of the system whose simulated peak is at most `budget_bytes`.
 
-    Raises NoLayersError (a graph without layers), KeyError (an unknown system).
+    If none fits, the one with the smallest peak is returned.
+
+    Raises NoLayersError for a graph without layers, and KeyError for an unknown system.
     """
     asked = SYSTEMS[system]
     of_model = layers(graph)
@@ -65,12 +71,14 @@ def nearest(graph: Graph, *, system: str, budget_bytes: int) -> Emitted:
 
 
 SHORT_FAMILY = 8
-"""Families of up to so many candidates are simulated whole."""
+"""All candidates of a family of up to this size are simulated."""
 
 
 def _tried(graph: Graph, family: Family, *, budget_bytes: int) -> list[tuple[str, Simulation]]:
-    """A short family whole. Of a long one, each member of which recomputes more than the one
-    before, the first that fits, by bisection, and the last.
+    """Simulate candidates of a family: (setting, simulation) of those that were tried.
+
+    All of a short family are simulated. In a long one each candidate recomputes more than the one
+    before, so the first that fits is found by bisection, starting with the last.
     """
 
     def simulated(candidate: Candidate) -> tuple[str, Simulation]:

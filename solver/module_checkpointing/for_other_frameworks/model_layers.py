@@ -1,9 +1,9 @@
-"""The layers of a model, from the module that each op was called in.
+"""Find the layers of a model, from the module path of each op.
 
-Frameworks checkpoint layers, so their settings are about layers: the numbered members of a
-ModuleList or Sequential. PyTorch numbers these members itself, so a number in a module's path is
-structure; what the modules are called is not looked at. What a part of a layer is for follows from
-the operators in it.
+Frameworks checkpoint layers, so their settings refer to layers: the numbered members of a
+ModuleList or Sequential. PyTorch itself assigns these numbers, so a number in a module path is
+structure; names of modules are not interpreted. The role of a part of a layer (attention, MLP,
+norm) is inferred from its operators.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FUSED_ATTENTION = frozenset(
     )
 )
 PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
-"""Of linear layers."""
+"""Matrix products of linear layers."""
 BATCHED_PRODUCTS = frozenset({"aten.bmm.default", "aten.baddbmm.default"})
 
 
 class NoLayersError(ValueError):
-    """The graph does not say what its layers are; the message says what would."""
+    """The layers cannot be found in the graph; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """path: of its module. nodes: its forward nodes in graph order."""
+    """A layer: the path of its module, and its forward nodes in graph order."""
 
     path: str
     nodes: tuple[Node, ...]
@@ -45,7 +45,7 @@ class Layer:
 
     @property
     def parts(self) -> list[list[Node]]:
-        """The nodes of each submodule; those that the layer calls itself are left out."""
+        """The nodes of each direct submodule, without nodes called by the layer itself."""
         found: dict[str, list[Node]] = {}
         for node in self.nodes:
             below = node.module.removeprefix(self.path).removeprefix(".").partition(".")[0]
@@ -55,9 +55,9 @@ class Layer:
 
 
 def layers(graph: Graph) -> tuple[Layer, ...]:
-    """The layers in the order in which they run: the outermost numbered modules, of at least two.
+    """The layers in the order in which they run: the outermost numbered modules.
 
-    Raises NoLayersError.
+    Raises NoLayersError if there are fewer than two.
     """
     nodes_of: dict[str, list[Node]] = {}
     for node in graph.forward_nodes:
@@ -74,12 +74,12 @@ def layers(graph: Graph) -> tuple[Layer, ...]:
 
 
 def attention_nodes(layer: Layer) -> list[Node]:
-    """The fused attention of a layer; none where attention is written out."""
+    """The fused attention ops of a layer; empty if attention is made of single operators."""
     return [node for node in layer.nodes if node.op in FUSED_ATTENTION]
 
 
 def mlp_parts(layer: Layer) -> list[list[Node]]:
-    """Submodules with at least two linear layers and no attention."""
+    """The nodes of submodules with at least two linear layers and no attention."""
     return [
         nodes
         for nodes in layer.parts
@@ -89,7 +89,7 @@ def mlp_parts(layer: Layer) -> list[list[Node]]:
 
 
 def norm_parts(graph: Graph, layer: Layer) -> list[list[Node]]:
-    """Submodules that read a parameter and have no product of matrices."""
+    """The nodes of submodules that read a parameter and have no matrix product."""
 
     def reads_parameter(node: Node) -> bool:
         roots = (graph.tensor_by_name[graph.root(name)] for name in node.inputs)

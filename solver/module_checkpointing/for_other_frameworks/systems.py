@@ -1,7 +1,7 @@
-"""What other systems let a person set about activation checkpointing, as regions to simulate.
+"""The activation-checkpointing settings of other training systems, as regions to simulate.
 
-Each system's candidates are settings in its own words beside the regions of the step that are
-recomputed under it. Taken from the code of these releases, against which
+Each candidate is a setting as the system takes it, together with the regions of the step that are
+recomputed under it. They follow the code of these releases, against which
 `benchmarks/emitted_settings.py` checks every setting: megatron-core 0.16.1 (`TransformerConfig`,
 `TransformerBlock`), deepspeed 0.19.8 (`runtime/config.py`, `PipelineModule`), axolotl 0.19.0
 (`utils/schemas`), torchtitan 0.3.0 (`distributed/activation_checkpoint.py`).
@@ -39,28 +39,29 @@ COMPUTE_INTENSIVE = FUSED_ATTENTION | {
     "aten._flash_attention_forward.default",
     "aten._efficient_attention_forward.default",
 }
-"""What torchtitan's selective checkpointing saves, but for every second matrix product."""
+"""Operators that torchtitan's selective checkpointing saves, except for every second matrix
+product."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """text: the setting in the system's words. regions: what is recomputed under it."""
+    """A setting as the system takes it (text), and the regions that are recomputed under it."""
 
     text: str
     regions: tuple[CheckpointRegion, ...]
 
 
 Family = tuple[Candidate, ...]
-"""Candidates of one kind, those that recompute least first."""
+"""Candidates of one kind, in the order of how much they recompute, the least first."""
 
 
 @dataclass(frozen=True)
 class System:
     """One training system.
 
-    title: for a person.
-    families: (graph, layers) -> the candidates, by kind.
-    note: a sentence on what the setting is about, "" for none.
+    title: its name for people.
+    families: (graph, layers) -> the candidates, grouped by kind.
+    note: a sentence on what the setting refers to ("": none).
     """
 
     title: str
@@ -75,8 +76,8 @@ def _region(
     stops_early: bool = False,
     drops_output: bool = False,
 ) -> CheckpointRegion:
-    """These nodes, without recomputing the saved ones, which policies name by kind; most systems
-    recompute to the last one."""
+    """A region of these nodes. Unread results of saved nodes are kept, since policies save nodes by
+    kind; most systems recompute up to the last node."""
     return CheckpointRegion(
         tuple(node.name for node in nodes),
         saved=frozenset(node.name for node in saved),
@@ -87,7 +88,7 @@ def _region(
 
 
 def _whole(layers: Sequence[Layer], *, per_region: int = 1) -> tuple[CheckpointRegion, ...]:
-    """Regions of so many layers each, one after the other."""
+    """Consecutive regions of `per_region` whole layers each."""
     return tuple(
         _region([node for layer in layers[start : start + per_region] for node in layer.nodes])
         for start in range(0, len(layers), per_region)
@@ -95,6 +96,7 @@ def _whole(layers: Sequence[Layer], *, per_region: int = 1) -> tuple[CheckpointR
 
 
 def _megatron(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    """Megatron-LM: none, selective, or full recomputation by the methods block and uniform."""
     yield (Candidate("", ()),)
     yield _megatron_selective(graph, layers)
     full = "--recompute-granularity full --recompute-method"
@@ -108,7 +110,7 @@ def _megatron(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
 
 
 def _megatron_selective(graph: Graph, layers: Sequence[Layer]) -> Family:
-    """Every set of the submodules that these layers have."""
+    """Every set of those kinds of submodules that the layers have."""
     regions_of: dict[str, list[CheckpointRegion]] = {"core_attn": [], "layernorm": [], "mlp": []}
     for layer in layers:
         if attention := attention_nodes(layer):
@@ -128,6 +130,7 @@ def _megatron_selective(graph: Graph, layers: Sequence[Layer]) -> Family:
 
 
 def _deepspeed(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    """DeepSpeed: no checkpoints, or one around every n consecutive layers, for several n."""
     yield (Candidate(_deepspeed_text(len(layers), per_region=0), ()),)
     for per_region in segment_counts(len(layers)):
         setting = _deepspeed_text(len(layers), per_region=per_region)
@@ -135,7 +138,7 @@ def _deepspeed(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
 
 
 def _deepspeed_text(n_layers: int, *, per_region: int) -> str:
-    """The blocks of the configuration file. per_region: layers between checkpoints (0: none)."""
+    """The part of DeepSpeed's configuration file. per_region: layers per checkpoint (0: none)."""
     checkpointing: dict[str, object] = {
         "partition_activations": False,
         "cpu_checkpointing": False,
@@ -160,6 +163,7 @@ AXOLOTL_OPS = {
 
 
 def _axolotl(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    """axolotl: no checkpoints, or one around each layer that saves some kinds of operators."""
     yield (Candidate("gradient_checkpointing: false", ()),)
     seen: set[frozenset[str]] = set()
     for words in ((), ("aten::mm", "aten::addmm", "attention"), ("aten::mm",), ("attention",)):
@@ -180,6 +184,7 @@ def _axolotl(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
 
 
 def _torchtitan(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
+    """torchtitan: none, selective, or full checkpointing of each layer."""
     yield (Candidate("activation-checkpoint:none", ()),)
     selective = []
     for layer in layers:

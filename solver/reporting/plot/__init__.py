@@ -1,7 +1,7 @@
 """Plots: memory over the step, overhead against budget, throughput against size, a schedule.
 
-Each function draws into `ax`, or into a new figure outside of pyplot's state, and returns the axes.
-`save` writes the figure, whole or not at all. Imports Matplotlib.
+Each function draws into `ax`, or into a new figure that pyplot does not know, and returns the axes.
+`save` writes the figure atomically. Imports Matplotlib.
 """
 
 from solver.reporting.plot.of_budgets import pareto

@@ -22,9 +22,11 @@ def pareto(
     chosen: Solution | None = None,
     width_in: float = style.WIDE_IN,
 ) -> Axes:
-    """Overhead against budget, a line for each method, above the proven bound.
+    """Draw overhead against budget, one line for each method, with the proven bound below.
 
-    chosen: a plan to mark, on the curve or not.
+    ax: where to draw (None: into a new figure).
+    chosen: a plan to mark; it need not be on the curve.
+    width_in: width of a new figure in inches.
     """
     axes = style.new_axes(width_in=width_in) if ax is None else ax
     budgets = [point.request.budget_bytes for point in curve.points]
@@ -41,7 +43,7 @@ def pareto(
             ms=4,
             lw=1.3,
             label=method,
-            clip_on=False,  # a marker on the axis is whole
+            clip_on=False,  # do not cut off markers on the axis
             zorder=4,
         )
     if chosen is not None and chosen.overhead is not None:
@@ -72,9 +74,9 @@ def pareto(
 
 
 def _draw_bound(curve: Curve, axes: Axes, bytes_per_unit: float) -> None:
-    """Shade what is proven impossible: less overhead than the bound, budgets that fit nothing.
+    """Shade what is proven impossible: overheads below the bound, and budgets that nothing fits.
 
-    Between two budgets the bound of the larger one holds, hence the steps.
+    Between two budgets the bound of the larger one holds, so the line has steps.
     """
     bound = {point.request.budget_bytes: point.lower_bound_overhead for point in curve.points}
     possible = [(size, share) for size, share in sorted(bound.items()) if not math.isinf(share)]

@@ -1,4 +1,4 @@
-"""The streams of a plan with copies: what computes, what goes out and comes back, what waits."""
+"""Plot the streams of a plan with copies: computation, copies in each direction, and stalls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from solver.schedule import Event, Solution
 from solver.sizes_deadlines_progress import format_size, format_time
 
 HALF = 0.36
-"""Half of the drawn height of a row."""
+"""Half the height of a row, in rows."""
 COLOUR_OF_STREAM = {
     "compute": style.BLUE,
     "store": style.ORANGE,
@@ -24,10 +24,10 @@ COLOUR_OF_STREAM = {
 
 
 def streams(solution: Solution, found: Copies, axes: Axes, *, s_per_unit: float) -> Axes:
-    """A row for each stream from above: when it runs something; in red where compute waits for a
-    copy. The lowest row is the memory of the host, as a share of its peak.
+    """Draw one row for each stream, from the top: when it runs something, and in red when compute
+    waits for a copy. The lowest row is the use of host memory, as a share of its peak.
 
-    s_per_unit: seconds of a unit of the time axis.
+    s_per_unit: seconds per unit of the time axis.
     """
     assert solution.simulation is not None
     rows = {stream.name: len(found.streams) - i for i, stream in enumerate(found.streams)}
@@ -63,6 +63,7 @@ def _title(stream: Stream, is_wide: bool) -> str:
 
 
 def _draw_host(axes: Axes, found: Copies, most_bytes: int, s_per_unit: float) -> None:
+    """Draw the bytes on the host into row 0, as a share of `most_bytes`."""
     held = found.host_bytes()
     if not held or not most_bytes:
         return
@@ -72,7 +73,7 @@ def _draw_host(axes: Axes, found: Copies, most_bytes: int, s_per_unit: float) ->
 
 
 def _merged(events: Iterable[Event], least_s: float) -> list[tuple[float, float]]:
-    """Start and end of what runs without a break that could be seen."""
+    """(start, end) of the events, merged where the gap between two is too short to be seen."""
     found: list[tuple[float, float]] = []
     for event in events:
         if found and event.start_s - found[-1][1] < least_s:

@@ -1,7 +1,7 @@
-"""Memory over the step as stacked layers: resident, saved, recomputed, gradients, workspace.
+"""Plot memory over the step in stacked layers: resident, saved, recomputed, gradients, workspace.
 
-The budget is a line, the peak op is named, and the time axis shows where the backward pass and each
-block start.
+The budget is drawn as a line and the peak op is named; the time axis marks the start of the
+backward pass and of each block.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ COLOUR_OF_LAYER: Mapping[str, str] = {
     "workspace": style.PINK,
 }
 N_NAMED_BLOCKS = 30
-"""Blocks named on the axis at most; others have no room."""
+"""How many blocks are named on the axis at most."""
 LONGEST_BLOCK = 18
-"""Letters of a block's name."""
+"""How many letters of a block's name are shown at most."""
 LEAST_ROOM_IN = 0.13
-"""Between the names of two blocks."""
+"""Least distance in inches between the names of two blocks."""
 HEADROOM = 1.32
-"""Of the highest line: room above it for the names of the peak op and of the passes."""
+"""Top of the plot as a multiple of the highest line: room for the names of peak op and passes."""
 LETTER_POINTS = 4.7
-"""Of a name in the axes, on average."""
+"""Average width of a letter in the axes, in points."""
 PEAK_LABEL = 1.04
-"""Where the name of the peak op stands, above the highest line."""
+"""Height of the name of the peak op, as a multiple of the highest line."""
 
 
 def memory(
@@ -61,10 +61,12 @@ def memory(
     without_plan: bool = False,
     width_in: float = style.WIDE_IN,
 ) -> Axes:
-    """Bytes on the device over one step with the plan, in layers; the baseline as a line.
+    """Draw the bytes on the device over one step with the plan in layers, the baseline as a line.
 
-    without_plan: the layers of the baseline, which is also drawn where there is no plan. The
-    horizontal axis is the time of the schedule.
+    The horizontal axis is the time in the schedule.
+
+    ax: where to draw (None: into a new figure of width `width_in` in inches).
+    without_plan: draw the layers of the baseline, as is also done if there is no plan.
     """
     axes = style.new_axes(width_in=width_in) if ax is None else ax
     request, plain, plan = solution.request, solution.baseline, solution.simulation
@@ -95,6 +97,7 @@ def memory(
     highest = max(available, plain.peak_bytes / bytes_per_unit)
     axes.set_ylim(0, HEADROOM * highest)
     _mark_times(axes, graph, layers, s_per_unit)
+    # name the peak op, if the peak is during a compute
     node = node_at(graph, schedule, shown)
     if node is not None and shown.peak_bytes in layers.total_bytes:
         index = layers.total_bytes.index(shown.peak_bytes)
@@ -111,10 +114,10 @@ def memory(
 
 
 def before_and_after(solution: Solution, *, width_in: float = style.WIDE_IN) -> tuple[Axes, ...]:
-    """The baseline above the plan, on the same scales, and below them the streams of a plan with
-    copies; the baseline alone without a plan.
+    """Draw the baseline above the plan on the same scales, and the streams of a plan with copies
+    below. Without a plan only the baseline is drawn.
 
-    All axes belong to one figure.
+    Returns the axes from top to bottom; all belong to one figure.
     """
     if solution.simulation is None:
         return (memory(solution, width_in=width_in),)
@@ -145,13 +148,13 @@ def before_and_after(solution: Solution, *, width_in: float = style.WIDE_IN) -> 
 
 
 def _longest_s(solution: Solution) -> float:
-    """Of baseline and plan."""
+    """Seconds of the longer of baseline and plan."""
     plan = solution.simulation
     return max(solution.baseline.time_s, plan.time_s if plan else 0.0)
 
 
 def overhead_text(solution: Solution) -> str:
-    """ "+4.73 % time", "12 x as long", or that no plan fits."""
+    """The overhead as text: "+4.73 % time", "12 x as long", or "no plan fits"."""
     if solution.overhead is None:
         return "no plan fits"
     share = format_share(solution.overhead)
@@ -159,15 +162,16 @@ def overhead_text(solution: Solution) -> str:
 
 
 def _time_unit(longest_s: float) -> tuple[str, float]:
-    """The unit for times up to this one, and its seconds."""
+    """The unit for an axis with times up to this one, and its seconds."""
     units = (("s", 1.0), ("ms", 1e-3))
     return next(((unit, s) for unit, s in units if longest_s >= s), ("us", 1e-6))
 
 
 def _columns(layers: Occupancy) -> tuple[list[int], list[float]]:
-    """The computes to draw: all, or the fullest of each of style.N_COLUMNS intervals of time.
+    """The indices of the computes to draw, and the edges of the drawn intervals in seconds.
 
-    With the edges of the drawn steps in seconds: each lasts until the next one starts.
+    All computes are drawn if there are few; else, of each of style.N_COLUMNS intervals of time, the
+    one with the most bytes. Each is drawn until the next one starts.
     """
     totals, edges_s = layers.total_bytes, layers.edges_s
     if len(totals) <= style.N_COLUMNS:
@@ -178,11 +182,12 @@ def _columns(layers: Occupancy) -> tuple[list[int], list[float]]:
         interval = min(style.N_COLUMNS - 1, int(style.N_COLUMNS * edges_s[index] / end_s))
         if interval not in fullest or total_bytes > totals[fullest[interval]]:
             fullest[interval] = index
-    columns = list(fullest.values())  # the first interval starts with the step
+    columns = list(fullest.values())  # the first one is drawn from the start of the step
     return columns, [0.0, *(edges_s[index] for index in columns[1:]), edges_s[-1]]
 
 
 def _draw_layers(axes: Axes, layers: Occupancy, s_per_unit: float, bytes_per_unit: float) -> None:
+    """Draw the layers on top of each other, in the order of LAYERS."""
     columns, edges_s = _columns(layers)
     if not columns:
         return
@@ -207,7 +212,7 @@ def _draw_layers(axes: Axes, layers: Occupancy, s_per_unit: float, bytes_per_uni
 
 
 def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, s_per_unit: float) -> None:
-    """Mark where the backward pass starts, and along the axis where each block does."""
+    """Mark where the backward pass starts and, along the axis, where each block starts."""
     forward, backward = block_starts(graph, layers)
     turn = _turn(layers)
     for starts in (forward, backward):
@@ -220,7 +225,7 @@ def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, s_per_unit: float) 
     if turn is None:
         return
     at = turn / s_per_unit
-    # the peak's name is between
+    # leave a gap in the line for the name of the peak op
     for low, high in ((0, PEAK_LABEL - 0.01), (HEADROOM - 0.1, HEADROOM)):
         line: dict[str, Any] = {"color": style.INK, "lw": 0.8, "ls": ":", "zorder": 4}
         axes.axvline(at, low / HEADROOM, high / HEADROOM, **line)
@@ -236,7 +241,10 @@ def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, s_per_unit: float) 
 def _name_blocks(
     axes: Axes, names: Sequence[str], starts: Iterable[tuple[float, int]], s_per_unit: float
 ) -> None:
-    """Above the axes, where no line is: the numbers of the blocks and their modules."""
+    """Write the blocks' numbers and modules above the axes, as far as there is room.
+
+    starts: (seconds, block) in order of time.
+    """
     room = max(1 / N_NAMED_BLOCKS, 72 * LEAST_ROOM_IN / _width_points(axes)) * axes.get_xlim()[1]
     places: list[float] = []
     labels: list[str] = []
@@ -245,7 +253,7 @@ def _name_blocks(
         if not places or at - places[-1] >= room:
             places.append(at)
             name = style.printable(names[block - 1])
-            if len(name) > LONGEST_BLOCK:  # its end tells modules apart
+            if len(name) > LONGEST_BLOCK:  # keep the end, which tells modules apart
                 name = "…" + name[1 - LONGEST_BLOCK :]
             labels.append(f"{block} {name}".strip())
     top = axes.secondary_xaxis("top")
@@ -257,7 +265,7 @@ def _name_blocks(
 
 
 def _write(axes: Axes, x: float, text: str) -> None:
-    """Write at a time, at the top."""
+    """Write text at the top of the axes, to the right of x on the time axis."""
     axes.annotate(
         text,
         (x, 0.99),
@@ -274,9 +282,10 @@ def _write(axes: Axes, x: float, text: str) -> None:
 def block_starts(
     graph: Graph, layers: Occupancy
 ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
-    """When each block's forward ops start, and its backward ops: (seconds, block), blocks from 1.
+    """When the forward ops of each block start, and when its backward ops do.
 
-    Recomputation belongs to the backward segment that needs it.
+    Both are lists of (seconds, block) in order of time, with blocks from 1. Only the first run of
+    an op counts, so recomputation starts no block.
     """
     blocks = computing_blocks(graph)
     first_s: dict[str, float] = {}
@@ -295,7 +304,7 @@ def block_starts(
 
 
 def _turn(layers: Occupancy) -> float | None:
-    """When the forward pass ends, in seconds: after the last first computation of it."""
+    """When the forward pass ends, in seconds: after the last first run of a forward node."""
     seen: set[str] = set()
     turn = None
     ends_s = accumulate(node.time_s for node in layers.nodes)
@@ -307,12 +316,15 @@ def _turn(layers: Occupancy) -> float | None:
 
 
 def _mark_peak(axes: Axes, at: tuple[float, float], text: str, *, height: float) -> None:
-    """A point at the peak, and the op's name above all lines, joined by a thin one."""
+    """Draw a point at the peak, and the op's name above all lines, joined by a thin line.
+
+    at: the peak in units of the axes. height: the height of the name.
+    """
     longest, room_points = axes.get_xlim()[1] or 1.0, _width_points(axes)
     wide_points = LETTER_POINTS * len(text)
     at_points = at[0] / longest * room_points
     middle_points = max(wide_points / 2, min(at_points, room_points - wide_points / 2))
-    off_points = at_points - middle_points  # at the edges the name is beside the peak
+    off_points = at_points - middle_points  # not 0 near the edges: the name is off to one side
     axes.plot(*at, marker="o", ms=4, color=style.INK, ls="", zorder=7)
     axes.annotate(
         text,
@@ -336,5 +348,5 @@ def _mark_peak(axes: Axes, at: tuple[float, float], text: str, *, height: float)
 
 
 def _width_points(axes: Axes) -> float:
-    """Points of the axes, about: the layout is not known before the figure is drawn."""
+    """Approximate width of the axes in points: the layout is not known before drawing."""
     return (0.8 if style.is_wide(axes) else 0.72) * 72 * style.width_in(axes)

@@ -1,8 +1,8 @@
-"""A schedule by block and time, and how much of each block is live.
+"""Plot a schedule by block and time, and how much of each block is live.
 
 Time runs to the right, blocks upwards: the forward pass climbs, the backward pass descends, and
-recomputed blocks climb again. Behind each row is the live share of what the forward ops of the
-block produce.
+recomputed blocks climb again. The background of each row shows the share of the outputs of the
+block's forward ops that is live.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from solver.reporting.rows import step_name
 from solver.schedule import Schedule, Solution, baseline, live_bytes_by, starts_s
 
 HALF = 0.42
-"""Half of the drawn height of a row."""
+"""Half the height of a row, in rows."""
 N_NAMED = 16
-"""Blocks named on the axis at most."""
+"""How many blocks are named on the axis at most."""
 RUNS = (("forward", style.BLUE), ("recomputed", style.ORANGE), ("backward", style.GREEN))
 
 
 def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
-    """Draw the computations of the plan by block and time; of the baseline if there is no plan."""
+    """Draw the computes of the plan by block and time, or of the baseline if there is no plan.
+
+    ax: where to draw (None: into a new figure).
+    """
     axes = style.new_axes() if ax is None else ax
     graph = solution.graph
     shown = baseline(graph) if solution.schedule is None else solution.schedule
@@ -73,7 +76,7 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
 
 
 def _rows(blocks: Blocks) -> dict[str, int]:
-    """The block of each node, from 1; nodes of the optimizer have none."""
+    """Node -> its block, from 1; nodes of the optimizer are left out."""
     rows = {}
     for segments in (blocks.forward, blocks.backward[: blocks.n_blocks]):
         for block, names in enumerate(segments, start=1):
@@ -95,7 +98,7 @@ def _runs(
 
 
 def _held(graph: Graph, shown: Schedule, blocks: Blocks) -> dict[int, Sequence[float]]:
-    """By block: the live share of the bytes of its forward storages during each compute."""
+    """Block -> the share of the bytes of its forward storages that is live during each compute."""
     block_of = {
         root: block
         for block, names in enumerate(blocks.forward, start=1)

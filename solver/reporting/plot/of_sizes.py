@@ -1,4 +1,4 @@
-"""Throughput against batch size or sequence length."""
+"""Plot throughput against batch size or sequence length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ AXIS_LABELS = {
 
 
 def throughput(search: SizeSearch, ax: Axes | None = None, *, width_in: float = WIDE_IN) -> Axes:
-    """Throughput of each size that fits; the saturation point and the first misfit are marked."""
+    """Draw the throughput of each size that fits; mark saturation and the first size that fails.
+
+    ax: where to draw (None: into a new figure of width `width_in` in inches).
+    """
     axes = new_axes(width_in=width_in) if ax is None else ax
     size_label, rate_label = AXIS_LABELS[search.size]
     found = [(c, c.rate_per_s) for c in search.candidates if c.rate_per_s is not None]

@@ -1,4 +1,4 @@
-"""What the plots share: colours, axes, units, and writing a figure to a file."""
+"""Shared by the plots: colours, axes, units, and writing a figure to a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from graphs.files import write_whole
 
-# Okabe and Ito's colours, distinguishable for colour-blind readers and in print.
+# The colours of Okabe and Ito can be told apart by colour-blind readers and in print.
 INK, GREY, LIGHT, STONE = "#222222", "#8a8a8a", "#d9d9d9", "#b0b3b8"
 PAPER = "#fefefe"
 BLUE, RED = "#0072b2", "#d55e00"
@@ -23,7 +23,7 @@ ORANGE, GREEN, PINK, SKY = "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 LINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, INK)
 MARKERS = "osD^vPX"
 COLOUR_VARIABLES = {
-    "#000000": "--ink",  # what Matplotlib draws axes and text with
+    "#000000": "--ink",  # Matplotlib's colour for axes and text
     INK: "--ink",
     PAPER: "--ground",
     GREY: "--grey",
@@ -36,24 +36,26 @@ COLOUR_VARIABLES = {
     PINK: "--pink",
     SKY: "--sky",
 }
-"""The CSS variable of each colour; the page sets them for light and dark mode."""
+"""Colour -> CSS variable; the page sets the variables for light and dark mode."""
 
 
 WIDE_IN, NARROW_IN = 8.0, 4.0
-"""Widths of figures in inches: for a page, and for a phone at the same size of letters."""
+"""Widths of figures in inches: for a page, and for a phone with the same font size."""
 LEGEND_IN = -0.55
-"""From the axes to the legend: ticks and the label of the axis are between them."""
+"""Offset in inches from the axes down to the legend, below the ticks and the axis label."""
 N_COLUMNS = 1200
-"""Steps drawn at most; more than the plot has pixels would only enlarge the file."""
+"""How many time intervals are drawn at most; more than the plot's pixels only enlarge the file."""
 
 
 def new_axes(*, width_in: float = WIDE_IN) -> Axes:
+    """Axes in a new figure that pyplot does not know."""
     figure = Figure(figsize=(width_in, 4.4), layout="constrained")
     return figure.add_subplot()
 
 
 def finish(axes: Axes, title: str) -> None:
-    """Title, light grid, no frame, the legend below; both as wide as the figure is."""
+    """Add title, light grid and a legend below, and remove the frame. Title and legend are laid out
+    for the figure's width."""
     text = textwrap.fill(printable(title), int(9 * width_in(axes)))
     axes.set_title(text, loc="left", fontsize=10, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -72,21 +74,22 @@ def finish(axes: Axes, title: str) -> None:
 
 
 def is_wide(axes: Axes) -> bool:
+    """Whether the figure is for a page and not for a phone."""
     return width_in(axes) > (WIDE_IN + NARROW_IN) / 2
 
 
 def printable(text: str) -> str:
-    """Without control characters, as graph files are not trusted."""
+    """Replace control characters by "?", since graph files are not trusted."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def width_in(axes: Axes) -> float:
-    """Inches of the figure."""
+    """The figure's width in inches."""
     return float(_figure_of(axes).get_figwidth())
 
 
 def size_unit(largest_bytes: int) -> tuple[str, float]:
-    """The unit for sizes up to this one, and its bytes."""
+    """The unit for an axis with sizes up to this one, and its bytes."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if largest_bytes >= size:
             return unit, size
@@ -94,13 +97,15 @@ def size_unit(largest_bytes: int) -> tuple[str, float]:
 
 
 def inline_svg(axes: Axes, *, name: str) -> str:
-    """The figure of `axes` as an <svg> element for an HTML page: no URLs, no fixed size.
+    """The figure of `axes` as an <svg> element for an HTML page, without URLs or a fixed size.
 
-    Colours become CSS variables (`COLOUR_VARIABLES`), text stays text, the background is
-    transparent. name: letters that prefix every id, so that a page can hold several plots.
+    Colours become CSS variables (`COLOUR_VARIABLES`), text stays text, and the background is
+    transparent.
+
+    name: a prefix for every id, so that a page can contain several plots.
     """
     written = io.BytesIO()
-    # A fixed salt instead of random ids: the same plot is the same bytes.
+    # With a fixed salt instead of random ids, the same plot gives the same bytes.
     with matplotlib.rc_context({"svg.hashsalt": "checkpoint-solver", "svg.fonttype": "none"}):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         _figure_of(axes).savefig(written, format="svg", transparent=True, metadata=nothing)
@@ -111,7 +116,7 @@ def inline_svg(axes: Axes, *, name: str) -> str:
     text = re.sub(r'\s(?!viewBox)[\w:]+="[^"]*"', "", root) + ">" + rest
     text = re.sub(r'\bid="', f'id="{name}-', text).replace("xlink:href", "href")
     text = text.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
-    text = re.sub(  # rounded to hundredths of a point
+    text = re.sub(  # round to hundredths of a point
         r' (d|x|y|transform)="[^"]*"',
         lambda attribute: re.sub(r"(\d+\.\d\d)\d+", r"\1", attribute.group()),
         text,
@@ -129,12 +134,12 @@ def _figure_of(axes: Axes) -> Figure:
 
 
 def save(axes: Axes, path: str | Path) -> None:
-    """Write the figure of `axes` as the suffix says (.png, .svg), whole or not at all."""
+    """Write the figure of `axes` atomically, in the format of the suffix (.png, .svg)."""
     path = Path(path)
     figure = _figure_of(axes)
     written = io.BytesIO()
     kind = path.suffix.lower().removeprefix(".")
-    # Without a date and random ids the same plot is the same bytes.
+    # Without a date and random ids, the same plot gives the same bytes.
     options: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {"dpi": 160}
     with matplotlib.rc_context({"svg.hashsalt": "checkpoint-solver"}):
         figure.savefig(written, format=kind, **options)
