@@ -166,7 +166,7 @@ class HostParameters:
         _OF_MODEL.pop(model, None)
 
     def _hooked(self, model: nn.Module) -> Iterator[Any]:
-        """Add hooks that bring the values back before a module that owns them is saved or loaded."""
+        """Add hooks that bring values back before the module that owns them is saved or loaded."""
         here = weakref.ref(self)
         for module in model.modules():
             own = [p for p in module._parameters.values() if p is not None and p in self._title]
