@@ -1,7 +1,7 @@
 """Run one forward and backward pass without side effects, to measure its peak memory.
 
 Gradients come from `torch.autograd.grad`: nothing is added to `.grad`, and no gradient accumulation
-hooks fire. Buffers and the random state are restored afterwards.
+hooks fire. Buffers, random state and attributes of modules are restored afterwards.
 """
 
 from __future__ import annotations
