@@ -5,9 +5,9 @@
 
 At the first forward pass in training mode, the module is traced with the real batch. If the graph
 is the planned one, a program is generated for the schedule. Otherwise the plan's request is solved
-again for this call if only values differ that forward reads (a padding mask), if the batch is
-smaller but otherwise the same (the last one of an epoch), or with `on_mismatch="replan"`; if not,
-an error says what differs. In evaluation mode and without gradients, the own forward runs.
+again for this call if only values differ that forward reads (a padding mask), if the batch is only
+smaller (the last one of an epoch), or with `on_mismatch="replan"`; if not, an error says what
+differs. In evaluation mode and without gradients, the module's own forward runs.
 """
 
 from __future__ import annotations

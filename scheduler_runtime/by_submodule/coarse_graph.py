@@ -51,6 +51,7 @@ def find_loop(model: nn.Module, observed: Observed) -> Observed:
     if container is None or len(steps) < 2 or not all(part.path for part in parts[1:-1]):
         return observed
     observed = dataclasses.replace(observed, parts=parts, container=container)
+    # what each step reads, and the part after the last step
     read = [set(parts[step[0]].read) for step in steps] + [set(parts[steps[-1][-1] + 1].read)]
     input_bytes = tuple(observed.bytes_of(each) for each in read)
     saved_bytes = [0]

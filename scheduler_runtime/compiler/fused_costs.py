@@ -2,7 +2,7 @@
 
 Matrix products, convolutions and attention remain separate kernels, with the costs of a given cost
 model. All other operators are limited by the bytes that they move. Of these, elementwise operators
-are fused into a neighbour's kernel, where they mostly read and write registers.
+are fused into a neighbour's kernel, where they read and write registers.
 """
 
 from __future__ import annotations

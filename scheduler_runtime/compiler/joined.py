@@ -169,9 +169,10 @@ def _separate_storages(graph: fx.Graph) -> None:
             schema = getattr(node.target, "_schema", None)
             returns = () if schema is None or schema.is_mutable else schema.returns
             if given and any(returned.alias_info is not None for returned in returns):
+                # a view: run it on the fake values, so that it shares its base's storage
                 with given[0].fake_mode:
                     node.meta["val"] = node.target(*args, **kwargs)
-            else:
+            else:  # a new tensor: its storage must not be that of an unrelated node
                 others = seen - set(map(_storage_id, given))
 
                 def moved(fake: FakeTensor, others: set[int] = others) -> FakeTensor:

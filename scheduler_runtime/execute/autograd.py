@@ -136,7 +136,7 @@ class Run:
             self._before.backward_begins(self._leaves)
         expected = [value is not None for value in tangents]
         are_others = expected != [each is not None for each in gradients]
-        if self.again is not None and self.again.can_restart:
+        if self.again is not None and self.again.can_restart:  # else they are copied below
             are_others |= any(map(self._is_laid_out_otherwise, tangents, gradients))
         if self.again is not None and are_others:
             self._release()

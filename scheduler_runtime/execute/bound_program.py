@@ -121,7 +121,7 @@ class BoundProgram:
     def run(self, model: nn.Module, call: Call) -> Any:
         """Run the forward pass; returns the module's output for this call.
 
-        If memory runs short or the disk fails, another program from `others` runs the call.
+        If memory runs out or the disk fails, another program from `others` runs the call.
 
         Raises CheckError if a check of a value fails, and DiskError. Buffers and random states are
         then as before the call.

@@ -22,10 +22,12 @@ def stand_in_for(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def is_stand_in(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:
+    """Whether the tensor is this stand-in, or a view of it."""
     return bool(tensor.untyped_storage()._cdata == stand_in.untyped_storage()._cdata)
 
 
 def forget(stand_in: torch.Tensor) -> None:
+    """Drop the value of a stand-in that is not used any more."""
     _VALUES.pop(stand_in.untyped_storage()._cdata, None)
 
 

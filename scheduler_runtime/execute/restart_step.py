@@ -302,6 +302,7 @@ class Again:
         assert self._underway is not None
         wanted = {node: self._places[node] for node in nodes}
         due = self._program.reached.intersection(wanted.values())
+        # run on until all of these are made; the first program has delivered some others already
         while not due <= self._made.keys():
             made = self._underway.piece(self._next_piece)
             self._next_piece += 1

@@ -86,6 +86,7 @@ class StraightLine:
                 assert self.copying is not None
                 self.copying.op(index, op)
                 continue
+            # once all forward nodes have run, further ones are recomputations of the backward pass
             if in_forward and len(started) == n_forward:
                 self._end_forward()
                 in_forward = False

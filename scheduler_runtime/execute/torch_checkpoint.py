@@ -95,6 +95,7 @@ class SavedCalls:
             name = functional_name(str(operator))
             index = again[name]
             again[name] += 1
+            # only if the forward pass was the planned one: indices mean nothing in another program
             return index in self.skipped.get(name, ()) and seen[name] == self.n_calls[name]
 
         noting, skipping = skipping_contexts(keep=keep, skip=skip)

@@ -1,4 +1,4 @@
-"""Export a plan's copies to the host as PyTorch's saved-tensor hooks; the step stays eager.
+"""Export a plan's copies to the host as saved-tensor hooks of PyTorch; the model's own code runs.
 
 The storages that the plan copies to the host are copied there by
 `torch.autograd.graph.saved_tensors_hooks`. Nothing is recomputed, and each copy blocks the
@@ -144,8 +144,8 @@ def _blocking(graph: Graph, storages: frozenset[str]) -> Schedule:
     back for each backward operator that reads it, and leaves again after that operator.
     """
     plain = baseline(graph)
-    reads: dict[str, list[int]] = defaultdict(list)
-    is_late: set[int] = set()
+    reads: dict[str, list[int]] = defaultdict(list)  # storage -> positions of ops that use it
+    is_late: set[int] = set()  # positions of backward operators
     for at, op in enumerate(plain.ops):
         if isinstance(op, Compute):
             node = graph.node_by_name[op.node]

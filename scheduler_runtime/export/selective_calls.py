@@ -153,7 +153,7 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
         node = layout.graph.node_by_name[name]
         is_skipped = node.recomputable and name not in recomputed
         *before, last = eager_calls(layout.graph, node) or (name,)
-        for operator in before:
+        for operator in before:  # they only prepare the result, so they are never saved
             if is_skipped:
                 skipped[operator].add(seen[operator])
             seen[operator] += 1

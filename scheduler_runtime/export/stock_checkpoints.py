@@ -1,4 +1,4 @@
-"""Export a plan as stock checkpointing of a model's own modules; the training step stays eager.
+"""Export a plan as stock checkpoints of a model's own modules, which run their own code.
 
 `torch.utils.checkpoint` recomputes a module as a whole, while a schedule works on single operators.
 So the closest module-level plan is exported: `solver.module_checkpointing.search` chooses it, and

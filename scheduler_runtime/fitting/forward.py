@@ -84,7 +84,8 @@ class FittedForward(PlanningPart):
                 "no state can be on the host: remove(model), then fit(model, optimizer=optimizer, "
                 "...) with the one that trains the copy"
             )
-        if self._in_flight.is_next_step():  # unless more passes of the same step are to come
+        # passes without gradients are not planned, so they leave a watch of the loss on
+        if self._in_flight.is_next_step():
             self._first_steps.loss.stop_watching()
         super().begin()
 

@@ -76,7 +76,7 @@ class InFlight:
                 "pass together, and this step may take up to "
                 f"{format_both(above_bytes)} more than the budget: {why}"
             )
-        if is_more:  # the next step is planned for more passes, which drops no program
+        if is_more:  # the next step is planned for more passes, so as another kind of call
             self._told = True
             return ()
         all_bytes = sum(planned.saved_bytes for _, planned in waiting)

@@ -138,6 +138,7 @@ class Ladder:
         last = next((rung for rung in self._rungs if rung.program is than), None)
         if last is None:  # a program for one step whose disk has failed: it has no tighter ones
             raise shortage.error
+        # clearly less than the plan that has failed, and no more than is free
         limit_bytes = last.less_bytes
         room = room_bytes(self._device)
         if room is not None:

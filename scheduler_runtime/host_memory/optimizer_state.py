@@ -44,7 +44,8 @@ def keep_on_host(
     owner: the object that wants the state on the host. With several owners, the state returns to
         the device when the last of them calls `bring_back`.
 
-    Raises ValueError for an optimizer whose state cannot be moved, or that trains other parameters.
+    Raises ValueError for an optimizer whose state cannot be moved, or that trains another number of
+    parameters than planned.
     """
     if (kept := _KEPT.get(optimizer)) is not None:
         if parameters is not None and kept.host_parameters is not parameters:

@@ -208,7 +208,7 @@ def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> Differen
         of = [titles[kind](key) for kind, key in read["of"]]
         return ", ".join(of) or "a tensor that the module holds"
 
-    for each in here:
+    for each in here:  # a value that was another one, or was not read, when planning
         if each in planned:
             continue
         words = f"{holders(each)} has other values than when planned: forward "

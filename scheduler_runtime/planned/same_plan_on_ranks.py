@@ -57,7 +57,8 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks | None:
-        """The ranks of this module. None: it is not distributed, or only over one process."""
+        """The ranks of this module. None: it is not distributed, or this process stands for a
+        single rank (in a group of one, or in a fake group)."""
         found: Any = next(filter(is_distributed, model.parameters()), None)
         if found is None or not dist.is_initialized():
             return None
