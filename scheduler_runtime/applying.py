@@ -3,11 +3,11 @@
     apply(model, solution)      # train as before
     remove(model)               # restores the module's own forward
 
-At the first forward pass in training mode the module is traced with the real batch. If the graph is
-the planned one, its schedule becomes code. Where only values that forward reads differ (a padding
-mask), where the batch is the same but smaller (the last one of an epoch), or with
-`on_mismatch="replan"`, the request in the plan is solved for this call; otherwise the error says
-what differs. In evaluation mode and without gradients the module's own forward runs.
+At the first forward pass in training mode, the module is traced with the real batch. If the graph
+is the planned one, a program is generated for the schedule. Otherwise the plan's request is solved
+again for this call if only values differ that forward reads (a padding mask), if the batch is only
+smaller (the last one of an epoch), or with `on_mismatch="replan"`; if not, an error says what
+differs. In evaluation mode and without gradients, the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ ON_MISMATCH = ("smaller", "replan", "error")
 
 
 class PlanMismatchError(ValueError):
-    """The module, its batch or its environment is not what was planned; says what differs."""
+    """The module, its batch or its environment is not the planned one; says what differs."""
 
 
 @names_checked
@@ -84,24 +84,24 @@ def apply(
 ) -> nn.Module:
     """Replace the module's forward by the planned step; returns the same module.
 
-    plan: a Solution, or a schedule file made in another process; or several, for batches of
-        several shapes. One of `fallback.plan_chain` puts stock checkpointing into its submodules.
-    on_mismatch: what to do at a forward pass that no plan fits. "smaller": where it differs in
-        nothing but sizes of its tensors and none of them is larger (a short last batch), plan for
-        it within the budget of the given plan, keep that plan beside the others and warn; else,
-        and in a stage of a pipeline, raise PlanMismatchError. "replan": plan for every such call.
-        "error": always raise. A call that differs only in values that forward reads (is the padding
-        mask all ones?) is planned anew with any of them.
+    plan: a Solution, or a schedule file made in another process; or several, for batches of several
+        shapes. A plan of `fallback.plan_chain` puts stock checkpointing into the submodules.
+    on_mismatch: what to do at a forward pass that no plan fits. "smaller": if only sizes of tensors
+        differ and none is larger (a short last batch), plan for the call within the budget of the
+        given plan, keep that plan, too, and warn; otherwise, and for a stage of a pipeline, raise
+        PlanMismatchError. "replan": plan for every such call. "error": always raise. A call that
+        differs only in values that forward reads (is the padding mask all ones?) is planned
+        whichever of these is given.
     cuda_graph: record the planned step as CUDA graphs at its first call and replay them. Shapes and
-        addresses are then fixed; see `scheduler_runtime.execute.cuda_graph` for what is refused.
-    disk_directory: on the disk that the plan copies tensors to, if it does (default: the one that
-        it was made for). Nothing is left there when the process has ended, however it ends.
-    optimizer: the one that trains the model, where the plan has its state on the host: from now on
-        it is on the device only while the optimizer steps. Other plans do not look at it.
+        addresses are then fixed; `scheduler_runtime.execute.cuda_graph` lists all conditions.
+    disk_directory: where plans that copy tensors to a disk make their file (default: the directory
+        they were made for). Nothing is left there after the process has ended, however it ends.
+    optimizer: the one that trains the model, for a plan that has its state on the host: from now on
+        its state is on the device only while it steps. Other plans ignore it.
 
-    Raises FormatError (the file), CudaGraphError, ValueError (a plan without schedule; plans of
-    different steps; applied twice; an optimizer that is missing or not the planned one), TypeError
-    (not a module and a plan).
+    Raises FormatError (the file), CudaGraphError, ValueError (a plan without a schedule; plans of
+    different steps; a module with a plan; an optimizer that is missing or not the planned one),
+    TypeError (not a module and a plan).
     """
     if on_mismatch not in ON_MISMATCH:
         raise ValueError(f"on_mismatch is {on_mismatch!r}; one of {', '.join(ON_MISMATCH)}")
@@ -124,7 +124,9 @@ def apply(
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Undo `apply`, `fit`, `compile` or an export: the module's own forward; returns the module."""
+    """Undo `apply`, `fit`, `compile` or an export, and return the module.
+
+    Raises ValueError if it has no plan."""
     check_module(model, "remove(model)")
     if has_checkpoints(model):
         return remove_torch_checkpoint(model)
@@ -136,7 +138,7 @@ def remove(model: nn.Module) -> nn.Module:
 
 
 class AppliedForward(PlannedForward):
-    """Runs the plans that it was given; on_mismatch says which other calls are planned."""
+    """Runs the given plans; `on_mismatch` says which other calls are planned."""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class AppliedForward(PlannedForward):
             raise ValueError("there is no plan to apply: the list is empty")
         self._host_parameters = hosted_parameters(model, plans, cuda_graph=cuda_graph)
         self._optimizer = hosted_optimizer(plans, optimizer, self._host_parameters, owner=self)
-        # shapes may differ between plans, but not what is differentiated, nor how
+        # plans may have other shapes, but must differentiate the same outputs in the same way
         for field in ("train", "gradients", "gradient_outputs", "passes"):
             values = [plan.environment.get(field) for plan in plans]
             if any(value != values[0] for value in values):
@@ -186,7 +188,7 @@ class AppliedForward(PlannedForward):
         return {**super().__getstate__(), **own}
 
     def restore(self) -> None:
-        if self._host_parameters is not None:  # first: without room for them, all goes on as before
+        if self._host_parameters is not None:  # first: if they do not fit, the plan stays in place
             self._host_parameters.bring_back()
         if self._optimizer is not None:
             bring_back(self._optimizer, owner=self)
@@ -197,7 +199,7 @@ class AppliedForward(PlannedForward):
 
     def begin(self) -> None:
         if not self._told_of_gradients:
-            # found once: at every step the walk through a deep model would keep the device waiting
+            # looked up once: the device would wait for a walk through a deep model in every step
             found = (parameter() for parameter in self._trained)
             trained = [parameter for parameter in found if parameter is not None]
             if not trained or len(trained) < len(self._trained):
@@ -246,7 +248,7 @@ class AppliedForward(PlannedForward):
         return output
 
     def _tell_of_passes(self) -> None:
-        """Warn where more passes wait for a backward pass than the plan is for, or larger ones."""
+        """Warn if the passes that wait for a backward pass may exceed the budget together."""
         above_bytes, n = self._passes.above_bytes(), len(self._passes.waiting)
         if not above_bytes:
             return
@@ -262,16 +264,16 @@ class AppliedForward(PlannedForward):
 
     @property
     def plan(self) -> Plan:
-        """The first: new plans take its budget and its options."""
+        """The first plan, whose budget and options new plans share."""
         return self.plans[0]
 
     def covers(self) -> bool:
-        """Evaluation only where it was planned; training always: another mode is a mismatch."""
+        """Training always, evaluation only if it was planned; another mode is a mismatch."""
         return self._model.training or not self.plan.environment.get("train", True)
 
     def program_for(self, call: Call) -> StepProgram:
         model = self._model
-        self._trained = []  # others may be trained now
+        self._trained = []  # look again: other parameters may be trained now
         check_arguments(model, call, forward=self.own_forward)
         started_s = now_s()
         try:
@@ -282,7 +284,7 @@ class AppliedForward(PlannedForward):
                 error.__cause__.add_note(f"unlike the planned call: {reason}")
             raise
         except TraceError:
-            # a call that nobody planned for often cannot be traced at all: say what differs instead
+            # an unplanned call often cannot be traced at all: say what differs instead
             reason = difference(self.plan, call, model)
             if reason is None or self.on_mismatch == "replan":
                 raise
@@ -297,9 +299,9 @@ class AppliedForward(PlannedForward):
             fitting = found.index(None)
             plan, step, part = self.plans[fitting], steps[fitting], parts[fitting]
             schedule = module_schedule(plan.schedule, part)
-            # A file may say anything. In the module's part the gradients of its outputs count from
-            # the start, and outputs to the end that the caller drops (in plans of `fit`); without
-            # their bytes this is at most what the whole step takes.
+            # A file may have been edited, so check its peak. In the module's part alone, gradients
+            # of outputs are live from the start, and outputs that the caller drops (in plans of
+            # `fit`) to the end; without these bytes, its peak is at most that of the whole step.
             tangent_bytes = sum(t.size_bytes for t in part.resident if t.kind == "tangent")
             freed = {op.tensor for op in plan.schedule.ops if isinstance(op, Free)}
             dropped = freed.intersection(part.returned)
@@ -348,7 +350,7 @@ class AppliedForward(PlannedForward):
         return cuda_graphs.Recorded(program, model, call, self._recordings)
 
     def replans(self, reason: Difference) -> bool:
-        """Whether this call is planned for, and not refused."""
+        """Whether to plan for a call that differs so, instead of raising PlanMismatchError."""
         if self._host_parameters is not None:
             return False
         if reason.of_values or self.on_mismatch == "replan":
@@ -370,7 +372,7 @@ class AppliedForward(PlannedForward):
 
     def _trace(self, call: Call) -> CapturedStep:
         environment = self.plan.environment
-        # Only at the first call: later ones come here since something differs from it.
+        # Kept programs are only tried at the first call; later calls differ from the planned one.
         kept, self._kept = self._kept, []
         return self.traced(
             call,
@@ -385,7 +387,7 @@ class AppliedForward(PlannedForward):
 
 
 def _as_planned(step: CapturedStep, plan: Plan) -> CapturedStep:
-    """With the plan's rewrites, and with copies of the parameters that it has on the host."""
+    """The step with the plan's rewrites, and loads of the parameters that it has on the host."""
     step = step.with_rewrites(plan.rewrites)
     tensors = plan.host_parameters.values()
     if not tensors or not set(tensors) <= set(step.graph.tensor_by_name):

@@ -25,21 +25,23 @@ from solver.schedule import Solution
 def shard(model: nn.Module, solution: Solution, *, mesh: DeviceMesh) -> nn.Module:
     """Call `fully_shard` on the groups that the solution was planned with; returns the model.
 
-    mesh: with as many ranks as were planned for; of two dimensions, (replicas, ranks), for hybrid
-        sharding. `fully_shard` is called with what the plan's `Sharding` says, and else with its
-        default options: others change what a rank holds.
+    `fully_shard` gets the options of the plan's `Sharding`, and its defaults otherwise: other
+    options would change what a rank holds.
 
-    Raises ShardingError: the solution is not for a sharded step, or for another mesh;
-    RanksDisagreeError where other ranks have such a solution, or another plan (`on_all_ranks`), or
-    have exported it to other modules.
+    mesh: with as many ranks as planned; for hybrid sharding, with two dimensions (replicas, ranks).
+
+    Raises ShardingError if the solution is not for a sharded step, or is for another mesh;
+    RanksDisagreeError if that is so on another rank, or if ranks have different plans
+    (`on_all_ranks`), or have exported the plan to different modules.
     """
     agree: Callable[[], Solution] = functools.partial(_checked, solution, mesh)
-    for dimension in range(mesh.ndim):  # each rank of a row has heard of all in its column
+    # First along the columns of the mesh, then along its rows: then each rank has heard of all.
+    for dimension in range(mesh.ndim):
         group = mesh.get_group(dimension)
         agree = functools.partial(on_all_ranks, agree, group=group, model=model)
     sharding = sharding_of(agree().environment)
     assert sharding is not None
-    # None: all groups but the root, which is needed again at once
+    # None reshards all groups but the root, whose parameters the backward pass needs at once
     reshards = None if sharding.reshard_after_forward else False
     policy = _policy(sharding.mp_policy or MixedPrecision())
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshards, "mp_policy": policy}
@@ -58,7 +60,7 @@ def _policy(described: MixedPrecision) -> MixedPrecisionPolicy:
 
 
 def _checked(solution: Solution, mesh: DeviceMesh) -> Solution:
-    """The solution, if it is for ranks of this mesh."""
+    """The solution, if it is for a rank of this mesh. Raises ShardingError."""
     sharding = sharding_of(solution.environment)
     if sharding is None:
         raise ShardingError(

@@ -1,8 +1,8 @@
 """Run real training steps, and measure their peak memory and time.
 
-On the CPU the profiler's memory events are added up (they agree with a malloc hook within 0.1 MB);
-on CUDA the allocator's peak counts. What is there before the step (parameters, buffers, optimizer
-state, accumulated gradients, batch) is added by size, storage by storage.
+On the CPU, the profiler's memory events are added up (the result agrees with a malloc hook within
+0.1 MB); on CUDA, the peak is the allocator's. The sizes of storages that exist before the step
+(parameters, buffers, optimizer state, accumulated gradients, batch) are added.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from solver.sizes_deadlines_progress import names_checked
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a training step took.
+    """The memory and time that a training step took.
 
-    peak_bytes: the most on the device during the step, resident bytes included.
-    time_s: median of the steps timed without a profiler, which took times_s.
-    spread_s: the slowest of them less the fastest.
+    peak_bytes: the most bytes on the device during the step, resident ones included.
+    time_s: median of `times_s`.
+    spread_s: the slowest of `times_s` minus the fastest.
     reserved_bytes: what CUDA's allocator took from the device (None on the CPU).
-    context_bytes: what else was taken of the device, by contexts, kernels and other processes.
+    context_bytes: what else was in use on the device: contexts, kernels and other processes (None
+        on the CPU).
+    times_s: the steps that were timed without a profiler.
     """
 
     peak_bytes: int
@@ -55,13 +57,13 @@ class Measurement:
 
 @dataclass(eq=False)
 class TrainingStep:
-    """A training step as people write it, to be run several times.
+    """A training step as in a usual training loop, to be run several times.
 
     batch, loss, inputs: as in `graphs.trace.trace`.
-    optimizer: its step is part of `run` (None: forward and backward pass only).
+    optimizer: makes a step in `run` (None: forward and backward pass only).
     autocast: dtype of the forward pass and the loss (None: no autocast).
 
-    Raises TraceError for a batch that the model does not take.
+    Raises TraceError for a batch that the model does not accept.
     """
 
     model: nn.Module
@@ -82,7 +84,8 @@ class TrainingStep:
         return device_of(self.model)
 
     def forward(self) -> torch.Tensor:
-        """The loss. The model's output is held meanwhile, as by a loop that gives it a name."""
+        """Run the forward pass; returns the loss. The model's output is held until `release`, as in
+        a training loop that assigns it to a variable."""
         self.release()
         on = self.autocast is not None
         with torch.autocast(self.device.type, self.autocast) if on else contextlib.nullcontext():
@@ -98,7 +101,7 @@ class TrainingStep:
         return loss
 
     def run(self) -> torch.Tensor:
-        """One step; returns its loss. Gradients add up."""
+        """Run one step; returns its loss. Gradients accumulate."""
         loss = self.forward()
         loss.backward()
         if self.optimizer is not None:
@@ -107,7 +110,7 @@ class TrainingStep:
         return loss
 
     def release(self) -> None:
-        """Let go of the model's output."""
+        """Drop the model's output."""
         self._output = None
 
     def clear_gradients(self) -> None:
@@ -127,15 +130,15 @@ def measure(
     gradients: str = "fresh",
     n_steps: int = 3,
 ) -> Measurement:
-    """Run training steps and measure them. An optimizer changes the model's parameters.
+    """Run training steps and measure them. With an optimizer, the model's parameters change.
 
-    loss, inputs: as in `graphs.trace.trace`.
-    optimizer: as in `graphs.trace.trace`. autocast: as in `TrainingStep`.
+    loss, inputs, optimizer: as in `graphs.trace.trace`.
+    autocast: as in `TrainingStep`.
     gradients: "fresh" (set to None before each step) or "accumulate".
-    n_steps: how many are timed; one before them warms up (the optimizer creates its state then),
-        and memory is measured on one after them.
+    n_steps: number of timed steps. One step before them warms up (the optimizer creates its state
+        then), and memory is measured in one step after them.
 
-    Raises TraceError for a batch that the model does not take.
+    Raises TraceError for a batch that the model does not accept.
     """
     (found,) = measure_in_turns(
         model,
@@ -151,7 +154,7 @@ def measure(
     return found
 
 
-@nothing_watches()  # a loss that has not been run backward yet
+@nothing_watches()  # a watch of another model's loss must not see these steps
 def measure_in_turns(
     model: nn.Module,
     batch: Any,
@@ -164,8 +167,14 @@ def measure_in_turns(
     gradients: str = "fresh",
     n_steps: int = 3,
 ) -> list[Measurement]:
-    """As `measure`, within each of several contexts, whose timed steps take turns: what else the
-    machine does, and how fast it runs, changes with time and is then the same for all."""
+    """Measure the same step in several contexts, whose timed steps take turns.
+
+    The load and the clock rate of the machine change with time; so they affect all contexts alike.
+
+    sides: make the contexts. The other parameters are those of `measure`.
+
+    Returns a measurement for each context.
+    """
     if gradients not in ("fresh", "accumulate"):
         raise ValueError(f"gradients is {gradients!r}; 'fresh' or 'accumulate'")
     own = None if optimizer is None else read_optimizer(optimizer, model)
@@ -187,7 +196,7 @@ def measure_in_turns(
     for side, (_, *timed_s) in zip(sides, times_s, strict=True):
         if gradients == "fresh":
             step.clear_gradients()
-        emptied(device)  # else what an earlier run left would count as reserved here
+        emptied(device)  # otherwise memory of an earlier run would count as reserved here
         with side():
             resident = [*resident_tensors(model, batch, optimizers), *constants]
             peak_bytes = absolute_peak_bytes(step.run, device, resident)
@@ -205,7 +214,7 @@ def measure_in_turns(
 
 
 def emptied(device: torch.device) -> None:
-    """Release unreferenced memory, so that it counts in no later figure."""
+    """Release unreferenced memory, so that it does not count in a later measurement."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -214,8 +223,9 @@ def emptied(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def no_garbage(device: torch.device) -> Iterator[None]:
-    """Unreferenced memory is released before, and none of what is in cycles meanwhile: when the
-    collector runs depends on what ran before, and so would the bytes that are measured."""
+    """A context without garbage collection; unreferenced memory is released before it.
+
+    When the collector runs depends on what has run before, and so would the measured bytes."""
     emptied(device)
     was_on = gc.isenabled()
     gc.disable()
@@ -227,13 +237,14 @@ def no_garbage(device: torch.device) -> Iterator[None]:
 
 
 def context_bytes(device: torch.device) -> int:
-    """What is taken of the device beside this process's allocator: contexts, kernels, others."""
+    """Bytes in use on the device outside of this process's allocator: contexts, kernels, other
+    processes."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """By the host's clock, until the device is done."""
+    """How long a run takes by the host's clock, until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started_s = time.perf_counter()
@@ -246,15 +257,15 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 def absolute_peak_bytes(
     run: Callable[[], object], device: torch.device, resident: Iterable[torch.Tensor]
 ) -> int:
-    """The most on the device during a run: on CUDA all of this process, on the CPU the resident
-    tensors and what the run adds."""
+    """The most bytes on the device during a run: on CUDA all that this process has allocated, on
+    the CPU the resident tensors and what the run adds."""
     is_cuda = device.type == "cuda"
     before_bytes = torch.cuda.memory_allocated(device) if is_cuda else bytes_of(resident, device)
     return before_bytes + peak_above_bytes(run, device)
 
 
 def peak_above_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most that a run takes on the device above what is there when it starts."""
+    """The most bytes that a run adds on the device to those in use when it starts."""
     if device.type != "cuda":
         return cpu_peak_bytes(run).peak_bytes
     peaks = CudaPeaks(device)
@@ -265,7 +276,8 @@ def peak_above_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 @contextlib.contextmanager
 def buffers_and_random_state_restored(model: nn.Module) -> Iterator[None]:
-    """Restored afterwards, whatever happens; copies are kept on the host meanwhile."""
+    """After this context, buffers and random state are as before, also after an error. Copies of
+    the buffers are kept on the host."""
     buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
     devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
     try:
@@ -280,7 +292,8 @@ def buffers_and_random_state_restored(model: nn.Module) -> Iterator[None]:
 def resident_tensors(
     model: nn.Module, batch: Any, optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterator[torch.Tensor]:
-    """What a step keeps and that is there already; some of them may share storage."""
+    """The tensors that exist before a step and stay during it: parameters, buffers, gradients,
+    batch, and optimizer state that is not on the host. Some may share storage."""
     yield from model.parameters()
     yield from model.buffers()
     yield from (p.grad for p in model.parameters() if p.grad is not None)
@@ -293,8 +306,9 @@ def resident_tensors(
 
 
 def bytes_of(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Bytes of the tensors' storages on this device (of several, with its index), each once; none
-    of sparse tensors, with which nothing is planned.
+    """Bytes of the tensors' storages on this device, each counted once.
+
+    Sparse tensors do not count, since steps with them are not planned.
     """
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()

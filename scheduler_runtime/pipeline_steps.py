@@ -1,11 +1,11 @@
-"""Steps of a pipeline that all ranks begin, or none.
+"""Make the ranks of a pipeline begin each step together, or not at all.
 
     schedule = steps_together(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss))
     schedule.step(batch)
 
-In `torch.distributed.pipelining` a rank that fails leaves the others waiting for what it would have
-sent, for as long as the group's timeout. What can be known before a step is therefore compared
-before it, and told to all.
+If a rank fails in `torch.distributed.pipelining`, the others wait for what it would have sent,
+until the group's timeout. So mistakes that can be seen before a step are looked for before it, and
+reported on all ranks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ ScheduleT = TypeVar("ScheduleT")
 
 
 def steps_together(schedule: ScheduleT, *, group: dist.ProcessGroup | None = None) -> ScheduleT:
-    """Make each `schedule.step` begin only where all ranks can run it; returns the schedule.
+    """Make each `schedule.step` begin only if all ranks can run it; returns the schedule.
 
-    Before the first step each rank compares what it is about to run with the plans of its stages:
+    Before the first step, each rank compares what it is about to run with the plans of its stages:
     the schedule, the stages, the number of micro-batches, and in the first stage their shapes.
-    Before later ones it compares the inputs or targets that it gives with those of the first step.
-    Steps without a backward pass (`schedule.eval`) run without a plan, and are not compared. Each
-    step costs one exchange through the group's store, in which ranks wait for one another for up
-    to ten minutes.
+    Before later steps, it compares the inputs or targets with those of the first step. Steps
+    without a backward pass (`schedule.eval`) run without a plan, and are not compared. Each step
+    costs one exchange through the group's store, in which ranks wait for each other for up to ten
+    minutes.
 
-    schedule: of `torch.distributed.pipelining`, of stages that have their plans (`apply`).
+    schedule: a schedule of `torch.distributed.pipelining`, whose stages have plans (`apply`).
     group: the ranks of the pipeline (None: the group of the stages).
 
-    `step` then raises PlanMismatchError on the rank that differs from its plan or its first step,
-    and RanksDisagreeError on all others, or on all where they differ from one another. An error in
-    the middle of a step still leaves the others waiting.
+    `step` then raises PlanMismatchError on a rank that differs from its plan or its first step, and
+    RanksDisagreeError on all other ranks; if ranks differ from each other, RanksDisagreeError on
+    all. After an error in the middle of a step, the other ranks still wait.
     """
     stepping: Any = schedule
     stages = list(getattr(stepping, "_stages", None) or [stepping._stage])
@@ -73,7 +73,7 @@ def steps_together(schedule: ScheduleT, *, group: dist.ProcessGroup | None = Non
 
 
 _OF_STEP = ("losses", "return_outputs", "loss_kwargs")
-"""What `step` does not hand on to the first stage."""
+"""Options of `step` that are not passed on to the first stage."""
 
 
 def _n(schedule: Any) -> int:
@@ -90,7 +90,7 @@ def _planned(stage: Any) -> AppliedForward | None:
 
 
 def _check_places(schedule: Any, stages: Sequence[Any]) -> None:
-    """Raise PlanMismatchError where a plan is of another place than the schedule runs."""
+    """Raise PlanMismatchError if a stage's plan is for another place in a pipeline than it runs."""
     from torch.distributed import pipelining  # here: it is slow to import
 
     kinds: dict[type, str] = {
@@ -115,7 +115,7 @@ def _check_places(schedule: Any, stages: Sequence[Any]) -> None:
 
 
 def _check_micro_batches(schedule: Any, stages: Sequence[Any], args: Any, kwargs: Any) -> None:
-    """Raise PlanMismatchError where the first stage has no plan for them."""
+    """Raise PlanMismatchError if the first stage has no plan for one of the micro-batches."""
     forward = _planned(stages[0])
     if forward is None or not stages[0].is_first:
         return

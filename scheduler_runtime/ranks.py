@@ -1,10 +1,10 @@
-"""Ranks that plan or read plans by themselves: all have plans that fit together, or all stop.
+"""Check that all ranks have plans that fit together; otherwise all of them stop.
 
     solution = on_all_ranks(lambda: solve(stage, micro_batch, ..., pipeline=pipeline))
 
-A rank that raises an error while the others go on leaves them waiting in their next collective, and
-ranks whose plans are for different steps wait for each other or mix up what they exchange. Here
-each rank learns what the others have before anything else is exchanged.
+If one rank raises an error and the others go on, they wait for it in their next collective. If the
+plans of ranks are for different steps, the ranks wait for each other or mix up what they exchange.
+So each rank learns here what plans the others have, before anything else is exchanged.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from solver.schedule import Solution
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells the others.
+    """What a rank tells the others about its plan.
 
     failure: why it has no plan ("": it has one).
-    agreed: what must be the same on all.
-    stage, n_ranks: of a pipeline.
+    agreed: what must be the same on all ranks.
+    stage, n_ranks: the rank's stage of a pipeline (None: there is no pipeline), and the pipeline's
+        number of ranks.
     """
 
     failure: str = ""
@@ -47,7 +48,7 @@ class _Report:
         place, sharding = pipeline_of(solution.environment), sharding_of(solution.environment)
         fields = {} if place is None else dataclasses.asdict(place)
         shards = {} if sharding is None else dataclasses.asdict(sharding)
-        if place is not None and model is None:  # each rank has its own stage, and own groups
+        if place is not None and model is None:  # each rank has its own stage and its own groups
             shards.pop("groups", None)
             agreed = {**fields, **shards}
             return cls(agreed=agreed, stage=agreed.pop("stage"), n_ranks=place.n_ranks)
@@ -72,23 +73,26 @@ def on_all_ranks(
     group: dist.ProcessGroup | None = None,
     model: nn.Module | None = None,
 ) -> Solution:
-    """What `plan` returns on this rank, once all ranks of the group have their plans.
+    """Call `plan` and return its solution, once all ranks of the group have a plan.
 
-    plan: calls `solve`, say, or `Solution.load`. Each rank of a pipeline plans its own stage, once
-        for each of them; ranks of a sharded or replicated step all make the same plan.
+    plan: calls `solve` or `Solution.load`, for example. Each rank of a pipeline plans its own stage
+        (with several stages per rank, call this function once for each); the ranks of a sharded or
+        replicated step all make the same plan.
     group: the ranks that train together (None: all): those of the pipeline, or of the mesh.
-    model: what the plan is for, where all ranks of the group run the same step, of a stage too; to
-        which it may have been exported, the same modules on all ranks.
+    model: the module that the plan is for. Give it if all ranks of the group run the same step (it
+        may be one stage of a pipeline). A plan that was exported to it must then be exported to the
+        same modules on all ranks.
 
-    Raises what `plan` raises, and RanksDisagreeError on all other ranks; on all ranks where nothing
-    fits on some, and where the plans are not of one pipeline, or not the same. A rank that does not
-    come is waited for as long as the group's timeout.
+    Raises what `plan` raises, and then RanksDisagreeError on all other ranks. Raises
+    RanksDisagreeError on all ranks if nothing fits on one of them, or if the plans are not of one
+    pipeline or not the same. A rank that does not call this is waited for until the group's
+    timeout.
     """
     solution, error = None, None
     try:
         solution = plan()
         report = _Report.of(solution, model)
-    except Exception as raised:  # noqa: BLE001  (raised below, when the others know)
+    except Exception as raised:  # noqa: BLE001  (raised below, when the other ranks know)
         error, report = raised, _Report(failure=f"{type(raised).__name__}: {raised}")
     reports: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, report, group=group)
@@ -101,7 +105,7 @@ def on_all_ranks(
 
 
 def _disagreement(reports: Sequence[_Report]) -> str:
-    """Why the ranks cannot go on; "": they can."""
+    """Why the ranks' plans do not fit together; "": they do."""
     failed = [(rank, report.failure) for rank, report in enumerate(reports) if report.failure]
     if failed:
         return "; ".join(f"rank {rank} has no plan: {failure}" for rank, failure in failed)

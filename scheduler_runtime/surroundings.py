@@ -1,12 +1,12 @@
 """What surrounds a planned module: free device memory, DistributedDataParallel, own checkpointing.
 
-DistributedDataParallel copies each gradient into a bucket that is sent as one message. The buckets
-exist as long as it does and take as many bytes as the gradients. With
-`gradient_as_bucket_view=True` the gradients live in the buckets and exist as long.
+DistributedDataParallel copies gradients into buckets, each of which is sent as one message. The
+buckets exist as long as the wrapper, and take as many bytes as the gradients. With
+`gradient_as_bucket_view=True`, the gradients are views of the buckets, and exist as long.
 
-With a plan, a model that uses activation checkpointing would recompute twice. Calls of
-`torch.utils.checkpoint` are found while the module is traced; the switches of libraries are found
-before that, so that the error names the switch.
+A model that uses activation checkpointing would recompute twice under a plan, so it is refused.
+Calls of `torch.utils.checkpoint` are found while the module is traced. The switches of libraries
+are looked for before, so that the error can name the switch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from solver.sizes_deadlines_progress import BudgetError, Rates, parse_budget, pa
 def budget_for(
     model: nn.Module, budget: int | float | str, reserve: int | float | str | None
 ) -> tuple[int, int]:
-    """Budget and reserve in bytes, for a step of this model where it is (`parse_budget`)."""
+    """Budget and reserve in bytes, for a step of this model on its present device
+    (`parse_budget`)."""
     device = device_of(model)
     return parse_budget(
         budget,
@@ -51,9 +52,10 @@ def host_for(
     host_link: Rates | None,
     costs: CostModel | None,
 ) -> Places | None:
-    """`solver.device_and_costs.host_beside` for a training step of this model where it is.
+    """The host memory that a plan may copy to, for this model on its present device.
 
-    costs: of the step's operators, which may know the link (None: they do not).
+    See `solver.device_and_costs.host_beside`. costs: the cost model of the step's operators, which
+    may know the speed of the link (None: there is none).
     """
     device = device_of(model)
     return host_beside(
@@ -66,7 +68,7 @@ def host_for(
 
 
 def size_on(device: torch.device, size: int | float | str, *, what: str) -> int:
-    """`solver.sizes_deadlines_progress.parse_size` for a model that is on this device; may be 0."""
+    """Parse a size (`parse_size`), of which shares are those of this device's memory; may be 0."""
     return parse_size(size, capacity_bytes=_capacity_bytes(device), what=what, least_bytes=0)
 
 
@@ -84,13 +86,15 @@ def free_budget_bytes(
     *,
     bucket_bytes: int = 0,
 ) -> int:
-    """The budget "auto": what a step may take of the device now.
+    """The budget "auto": what a step may use of the device now.
 
-    That is what the driver reports as free and what PyTorch's allocator holds without a tensor in
-    it, plus the step's own tensors. Tensors of anything else (another model, a teacher) stay.
-    bucket_bytes: of DistributedDataParallel's, which are the step's as well.
+    That is the memory that the driver reports as free, plus what PyTorch's allocator has reserved
+    but does not use, plus the step's own tensors. Other tensors (of a teacher model, say) are left
+    out.
 
-    Raises BudgetError where there is no CUDA device to ask.
+    bucket_bytes: buckets of DistributedDataParallel, which belong to the step as well.
+
+    Raises BudgetError if the device is not a CUDA device.
     """
     if device.type != "cuda":
         refuse_auto_budget(device)
@@ -101,12 +105,12 @@ def free_budget_bytes(
 
 
 def room_bytes(device: torch.device) -> int | None:
-    """What can be allocated on a CUDA device now; None for others, where nobody knows."""
+    """How much can be allocated on a CUDA device now; None for others, where it is not known."""
     return int(free_bytes(device)) if device.type == "cuda" else None
 
 
 def n_out_of_memory(device: torch.device) -> int:
-    """How often PyTorch's allocator was out of memory so far; 0 where it does not count that."""
+    """How often PyTorch's CUDA allocator has run out of memory so far; 0 for other devices."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
@@ -121,28 +125,32 @@ def refuse_auto_budget(device: torch.device) -> NoReturn:
 
 @dataclass(frozen=True)
 class Buckets:
-    """size_bytes: of all buckets of a replica. are_gradients: the gradients are views of them."""
+    """The gradient buckets of DistributedDataParallel.
+
+    size_bytes: of all buckets of a replica.
+    are_gradients: whether the gradients are views of them.
+    """
 
     size_bytes: int
     are_gradients: bool
 
     @property
     def separate_bytes(self) -> int:
-        """Bytes that they take besides the gradients."""
+        """Bytes that the buckets take besides the gradients."""
         return 0 if self.are_gradients else self.size_bytes
 
 
 def has_gradients(model: nn.Module, buckets: Buckets | None) -> bool:
-    """Whether gradients exist before the step."""
+    """Whether gradients of the model exist before the step."""
     if buckets is not None and buckets.are_gradients:
         return True
     return any(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 def buckets_of(model: nn.Module) -> Buckets | None:
-    """The buckets around this forward pass of the model; None: no DistributedDataParallel runs it.
+    """The buckets of the DistributedDataParallel that runs this forward pass; None: none does.
 
-    PyTorch records which one is running, for its compiler.
+    PyTorch records which wrapper is running, for its compiler.
     """
     running = DistributedDataParallel._get_active_ddp_module()
     if running is None or all(module is not model for module in running.module.modules()):
@@ -154,7 +162,8 @@ def buckets_of(model: nn.Module) -> Buckets | None:
 
 
 def why_not_planned(model: nn.Module) -> str | None:
-    """Why a module that runs something else than its own `forward` cannot be planned."""
+    """Why this module cannot be planned as it is: it does not run its own `forward`, or needs hooks
+    of submodules. None: it can."""
     name = type(model).__name__
     if isinstance(model, DistributedDataParallel):
         return f"{name} sends gradients around the module's step: call fit on the wrapped module"
@@ -178,11 +187,11 @@ def why_not_planned(model: nn.Module) -> str | None:
 
 
 class CheckpointedAlreadyError(TraceError):
-    """The module uses activation checkpointing; says where and how to turn it off."""
+    """The module uses activation checkpointing; the message says where and how to turn it off."""
 
 
 def refuse_checkpointing(model: nn.Module) -> None:
-    """Raise CheckpointedAlreadyError for switches that are on and for wrapped submodules."""
+    """Raise CheckpointedAlreadyError if a library's switch is on or a submodule is wrapped."""
     for path, module in model.named_modules():
         title = f"submodule {path!r}" if path else f"the model ({type(module).__name__})"
         if getattr(module, "is_activation_checkpointing", False) is True:
@@ -199,7 +208,7 @@ def refuse_checkpointing(model: nn.Module) -> None:
 
 
 def no_checkpoints() -> AbstractContextManager[None]:
-    """Refuse calls of `torch.utils.checkpoint.checkpoint` inside."""
+    """In this context, calls of `torch.utils.checkpoint` raise CheckpointedAlreadyError."""
     return at_each_checkpoint(_refuse)
 
 

@@ -1,4 +1,4 @@
-"""An observed step as a coarse Graph, and its sequence of submodules as a chain."""
+"""Turn an observed step into a coarse Graph, and its sequence of submodules into a chain."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ SCOPE = "planned by submodules, measured in eager mode"
 
 
 def find_loop(model: nn.Module, observed: Observed) -> Observed:
-    """With the nn.Sequential whose children the submodules are, all and in order, as a chain.
+    """Find the nn.Sequential whose children are the submodules, all of them in order, and add the
+    chain of its steps.
 
-    As it was where there is none, where something runs between the children, or where less than two
-    steps could be recomputed; else without the parts between the children, in which nothing runs.
+    The parts between the children, in which nothing runs, are dropped. Returns `observed` unchanged
+    if there is no such nn.Sequential, if something runs between its children, or if there are fewer
+    than two steps that can be recomputed.
 
-    A child that overwrites what it reads is recomputed only together with the one that made it, so
-    both are one step; and so with one whose argument is overwritten after it. Bytes are
-    those of the parts, added so that no answer of the chain looks much better than it is: the graph
-    decides.
+    A step is one child, or several that must be recomputed together: if a child's argument is
+    overwritten in place, by the child itself or later, the child is in one step with the child
+    before it. The bytes of the chain are sums over parts, made so that no answer of the chain looks
+    much better than it is; the graph has the final say.
     """
     members = [model.get_submodule(path) for path in observed.blocks]
     container = next(
@@ -49,6 +51,7 @@ def find_loop(model: nn.Module, observed: Observed) -> Observed:
     if container is None or len(steps) < 2 or not all(part.path for part in parts[1:-1]):
         return observed
     observed = dataclasses.replace(observed, parts=parts, container=container)
+    # what each step reads, and the part after the last step
     read = [set(parts[step[0]].read) for step in steps] + [set(parts[steps[-1][-1] + 1].read)]
     input_bytes = tuple(observed.bytes_of(each) for each in read)
     saved_bytes = [0]
@@ -75,10 +78,11 @@ def find_loop(model: nn.Module, observed: Observed) -> Observed:
 
 
 def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -> Graph:
-    """One forward and one backward node for each part.
+    """A Graph with one forward and one backward node for each part.
 
-    In a loop, each submodule can be recomputed with those before it.
-    unseen_bytes: counted as resident: what a measured step took beyond its prediction.
+    In a loop, each submodule can be recomputed together with those before it.
+
+    unseen_bytes: what a measured step took beyond its prediction; counted as resident.
     """
     parts, in_loop = observed.parts, observed.steps is not None
     resident = step.resident_bytes()
@@ -91,14 +95,14 @@ def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -
     for name, parameter in step.model.named_parameters():
         if parameter.requires_grad:
             inside = [k for k, p in enumerate(parts) if p.path and name.startswith(f"{p.path}.")]
-            # those in no submodule count from the start of backward
+            # gradients of parameters in no submodule count from the start of backward
             gradients[inside[0] if inside else -1] += parameter.nbytes
     forward, backward = [], []
     for k, part in enumerate(parts):
         where = "submodule" if part.path else "outside"
         saved = [f"t{i}" for i in part.saved]
         read = [f"t{i}" for i in (*part.read, *(i for i in part.saved if made_by[i] < k))]
-        # tensors of 0 bytes keep the parts in their order
+        # tensors of 0 bytes keep the parts in order
         tensors += [Tensor(f"x{k}", 0, "activation"), Tensor(f"g{k}", 0, "activation")]
         previous = [f"x{k - 1}"] if k else []
         following = f"g{k + 1}" if k + 1 < len(parts) else f"x{k}"
@@ -124,7 +128,7 @@ def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -
                 inputs=tuple(dict.fromkeys((following, *saved))),
                 outputs=(f"g{k}", *own),
                 time_s=part.backward_s,
-                # includes the gradients of activations, which live on both sides of it
+                # includes the gradients of activations that come in and go out
                 workspace_bytes=max(0, part.backward_peak_bytes - gradients[k])
                 + _incoming_gradient_bytes(observed, k),
                 phase="backward",
@@ -146,7 +150,8 @@ def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -
 
 
 def _incoming_gradient_bytes(observed: Observed, k: int) -> int:
-    """As large as what the next part, or the one after it, reads of this one."""
+    """Bytes of the gradients that part k receives: those of the storages that the next part, or the
+    one after it, reads from it."""
     made = set(observed.parts[k].made)
     if observed.parts[k].overwritten:  # its output may be on its argument's storage
         made |= set(observed.parts[k].read)

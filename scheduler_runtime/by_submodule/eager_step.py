@@ -1,4 +1,4 @@
-"""A training step in eager mode that can be watched and measured, and leaves no trace."""
+"""A training step in eager mode that can be observed and measured, and has no side effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from scheduler_runtime.measuring import (
 
 @contextlib.contextmanager
 def state_restored(model: nn.Module) -> Iterator[None]:
-    """Without gradients inside; buffers, gradients and random state are as before afterwards."""
+    """A context that begins without gradients; after it, buffers, gradients and random state are as
+    before."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -35,7 +36,7 @@ class ObservedStep(TrainingStep):
     """The training step that is planned by submodules."""
 
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes of parameters, buffers and batch by kind, each storage once."""
+        """Bytes of parameters, buffers and batch, by kind; each storage counts once."""
         sizes: dict[str, int] = {}
         seen: set[int] = set()
         for kind, tensors in (
@@ -63,11 +64,14 @@ class ObservedStep(TrainingStep):
             )
 
     def peak_bytes(self, put: Callable[[], object]) -> int:
-        """The peak of one step with a plan that `put` puts in place, resident bytes included."""
+        """The peak of one step with a plan, resident bytes included.
+
+        put: puts the plan's checkpoints into the model; they are removed afterwards.
+        """
         put()
         try:
             with state_restored(self.model):
-                self.run()  # allocates what is allocated once
+                self.run()  # memory that is allocated once, by the first step, does not count
             with state_restored(self.model), no_garbage(self.device):
                 above_bytes = peak_above_bytes(self.run, self.device)
         finally:

@@ -1,9 +1,9 @@
-"""A step observed in eager mode: which submodules run in sequence, and what each takes.
+"""Observe steps in eager mode: which submodules run in sequence, and what each of them takes.
 
-Nothing is traced: real steps run, with hooks on modules and tensors. A step is cut into parts, in
-turn what runs outside of the chosen submodules and one of these. For each part: how long its
-forward and its backward take, what it saves for backward, and its peak memory above that. All that
-the steps change (buffers, gradients, random state) is restored.
+Nothing is traced: real steps run, with hooks on modules and tensors. A step is cut into parts:
+alternately, what runs outside of the chosen submodules, and one of these. For each part we observe
+how long its forward and backward take, what it saves for backward, and its peak memory. Everything
+that the steps change (buffers, gradients, random state) is restored.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ N_TIMED_STEPS = 3
 class ObservedPart:
     """One submodule of the sequence, or what runs between two of them.
 
-    path: of the submodule; "" outside of them.
-    made, saved, read: storages by number: allocated here, saved here for backward, given to it.
+    path: path of the submodule ("": the part is outside of submodules).
+    made, saved, read: numbers of the storages that it allocates, saves for backward, and reads as
+        arguments.
     forward_s, backward_s: seconds.
-    forward_peak_bytes, backward_peak_bytes: above what is there when it starts.
-    overwritten: an argument of it is written in place after it was read.
+    forward_peak_bytes, backward_peak_bytes: the most bytes in use above those in use at its start.
+    overwritten: whether an argument of it is written in place after it was read.
     """
 
     path: str
@@ -58,9 +59,10 @@ class Observed:
     """A step in parts.
 
     parts: outside, submodule, outside, submodule, ..., outside.
-    storage_bytes: by number.
-    container: the path of the nn.Sequential that runs the submodules in a loop.
-    steps: its steps, each one child or several that must be recomputed together (None: no loop).
+    storage_bytes: bytes of each storage, by its number.
+    container: path of the nn.Sequential that runs the submodules in a loop.
+    steps: steps of that loop, each one child or several that must be recomputed together (None: no
+        loop).
     """
 
     parts: tuple[ObservedPart, ...]
@@ -77,13 +79,18 @@ class Observed:
         return sum(self.storage_bytes[i] for i in storages)
 
     def workspace_bytes(self, k: int) -> int:
-        """Of part k's forward, beside what it makes."""
+        """Temporary memory of part k's forward, beside the storages that it makes."""
         return max(0, self.parts[k].forward_peak_bytes - self.bytes_of(self.parts[k].made))
 
 
 @dataclass
 class _Call:
-    """parent: number of the call inside of which it runs; -1: none."""
+    """A call of a submodule.
+
+    path: path of the submodule.
+    parent: index of the call inside of which it runs (-1: none).
+    saved_bytes: what is saved for backward inside of it.
+    """
 
     path: str
     parent: int
@@ -91,12 +98,15 @@ class _Call:
 
 
 def find_rows(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[tuple[str, ...], ...]:
-    """Submodules to plan, as paths in the order in which they run: the best row, then all rows.
+    """Candidates for the submodules to plan, each as paths in the order in which they run.
 
-    A row is what the same module calls one after another, once each. The best saves the most for
-    backward beside its largest member, for that is what checkpoints can win; several rows, none of
-    which runs inside of another's submodule, win the most together. One entry where that is the
-    best row, none where there is none.
+    A row is the submodules that one module calls one after the other, each called once in a step.
+    Its gain is the bytes that its members save for backward, except for the largest member: that is
+    what checkpoints can save. The first candidate is the row with the largest gain. The second one
+    is the rows that gain the most together, none of them inside of a submodule of another. Only one
+    candidate is returned if both are the same, and none if no row has a gain.
+
+    step: runs the forward pass and returns the loss.
     """
     calls = _calls_in(model, step)
     n_calls = Counter(call.path for call in calls)
@@ -112,7 +122,7 @@ def find_rows(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[tuple
         return sum(sizes) - max(sizes)
 
     def best_rows(inside: int) -> tuple[int, list[int]]:
-        """The most that rows inside of a call win together, and their calls."""
+        """The most that rows inside of a call gain together, and their calls."""
         parts = [best_rows(index) for index in inner[inside]]
         row = rows.get(inside, [])
         alone = (gain_bytes(row) if row else 0), row
@@ -126,11 +136,11 @@ def find_rows(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[tuple
 
 
 def _calls_in(model: nn.Module, step: Callable[[], torch.Tensor]) -> list[_Call]:
-    """The calls of submodules in a step, in order, with the bytes that are saved inside of each."""
+    """The calls of submodules in a step, in order, with the bytes saved for backward in each."""
     paths = {module: path for path, module in model.named_modules() if path}
     calls: list[_Call] = []
     running = [-1]
-    # storages by address; held, so that none gets another's address
+    # storages by address; holding them keeps addresses from being reused
     seen = {storage._cdata: storage for storage in _state_storages(model)}
 
     def enter(module: nn.Module, _args: Any) -> None:
@@ -146,7 +156,7 @@ def _calls_in(model: nn.Module, step: Callable[[], torch.Tensor]) -> list[_Call]
             seen[storage._cdata] = storage
             for index in running[1:]:
                 calls[index].saved_bytes += storage.nbytes()
-        return tensor.detach()  # itself it would hold the operator that saves it: a cycle
+        return tensor.detach()  # the tensor itself may hold the node that saves it: a cycle
 
     with state_restored(model), contextlib.ExitStack() as stack:
         for module in paths:
@@ -167,10 +177,10 @@ def observe(
 ) -> Observed:
     """Run real steps and observe these submodules.
 
-    step: forward pass and loss.
-    blocks: submodules called once each, one after another.
-    resident: what is there before the step beside parameters and buffers (the batch).
-    release: lets go of what `step` holds until the step ends.
+    step: runs the forward pass and returns the loss.
+    blocks: paths of submodules that are called once each, one after the other.
+    resident: tensors that exist before the step, besides parameters and buffers (the batch).
+    release: drops what `step` holds until the end of a step.
     """
     watch = _Watch(model, blocks, resident)
 
@@ -212,13 +222,14 @@ def _state_storages(model: nn.Module) -> Iterator[Any]:
 
 
 class _Watch:
-    """Marks where parts begin, and in a first step what they allocate, read and save."""
+    """Marks where parts begin and, in a first step, records what they allocate, read and save."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[str], resident: Sequence[torch.Tensor] = ()
     ) -> None:
         self._modules = [model.get_submodule(path) for path in blocks]
-        self._numbers: dict[int, tuple[int, Any]] = {}  # holds storages: none gets another's place
+        # address of a storage -> its number; the storage is held, so that no address is reused
+        self._numbers: dict[int, tuple[int, Any]] = {}
         self.storage_bytes: list[int] = []
         self.parts = [ObservedPart("")]
         for path in blocks:
@@ -228,12 +239,16 @@ class _Watch:
         self._arguments: list[tuple[ObservedPart, torch.Tensor, int]] = []
         self._marks: list[tuple[str, float]] = []
         self._direct: list[weakref.ref[torch.Tensor]] = []  # outputs of the last submodule
-        self._now = 0  # index of the part that runs
+        self._now = 0  # index of the running part
         self._cards = {p.device for p in model.parameters() if p.is_cuda}
         self.cuda_peaks: CudaPeaks | None = None
 
     @contextlib.contextmanager
     def hooked(self, *, saving: bool) -> Iterator[None]:
+        """A context with all hooks, for one step.
+
+        saving: whether to record what parts allocate, read and save.
+        """
         self._now = 0
         self._marks = []
         try:
@@ -261,7 +276,7 @@ class _Watch:
                 if saving:
                     self._add(part.read, tensor, maker=outside)
                     self._arguments.append((part, tensor.detach(), tensor._version))
-                # a gradient of what comes directly from a submodule is where its backward begins
+                # for an output that comes directly from a submodule, `after` has added a hook
                 is_direct = any(tensor is output() for output in self._direct)
                 if tensor.requires_grad and not is_direct:
                     tensor.register_hook(lambda _gradient: self.mark(f"backward {index - 1}"))
@@ -281,10 +296,11 @@ class _Watch:
         return before, after
 
     def mark(self, name: str) -> None:
+        """Note that a part begins: "forward 3", "backward 2"."""
         if self.cuda_peaks is not None:
             self.cuda_peaks.begin(name)
         else:
-            for card in self._cards:  # else the host's time would be measured
+            for card in self._cards:  # otherwise the host's time would be measured
                 torch.cuda.synchronize(card)
         self._marks.append((name, time.perf_counter()))
         begin_part(name)
@@ -301,6 +317,7 @@ class _Watch:
         return tensor.detach()  # as in `_calls_in`
 
     def _add(self, to: list[int], tensor: torch.Tensor, *, maker: ObservedPart) -> None:
+        """Add the number of a tensor's storage to a list. maker: the part that made it, if new."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._resident:
             return

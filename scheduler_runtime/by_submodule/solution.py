@@ -1,4 +1,4 @@
-"""A plan of submodules, and how a model gets it: stock checkpoints of the chosen ones."""
+"""A plan by submodules, and how it is applied: with stock checkpoints of the chosen submodules."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from solver.sizes_deadlines_progress import counted
 class SubmoduleSolution(Solution):
     """A Solution for a coarse graph of submodules.
 
-    scope: what its figures are about.
-    blocks: the submodules that were planned.
-    checkpointed: those of them that are recomputed.
-    segments: the checkpoints of neighbours in the nn.Sequential at `container`, whose children are
-        the blocks; () where each checkpoint is of one submodule.
+    scope: what the figures are for.
+    blocks: paths of the submodules that were planned.
+    checkpointed: those blocks that are recomputed.
+    segments: the checkpoints, each of neighbouring children of the nn.Sequential at `container`,
+        whose children are the blocks; () if each checkpoint is of one submodule.
+    container: path of that nn.Sequential.
     left_alone: sentences on what was not planned.
-    changed_buffers: names of the buffers that a step changes, once however often it recomputes.
+    changed_buffers: names of the buffers that a step changes; recomputations must not change them
+        again.
     """
 
     scope: str = SCOPE
@@ -71,7 +73,10 @@ def _lines(regions: Sequence[CheckpointRegion]) -> Iterator[str]:
 
 
 def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
-    """Checkpoint the planned submodules; `scheduler_runtime.remove` undoes it."""
+    """Checkpoint the planned submodules of the model; `scheduler_runtime.remove` undoes it.
+
+    Raises ValueError for a plan without a schedule, and for another model than planned.
+    """
     if solution.schedule is None:
         raise ValueError(f"the plan has no schedule to apply: its status is {solution.status}")
     modules = dict(model.named_modules())

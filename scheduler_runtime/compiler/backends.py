@@ -1,4 +1,4 @@
-"""torch.compile backends that use our partitioner."""
+"""torch.compile backends that use our partitioner (`scheduler_runtime.compiler.partitioner`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _inductor(partitioner: BudgetPartitioner) -> Backend:
 
 
 def _aot_eager(partitioner: BudgetPartitioner) -> Backend:
-    """Runs operator by operator as traced, without fusion: bitwise identical to eager operators."""
+    """Runs the traced operators one by one, without fusion: bitwise identical to eager mode."""
     return aot_autograd(
         fw_compiler=_boxed,
         bw_compiler=_boxed,
@@ -51,7 +51,7 @@ BACKENDS: dict[str, Callable[[BudgetPartitioner], Backend]] = {
 
 
 def backend_of(name: str, partitioner: BudgetPartitioner) -> Backend:
-    """The backend of that name around the partitioner. Raises ValueError."""
+    """The backend of this name, with this partitioner. Raises ValueError for an unknown name."""
     if name not in BACKENDS:
         raise ValueError(f"backend is {name!r}; one of {', '.join(BACKENDS)}")
     return BACKENDS[name](partitioner)

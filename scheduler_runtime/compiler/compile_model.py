@@ -2,10 +2,10 @@
 
     compile(model, batch, budget="16GB", optimizer=optimizer)     # train as before
 
-The module is compiled as torch.compile does it, and the peak memory of a step is measured. If it
-fits, that is the answer. If not, it is compiled again with a partition that our solver plans
-(`scheduler_runtime.compiler.partitioner`), for a budget lowered by what the measured peak was too
-high: fusion moves the peak in ways that no graph shows, so measurements correct the prediction,
+The module is compiled as by torch.compile, and the peak memory of a step is measured. If the step
+fits, nothing more is done. If not, the module is compiled again with a partition that our solver
+plans (`scheduler_runtime.compiler.partitioner`), for a budget corrected by the difference of
+measured and predicted peak: fusion moves the peak in ways that no graph shows. That is repeated
 until the step fits.
 """
 
@@ -49,8 +49,10 @@ from solver.sizes_deadlines_progress import (
 class CompileReport:
     """What was tried for one kind of call.
 
-    attempts: in order. chosen: the one in use.
-    optimizer_peak_bytes: what the optimizer's step takes, which no compilation can lower.
+    budget_bytes, available_bytes: the budget, with and without the reserve.
+    attempts: all compilations, in order.
+    chosen: the attempt in use.
+    optimizer_peak_bytes: peak of the optimizer's step, which no compilation can lower.
     """
 
     backend: str
@@ -62,7 +64,7 @@ class CompileReport:
 
     @property
     def line(self) -> str:
-        """What is in use, in one line."""
+        """The attempt in use, in one line."""
         within = format_size(self.available_bytes)
         peak = format_peak(self.chosen.measured_bytes)
         return f"compiled by {self.backend} within {within}: measured peak {peak}"
@@ -102,21 +104,21 @@ def compile(
     """Replace the module's forward by its compiled form within a budget; returns the same module.
 
     batch, loss, inputs, optimizer, budget, reserve, method, time_limit_s, seed: as in
-        `solver.solve`. With a batch the step is compiled now, for the mode that the model is in
-        (train or eval); without one, at the first forward pass in training mode. Then the loss
-        must be the model's own; where it is outside, the sum of the outputs is measured instead.
-    backend: "inductor", or "aot_eager": the same partition run operator by operator.
-    max_attempts: compilations at most, the one without a plan included.
-    costs: of operators (None: by the roofline, on CUDA measured).
+        `solver.solve`. With a batch, the step is compiled now, for the model's present mode (train
+        or eval). Without one, it is compiled at the first forward pass in training mode; then the
+        loss must be in the model's output, or the sum of the outputs is measured instead.
+    backend: "inductor", or "aot_eager", which runs the same partition operator by operator.
+    max_attempts: the most compilations, the one without a plan included.
+    costs: cost model of the operators (None: measured on CUDA, the roofline elsewhere).
 
-    A call of another shape or setting is compiled and measured in its turn. Gradients are those of
-    the same backend without a budget; with Inductor up to the rounding of kernels that are fused
-    differently. `compile_reports(model)` says what was tried; `remove(model)` or `uncompile(model)`
-    undoes it.
+    A call of another shape or setting is compiled and measured when it comes. Gradients are those
+    of the same backend without a budget; with Inductor, up to the rounding of kernels that are
+    fused differently. `compile_reports(model)` returns what was tried; `remove(model)` or
+    `uncompile(model)` undoes it.
 
-    Raises GraphBreakError where the module is not one graph; BudgetError where nothing fits;
-    TraceError (forward changes attributes of the module, say); ValueError for invalid options and
-    for a module that has a plan.
+    Raises GraphBreakError if the module is not one graph; BudgetError if nothing fits; TraceError,
+    for example if forward changes attributes of the module; ValueError for invalid options and for
+    a module that has a plan.
     """
     refuse_second(model)
     if loss is not None and batch is None:
@@ -158,7 +160,7 @@ def uncompile(model: nn.Module) -> nn.Module:
 
 
 def compile_reports(model: nn.Module) -> tuple[CompileReport, ...]:
-    """What was tried for each kind of call so far."""
+    """What was tried for each kind of call so far. Raises ValueError without `compile`."""
     return tuple(_compiled_forward(model).reports)
 
 
@@ -213,7 +215,7 @@ class CompiledForward(PlannedForward):
         return self._compiled(call, loss=None)
 
     def prepare(self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None) -> None:
-        """Compile for calls like this one before they come."""
+        """Compile now for later calls of the same kind as this one."""
         self._programs.add(self.kind(call), self._compiled(call, loss=loss))
 
     def _compiled(self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None) -> _CompiledStep:
@@ -240,7 +242,7 @@ class CompiledForward(PlannedForward):
                 "recomputing activations cannot help"
             )
         rehearsal = Rehearsal(model, args, kwargs, loss, optimizers, outside_bytes=new_state_bytes)
-        # a method, which torch.compile traces better than our replacement of it
+        # a bound method: torch.compile traces it better than our replacement
         forward = self.instance_forward or types.MethodType(type(model).forward, model)
         loop = CompileLoop(rehearsal, forward, target)
         with torch._functorch.config.patch(enable_autograd_cache=False):

@@ -1,8 +1,8 @@
-"""What operators cost once a compiler has fused them.
+"""A cost model for operators that a compiler fuses.
 
-Matrix products, convolutions and attention remain kernels of their own and cost what the given cost
-model says. The others are limited by the bytes that they move; an elementwise one is fused into a
-neighbour's kernel, where it reads and writes registers.
+Matrix products, convolutions and attention remain separate kernels, with the costs of a given cost
+model. All other operators are limited by the bytes that they move. Of these, elementwise operators
+are fused into a neighbour's kernel, where they read and write registers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from graphs.hardware import Hardware
 FUSED_SHARE = 0.1
 """Cost of an elementwise operator, as a share of the time to move its bytes.
 
-Not 0: recomputing a long chain of them for each reader is not free, and of plans that are otherwise
-equal the one that recomputes fewer should win.
+It is not 0, since recomputing a long chain of them for each reader is not free, and since of two
+equal plans the one with fewer recomputed operators should win.
 """
 
 
 class FusedCosts:
     """Costs of the operators of a compiled step.
 
-    hardware: for its bandwidth.
-    products: seconds and workspace of operators with FLOPs.
+    hardware: gives the memory bandwidth.
+    products: the cost model of operators with FLOPs.
     """
 
     def __init__(self, hardware: Hardware, *, products: CostModel) -> None:

@@ -1,9 +1,9 @@
-"""A compiler's two halves of a step, forward and backward, joined into one Graph to plan.
+"""Join a compiler's two halves of a step, forward and backward, into one Graph to plan.
 
 PyTorch's partitioner has cut the joint graph already: it chose what the forward half saves, and
 copied what is cheaper to recompute into the backward half. Here both halves become one fx graph
-again, with the saved values as the edges between them. So the Graph's baseline is exactly what the
-compiler does by itself, and a schedule of it says which of the saved values to drop and recompute.
+again, connected by the saved values. So the Graph's baseline is exactly what the compiler does by
+itself, and a schedule says which of the saved values to drop and recompute.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Joined:
     """Both halves as one fx graph.
 
     module: returns the outputs of the forward half, then those of the backward half.
-    n_outputs: how many of them are the forward half's.
+    n_outputs: how many of these outputs are the forward half's.
     saved: the values that the forward half saves for backward, as the compiler chose them.
     tangents: the placeholders of incoming gradients.
-    graph: the problem to plan.
-    layout: the fx node and the storage that each of its names stands for.
+    graph: the Graph to plan.
+    layout: the fx node or storage for each name in the graph.
     """
 
     module: fx.GraphModule
@@ -45,7 +45,7 @@ class Joined:
     layout: Layout
 
     def bytes_of(self, saved: Collection[fx.Node]) -> int:
-        """Bytes of the storages of these values, each once, without those of the step's inputs."""
+        """Bytes of these values' storages, each counted once, without the step's inputs."""
         resident = {tensor.name for tensor in self.graph.resident}
         storages = {self.layout.storage.get(node) for node in saved} - resident - {None}
         return sum(self.graph.tensor_by_name[name].size_bytes for name in storages if name)
@@ -61,12 +61,12 @@ def join(
 ) -> Joined:
     """Join the two halves and make a Graph of them.
 
-    n_outputs: of the forward half's outputs those that the caller gets; the others are saved.
-    static_inputs: positions of inputs that live on between steps (parameters, buffers).
+    n_outputs: how many of the forward half's outputs the caller gets; the other ones are saved.
+    static_inputs: positions of inputs that stay between steps (parameters, buffers).
     costs: seconds and workspace of each operator
         (`scheduler_runtime.compiler.fused_costs.FusedCosts`).
 
-    Raises TraceError where sizes depend on the data or on symbols.
+    Raises TraceError if sizes depend on the data or are symbolic.
     """
     halves = _Halves(forward, backward, n_outputs=n_outputs)
     _separate_storages(halves.graph)
@@ -97,7 +97,7 @@ def join(
 
 
 class _Halves:
-    """Copies both halves into one graph; each copy has metadata of its own."""
+    """Copies both halves into one graph; each node's copy has its own metadata."""
 
     def __init__(
         self, forward: fx.GraphModule, backward: fx.GraphModule, *, n_outputs: int
@@ -125,7 +125,10 @@ class _Halves:
     def _copy(
         self, half: fx.GraphModule, saved: dict[str, Any], *, is_backward: bool
     ) -> tuple[list[Any], list[Any]]:
-        """The outputs of the copied half, and their descriptions."""
+        """Copy a half; returns its outputs and their descriptions.
+
+        saved: name of a placeholder of the backward half -> the copy of the saved value.
+        """
         copies: dict[fx.Node, fx.Node] = {}
         for node in half.graph.nodes:
             if node.op == "output":
@@ -152,10 +155,11 @@ def _outputs_of(half: fx.GraphModule) -> list[Any]:
 
 
 def _separate_storages(graph: fx.Graph) -> None:
-    """Let the fake values share a storage where the operators do: a view with its base, no others.
+    """Make fake values share storage exactly where the real ones do: a view with its base.
 
-    Passes over the joint graph insert nodes whose fake values have storages of their own, even of
-    views; and what the backward half recomputes has the very fake value of its first computation.
+    Passes over the joint graph insert nodes whose fake values have new storages, even for views. On
+    the other hand, values that the backward half recomputes have the same fake value as in the
+    forward half.
     """
     seen: set[int] = set()
     for node in graph.nodes:
@@ -165,9 +169,10 @@ def _separate_storages(graph: fx.Graph) -> None:
             schema = getattr(node.target, "_schema", None)
             returns = () if schema is None or schema.is_mutable else schema.returns
             if given and any(returned.alias_info is not None for returned in returns):
+                # a view: run it on the fake values, so that it shares its base's storage
                 with given[0].fake_mode:
                     node.meta["val"] = node.target(*args, **kwargs)
-            else:
+            else:  # a new tensor: its storage must not be that of an unrelated node
                 others = seen - set(map(_storage_id, given))
 
                 def moved(fake: FakeTensor, others: set[int] = others) -> FakeTensor:
@@ -193,7 +198,7 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def _as_capture(halves: _Halves, static_inputs: set[int]) -> Capture:
-    """What `graphs.capture.extract` takes."""
+    """The joined graph as a Capture, for `graphs.capture.extract`."""
     sources: dict[fx.Node, Source] = {}
     for index, node in enumerate(halves.inputs):
         kind = "parameter" if index in static_inputs else "input"
@@ -221,10 +226,10 @@ def _as_capture(halves: _Halves, static_inputs: set[int]) -> Capture:
 
 
 def _mutations(halves: _Halves) -> dict[fx.Node, fx.Node]:
-    """Inputs that the step overwrites, and the value that it writes.
+    """Input that the step overwrites -> the value that it writes.
 
-    Either the graph copies into them itself, or the new value is an output whose description names
-    the input that the runtime will copy it to.
+    Either the graph itself copies the value into the input, or the value is an output whose
+    description names the input that the runtime will copy it to.
     """
     found: dict[fx.Node, fx.Node] = {}
     for node in halves.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):

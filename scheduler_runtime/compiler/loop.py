@@ -1,4 +1,4 @@
-"""Compile, measure, correct the planned budget, compile again: until the step fits."""
+"""Compile, measure, correct the planned budget and compile again, until the step fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scheduler_runtime.compiler.rehearsal import Rehearsal
 from solver.sizes_deadlines_progress import BudgetError, format_size, telling
 
 CLOSE = 0.02
-"""The search ends at a measured peak that is at most this share below the budget."""
+"""The search ends once a measured peak is below the budget by at most this share."""
 
 
 class GraphBreakError(TraceError):
@@ -26,11 +26,13 @@ class GraphBreakError(TraceError):
 
 @dataclass(frozen=True)
 class Target:
-    """How to compile, and what for.
+    """How to compile, and within which budget.
 
-    budget_bytes: of the device for the whole step. available_bytes: without the reserve.
-    max_attempts: compilations at most.
-    partitioner: makes one for `budget_bytes`.
+    backend: a name in `BACKENDS`.
+    budget_bytes: budget of the device for the whole step.
+    available_bytes: the budget without the reserve.
+    max_attempts: the most compilations.
+    partitioner: makes a partitioner for a given `budget_bytes`.
     """
 
     backend: str
@@ -44,8 +46,9 @@ class Target:
 class Attempt:
     """One compilation.
 
-    planned_bytes: the budget of its partition (None: PyTorch's partition).
-    measured_bytes: peak of the step (None: out of memory).
+    planned_bytes: the budget that its partition was planned for (None: PyTorch's partition).
+    partition: what was decided.
+    measured_bytes: measured peak of the step (None: out of memory).
     """
 
     planned_bytes: int | None
@@ -54,7 +57,10 @@ class Attempt:
 
 
 class CompileLoop:
-    """Compile, measure, correct; `attempts` are what was tried."""
+    """Compiles and measures, with corrected budgets, until the step fits.
+
+    attempts: what was tried, in order.
+    """
 
     def __init__(self, rehearsal: Rehearsal, forward: Callable[..., Any], target: Target) -> None:
         self.attempts: list[Attempt] = []
@@ -63,11 +69,11 @@ class CompileLoop:
         self._target = target
         self._title = type(rehearsal.model).__name__
         self._best: tuple[Attempt, Callable[..., Any]] | None = None
-        self._fits_bytes = 0  # the largest predicted peak whose measured peak fitted
-        self._exceeds_bytes = 2**60  # the smallest whose measured peak did not
+        self._fits_bytes = 0  # the largest predicted peak whose measured peak has fitted
+        self._exceeds_bytes = 2**60  # the smallest predicted peak whose measured peak has not
 
     def run(self) -> tuple[Attempt, Callable[..., Any]]:
-        """The fastest attempt that fits, and its function. Raises BudgetError."""
+        """The fastest attempt that fits, and its compiled function. Raises BudgetError."""
         planned_bytes: int | None = None
         least_tried = False
         while len(self.attempts) < self._target.max_attempts:
@@ -91,7 +97,7 @@ class CompileLoop:
         return self._best
 
     def _what(self, planned_bytes: int | None) -> str:
-        """What is about to take minutes."""
+        """A message about the next attempt, which may take minutes."""
         last = self.attempts[-1] if self.attempts else None
         text = f"compiling {self._title}, attempt {len(self.attempts) + 1} of at most "
         text += f"{self._target.max_attempts}, "
@@ -105,6 +111,7 @@ class CompileLoop:
         return text
 
     def _attempt(self, planned_bytes: int | None) -> tuple[Attempt, Callable[..., Any]]:
+        """Compile for this budget (None: with PyTorch's partition) and measure the step."""
         partitioner = self._target.partitioner(budget_bytes=planned_bytes)
         function = _compiled(self._forward, backend_of(self._target.backend, partitioner))
         try:
@@ -125,7 +132,7 @@ class CompileLoop:
             ) from error
         except torch.OutOfMemoryError:
             if not partitioner.partitions:
-                raise  # before the backward pass was partitioned: no plan can help
+                raise  # nothing was partitioned yet, so no plan can help
             measured_bytes = None
         if len(partitioner.partitions) != 1:
             raise GraphBreakError(
@@ -136,7 +143,7 @@ class CompileLoop:
         return Attempt(planned_bytes, partitioner.partitions[0], measured_bytes), function
 
     def _is_final(self, attempt: Attempt, function: Callable[..., Any]) -> bool:
-        """Record the attempt; whether nothing better can be expected."""
+        """Record the attempt; returns whether no better one can be expected."""
         schedule = attempt.partition.solution.schedule
         if any(each.partition.solution.schedule == schedule for each in self.attempts[:-1]):
             return self._best is not None
@@ -152,7 +159,8 @@ class CompileLoop:
         return not attempt.partition.n_recomputed or room_bytes <= CLOSE * available_bytes
 
     def _next_bytes(self, attempt: Attempt) -> int | None:
-        """What to plan for next: the budget, corrected by how far the prediction was off."""
+        """The next budget to plan for: the available bytes, corrected by the error of the last
+        prediction, or a bisection between what has fitted and what has not. None: stop."""
         available_bytes = self._target.available_bytes
         predicted_bytes = attempt.partition.predicted_bytes
         if attempt.measured_bytes is None:
@@ -185,7 +193,7 @@ class CompileLoop:
 
 
 def _compiled(forward: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of a new code object: its cache has no entries of other attempts."""
+    """torch.compile of a new code object, so that its cache has no entries of other attempts."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)

@@ -1,10 +1,10 @@
-"""torch.compile's partitioner: what to save for backward, within a budget in bytes.
+"""A partitioner for torch.compile: chooses what to save for backward, within a budget in bytes.
 
 Inductor gives a partitioner the joint graph of a step as it will compile it: decomposed,
-functionalised, its joint passes done. PyTorch's own partitioner (min-cut) goes first; its choice is
-the baseline, which costs no extra time. Where that peaks above the budget, `solver` plans which of
+functionalised, and after its joint passes. PyTorch's own partitioner (min-cut) runs first; its
+choice is the baseline, without extra time. If its peak is above the budget, `solver` plans which of
 the saved values to drop and recompute. `scheduler_runtime.compiler.compile_model` has the loop
-around it, which measures.
+around the partitioner, which measures.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 class Partition:
     """What was decided for one compiled graph.
 
-    solution: the plan; its peaks count every operator's output, which a compiler partly keeps in
-        registers.
-    saved_bytes: saved for backward, without the step's inputs.
+    solution: the plan; its peaks count the outputs of all operators, though a compiler keeps some
+        of them in registers.
+    saved_bytes: bytes saved for backward, without the step's inputs.
     """
 
     solution: Solution
@@ -54,7 +54,7 @@ class Partition:
 
     @property
     def lower_bound(self) -> float:
-        """Of the overhead of any plan within the budget."""
+        """A lower bound on the overhead of any plan within the budget."""
         return max(0.0, self.solution.lower_bound_overhead)
 
     @property
@@ -69,7 +69,7 @@ class Partition:
 
 
 class NothingFitsError(ValueError):
-    """No plan of the compiled graph fits. reached_bytes: the smallest peak found."""
+    """No plan of the compiled graph fits. reached_bytes: the smallest peak found, if any."""
 
     def __init__(self, message: str, *, reached_bytes: int | None) -> None:
         super().__init__(message)
@@ -79,10 +79,10 @@ class NothingFitsError(ValueError):
 class BudgetPartitioner(CustomPartitionerFn):
     """Splits each joint graph so that its peak, by the simulator, fits `budget_bytes`.
 
-    budget_bytes: for the graph's own tensors: parameters, batch, activations, gradients (None:
-        PyTorch's partition, whose peak is predicted all the same).
-    method, time_limit_s, seed: of `solver.solve`.
-    costs: None: by the roofline, on CUDA measured.
+    budget_bytes: budget for the graph's own tensors: parameters, batch, activations, gradients
+        (None: no budget; PyTorch's partition is taken, and its peak is predicted).
+    method, time_limit_s, seed: as in `solver.solve`.
+    costs: cost model of the operators (None: measured on CUDA, a generic CPU's roofline elsewhere).
     partitions: what was decided, in the order of compilation.
 
     Raises NothingFitsError, and TraceError for graphs whose sizes depend on data.
@@ -106,7 +106,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         self._is_sealed = False
 
     def seal(self) -> None:
-        """Later compilations are not measured: warn of them."""
+        """Warn of compilations from now on, since their peak will not be measured."""
         self._is_sealed = True
 
     def __call__(
@@ -135,7 +135,8 @@ class BudgetPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        """None: not cached, for a cached plan would not be reported. Kernels are cached anyway."""
+        """None turns the cache off for partitions: cached ones would be missing in the report.
+        Kernels are cached all the same."""
         return None
 
     def _solve(self, joined: Joined) -> Solution:
@@ -153,7 +154,7 @@ class BudgetPartitioner(CustomPartitionerFn):
 
 
 def _default_costs(gm: fx.GraphModule) -> FusedCosts:
-    """On CUDA, products are measured on the device; elsewhere the roofline of a generic CPU."""
+    """On CUDA, operators with FLOPs are measured; elsewhere, the roofline of a generic CPU."""
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.device.type == "cuda":

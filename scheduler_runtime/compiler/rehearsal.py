@@ -1,7 +1,7 @@
-"""One forward and backward pass that leaves no trace, to measure its peak memory.
+"""Run one forward and backward pass without side effects, to measure its peak memory.
 
-Gradients come from `torch.autograd.grad`: nothing is added to `.grad`, and no hook of an
-accumulation fires. Buffers, the random state and the modules' attributes are as before afterwards.
+Gradients come from `torch.autograd.grad`: nothing is added to `.grad`, and no gradient accumulation
+hooks fire. Buffers, random state and attributes of modules are restored afterwards.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from scheduler_runtime.measuring import (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A call of a model, to be differentiated.
+    """A forward and backward pass of a model on one call.
 
-    loss: of what the model returns (None: the loss in it; where there is none, the sum of its
-        floating-point outputs).
-    optimizers: whose state counts as resident.
-    outside_bytes: what the step will hold and the rehearsal does not (optimizer state that does
-        not exist yet).
+    args, kwargs: the arguments of the call.
+    loss: computes the loss from the output (None: the loss in the output or, without one, the sum
+        of all outputs that require a gradient).
+    optimizers: their state counts as resident.
+    outside_bytes: memory that a step will hold and the rehearsal does not: optimizer state that
+        does not exist yet.
     """
 
     model: nn.Module
@@ -42,8 +43,8 @@ class Rehearsal:
     outside_bytes: int
 
     def run(self, forward: Callable[..., Any]) -> None:
-        """The forward pass by `forward`, then all gradients at once."""
-        output = forward(*self.args, **self.kwargs)  # held until the gradients are there
+        """Run the forward pass with `forward`, then compute all gradients at once."""
+        output = forward(*self.args, **self.kwargs)  # held until the gradients are computed
         loss = self._loss(output)
         leaves = [p for p in self.model.parameters() if p.requires_grad]
         with torch.autocast(device_of(self.model).type, enabled=False):
@@ -61,10 +62,11 @@ class Rehearsal:
             return torch.stack([part.float() for part in parts]).sum()
 
     def peak_bytes(self, forward: Callable[..., Any]) -> int:
-        """The most on the device during a step, resident bytes included.
+        """The most bytes on the device during a step, resident ones included.
 
         The step runs twice: the first run compiles, tunes and fills caches.
-        Raises SideEffectError where a forward pass changes plain attributes of a module.
+
+        Raises SideEffectError if a forward pass changes plain attributes of a module.
         """
         device = device_of(self.model)
         resident = resident_tensors(self.model, (self.args, self.kwargs), self.optimizers)

@@ -1,16 +1,17 @@
-"""From a schedule back to a compiler's two halves: what is saved, and what is recomputed where.
+"""Turn a schedule back into a compiler's two halves, forward and backward.
 
-The joined graph (`scheduler_runtime.compiler.joined`) is written out in the schedule's order, each
-recomputation as a node with a name of its own, and PyTorch's own function cuts it where the forward
-pass ends. Views are not ops of a schedule: they are derived from the storage that they point at.
+The joined graph (`scheduler_runtime.compiler.joined`) is written out in the schedule's order, with
+each recomputation as a node with a name of its own. Then PyTorch's own function cuts it where the
+forward pass ends. Views are not ops of a schedule: they are derived from the storage that they
+belong to.
 
-Why PyTorch's partitioner does not write the backward half as well, from recompute tags or from our
-set of saved values: it recomputes a value at most once, where it is first needed, and keeps it from
-there on. Measured with aot_eager on a small ResNet at half of its activations: a plan of 10.12 MB
-runs in 10.12 MB as written here; the same saved values through `_extract_fwd_bwd_modules` and
+PyTorch's partitioner cannot write the backward half from recompute tags or from our set of saved
+values: it recomputes a value at most once, where it is first needed, and then keeps it. Measured
+with aot_eager on a small ResNet at half of its activations, a plan of 10.12 MB runs in 10.12 MB as
+written here. The same saved values through `_extract_fwd_bwd_modules` and
 `reordering_to_mimic_autograd_engine` take 11.03 MB, and a plan of 8.14 MB takes 15.21 MB, so
-budgets that are kept today would be lost. `default_partition` refuses batch norm's `copy_` beside
-recompute tags. On a 4-layer GPT all three agree at 75 % and 50 %.
+budgets that are kept today would be exceeded. `default_partition` refuses batch norm's `copy_`
+together with recompute tags. On a 4-layer GPT, all three agree at 75 % and 50 %.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from solver.schedule import Compute, Free, Schedule
 
 
 class UnsplittableError(ValueError):
-    """The joined graph cannot be cut as planned; says why."""
+    """The joined graph cannot be cut as planned; the message says why."""
 
 
 def split(joined: Joined, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-    """The forward and the backward half of a schedule of `joined.graph`, and the bytes saved.
+    """The forward and the backward half for a schedule of `joined.graph`, and the bytes saved.
 
-    Raises UnsplittableError where a backward operator writes in place, or a value to be saved is no
-    tensor.
+    Raises UnsplittableError if a backward operator writes in place, or if a value to be saved is
+    not a tensor.
     """
     for node in joined.module.graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -64,7 +65,9 @@ def split(joined: Joined, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphM
 
 
 class _Writer:
-    """Writes the joined graph in the order of a schedule; "old" nodes are the joined graph's.
+    """Writes the joined graph in the order of a schedule.
+
+    "Old" nodes are those of the joined graph; "new" ones are written here.
 
     origin: new node -> old node.
     _live: old node -> the new node that holds its value now.
@@ -103,7 +106,7 @@ class _Writer:
             assert isinstance(op, Compute)
             node = joined.layout.calls.get(op.node)
             if node is None:
-                continue  # an update or a gradient's copy: the joined graph has nodes of its own
+                continue  # a buffer update or a gradient's copy, for which there are other nodes
             if phases[op.node] == "backward" and not self._n_forward:
                 self._end_forward()
             if phases[op.node] == "forward" and op.node not in started:
@@ -125,7 +128,7 @@ class _Writer:
         output.meta = dict(returned.meta)
 
     def saved(self) -> list[fx.Node]:
-        """What the forward pass computes, or is given, and the backward pass reads."""
+        """The new nodes that the forward pass computes or is given and the backward pass reads."""
         *nodes, output = self.graph.nodes
         tangents = {self._first[node] for node in self._joined.tangents}
         late = set(nodes[self._n_forward :])
@@ -137,7 +140,8 @@ class _Writer:
         ]
 
     def _write_up_to(self, node: fx.Node | None) -> None:
-        """The forward pass in its old order, views and effects included, up to this call."""
+        """Write the forward pass in its old order, views and effects included, up to and with this
+        call (None: to the end)."""
         old: fx.Node
         for old in self._unwritten:
             if old is node:
@@ -146,20 +150,20 @@ class _Writer:
             if old.name in self._joined.layout.calls:
                 raise AssertionError(f"{old.name} is not computed before {node}")
             if old in self._first:
-                continue  # an output of a call, written with it
+                continue  # an output of a call, written together with the call
             for argument in old.all_input_nodes:
                 if argument.op == "get_attr":
                     self._value(argument)
             new = self.graph.node_copy(old, lambda n: self._live.get(n) or self._first[n])
             if all(argument in self._live for argument in old.all_input_nodes):
                 self._define(old, new)
-            else:  # its storage has been freed since: no value for later readers
+            else:  # its storage has been freed already: later readers must derive it again
                 self._first[old] = new
                 self.origin[new] = old
 
     def _end_forward(self) -> None:
-        """Of the views the backward pass reads those that the compiler saved, and derives others:
-        a saved view would keep its storage beyond the schedule's Free."""
+        """Finish the forward pass. The backward pass only reads views that the compiler has saved;
+        it derives others again, since a saved view would hold its storage beyond its `Free`."""
         self._write_up_to(None)
         self._n_forward = len(self.graph.nodes)
         saved = set(self._joined.saved)
@@ -170,7 +174,7 @@ class _Writer:
                 del self._live[old]
 
     def _value(self, old: fx.Node) -> fx.Node:
-        """The new node that holds the value now; a view is derived anew where there is none."""
+        """The new node that holds the value now; a view without one is derived again."""
         if old not in self._live:
             if old.name in self._joined.layout.calls:
                 raise AssertionError(f"{old.name} is read where it is not live")
@@ -188,11 +192,11 @@ class _Writer:
     def _call(self, old: fx.Node, *, is_recomputed: bool) -> None:
         new = self._copy(old)
         if is_recomputed:
-            # Later passes may sort by names, or take equal names for the same value.
+            # Later passes may sort by name, or assume that equal names mean the same value.
             new.name = self.graph._graph_namespace.create_name(f"{old.name}_again", new)
         self._define(old, new)
         if not isinstance(old.meta.get("val"), torch.Tensor):
-            # Each output has a storage of its own, and is freed by its own name: take them now.
+            # Each output has its own storage and is freed by itself, so take the tuple apart now.
             for part in old.users:
                 if part.target is operator.getitem and part not in self._live:
                     self._define(part, self._copy(part))

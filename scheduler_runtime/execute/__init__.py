@@ -1,4 +1,4 @@
-"""Running a schedule: generated code, autograd functions, checkpoints, CUDA graphs."""
+"""Run a schedule: generated code, autograd functions, stock checkpoints, CUDA graphs."""
 
 from scheduler_runtime.execute.autograd import maker_of
 from scheduler_runtime.execute.bound_program import BoundProgram

@@ -1,15 +1,15 @@
-"""The program as part of autograd: a chain of functions, one for each piece of the backward pass.
+"""Run a program as part of autograd: a chain of functions, one for each piece of the backward pass.
 
-One autograd function returns all its gradients at once, so they would all be held until its
-backward ends: with accumulation two copies of every gradient, and hooks that fire late. A chain of
-functions that pass an empty token returns each gradient as soon as it is complete:
+A single autograd function would return all gradients at once, so all of them would be held until
+its backward ends: with accumulation two copies of every gradient, and hooks would fire late. A
+chain of functions that pass on an empty token returns each gradient as soon as it is complete:
 
     token -> Link(leaves of the last piece) -> ... -> Link(leaves of the first piece) -> Outputs
 
-The engine runs them from the right and accumulates into `.grad` before the next one. `Outputs` runs
-the whole forward piece. In the backward pass it only takes the gradients of the outputs: the engine
-holds what it gives to a function until that function returns, and the pieces drop these gradients
-where the plan frees them.
+In the backward pass the engine runs the chain from the right, and accumulates into `.grad` after
+each function. `Outputs` runs the whole forward piece. Its backward only stores the gradients of the
+outputs: the engine holds the arguments of a function until it returns, so a piece of the backward
+pass could not free them where the plan does.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from scheduler_runtime.execute.without_dispatch_modes import leave_modes
 
 
 class Run:
-    """One step's values between forward and backward, and the versions of what it will read.
+    """One run of a program: its values between forward and backward, and their version counters.
 
-    again: runs the step with another program where other gradients arrive (None: an error).
-    before: to be put back where the disk fails (None: by whoever runs this).
+    tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
+    again: runs the step again with another program if unplanned gradients arrive or an error can be
+        survived (None: the step raises an error).
+    before: the state before the step, restored if the disk fails (None: the caller restores it).
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Run:
             for node, tensor in tensors.items()
             if before is not None and tensor.requires_grad and tensor.is_leaf
         }
-        self._runs_again = False  # with another program
+        self._runs_again = False  # whether another program runs the step now
         self.state: dict[fx.Node, Any] = {
             program.sources[node]: local_part(tensor).detach() for node, tensor in tensors.items()
         }
@@ -67,7 +69,7 @@ class Run:
             assert program.copy_layout is not None
             self._copies = program.pools.open(program.copy_layout, self._device)
             self.state[program.copies] = self._copies
-            # a step without backward pass, too, gives back what it has
+            # also a step whose backward pass never runs returns its host memory
             weakref.finalize(self, self._copies.close).atexit = False
         self.token = torch.empty(0, device=self._device, requires_grad=True)
         self.token_gradient = torch.empty(0, device=self._device)
@@ -77,12 +79,12 @@ class Run:
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Run the forward piece; returns the flat outputs that it computes."""
         state, program = self.state, self.program
-        # without autocast, whose casts are in the program, or autograd, which sees the links
+        # the program contains autocast's casts, and autograd only sees the chain
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             self._run(program.forward)
         outputs = tuple(state[value] for value in program.made_outputs)
-        # Remember the versions of what the backward pass reads and code outside can reach, by
-        # storage: views share their base's storage and its version.
+        # Remember the versions of tensors that the backward pass reads and that code outside can
+        # change. Compared by storage: a view shares its base's storage and version.
         reachable = {
             state[value].untyped_storage()._cdata for value in program.reachable if value in state
         }
@@ -99,7 +101,7 @@ class Run:
         return outputs
 
     def tensors_on(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
-        """What it holds on this storage, each once; a view holds its base as well."""
+        """The tensors on this storage that the run holds, each once; a view also holds its base."""
         values = [value for value in self.state.values() if isinstance(value, torch.Tensor)]
         bases = [value._base for value in values if value._base is not None]
         held = {id(value): value for value in (*values, *bases)}
@@ -112,7 +114,11 @@ class Run:
         tangents: Sequence[fx.Node | None],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Take the gradients of the outputs. Raises RuntimeError for what was not planned."""
+        """Take the gradients of the outputs. Raises RuntimeError if the plan expects other ones.
+
+        tangents: for each output, the value that takes its gradient (None: none is planned).
+        gradients: for each output, the gradient that arrives (None: none does).
+        """
         if self._started:
             raise RuntimeError(
                 "backward ran a second time through a planned step, whose saved tensors are freed. "
@@ -130,7 +136,7 @@ class Run:
             self._before.backward_begins(self._leaves)
         expected = [value is not None for value in tangents]
         are_others = expected != [each is not None for each in gradients]
-        if self.again is not None and self.again.can_restart:
+        if self.again is not None and self.again.can_restart:  # else they are copied below
             are_others |= any(map(self._is_laid_out_otherwise, tangents, gradients))
         if self.again is not None and are_others:
             self._release()
@@ -158,7 +164,7 @@ class Run:
                 )
             strides = self.program.tangent_strides[value]
             if not same_strides(gradient.shape, gradient.stride(), strides):
-                # views of it were traced with these strides
+                # the program's views of it were traced with the planned strides
                 if self._is_laid_out_otherwise(value, gradient):
                     warn(
                         f"the gradient of an output of shape {tuple(gradient.shape)} arrives with "
@@ -175,7 +181,9 @@ class Run:
             self.state[value] = gradient
 
     def _is_laid_out_otherwise(self, value: fx.Node | None, gradient: torch.Tensor | None) -> bool:
-        """Expanded ones, as of a mean, are not: sums over them are the same in either layout."""
+        """Whether a gradient has other strides than planned, so that sums over it may differ.
+
+        For an expanded gradient, as of a mean, they do not."""
         if value is None or gradient is None or 0 in gradient.stride():
             return False
         strides = self.program.tangent_strides[value]
@@ -184,7 +192,7 @@ class Run:
     def backward(
         self, position: int, leaves: tuple[fx.Node, ...]
     ) -> Mapping[fx.Node, torch.Tensor | None]:
-        """The gradients of these leaves, which are complete after this piece of the pass."""
+        """Run the piece at this position; returns the gradients of its leaves, now complete."""
         made: Mapping[fx.Node, torch.Tensor | None]
         with self._undone_where_disk_fails():
             if self._runs_again:
@@ -244,12 +252,13 @@ class Run:
         return made
 
     def _adds(self, piece: Piece) -> bool:
-        """Whether it gives gradients that cannot be taken back."""
+        """Whether the piece gives gradients that cannot be undone if the disk fails later."""
         nodes = [node for node, _ in piece.gradients]
         return bool(nodes) if self._before is None else self._before.adds(nodes)
 
     def _title(self, value: fx.Node) -> str:
-        """Of what the caller has changed: a parameter or the batch, read as a view perhaps."""
+        """A name, for messages, of the tensor that the caller has changed; `value` may be a view
+        of it."""
         titles = self.program.titles
         storage = self.state[value].untyped_storage()._cdata
         for source in (value, *titles):
@@ -261,7 +270,7 @@ class Run:
         return f"{value.name}, an output of the model,"
 
     def close(self) -> None:
-        """Nothing more will run."""
+        """Free everything: nothing more will run."""
         self._release()
         if self.again is not None:
             self.again.end()
@@ -270,7 +279,8 @@ class Run:
 
     @contextmanager
     def _undone_where_disk_fails(self) -> Iterator[None]:
-        """After a DiskError inside, what can be put back is as before the forward pass."""
+        """In this context, a DiskError restores what can be restored of the state before the
+        forward pass."""
         try:
             yield
         except DiskError as error:
@@ -322,16 +332,16 @@ class Outputs(torch.autograd.Function):
 
 
 def maker_of(tensor: torch.Tensor) -> Program | None:
-    """The program of which it is an output of `run_step`: its gradient goes there first."""
+    """The program whose `run_step` has returned this tensor (None: it is not such an output)."""
     is_made = isinstance(tensor.grad_fn, Outputs._backward_cls)
     function: Any = tensor.grad_fn
     return function.run.program if is_made else None
 
 
 class Link(torch.autograd.Function):
-    """One piece of the backward pass, with the leaves whose gradients it completes.
+    """A function of the chain: its backward runs one piece and returns the gradients of its leaves.
 
-    leaf_nodes: the placeholders of the leaves, in their order.
+    leaf_nodes: the placeholders of the leaves, in the order of the leaves.
     """
 
     @staticmethod
@@ -367,9 +377,10 @@ def run_step(
     again: Again | None = None,
     before: BeforeStep | None = None,
 ) -> tuple[Any, ...]:
-    """One forward pass of the program as part of autograd; returns `Program.made_outputs`.
+    """Run the forward pass of a program as part of autograd; returns `Program.made_outputs`.
 
     tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
+    again, before: as in `Run`.
     """
     run = Run(program, tensors, again, before)
     token: Any = run.token
@@ -378,7 +389,7 @@ def run_step(
         nodes = tuple(node for node, _ in program.backward[position].gradients)
         for node in nodes:
             others.pop(node, None)
-        if position == 0:  # no gradient is planned for these
+        if position == 0:  # leaves without a planned gradient: another program may give them one
             nodes += tuple(others)
         token = Link.apply(run, position, nodes, token, *(tensors[node] for node in nodes))
     outputs: Any = Outputs.apply(run, token)

@@ -1,4 +1,4 @@
-"""What a step changes, as it was before: buffers and generators, and which gradients there were."""
+"""The state before a step, to undo it: buffers, generators, and which gradients existed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from scheduler_runtime.execute.spill_file import DiskError
 
 
 class BeforeStep:
-    """written: the tensors that the forward pass writes. random: generators that it draws from.
+    """Copies of everything that a step changes, so that it can be undone or run again.
 
-    on_host: whether copies of the tensors wait in host memory, for a plan that has no bytes of the
-        device for them.
+    written: the tensors that the forward pass writes.
+    random: the generators that it draws from.
+    on_host: whether to keep the copies in host memory, for a plan that counts no device memory for
+        them.
     """
 
     def __init__(
@@ -37,24 +39,26 @@ class BeforeStep:
         return [copy for _, copy in self._values]
 
     def now(self) -> BeforeStep:
-        """The same tensors and generators as they are now."""
+        """A new copy of the same tensors and generators, as they are now."""
         return BeforeStep([each for each, _ in self._values], self._random, on_host=False)
 
     def forward_ended(self) -> None:
-        """The forward pass has written the tensors."""
+        """Note that the forward pass has ended, and the versions of what it has written."""
         self._versions, self._has_ended = self._versions_now(), True
 
     def backward_begins(self, leaves: Mapping[fx.Node, torch.Tensor]) -> None:
-        """leaves: parameters and inputs of the step that get a gradient of their own."""
+        """Note which leaves have no gradient yet.
+
+        leaves: parameters and inputs of the step whose gradients are accumulated in `.grad`."""
         self._without_gradient = {node: each for node, each in leaves.items() if each.grad is None}
 
     def adds(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether gradients of these change what was there before and cannot be taken back: they
-        are added to others, or go on to whoever has made the tensor."""
+        """Whether gradients for any of these nodes cannot be undone: they are added to existing
+        ones, or go on to the operator that has made the tensor."""
         return any(node not in self._without_gradient for node in nodes)
 
     def leave(self, nodes: Iterable[fx.Node]) -> None:
-        """Gradients of these leave the step."""
+        """Note that the gradients of these nodes have left the step."""
         self._has_added |= self.adds(nodes)
 
     @property
@@ -76,7 +80,7 @@ class BeforeStep:
         self.put_back_random()
 
     def undone(self, error: DiskError) -> DiskError:
-        """The error with what holds now, after all has been put back that can be."""
+        """Undo the step as far as possible; returns the error with what could be undone."""
         for leaf in self._without_gradient.values():
             leaf.grad = None
         gradients = "No gradient of this forward pass has been added"
@@ -101,5 +105,5 @@ class BeforeStep:
 
 def _copied(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
     values = local_part(tensor).detach()
-    # to pinned memory, so that the host does not wait for the device
+    # the host memory is pinned, so the host need not wait for the device
     return host_memory(values).copy_(values, non_blocking=True) if on_host else values.clone()

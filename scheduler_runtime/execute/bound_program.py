@@ -1,4 +1,4 @@
-"""A program, and where its tensors come from in the module and the call."""
+"""A program with the places, in the module and the call, that its tensors come from."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from scheduler_runtime.execute.spill_file import DiskError
 class BoundProgram:
     """Runs a program with the tensors of a module and a call.
 
-    others: the programs for steps that run again (None: no step does).
-    captured: the program as it was traced.
-    has_checks: whether values that the step computes are checked in it.
+    others: provides other programs for steps that must run again (None: no step runs again).
+    captured: the traced program, without rewrites.
+    has_checks: whether the program checks values that it computes.
     shares_outputs: whether outputs that get gradients are views of the same memory.
+    reached: places of the leaves that the program makes gradients for.
     """
 
     def __init__(
@@ -75,41 +76,41 @@ class BoundProgram:
 
     @property
     def gradient_outputs(self) -> tuple[int, ...]:
-        """Positions of the flat outputs that a gradient is planned for."""
+        """Positions, among the flat outputs, of those that a gradient is planned for."""
         planned = {self.program.made_outputs[index] for index, _ in self.program.tangents}
         outputs = enumerate(self.program.outputs)
         return tuple(at for at, item in outputs if isinstance(item, fx.Node) and item in planned)
 
     @property
     def read_from(self) -> tuple[str, ...]:
-        """The buffers and the call whose values decide whether it fits, for messages."""
+        """The tensors whose values decide whether the program fits, for messages."""
         leaves = {leaf for guard in self._guards for leaf in guard.recipe.leaves}
         buffers = sorted(f"buffer {leaf.key!r}" for leaf in leaves if leaf.kind == "buffer")
         return (*buffers, *(["the batch"] if any(leaf.kind == "input" for leaf in leaves) else []))
 
     @property
     def is_chance(self) -> bool:
-        """Whether random numbers decide whether it fits."""
+        """Whether random numbers decide whether the program fits."""
         return any(guard.recipe.is_chance for guard in self._guards)
 
     @property
     def sets_plain_attributes(self) -> bool:
-        """Whether it sets numbers or strings in the module, and no tensors."""
+        """Whether the program sets attributes of the module, all to plain values, not tensors."""
         return bool(self._filled) and all(each.is_plain for each in self._filled)
 
     @property
     def sets_unread(self) -> frozenset[tuple[str, str]]:
-        """Module and name of the attributes that it sets, whatever they were."""
+        """Module path and name of the attributes that it sets without reading them before."""
         return frozenset((f.module, f.attribute) for f in self._filled if f.is_unread)
 
     @property
     def sets_after_reading(self) -> tuple[str, ...]:
-        """The other plain attributes that it sets, for messages."""
+        """The plain attributes that it sets after reading them, for messages."""
         read = [each for each in self._filled if each.is_plain and not each.is_unread]
         return tuple(f"{each.module}.{each.attribute}".lstrip(".") for each in read)
 
     def fits(self, model: nn.Module, call: Call) -> bool:
-        """Whether the module would see in this call what it saw when it was traced."""
+        """Whether forward would read the same values in this call as when it was traced."""
         if not all(held.holds(model) for held in self._held):
             return False
         if not self._guards:
@@ -118,11 +119,12 @@ class BoundProgram:
         return all(guard.holds(leaves) for guard in self._guards)
 
     def run(self, model: nn.Module, call: Call) -> Any:
-        """The output for this call. Where memory runs short or the disk fails, of the program that
-        `others` has.
+        """Run the forward pass; returns the module's output for this call.
 
-        With buffers and random states as before the call, raises CheckError where a check of a
-        value does not pass, and DiskError.
+        If memory runs out or the disk fails, another program from `others` runs the call.
+
+        Raises CheckError if a check of a value fails, and DiskError. Buffers and random states are
+        then as before the call.
         """
         tensors = {
             node: call.tensors[place] if isinstance(place, int) else _tensor_at(model, place)
@@ -169,7 +171,7 @@ class BoundProgram:
         return other.run(model, call)
 
     def _before(self, tensors: Mapping[fx.Node, torch.Tensor]) -> BeforeStep | None:
-        """What a step that may have to put things back needs for that (None: it never has to)."""
+        """The state before the step, if it may have to be restored (None: it never is)."""
         spills = self.program.spills
         puts_back_all = spills or self._others is not None
         if not (puts_back_all or self.has_checks):
@@ -181,7 +183,10 @@ class BoundProgram:
     def again(
         self, tensors: Mapping[Place, torch.Tensor], arrived: Mapping[int, torch.Tensor]
     ) -> UnderwayRun:
-        """Run the forward pass on these tensors, for these gradients of the flat outputs."""
+        """Run the forward pass again, up to where the gradients of the outputs arrive.
+
+        arrived: position among the flat outputs -> its gradient.
+        """
         run = Run(
             self.program, {node: tensors[at] for node, at in self._places.items()}, None, None
         )
@@ -196,17 +201,18 @@ class BoundProgram:
         return UnderwayRun(run, self._places)
 
     def _output(self, outputs: tuple[Any, ...], tensors: Mapping[fx.Node, torch.Tensor]) -> Any:
+        """Put the output of forward together. outputs: the tensors that the program computes."""
         made = iter(outputs)
-        flat = list(self.program.outputs)  # plain constants stay
+        flat = list(self.program.outputs)  # plain constants stay as they are
         for index, item in enumerate(flat):
-            if isinstance(item, fx.Node):  # a tensor that was handed in, or made
+            if isinstance(item, fx.Node):  # an input that is returned, or a computed tensor
                 flat[index] = tensors[item] if item in tensors else next(made)
-        returned = flat[: self._output_spec.num_leaves]  # after them come checks of values
+        returned = flat[: self._output_spec.num_leaves]  # the rest are results of checks
         return nested.unflatten(nested.in_all_places(returned), self._output_spec)
 
 
 class UnderwayRun:
-    """The step of a program on given tensors, after its forward pass."""
+    """A step that runs again, after its forward pass: runs the backward pass piece by piece."""
 
     def __init__(self, run: Run, places: Mapping[fx.Node, Place]) -> None:
         self._run, self._places = run, places
@@ -216,19 +222,20 @@ class UnderwayRun:
         return {self._places[node]: each for node, each in self._run.piece(position).items()}
 
     def close(self) -> None:
-        """Free what is kept."""
+        """Free what is saved for backward."""
         self._run.close()
 
 
 def _raise_undone(error: Exception, before: BeforeStep | None) -> None:
-    """Of the disk: what can be put back is put back, and the error says so."""
+    """After an error of the disk, undo the step as far as possible, and raise an error that says
+    what could be undone. Does nothing for other errors."""
     if before is not None and isinstance(error, DiskError):
         drop_frames(error)
         raise before.undone(error) from error.__cause__
 
 
 def _tensor_at(model: nn.Module, path: tuple[str, ...]) -> torch.Tensor:
-    """The parameter or buffer of that name; `named_parameters` would walk the whole module."""
+    """The parameter or buffer at this path; `named_parameters` would walk the whole module."""
     module: Any = model
     for name in path[:-1]:
         module = module._modules[name]

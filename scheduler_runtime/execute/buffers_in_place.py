@@ -1,14 +1,14 @@
-"""Operators that write a buffer themselves, as in eager mode: batch norms and counters.
+"""Let batch norms and counters write their buffers in place, as in eager mode.
 
-A traced batch norm returns new statistics, which are copied into the buffers at the end of the
-forward pass: two copies to make them and two to put them back, on a card a fifth of a ResNet's
-kernels. Where nothing else reads them, the first run writes the buffers itself. Recomputations do
-not: in training, what a batch norm returns beside the statistics does not depend on them. Its
-backward operator takes them and does not read them either, so it is given none. A number that is
-added to a buffer (`num_batches_tracked`) is added in place.
+A traced batch norm returns new running statistics, which are copied into the buffers at the end of
+the forward pass. That takes two copies to make them and two to write them back: on a GPU a fifth of
+a ResNet's kernels. If nothing else reads the statistics, the first run of the operator writes the
+buffers itself. Recomputations do not: in training, the other results of a batch norm do not depend
+on the statistics. Its backward operator takes them as arguments but does not read them either, so
+it is given None. A number that is added to a buffer (`num_batches_tracked`) is added in place.
 
-An error in the middle of a forward pass then leaves some buffers written, as in eager mode; so not
-in a step that checks values, which promises that buffers are as before.
+An error in the middle of a forward pass then leaves some buffers written, as in eager mode. A step
+that checks values promises to leave the buffers as before, so nothing is done in place there.
 """
 
 from __future__ import annotations
@@ -31,22 +31,27 @@ _WRITING: Mapping[Any, Any] = {
 }
 _BACKWARD = (_aten.native_batch_norm_backward.default, _aten.batch_norm_backward.default)
 _STATISTICS = slice(3, 5)
-"""Of the arguments: the running mean and variance; the results end with their new values."""
+"""The running mean and variance among the arguments. The last two results are their new values."""
 _TRAINS_AT = 5
-"""Of the arguments of `_native_batch_norm_legit_functional`."""
+"""Index of the argument `training` of `_native_batch_norm_legit_functional`."""
 _BACKWARD_TRAINS_AT = 7
+"""Index of the argument `train` of the backward operators."""
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """target: the operator that writes. buffers: traced node of a new value -> its placeholder."""
+    """An operator that writes buffers in place of a traced one that returns their new values.
+
+    target: the operator that writes.
+    buffers: traced node of a new value -> placeholder of the buffer.
+    """
 
     target: Any
     buffers: Mapping[fx.Node, fx.Node]
 
 
 def buffers_in_place(step: CapturedStep) -> dict[str, InPlace]:
-    """The operators that may write their buffers, by the name of the node."""
+    """The operators that may write their buffers in place, by the name of their node."""
     captured = step.captured
     if captured.has_checks:
         return {}
@@ -61,7 +66,7 @@ def buffers_in_place(step: CapturedStep) -> dict[str, InPlace]:
 
 
 def _counts(captured: Capture, node: fx.Node) -> bool:
-    """Whether it adds a number to a buffer, and nothing else reads either."""
+    """Whether the node adds a number to a buffer, and nothing else reads the buffer or the sum."""
     if node.target is not _aten.add.Tensor or node.kwargs:
         return False
     buffer, number = node.args
@@ -77,7 +82,10 @@ def _counts(captured: Capture, node: fx.Node) -> bool:
 
 
 def _buffers(captured: Capture, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
-    """None: something else reads the statistics or their new values."""
+    """New value of a statistic -> its buffer, for a batch norm that may write them in place.
+
+    None: it does not train, or something else reads the statistics or their new values.
+    """
     if "legit" in str(node.target) and node.args[_TRAINS_AT] is not True:
         return None
     n_results = len(node.meta["val"])
@@ -103,5 +111,5 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 
 
 def _leaves(captured: Capture) -> set[Any]:
-    """What leaves the step."""
+    """The nodes that leave the step: outputs and gradients."""
     return {*captured.outputs, *captured.gradients.values()}

@@ -1,10 +1,10 @@
-"""Calls of `F.cross_entropy` in row chunks, where the rest of the step is the model's own code.
+"""Run calls of `F.cross_entropy` in row chunks, while the model's own code runs the rest.
 
-PyTorch's function takes up to three tensors of the logits' size at once: log-softmax, its gradient
-and that of the logits. The one that is put in its place runs the same operators; the gradients
-exist for a chunk of rows, and the last is written over log-softmax, or into new memory. It writes
-into nothing that other code can hold, so it may stand in the place of any call. What it allocates
-is what the traced variant says (`graphs.rewrites.called_losses`).
+PyTorch's function holds up to three tensors of the logits' size at once: log-softmax, its gradient
+and the gradient of the logits. The function here runs the same operators, but the gradient of
+log-softmax exists for one chunk of rows at a time. The gradient of the logits is written over
+log-softmax, or into new memory. Memory that other code can hold is not written, so the function may
+replace any call. It allocates what the traced variant says (`graphs.rewrites.called_losses`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ aten: Any = torch.ops.aten
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _IGNORED = -100
-"""Marks ignored rows of a column, whose only class is 0."""
+"""Target of ignored rows in a column of log-probabilities, whose only class is 0."""
 
 
 @dataclass(frozen=True)
 class ChunkedCall:
-    """What is put in the place of a call; `GraphMeta.called_losses` has the words."""
+    """A call of `F.cross_entropy` to run in row chunks; `GraphMeta.called_losses` describes the
+    fields."""
 
     call: int
     keeps: bool
@@ -42,9 +43,10 @@ class ChunkedCall:
     module: str = ""
 
     def takes(self, loss: CalledLoss) -> bool:
-        """Whether a loss is of the planned kind, in any number of rows, and only one backward pass
-        sees what is saved for it: no hooks of saved tensors (a checkpoint, `save_on_cpu`), no
-        transform of `torch.func`."""
+        """Whether this loss is of the planned kind, with any number of rows, and may be replaced.
+
+        What is saved for backward is overwritten, so only one backward pass may read it: there must
+        be no saved-tensor hooks (a checkpoint, `save_on_cpu`) and no transform of `torch.func`."""
         logits = loss.logits
         return (
             type(logits) is torch.Tensor
@@ -58,31 +60,34 @@ class ChunkedCall:
             and loss.reduction in _REDUCTIONS
             and torch._C._functorch.peek_interpreter_stack() is None
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-            # float32 under autocast
+            # the dtype that the loss is computed in: float32 under autocast
             and F.cross_entropy(logits.detach()[:1, :1], loss.target[:1] * 0).dtype
             == getattr(torch, self.computed_in)
         )
 
 
 class ForwardWithChunkedLoss(ExportedForward):
-    """The model's own forward, in which these calls of `F.cross_entropy` are in row chunks."""
+    """Runs the model's own forward, with these calls of `F.cross_entropy` in row chunks.
+
+    calls: as in `GraphMeta.called_losses`.
+    """
 
     def __init__(self, module: nn.Module, calls: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(module)
         self.calls = {each.call: each for each in (ChunkedCall(**call) for call in calls)}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        # Inductor fuses what a loss computes by itself
+        # under torch.compile, Inductor fuses the loss by itself
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.own_forward(*args, **kwargs)
         device = next(self._model.parameters()).device
-        for each in self.calls.values():  # before the step holds anything
+        for each in self.calls.values():  # here, before the step holds memory
             check_bits(each, device, torch.get_num_threads())
         with LossCalls(self._loss):
             return self.own_forward(*args, **kwargs)
 
     def described(self) -> list[dict[str, Any]]:
-        """The calls in row chunks."""
+        """The calls in row chunks, as JSON objects."""
         return [asdict(each) for each in self.calls.values()]
 
     def _loss(
@@ -96,7 +101,7 @@ class ForwardWithChunkedLoss(ExportedForward):
 
 
 def in_chunks(loss: CalledLoss, call: ChunkedCall, *, chunk_rows: int) -> torch.Tensor:
-    """The loss, differentiable once. Every bit is that of `F.cross_entropy`."""
+    """The loss in row chunks, bitwise identical to `F.cross_entropy`; differentiable once."""
     form = _Form(
         _REDUCTIONS[loss.reduction],
         loss.ignore_index,
@@ -111,7 +116,7 @@ def in_chunks(loss: CalledLoss, call: ChunkedCall, *, chunk_rows: int) -> torch.
 
 @dataclass(frozen=True)
 class _Form:
-    """reduction: PyTorch's number of it. The rest is as in `ChunkedCall`."""
+    """How to compute a loss. reduction: PyTorch's number for it. Else as in `ChunkedCall`."""
 
     reduction: int
     ignored: int
@@ -125,7 +130,7 @@ class _Form:
             yield slice(start, end)
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of all rows; what a cast makes exists by chunks."""
+        """Log-softmax of all rows; logits are cast one chunk at a time."""
         if self.dtype == self.computed_in:
             return _log_softmax(logits)
         whole = torch.empty_like(logits, dtype=self.computed_in)
@@ -163,7 +168,7 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # once_differentiable says nothing where the upstream is a number
+        # once_differentiable raises no error if the gradient is a constant
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True was given, and an exported plan computes F.cross_entropy in row "
@@ -173,7 +178,8 @@ class _InChunks(torch.autograd.Function):
         form: _Form = ctx.form
         kept, target, n_counted = ctx.saved_tensors
         kept = kept.detach()
-        is_over = form.keeps and kept.dtype == form.dtype  # log-softmax, which nobody else has
+        # log-softmax can be overwritten: no other code holds it
+        is_over = form.keeps and kept.dtype == form.dtype
         made = kept if is_over else torch.empty_like(kept, dtype=form.dtype)
         for rows in form.chunks(len(kept)):
             of_rows = gradient if form.reduction else gradient[rows]
@@ -187,9 +193,10 @@ def _write_gradient(
     made: torch.Tensor,
     form: _Form,
 ) -> None:
-    """Of the logits of a chunk; what it takes besides is gone when it returns.
+    """Compute the gradient of a chunk of logits into `made`; all other memory is freed on return.
 
-    loss: its gradient, the targets, and how many count.
+    kept: the chunk's rows of log-softmax or of the logits.
+    loss: the gradient of the loss, the targets, and how many of them count.
     """
     gradient, target, n_counted = loss
     log_p = kept if form.keeps else form.log_softmax_of_chunk(kept)
@@ -206,8 +213,8 @@ def _write_gradient(
 def _column(
     logits: torch.Tensor, target: torch.Tensor, form: _Form
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probability of each row's target, as the only class of the row, and which rows
-    count."""
+    """A column with the log-probability of each row's target, and the targets in that column:
+    class 0, or _IGNORED for rows that do not count."""
     is_ignored = target == form.ignored
     index = target.masked_fill(is_ignored, 0).unsqueeze(1)
     picked = logits.new_empty(len(logits), 1, dtype=form.computed_in)
@@ -217,13 +224,16 @@ def _column(
 
 
 N_ROWS = 3 * ALIGNED_ROWS + 1
+"""Rows that `check_bits` compares: the last chunk has a single row."""
 
 
 @functools.cache
 def check_bits(call: ChunkedCall, device: torch.device, n_threads: int) -> None:
-    """Compare loss and gradient of a few rows with those of PyTorch's function, once a device.
+    """Compare loss and gradient of a few rows with PyTorch's function, once for each device.
 
-    n_threads: what the bits may depend on besides. Raises RuntimeError where one differs.
+    n_threads: number of CPU threads, which the bits may depend on, too.
+
+    Raises RuntimeError if they are not bitwise identical.
     """
     if device.type == "meta":
         return

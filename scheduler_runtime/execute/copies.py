@@ -1,7 +1,7 @@
-"""The copies of one step: which storage is where, and what has to wait for what.
+"""The copies of one step to the host and the disk: where each storage is, and what waits for what.
 
-The generated program calls these methods where its schedule has the ops. The rules of the waits
-are those of `solver.schedule.streams`: there they are times, here events.
+The generated program calls a method of `Copies` for each copy in its schedule. Copies wait for each
+other by the rules of `solver.schedule.streams`, which models these events as times.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from solver.sizes_deadlines_progress import format_both
 
 
 class Pools:
-    """The host memory and the files for the steps of all programs of a module.
+    """Host memory and files for the copies of all programs of a module.
 
-    One block and one file serve step after step, whatever their programs. While a step's backward
-    pass is still to come, another forward pass gets a block and a file of its own.
+    One block of memory and one file are reused by step after step, for all programs. While a step
+    waits for its backward pass, another forward pass gets its own block and file.
 
-    directory: for files (None: plans that need one are refused).
+    directory: where files are made (None: plans that need one are refused).
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -37,13 +37,13 @@ class Pools:
         self._free: list[Pool] = []
 
     def open(self, layout: CopyLayout, device: torch.device) -> Copies:
-        """For one step, whose forward pass begins. Raises CopyError where there is no room."""
+        """Begin the copies of one step, before its forward pass. Raises CopyError without room."""
         pool = self._taken(layout, device)
         pool.streams.begin()
         return Copies(pool, self._free)
 
     def _taken(self, layout: CopyLayout, device: torch.device) -> Pool:
-        """One that is large enough; a new one takes the place of one that is not."""
+        """A free pool that is large enough; if there is none, a new one replaces one too small."""
         for index in reversed(range(len(self._free))):
             if self._free[index].serves(layout, device):
                 return self._free.pop(index)
@@ -53,7 +53,7 @@ class Pools:
             if small.device == device:
                 host_bytes = max(host_bytes, small.host.numel())
                 disk_bytes = max(disk_bytes, 0 if small.file is None else small.file.size_bytes)
-            del small  # its memory is free before more is asked for
+            del small  # free its memory before allocating more
             if device.type == "cuda":
                 torch.accelerator.empty_host_cache()
         return Pool.of(host_bytes, disk_bytes, device, self.directory)
@@ -61,7 +61,11 @@ class Pools:
 
 @dataclass(frozen=True)
 class Pool:
-    """host: a block of bytes, pinned where the device is CUDA. file: None where none is needed."""
+    """Host memory and a file for the copies of one step at a time.
+
+    host: a block of bytes, pinned for a CUDA device.
+    file: for copies to the disk (None: there are none).
+    """
 
     device: torch.device
     host: torch.Tensor
@@ -94,10 +98,13 @@ class Pool:
 
 @dataclass
 class Held:
-    """A copy at bytes start to stop of its place. ready: it is whole. busy: copies from and to it.
+    """The copy of a storage on the host or the disk.
 
-    aside: on the host, outside of the pool: the storage is larger than planned, where a kernel
-        returns more than its meta function says, and has no room there or in the file.
+    start, stop: its bytes in the block or the file.
+    ready: the end of the copy to there; then the copy is complete.
+    busy: all copies from and to these bytes.
+    aside: host memory outside of the pool, for a storage that is larger than planned and has no
+        room in the pool (a kernel may return more memory than its meta function says).
     """
 
     start: int
@@ -109,7 +116,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Form:
-    """A tensor without its memory."""
+    """The dtype, device and layout of a tensor, without its memory."""
 
     dtype: torch.dtype
     device: torch.device
@@ -123,14 +130,16 @@ class Form:
         return cls(tensor.dtype, tensor.device, offset, tensor.shape, strides)
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor of this form on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(storage, self.offset, self.shape, self.strides)
 
 
 class Copies:
-    """What one step has copied where. storage: the name of a root tensor.
+    """The copies of one step. Each storage is named by its root tensor in the graph.
 
-    Its pool goes back to `free` when it is closed.
+    pool: holds the copies.
+    free: the list of free pools, to which the pool is returned by `close`.
     """
 
     def __init__(self, pool: Pool, free: list[Pool]) -> None:
@@ -145,7 +154,10 @@ class Copies:
         self._first_writes: list[Done] | None = []  # to the disk (None: they have ended)
 
     def store(self, storage: str, start: int, stop: int, *tensors: torch.Tensor) -> None:
-        """Copy to these bytes of the host. tensors: on the storage, to be brought back."""
+        """Copy a storage to the host. start, stop: bytes of the pool's block.
+
+        tensors: the tensors on the storage that `fetch` will bring back.
+        """
         source, aside = storage_bytes(tensors[0]), None
         if source.numel() > stop - start:
             aside = host_memory(source)
@@ -161,7 +173,8 @@ class Copies:
         self._on_device.setdefault(storage, []).append(done)
 
     def fetch(self, storage: str) -> list[torch.Tensor]:
-        """The tensors of `store`, in new memory; they may be read after `arrive`."""
+        """Copy a storage back. Returns the tensors of `store` in new device memory, which may be
+        read after `arrive`."""
         held, forms = self._on_host[storage], self._forms[storage]
         source = self._host(held.start, held.stop) if held.aside is None else held.aside
         target = torch.empty_like(source, device=forms[0].device, pin_memory=False)
@@ -172,21 +185,25 @@ class Copies:
         return [form.on(target.untyped_storage()) for form in forms]
 
     def arrive(self, storage: str) -> None:
-        """What is computed from now on may read it."""
+        """Make computation from now on wait until the storage is back on the device."""
         self._arriving[storage].hold_compute()
 
     def leave(self, storage: str, *tensors: torch.Tensor) -> None:
-        """The device's memory of the storage may be used again. tensors: hold it until here."""
+        """Make computation from now on wait until the storage's device memory can be used again.
+
+        tensors: on the storage; as arguments they keep its memory until this call.
+        """
         del tensors
         self._arriving.pop(storage, None)
         for done in self._on_device.pop(storage, ()):
             done.hold_compute()
 
     def drop(self, storage: str) -> None:
+        """Give up the copy on the host."""
         self._given_up["host"].append(self._on_host.pop(storage))
 
     def spill(self, storage: str, start: int) -> None:
-        """Copy to the file's bytes from `start`."""
+        """Copy a storage from the host to the disk, to the file's bytes from `start`."""
         held = self._on_host[storage]
         if held.aside is not None:
             self._on_disk[storage] = held
@@ -200,7 +217,7 @@ class Copies:
         self._on_disk[storage] = Held(start, stop, done, [done])
 
     def load(self, storage: str, start: int) -> None:
-        """Copy back to the host's bytes from `start`."""
+        """Copy a storage from the disk to the host, to the block's bytes from `start`."""
         held = self._on_disk[storage]
         if held.aside is not None:
             self._on_host[storage] = held
@@ -212,19 +229,21 @@ class Copies:
         self._on_host[storage] = Held(start, stop, done, [done])
 
     def delete(self, storage: str) -> None:
+        """Give up the copy on the disk."""
         self._given_up["disk"].append(self._on_disk.pop(storage))
 
     def finish_first_writes(self) -> None:
-        """Wait for all that was written to the disk until the first call of this, so that an error
-        is known when gradients begin to change. Raises DiskError."""
+        """At the first call, wait for all writes to the disk so far. Raises DiskError.
+
+        Called before gradients change, so that a step whose disk fails can still be undone."""
         for done in self._first_writes or ():
             done.hold_host()
         self._first_writes = None
 
     def close(self) -> None:
-        """The step has ended, or will not; its pool may serve the next.
+        """End the step's copies, also of an abandoned step, and return its pool for the next step.
 
-        Where the disk has failed, the pool is left to this step.
+        If the disk has failed, the pool is not used again.
         """
         pool, self._pool = self._pool, None
         if pool is None:
@@ -237,12 +256,12 @@ class Copies:
         failed = [job for job in jobs if not job.succeeded()]  # waits for each
         if not failed:
             self._free.append(pool)
-        # what has failed holds on to the pool
+        # dropped, since jobs that have failed would keep the pool alive
         self._on_host, self._on_disk, self._first_writes = {}, {}, None
         self._given_up = {"host": [], "disk": []}
 
     def _using(self, place: str, start: int, stop: int) -> list[Done]:
-        """The copies from and to what was given up in these bytes."""
+        """The copies from and to given-up storages in these bytes, which may still run."""
         return [
             done
             for held in self._given_up[place]

@@ -1,8 +1,8 @@
-"""The copies of a schedule as calls in the generated program.
+"""Write the copies of a schedule as calls into the generated program.
 
-Each op becomes a call of the method of `copies.Copies` with its name. Two calls are added: `arrive`
-before the first computation that reads what is being fetched, and `leave` where the last tensor on
-a storage that was copied is freed.
+Each copy op becomes a call of the method of `copies.Copies` with its name. Two calls are added:
+`arrive` before the first computation that reads a fetched storage, and `leave` where the last
+tensor on a copied storage is freed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ Values = Mapping[fx.Node, Value]
 
 
 class CopyCalls:
-    """Appends the calls to a line, and follows what is on the device meanwhile.
+    """Appends the calls to the program, and keeps track of what is on the device.
 
-    copies: the value of the step's `Copies`.
+    line: the program's straight line of fx nodes.
     values: tensor -> the live values that operators have made on it, without views of them.
-    define: gives a traced node a value.
+    define: sets the value of a traced node.
+    copies: the value that is the step's `Copies`.
     """
 
     def __init__(
@@ -51,14 +52,18 @@ class CopyCalls:
         self._stored: dict[str, tuple[fx.Node, ...]] = {}
 
     def free(self, tensor: str) -> None:
-        """Right before the tensor's values go."""
+        """To be called right before the values of a tensor are dropped."""
         storage = self._graph.root(tensor)
         if self._live[storage] == {tensor}:
             self._leave(storage, self._values(tensor).values())
         self._live[storage].discard(tensor)
 
     def before(self, node: Node) -> dict[str, tuple[Value, ...]]:
-        """Right before the node is called. Returns the copied storages that it replaces."""
+        """To be called right before the call of an operator.
+
+        Returns, for `after`, the copied storages that the operator makes anew while they are still
+        live, each with its live values.
+        """
         for storage in dict.fromkeys(map(self._graph.root, self._graph.needs[node.name])):
             if storage in self._arriving:
                 self._call("arrive", storage)
@@ -71,6 +76,7 @@ class CopyCalls:
         }
 
     def after(self, node: Node, replaced: Mapping[str, tuple[Value, ...]]) -> None:
+        """To be called right after the call of an operator. replaced: what `before` returned."""
         for storage, values in replaced.items():
             self._leave(storage, values)
         for name in node.outputs:
@@ -81,6 +87,7 @@ class CopyCalls:
             self._overwritten.difference_update(node.outputs)
 
     def op(self, position: int, op: Copy | Drop | Delete) -> None:
+        """Append the call of a copy op. position: of the op in the schedule."""
         storage, at = op.storage, self._layout.address.get(position, 0)
         if isinstance(op, Store):
             self._store(storage, at)
@@ -127,4 +134,5 @@ class CopyCalls:
         return self._line.call_method(method, (self.copies, *arguments))
 
     def _on(self, storage: str) -> tuple[str, ...]:
+        """The names of all tensors on a storage."""
         return storage, *self._graph.views.get(storage, ())

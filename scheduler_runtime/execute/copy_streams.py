@@ -1,9 +1,9 @@
-"""Copies between device and host: on CUDA beside the computation, on the CPU at once.
+"""Copies between device and host: asynchronous on CUDA, immediate on the CPU.
 
-On CUDA each direction has a stream of its own. Everything is ordered by events: a copy waits for
-the compute stream to have come to its place in the program, and whoever reads what was copied, or
-uses the memory again, waits for the copy. Memory is allocated on the compute stream only and given
-back there after such a wait, so the allocator need not know the other streams (`record_stream`).
+On CUDA each direction has its own stream. Events order everything: a copy waits until the compute
+stream has reached the copy's place in the program, and an operator that reads the result, or uses
+the memory again, waits for the copy. Memory is allocated on the compute stream only, and freed
+there after such a wait, so the allocator need not know about the other streams (`record_stream`).
 """
 
 from __future__ import annotations
@@ -18,31 +18,36 @@ class Done(Protocol):
     """The end of a copy."""
 
     def hold_compute(self) -> None:
-        """What is computed from now on waits for it."""
+        """Make the computation that is launched from now on wait for the copy."""
 
     def hold_host(self) -> None:
-        """The calling thread waits for it. Raises what went wrong."""
+        """Make the calling thread wait for the copy. Raises the copy's error, if it has failed."""
 
 
 class CopyStreams(Protocol):
-    """Copies, each in the order of its direction and after all that was computed so far."""
+    """Starts copies. Those of one direction run in order, each after all computation so far."""
 
-    def out(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done: ...
+    def out(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done:
+        """Copy to the host, once the copies in `after` have ended."""
+        ...
 
-    def back(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done: ...
+    def back(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done:
+        """Copy to the device, once the copies in `after` have ended."""
+        ...
 
     def begin(self) -> None:
-        """A step begins, on the stream that is current now."""
+        """Begin a step, which computes on the current stream."""
 
     def settle(self) -> None:
-        """What is computed from now on waits for all copies: of the step's stream, where its
-        memory goes back, and of the stream that is current now, as an abandoned step may be
-        settled under another one.
+        """Make the computation from now on wait for all copies.
+
+        That holds for the stream of the step, where its memory is freed, and for the current
+        stream: an abandoned step may be settled while another stream is current.
         """
 
 
 class Ended:
-    """A copy that has been made."""
+    """The end of a copy that is complete already."""
 
     def hold_compute(self) -> None:
         pass
@@ -52,7 +57,7 @@ class Ended:
 
 
 class AtOnce:
-    """On the CPU, whose memory and the host's are the same: copies in the order of the program."""
+    """Copies on the CPU, where device and host memory are the same: each is made at once."""
 
     def out(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done:
         for done in after:
@@ -70,7 +75,7 @@ class AtOnce:
 
 
 class CudaEnded:
-    """An event after a copy on a CUDA stream."""
+    """The end of a copy on a CUDA stream, as an event."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()
@@ -85,7 +90,7 @@ class CudaEnded:
 
 
 class OnCuda:
-    """A stream for each direction."""
+    """Copies on a CUDA device, with a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -109,7 +114,7 @@ class OnCuda:
         for done in after:
             if isinstance(done, CudaEnded):
                 stream.wait_event(done.event)
-            else:  # from or to the disk
+            else:  # a read or write of the disk
                 done.hold_host()
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -133,12 +138,12 @@ def streams_for(device: torch.device) -> CopyStreams:
 
 
 def host_memory(like: torch.Tensor) -> torch.Tensor:
-    """For a copy of this tensor; pinned where it is on CUDA."""
+    """Uninitialised host memory for a copy of this tensor; pinned if the tensor is on CUDA."""
     return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of its storage, as a tensor on it."""
+    """All bytes of the tensor's storage, as a tensor that shares it."""
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))

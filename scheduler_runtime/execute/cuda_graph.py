@@ -1,22 +1,24 @@
-"""A planned step as CUDA graphs: one launch instead of thousands.
+"""Record a planned step as CUDA graphs: one launch instead of thousands.
 
-Forward and backward are recorded as two graphs that share a memory pool, after a few warm-up runs,
-as by `torch.cuda.make_graphed_callables`; every later call copies its batch into the recorded one's
-memory. The preconditions are checked:
+As in `torch.cuda.make_graphed_callables`, forward and backward are recorded as two graphs that
+share a memory pool, after a few warm-up runs. Every later call copies its batch into the memory of
+the recorded one. These conditions are checked:
 
-- One CUDA device, and tensors at fixed addresses: a parameter or buffer that is replaced (not
-  written) after the recording would not be seen, so it is refused; so is a batch on the host.
+- One CUDA device, and tensors at fixed addresses. A replay would not see a parameter or buffer
+  that was replaced (not written) after the recording, so that is an error; so is a batch on the
+  host.
 - Fixed shapes: each kind of call is recorded separately. All recordings of a module share one
-  memory pool, so together they take what the largest step takes.
-- Gradients that are None before each step: the recording writes a step's gradients to the same
-  addresses every time, and `.grad` would be that memory. So accumulation is refused.
+  memory pool, so together they take as much memory as the largest step.
+- Gradients are None before each step: a replay writes them to the same memory every time, and
+  `.grad` refers to it, so accumulation is an error.
 - One forward pass, then its backward pass: a second forward pass overwrites what the first one
-  saved, so the backward pass of the first is refused.
-- Random numbers are those of the plan without recording: random operators draw from the device's
-  generator, whose state graphs advance, and `random_in_graphs` gives their recomputations the
-  numbers of their first runs.
-- Outputs with memory of their own: of views among the recorded outputs, autograd would not know
-  that a write to one changes the other, so they are refused where they get gradients.
+  saved, so the first one's backward pass is then an error.
+- Outputs that get gradients do not share memory: autograd would not know that a write to one
+  changes the other.
+
+Random numbers are the same as without recording: random operators draw from the device's generator,
+whose state the graphs advance, and `random_in_graphs` gives recomputations the numbers of their
+first runs.
 
 The loss (any output of one number) is copied out of the recording; the memory of other outputs is
 overwritten by the next step.
@@ -37,15 +39,15 @@ from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.random_in_graphs import RandomInGraphs, end_recording
 
 N_WARM_UP = 3
-"""Runs before the recording, as many as PyTorch's."""
+"""Number of runs before the recording, as many as PyTorch does."""
 
 
 class CudaGraphError(ValueError):
-    """The step cannot be recorded as a CUDA graph, or not replayed; says why."""
+    """The step cannot be recorded as a CUDA graph, or not replayed; the message says why."""
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise CudaGraphError where nothing can be recorded."""
+    """Raise CudaGraphError if no step of this model can be recorded."""
     tensors = (*model.parameters(), *model.buffers())
     if any(map(is_distributed, tensors)):
         raise CudaGraphError(
@@ -61,7 +63,8 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_call(call: Call, device: torch.device) -> None:
-    """Raise CudaGraphError for a batch whose copies to the device could not be recorded."""
+    """Raise CudaGraphError if a tensor of the batch is not on the device: copies to it could not be
+    recorded."""
     for index, tensor in enumerate(call.tensors):
         if tensor.device != device:
             raise CudaGraphError(
@@ -71,7 +74,7 @@ def check_call(call: Call, device: torch.device) -> None:
 
 
 def check_program(bound: BoundProgram) -> None:
-    """Raise CudaGraphError where the program does on the host what a graph cannot record."""
+    """Raise CudaGraphError if the program does something that a graph cannot record."""
     if bound.program.pools is not None:
         raise CudaGraphError(
             "the plan copies tensors to host memory, on streams that a recording does not follow; "
@@ -99,10 +102,10 @@ def check_program(bound: BoundProgram) -> None:
 
 
 class Recordings:
-    """What the recordings of one module share: a memory pool, a stream, and whose turn it is.
+    """What all recordings of one module share: a memory pool, a stream, and whose turn it is.
 
-    n_forward: forward passes replayed so far.
-    open: the number of the one whose backward pass is still to come (None: it has run).
+    n_forward: number of forward passes replayed so far.
+    open: the number of the forward pass that waits for its backward pass (None: none does).
     """
 
     def __init__(self) -> None:
@@ -112,15 +115,17 @@ class Recordings:
         self._stream: Any = None
 
     def pool_and_stream(self) -> tuple[Any, Any]:
-        """Where to record: a pool reuses memory only on the stream that it was allocated on, so the
-        recordings of a module share both. The current device is the module's."""
+        """The memory pool and the stream to record with; the current device must be the module's.
+
+        A pool reuses memory only on the stream that it was allocated on, so recordings share both.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()
         return self._pool, self._stream
 
     def forget(self) -> None:
-        """After a recording that has failed: its pool would still be recorded to."""
+        """Drop pool and stream after a failed recording, which leaves the pool recording."""
         self._pool = self._stream = None
 
     def begin(self) -> None:
@@ -128,7 +133,10 @@ class Recordings:
         self.open = self.n_forward
 
     def end(self, number: int) -> None:
-        """Refuse a backward pass whose forward pass has been overwritten."""
+        """Note that the backward pass of this forward pass runs.
+
+        Raises CudaGraphError if it ran already, or if another forward pass overwrote what it needs.
+        """
         if self.open == number:
             self.open = None
             return
@@ -144,7 +152,7 @@ class Recordings:
 
 
 class Recorded:
-    """A program whose forward and backward pass are replayed."""
+    """A recorded program: its calls replay the two graphs."""
 
     def __init__(
         self, bound: BoundProgram, model: nn.Module, call: Call, recordings: Recordings
@@ -160,7 +168,7 @@ class Recorded:
         try:
             with (
                 torch.cuda.device(device),
-                torch.cuda.stream(torch.cuda.current_stream()),  # a failed recording leaves its own
+                torch.cuda.stream(torch.cuda.current_stream()),  # restored if the recording fails
                 torch.random.fork_rng(devices=[device]),
                 torch._C._DisableAutocast(),  # the program contains its casts
             ):
@@ -204,13 +212,15 @@ class Recorded:
 class _RecordedStep:
     """The two graphs and the memory that they read and write.
 
-    Only the outputs that a gradient is planned for take part in the backward pass; the others'
-    memory is read after a replay.
+    Only outputs that a gradient is planned for take part in the backward pass; the memory of the
+    other ones is read after a replay.
 
-    inputs: copies of the batch's tensors, which later batches overwrite, and the parameters.
-    outputs: the flat output's tensors; the first len(tangents) of them are differentiated.
-    tangents: their gradients. gradients: of the inputs (None: of one that has none).
-    spec: the output's structure.
+    batch: copies of the batch's tensors, which later batches overwrite.
+    inputs: the copies of the batch, and the parameters.
+    outputs: the tensors of the flat output; the first len(tangents) of them are differentiated.
+    tangents: gradients of these outputs.
+    gradients: of the inputs (None: the input gets none).
+    spec: structure of the output.
     """
 
     def __init__(
@@ -240,7 +250,8 @@ class _RecordedStep:
         self.gradients = [next(found) if t.requires_grad else None for t in self.inputs]
 
     def _warm_up(self, stream: Any) -> None:
-        """Libraries set themselves up at first calls, which cannot be recorded."""
+        """Run a few steps: libraries initialise themselves at first calls, which cannot be
+        recorded."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(N_WARM_UP):
@@ -251,7 +262,8 @@ class _RecordedStep:
         torch.cuda.synchronize()
 
     def _run(self) -> tuple[torch.Tensor, ...]:
-        """The flat output's tensors, those that a gradient is planned for first."""
+        """Run the forward pass; returns the tensors of the flat output, those that a gradient is
+        planned for first."""
         call = Call(list(self.batch), self._call.rest, self._call.spec)
         flat, self.spec = nested.flatten(self._bound.run(self._model, call))
         flat = nested.once(flat)
@@ -268,7 +280,7 @@ class _RecordedStep:
         return torch.autograd.grad(made, self._differentiated, tangents, allow_unused=True)
 
     def filled(self, outputs: tuple[torch.Tensor, ...]) -> list[Any]:
-        """The flat output with these tensors."""
+        """The flat output with these tensors at their places."""
         flat = list(self._plain)
         for position, tensor in zip(self._positions, outputs, strict=True):
             flat[position] = tensor
@@ -316,7 +328,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _reason(error: BaseException) -> BaseException:
-    """What has ended the recording; leaving it then raises errors of its own."""
+    """The error that has ended the recording; leaving the recording raises further ones."""
     while error.__context__ is not None:
         error = error.__context__
     return error

@@ -1,15 +1,15 @@
-"""Errors that say that memory is used up."""
+"""Recognise out-of-memory errors."""
 
 from __future__ import annotations
 
 import torch
 
 _OF_OTHER_ALLOCATORS = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In the text of a RuntimeError: PyTorch's allocator for the CPU, and a cuBLAS handle."""
+"""Parts of a RuntimeError's message: from PyTorch's CPU allocator, and for a cuBLAS handle."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a step with less memory may run where this error was raised."""
+    """Whether the error says that memory has run out, so that a step that takes less may run."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(w in str(error) for w in _OF_OTHER_ALLOCATORS)

@@ -1,4 +1,4 @@
-"""A section of a program as a generated function."""
+"""Generate a function for a section of a program."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 Value = fx.Node
-"""A value of the program: a node of the straight line that defines it."""
+"""A value of the program: the node that defines it in the straight line."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """A section of the program as one generated function.
 
-    inputs: the values it reads, in the order of its arguments.
+    module: the generated code.
+    inputs: the values that it reads, in the order of its arguments.
     last: the inputs that are not read later.
-    results: the values that it defines and that are read later or leave.
-    gradients: placeholder of the traced graph -> the value of its gradient, complete here.
-    handed_out: values that leave the program here and are not read later.
+    results: the values that it defines and returns: they are read later, or leave the program.
+    gradients: pairs of a leaf's placeholder in the traced graph and the value of its gradient,
+        which is complete after this piece.
+    handed_out: values that leave the program after this piece and are not read later.
     """
 
     module: fx.GraphModule
@@ -34,7 +36,8 @@ class Piece:
     handed_out: tuple[Value, ...]
 
     def run(self, state: dict[Value, Any]) -> None:
-        """Read inputs from `state`, dropping those that are not read later; add the results."""
+        """Run the piece: take its inputs from `state`, dropping those that are not read later, and
+        add its results."""
         arguments = [state.pop(v) if v in self.last else state[v] for v in self.inputs]
         results = self.module.forward(arguments)
         state.update(zip(self.results, results, strict=True))
@@ -47,10 +50,12 @@ def piece_of(
     resident: set[Value],
     gradients: tuple[tuple[fx.Node, Value], ...],
 ) -> Piece:
-    """The values of `body` as a function.
+    """Make a function of the nodes in `body`.
 
-    read_later, wanted: values that it must return.
-    resident: values that live from the start to the end.
+    read_later: values that later pieces read.
+    wanted: values that leave the program after this piece.
+    resident: values that live from the start to the end of the step.
+    gradients: as in `Piece`.
     """
     defined = set(body)
     inputs = dict.fromkeys(
@@ -79,10 +84,10 @@ def piece_of(
 
 @functools.cache
 def _called_directly(operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The operator by a single name in the generated code.
+    """A function that the generated code can call by a single name, for an operator.
 
-    `torch.ops.aten.mm.default(...)` looks up five names and calls a Python function before it gets
-    to what is called here: a third of the host's time for a small operator.
+    `torch.ops.aten.mm.default(...)` looks up five names and calls a Python function before it calls
+    `_op`, as is done directly here: that is a third of the host's time for a small operator.
     """
     direct: Any = functools.partial(operator._op)
     namespace, _, name = str(operator).partition(".")

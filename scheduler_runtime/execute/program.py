@@ -1,14 +1,14 @@
-"""From a schedule to straight-line code: one piece for the forward pass, several for the backward.
+"""Generate straight-line code for a schedule: a forward piece and several backward pieces.
 
-Each `Compute` becomes one call of the traced operator, each `Free` the end of its names: fx's code
-generator deletes a name after its last use, so live memory is what the simulator counted. Views are
-not ops of a schedule: they are derived again from their storage whenever a recomputed version of it
-is read.
+Each `Compute` becomes one call of the traced operator. Each `Free` ends the use of a tensor's
+names: fx's code generator deletes a name after its last use, so live memory is what the simulator
+counted. Views are not ops of a schedule: if a storage was recomputed, its views are derived again
+when they are read.
 
 The backward pass is cut into pieces where a parameter's gradient is complete and the parameter is
-not read any more, so that gradients leave as they are computed, and whoever receives them may
-change the parameter at once (see `scheduler_runtime.execute.autograd`). Gradients that are held to
-the end of the step anyway leave a few at a time.
+not read any more. So gradients leave as soon as they are computed, and a hook or optimizer that
+receives one may change the parameter at once (see `scheduler_runtime.execute.autograd`). Gradients
+that are held to the end of the step anyway leave a few at a time.
 """
 
 from __future__ import annotations
@@ -33,24 +33,26 @@ from solver.sizes_deadlines_progress import format_both
 class Program:
     """A schedule as code.
 
-    forward: one piece.
-    backward: pieces in order.
-    sources: placeholder of the traced graph -> the value that it is in the program.
-    constants: tensors that the model holds in plain attributes.
+    forward: the piece that is the forward pass.
+    backward: the pieces of the backward pass, in order.
+    sources: placeholder of the traced graph -> its value in the program.
+    constants: tensors that the model holds in plain attributes, by value.
     outputs: the model's flat outputs: values, placeholders that are returned unchanged, or plain
         constants.
-    made_outputs: those outputs that the program computes.
+    made_outputs: the outputs that the program computes.
     tangents: index in made_outputs -> the value that receives its gradient.
-    tangent_strides: strides of those gradients that the backward pass was traced with.
-    differentiable: indices in made_outputs of those that require a gradient in the plain model, so
-        that one may arrive that is not planned for.
-    titles: of sources, for messages ("buffer 'norm.running_mean'").
-    reachable: tensors that code outside can reach: inputs, constants, outputs.
-    read_backward: what the backward pass depends on and does not compute itself.
+    tangent_strides: the strides of these gradients that the backward pass was traced with.
+    differentiable: indices in made_outputs of the outputs that require a gradient in the plain
+        model; gradients may arrive for them that are not planned.
+    titles: names of sources and constants for messages ("buffer 'norm.running_mean'").
+    reachable: values that code outside of the program can reach: inputs, constants, outputs.
+    read_backward: values that the backward pass depends on and does not compute itself.
     gradient_specs: placeholder of a distributed parameter -> how its gradient is placed.
-    plan_id: of the traced step and the schedule; equal on all ranks of a distributed module.
-    copies: the value that is the step's `Copies` (None: the schedule has none).
-    copy_layout: where they lie. pools: where the memory comes from.
+    plan_id: identifies the traced step and the schedule; equal on all ranks of a distributed
+        module.
+    copies: the value that is the step's `Copies` (None: the schedule has no copies).
+    copy_layout: where the copies are in the host memory and the file.
+    pools: provides the host memory and the file.
     """
 
     forward: Piece
@@ -73,7 +75,7 @@ class Program:
 
     @property
     def spills(self) -> bool:
-        """Whether it copies to a disk."""
+        """Whether the program copies to a disk."""
         return self.copy_layout is not None and self.copy_layout.disk_bytes > 0
 
 
@@ -84,12 +86,12 @@ def build_program(
     places: Places | None = None,
     pools: Pools | None = None,
 ) -> Program:
-    """Generate the program of a legal schedule of the module's part of `step.graph`.
+    """Generate the program of a legal schedule for the module's part of `step.graph`.
 
-    places: what the schedule copies to (None: as much as it takes).
-    pools: what it copies to, shared with other programs (None: some of its own, without a disk).
+    places: sizes of the host memory and the disk that the schedule may use (None: no limit).
+    pools: host memory and files, shared with other programs (None: own host memory, no disk).
 
-    Raises ValueError for copies that cannot be made.
+    Raises ValueError if the copies do not fit, or need a disk and there is no directory for it.
     """
     if not schedule.has_copies:
         return _cut_into_pieces(StraightLine(step, schedule, None), None)
@@ -129,9 +131,9 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
         piece = piece_of(body, read_later, wanted[index], resident, gradients)
         pieces.insert(0, piece)
         read_later = (read_later | wanted[index] | set(piece.inputs)) - set(body)
-    # Extraction lets those readers of a changed buffer alone be recomputed whose results do not
-    # depend on its content (batch norm in training), so if no others read it later, the next
-    # forward pass may change it before this backward pass.
+    # Readers of a changed buffer are marked recomputable only if their results do not depend on its
+    # content (batch norm in training). So if only recomputations read it in the backward pass, the
+    # next forward pass may change it before.
     changed = {line.sources[placeholder] for placeholder in captured.mutations}
     later = {node for body in bodies[1:] for node in body}
     indifferent = {v for v in changed if later.intersection(v.users) <= line.recomputed}

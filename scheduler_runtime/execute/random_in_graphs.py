@@ -1,16 +1,15 @@
-"""Random operators that run again inside of CUDA graphs.
+"""Give recomputed random operators the same numbers inside of CUDA graphs.
 
-A graph draws from each generator state that is registered with it: before a replay the state's seed
-and offset are copied to the device, and each draw adds the offset, counted from the start of the
-recording, that it had then. Recorded operators that run once draw from the device's own generator
-and so get the numbers of eager mode.
+A graph draws from the generator states that are registered with it. Before a replay, each state's
+seed and offset are copied to the device, and every draw adds its own offset, counted from the start
+of the recording. Recorded operators that run once draw from the device's own generator, so they get
+the numbers of eager mode.
 
-To run one again, each recomputation has a generator state of its own, which begins at the offset
-of the first run: that of the device's generator when the forward pass begins, and what the
-operators before it draw. The latter is the same in every step, and is noted in the warm-up (PyTorch
-refuses to read offsets while it records). `torch.Generator.graphsafe_set_state` puts the state into
-the device's generator for the duration of the call. A replay sets each of these states by two small
-kernels.
+Each recomputation has its own generator state, set to the offset of the operator's first run: the
+offset of the device's generator at the start of the forward pass, plus what the operators before
+have drawn. The latter is the same in every step, and is recorded in the warm-up (PyTorch refuses to
+read offsets while it records). `torch.Generator.graphsafe_set_state` puts the state into the
+device's generator during the call. A replay sets each of these states with two small kernels.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from scheduler_runtime.execute.random_state import keep_instead, recompute_rando
 
 
 class RandomInGraphs:
-    """What the graphs of one recorded step draw.
+    """The generator states of one recorded step.
 
-    generators: to be registered with the graph of the forward pass, and of the backward pass: one
-        for each recomputation of a random operator, in their order.
+    generators: two lists, to be registered with the forward and the backward graph: one state for
+        each recomputation of a random operator, in order.
     """
 
     def __init__(self, device: torch.device, program: Program) -> None:
@@ -45,7 +44,7 @@ class RandomInGraphs:
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Around a forward pass that is not recorded: the offsets of the first runs are noted."""
+        """Around a forward pass of the warm-up: record the offsets of the first runs."""
         self._offsets.clear()
         start = self.own.get_offset()
 
@@ -57,7 +56,7 @@ class RandomInGraphs:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the forward pass that is recorded."""
+        """Around the recorded forward pass: first runs keep their offset instead of a state."""
         offsets = iter(self._offsets)
         with _kept(lambda: FirstRun(self, next(offsets))):
             yield
@@ -74,7 +73,8 @@ class RandomInGraphs:
             self.own.graphsafe_set_state(current)
 
     def begin(self) -> None:
-        """Before the forward pass is replayed; the backward pass goes by the same start."""
+        """Set all generator states, before a replay of the forward pass. The backward pass uses
+        them, too."""
         seed, start = self.own.initial_seed(), self.own.get_offset() if self._repeats else 0
         for generator, offset in self._repeats:
             generator.manual_seed(seed)
@@ -82,14 +82,14 @@ class RandomInGraphs:
 
 
 def end_recording(device: torch.device) -> None:
-    """After a recording that has failed: the generator's state, as torch 2.11 leaves it, belongs to
-    the recording and would draw nothing more. One like it takes its place."""
+    """Replace the generator's state by a copy, after a failed recording: torch 2.11 leaves a state
+    that belongs to the recording and cannot draw any more."""
     own: Any = torch.cuda.default_generators[device.index]
     own.graphsafe_set_state(own.clone_state())
 
 
 class FirstRun:
-    """A random operator's first run in a recording."""
+    """The first run of a random operator in a recording; implements `RandomRun`."""
 
     def __init__(self, random: RandomInGraphs, offset: int) -> None:
         self._random, self._offset = random, offset

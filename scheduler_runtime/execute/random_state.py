@@ -1,9 +1,9 @@
-"""The same random numbers when an operator is recomputed.
+"""Give a random operator the same random numbers when it is recomputed.
 
-Before the first run of a random operator the state of its device's generator is saved; for a
-recomputation that state is restored during the call, and the global stream continues unaffected. So
-fused attention, which takes no seed as an argument, is recomputed too: it draws its seed from the
-generator. In a step that is recorded as CUDA graphs, `random_in_graphs` replaces the state.
+The state of the device's generator is saved before the operator's first run, and restored during a
+recomputation; the global stream of random numbers is not affected. This also works for fused
+attention, which takes no seed as an argument but draws one from the generator. In a step that is
+recorded as CUDA graphs, `random_in_graphs` replaces the saved state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class RandomRun(Protocol):
-    """What a recording keeps of a random operator's first run, in place of the state."""
+    """What a recording keeps of a random operator's first run, instead of a generator state."""
 
     def again(self, run: Callable[[], Any]) -> Any:
         """Run the operator once more with the numbers of its first run."""
@@ -25,13 +25,13 @@ class RandomRun(Protocol):
 keep_instead: ContextVar[Callable[[], RandomRun | None] | None] = ContextVar(
     "keep_instead", default=None
 )
-"""Asked at each first run while a step is recorded; where it returns None the state is kept."""
+"""Called at each first run while a step is recorded. If it returns None, the state is kept."""
 
 
 def run_and_keep_state(
     operator: Callable[..., Any], device: torch.device, /, *args: Any, **kwargs: Any
 ) -> tuple[Any, torch.Tensor | RandomRun]:
-    """Run the operator; return its result and the generator's earlier state."""
+    """Run the operator; return its result and the generator's state from before."""
     instead = keep_instead.get()
     kept = None if instead is None else instead()
     state = get_state(device) if kept is None else kept
@@ -46,7 +46,7 @@ def recompute_random(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the operator with the state of its first run; the global stream is untouched."""
+    """Run the operator with the state of its first run; the generator's own state is unchanged."""
     if not isinstance(state, torch.Tensor):
         return state.again(lambda: operator(*args, **kwargs))
     current = get_state(device)

@@ -1,4 +1,4 @@
-"""A forward put on a module instance in the place of its own; `restore_forward` undoes it."""
+"""Replace the forward of a module instance; `restore_forward` undoes it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch import nn
 
 
 def is_exported() -> bool:
-    """Whether torch.export, torch.jit.trace or torch.fx calls, to write down the operators."""
+    """Whether torch.export, torch.jit.trace or torch.fx is tracing now."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing() or fx.is_fx_symbolic_tracing()
 
 
 def _own(name: str) -> Any:
-    """An attribute of the module's own forward."""
+    """A property that returns this attribute of the module's own forward."""
     return property(lambda self: getattr(self.__wrapped__, name))
 
 
 class ReplacedForward(abc.ABC):
-    """Base of everything that a plan puts in the place of `module.forward`.
+    """Base class of everything that a plan puts in the place of `module.forward`.
 
-    To tools that export it is the module's own forward: what they make has no plan.
+    Tools that export or trace the module see its own forward, so what they make has no plan.
 
-    instance_forward: what another library had put on the instance before (None: nothing).
+    instance_forward: a forward that another library had set on the instance (None: there is none).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.instance_forward = model.__dict__.get("forward")
         self._model = model
 
-    # What torch.export and trainers read. Not kept on the instance: a copy has its own.
+    # Read by torch.export and trainers. Properties, so that a copy of the module has its own.
     __name__ = _own("__name__")
     __code__ = _own("__code__")
 
@@ -47,7 +47,8 @@ class ReplacedForward(abc.ABC):
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        """torch.jit.script asks; it takes functions and methods only. torch.fx can do without."""
+        """Raises an error that says what to do: torch.jit.script reads this, but only compiles
+        functions and methods. torch.fx does not need it."""
         raise AttributeError(
             f"{type(self._model).__name__} has a plan, and torch.jit.script cannot compile it: "
             "checkpoint_solver.remove(model) before exporting, or torch.jit.trace"
@@ -58,15 +59,18 @@ class ReplacedForward(abc.ABC):
         """The forward that the module had before."""
         if self.instance_forward is not None:
             return self.instance_forward  # type: ignore[no-any-return]
-        return functools.partial(type(self._model).forward, self._model)  # torch.compile takes it
+        # torch.compile accepts a partial
+        return functools.partial(type(self._model).forward, self._model)
 
     @abc.abstractmethod
     def why_not_traced(self, title: str) -> str:
-        """`graphs.trace` would trace this instead of the module's own forward, so it asks. title:
-        how the message calls the module."""
+        """The error message of `graphs.trace`, which would trace this instead of the module's own
+        forward.
+
+        title: what the message calls the module."""
 
     def constants(self) -> Iterator[torch.Tensor]:
-        """Tensors that the module's own forward takes from attributes, closures and globals."""
+        """Tensors that the module's own forward reads from attributes, closures and globals."""
         return iter(())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,16 +79,16 @@ class ReplacedForward(abc.ABC):
         return self.run(*args, **kwargs)
 
     def exported(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass whose operators are written down."""
+        """Run a forward pass that torch.export, torch.jit.trace or torch.fx traces."""
         return self.own_forward(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass of the training or of an evaluation."""
+        """Run a forward pass of training or evaluation."""
         return self.own_forward(*args, **kwargs)
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Put the module's own forward back; a module that has it stays as it is."""
+    """Give the module its own forward back, if it was replaced."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, ReplacedForward):
         del module.forward
@@ -94,7 +98,7 @@ def restore_forward(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def own_forwards(model: nn.Module) -> Iterator[None]:
-    """The model without its plan, in this context: what the plan has made is kept."""
+    """In this context, the model runs without its plan; afterwards the plan is back unchanged."""
     replaced = [
         (module, forward)
         for module in model.modules()

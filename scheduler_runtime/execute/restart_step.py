@@ -1,15 +1,15 @@
-"""A step that runs again with another program, from where it started.
+"""Run a step again from its start, with another program.
 
-There are three reasons. The gradients that arrive are of other outputs than the program was made
-for, or in another memory layout, which is known when the backward pass begins. Memory has run short
-in the forward or the backward pass, and a program of a tighter plan may fit. Or the disk has failed
-in one of them, and another program needs none. What the first program has kept is dropped; the
-other one runs its forward pass from the same inputs, random state and buffers, so it has the same
-bits.
+There are three reasons to do so. Gradients arrive for other outputs than the program was made for,
+or in another memory layout; that is known when the backward pass begins. Memory has run out in the
+forward or the backward pass, and a program of a tighter plan may fit. Or the disk has failed in one
+of them, and another program needs none. What the first program has saved is dropped. The other
+program runs its forward pass from the same inputs, random state and buffers, so its results are
+bitwise identical.
 
-Its backward pass goes piece by piece, as the engine asks for the gradients that the first program
-still owes. So what was accumulated before stays as it is, and hooks fire once, where the gradients
-leave the first program.
+Its backward pass runs piece by piece, whenever the engine asks the first program for gradients that
+it has not delivered yet. So gradients that were accumulated before stay as they are, and hooks fire
+once, where the gradients leave the first program.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from scheduler_runtime.execute.random_state import get_state
 from scheduler_runtime.execute.spill_file import DiskError
 
 Place = tuple[str, ...] | int
-"""Of a tensor that a program starts from: its path in the module, or its index in the call."""
+"""Where an input tensor of a program comes from: its path in the module, or its index in the call.
+"""
 
 
 class Underway(Protocol):
-    """A step of a program that has run its forward pass again."""
+    """A step that runs again, after its forward pass."""
 
     def piece(self, position: int) -> Mapping[Place, torch.Tensor | None]:
         """Run one piece of the backward pass; returns the gradients that it completes."""
 
     def close(self) -> None:
-        """Free what is kept."""
+        """Free what is saved for backward."""
 
 
 class OnTensors(Protocol):
@@ -49,20 +50,24 @@ class OnTensors(Protocol):
 
     @property
     def reached(self) -> frozenset[Place]:
-        """The leaves that it makes a gradient of."""
+        """The places of the leaves that the program makes gradients for."""
 
     def again(
         self, tensors: Mapping[Place, torch.Tensor], arrived: Mapping[int, torch.Tensor]
     ) -> Underway:
-        """Run the forward pass, for these gradients of the flat outputs."""
+        """Run the forward pass, up to where the gradients of the outputs arrive.
+
+        arrived: position among the flat outputs -> its gradient.
+        """
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """Memory that ran short in a step, or a disk that failed.
+    """An error that ended a step: memory ran out, or the disk failed.
 
-    error: as it came. where: "forward pass", "backward pass", "step" (outside of both).
-    held_bytes: what the step that runs again finds beside what its plan counts.
+    error: the error.
+    where: "forward pass", "backward pass", or "step" (outside of both).
+    held_bytes: memory in use when the step runs again that its plan does not count.
     """
 
     error: Exception
@@ -72,11 +77,11 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Arrived:
-    """Gradients that arrive.
+    """The gradients of outputs that arrive at the start of a backward pass.
 
-    outputs: indices of the flat outputs that they are of.
-    strides: pairs of such an index and their strides. Expanded ones have none: they are copied, and
-        sums over them are the same in either layout.
+    outputs: indices of the flat outputs that get one.
+    strides: pairs of such an index and the strides of its gradient. Expanded gradients are left
+        out: they are copied, and sums over them are the same in either layout.
     """
 
     outputs: tuple[int, ...]
@@ -84,24 +89,25 @@ class Arrived:
 
     @classmethod
     def of(cls, gradients: Mapping[int, torch.Tensor]) -> Arrived:
-        """gradients: by the index of the output."""
+        """gradients: index of the flat output -> its gradient."""
         laid_out = {at: each.stride() for at, each in gradients.items() if 0 not in each.stride()}
         return cls(tuple(gradients), tuple(laid_out.items()))
 
 
 Tighter = Callable[[OnTensors, Shortage], OnTensors]
-"""A program of the same step that takes less memory than this one, or no disk. Raises the error
-where there is none."""
+"""Finds a program of the same step that takes less memory than this one, or no disk. Raises the
+shortage's error if there is none."""
 
 
 @dataclass(frozen=True)
 class Others:
-    """Where other programs for a call come from.
+    """Provides other programs for a call whose step must run again.
 
-    for_gradients: for these gradients, while so many bytes are held.
-    tighter: where memory runs short (None: then the step ends with the error).
-    began: called with each step.
-    without_disk: where the disk fails (None: as above).
+    for_gradients: makes a program for the gradients that have arrived, given the bytes that are
+        held meanwhile.
+    tighter: finds a program for when memory runs out (None: the step ends with the error).
+    began: called at the start of each step.
+    without_disk: finds a program for when the disk fails (None: the step ends with the error).
     """
 
     for_gradients: Callable[[Call, Arrived, int], OnTensors]
@@ -110,7 +116,7 @@ class Others:
     without_disk: Tighter | None = None
 
     def survives(self, error: Exception) -> bool:
-        """Whether a step runs again after this error, if there is another program."""
+        """Whether to run the step again after this error, if another program can be found."""
         if isinstance(error, DiskError):
             return self.without_disk is not None
         return self.tighter is not None and is_out_of_memory(error)
@@ -121,7 +127,7 @@ class Others:
         return self.tighter is not None or self.without_disk is not None
 
     def instead_of(self, program: OnTensors, shortage: Shortage) -> OnTensors:
-        """Another program, for an error that a step survives."""
+        """Another program for a step that has failed with an error it survives."""
         of_disk = isinstance(shortage.error, DiskError)
         other = self.without_disk if of_disk else self.tighter
         assert other is not None
@@ -130,8 +136,8 @@ class Others:
 
 
 def can_run_again(captured: Capture) -> bool:
-    """Whether the gradients that arrive may be others than planned: of several made outputs, or of
-    one that has several layouts.
+    """Whether gradients may arrive that are not planned: there are several differentiable outputs,
+    or the gradient of one can have several memory layouts.
     """
     made = {captured.outputs[index] for index in captured.differentiable} - {*captured.sources}
     return len(made) > 1 or any(
@@ -141,9 +147,9 @@ def can_run_again(captured: Capture) -> bool:
 
 
 def kept_bytes(captured: Capture, device: torch.device, *, always: bool = False) -> int:
-    """What `Again` keeps from the forward pass to the end of the step, besides what is there.
+    """Bytes of the copies that `Again` keeps from the forward pass to the end of the step.
 
-    always: whether every step can run again.
+    always: whether every step may run again, not only those for which `can_run_again` holds.
     """
     if not (always or can_run_again(captured)):
         return 0
@@ -152,21 +158,23 @@ def kept_bytes(captured: Capture, device: torch.device, *, always: bool = False)
 
 
 def step_device(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Where the step of these tensors computes; scalars of a step on a card may be on the CPU."""
+    """The device on which a step with these inputs runs; scalars may be on the CPU all the same."""
     return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 
 class Again:
-    """What a forward pass started from, so that it can run again, and the step that then runs.
+    """What a step needs to run again from its start, and then the step that runs again.
 
+    others: provides the other program.
+    call: the call of the module.
     own: the program that the step begins with.
     tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
-    places: of each of them.
-    before: what forward changes of them, and of generators.
-    written: the placeholders of those that it changes.
-    positions: of the flat outputs that the program computes.
-    draws_backward: whether its backward pass does.
-    accumulates: whether each gradient is added to one that exists, and dropped.
+    places: placeholder -> the place of its tensor.
+    before: the state before the step of the tensors that forward writes, and of generators.
+    written: the placeholders of these tensors.
+    positions: positions of the flat outputs that the program computes.
+    draws_backward: whether the backward pass draws random numbers.
+    accumulates: whether each gradient is added to an existing one, and then freed.
     """
 
     def __init__(
@@ -205,33 +213,33 @@ class Again:
 
     @property
     def leaf_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those of the module and of the call that get a gradient of their own."""
+        """The tensors of the module and the call whose gradients are accumulated in `.grad`."""
         found = (self._tensors[node] for node in self.leaves)
         return tuple(tensor for tensor in found if tensor.is_leaf)
 
     def survives(self, error: Exception) -> bool:
-        """Whether the step runs again after this error, if there is another program."""
+        """Whether to run the step again after this error, if another program can be found."""
         return self._others.survives(error)
 
     def put_back(self) -> None:
-        """Buffers as they were before the forward pass."""
+        """Restore the buffers to their values before the forward pass."""
         self._before.put_back_tensors()
 
     def back_to_start(self, error: Exception) -> None:
-        """After an error in the forward pass: buffers and generators are as before it."""
+        """After an error in the forward pass, restore buffers and generators."""
         drop_frames(error)
         self._before.put_back()
 
     def shorten(self, error: Exception) -> None:
-        """Memory ran short outside of both passes: the next step has a tighter program.
+        """Find a tighter program for the next step, after memory ran out outside of both passes.
 
-        Raises the error where there is none.
+        Raises the error if there is none.
         """
         with self._autocast:
             self._others.instead_of(self._program, Shortage(error, "step"))
 
     def begin_backward(self, arrived: Sequence[torch.Tensor | None]) -> None:
-        """Hold the gradients that have arrived, if the step may run again."""
+        """Hold the gradients that have arrived, if the step may have to run again."""
         if self._others.survive_errors:
             self._hold(arrived)
 
@@ -246,7 +254,7 @@ class Again:
             )
         self._hold(arrived)
         with self._as_in_forward(runs_it=False), torch.enable_grad(), self._autocast:
-            copies = self._before.values  # and as many of what is there now
+            copies = self._before.values  # `_as_in_forward` holds as many of the present values
             held = [*self._arrived.values(), *copies, *copies]
             held_bytes = sum(each.untyped_storage().nbytes() for each in held)
             held_bytes += _random_bytes(self._device)
@@ -255,9 +263,9 @@ class Again:
         self._forward(None)
 
     def after_backward(self, error: Exception) -> None:
-        """Run the forward pass again, with a program that takes less memory, or no disk.
+        """After an error in the backward pass, run the forward pass again with another program.
 
-        Raises the error where there is none, or where the step cannot run again.
+        Raises the error if there is no such program, or if the step cannot run again.
         """
         drop_frames(error)
         if not self.can_restart:
@@ -275,7 +283,7 @@ class Again:
         self._forward(error)
 
     def gradients(self, nodes: Sequence[fx.Node]) -> Mapping[fx.Node, torch.Tensor | None]:
-        """Of these leaves, from the step that runs again."""
+        """The gradients of these leaves, from the step that runs again."""
         while True:
             try:
                 return self._gradients(nodes)
@@ -286,7 +294,7 @@ class Again:
             self.after_backward(failed)
 
     def end(self) -> None:
-        """The step is over; nothing is kept for another one."""
+        """End the step, and free what is held to run it again."""
         self._drop_step()
         self._arrived = {}
 
@@ -294,6 +302,7 @@ class Again:
         assert self._underway is not None
         wanted = {node: self._places[node] for node in nodes}
         due = self._program.reached.intersection(wanted.values())
+        # run on until all of these are made; the first program has delivered some others already
         while not due <= self._made.keys():
             made = self._underway.piece(self._next_piece)
             self._next_piece += 1
@@ -303,12 +312,15 @@ class Again:
         return {node: self._made.pop(place, None) for node, place in wanted.items()}
 
     def _forward(self, failed: Exception | None) -> None:
-        """Up to where the gradients arrive. failed: why another program is needed."""
+        """Run the forward pass again, with ever tighter programs until one succeeds.
+
+        failed: the error for which another program is needed (None: `_program` is it already).
+        """
         while True:
             self._drop_step()
             if failed is not None:
                 shortage = Shortage(failed, "backward pass", self._delivered_bytes())
-                with self._autocast:  # plans note it
+                with self._autocast:  # plans record the autocast state
                     self._program = self._others.instead_of(self._program, shortage)
             try:
                 with self._as_in_forward(runs_it=True):
@@ -322,9 +334,11 @@ class Again:
 
     @contextmanager
     def _as_in_forward(self, *, runs_it: bool) -> Iterator[None]:
-        """Buffers and generators as they were before the forward pass; afterwards as they are now.
+        """In this context, buffers and generators are as before the forward pass; afterwards they
+        are as they are now.
 
-        runs_it: whether the forward pass runs inside. What it alone has written is then the same.
+        runs_it: whether the forward pass runs inside. If nothing else has written the buffers, it
+            writes the same values again, and they need not be restored.
         """
         now = self._before.now()
         self._wrote_alone &= self._before.is_last
@@ -345,18 +359,18 @@ class Again:
 
     @property
     def can_restart(self) -> bool:
-        """Whether what the step started from is still there."""
+        """Whether the step's inputs are unchanged."""
         return all(tensor._version == version for tensor, version in self._versions)
 
     def _delivered_bytes(self) -> int:
-        """Of gradients that the engine has: they are there while the forward pass runs again."""
+        """Bytes of gradients already delivered, which are in memory while forward runs again."""
         if self._accumulates:
             return 0
         sizes = {self._places[node]: self._tensors[node].nbytes for node in self.leaves}
         return sum(sizes[place] for place in self._delivered)
 
     def deliver(self, nodes: Iterable[fx.Node]) -> None:
-        """The first program has given the gradients of these."""
+        """Note that the first program has delivered the gradients of these leaves."""
         self._delivered.update(self._places[node] for node in nodes)
 
     def _drop_step(self) -> None:
@@ -367,10 +381,10 @@ class Again:
 
 
 def _random_bytes(device: torch.device) -> int:
-    """Of a generator's state; of a CUDA device, too, it is in the memory of the host."""
+    """Bytes of a generator's state on the device; a CUDA generator's is in host memory."""
     return int(get_state(device).nbytes) if device.type == "cpu" else 0
 
 
 def drop_frames(error: Exception) -> None:
-    """The functions that an error has left hold tensors."""
+    """Clear the frames in an error's traceback, which hold tensors."""
     traceback.clear_frames(error.__traceback__)

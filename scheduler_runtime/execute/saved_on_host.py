@@ -1,8 +1,9 @@
-"""Saved tensors on the host, in eager mode: PyTorch's hooks of saved tensors, for some storages.
+"""Keep some saved tensors on the host in eager mode, with PyTorch's saved-tensor hooks.
 
-A dispatch mode sees which operator calls of the forward pass make those storages. What autograd
-saves of them is copied to the host when it is saved, and back when a backward function reads it,
-unless another one still has what it brought back. Each copy holds the computation up.
+A dispatch mode recognises the planned storages by the operator calls that make them in the forward
+pass. What autograd saves of these is copied to the host at once, and back when a backward function
+reads it, unless another backward function still holds such a copy. Each copy blocks the
+computation.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from scheduler_runtime.execute.torch_checkpoint import (
 
 @dataclass(frozen=True)
 class CallsOnHost:
-    """Which results of operator calls wait on the host.
+    """Which results of operator calls are kept on the host.
 
     results: operator -> index of the call, counted from 0 in each forward -> indices of results.
-    n_calls: operator -> calls in all.
+    n_calls: operator -> number of calls in a forward.
     """
 
     results: Mapping[str, Mapping[int, frozenset[int]]]
@@ -40,12 +41,13 @@ class CallsOnHost:
 
 @dataclass(eq=False)
 class _Away:
-    """A storage on the host, and its copy on the device while somebody reads it."""
+    """A storage on the host, and its copy on the device while a backward function holds it."""
 
     host: torch.Tensor
     here: StorageWeakRef | None = None
 
     def back_on(self, device: torch.device) -> torch.UntypedStorage:
+        """The storage on the device: the copy that is still there, or a new one."""
         if self.here is not None:
             found = torch.UntypedStorage._new_with_weak_ptr(self.here.cdata)
             if found is not None:
@@ -56,13 +58,17 @@ class _Away:
 
 
 class _Marking(TorchDispatchMode):
-    """Knows the storages that the planned calls of one forward pass have made."""
+    """Notes the storages that the planned calls of one forward pass make.
+
+    seen: operator -> calls so far.
+    """
 
     def __init__(self, planned: CallsOnHost) -> None:
         super().__init__()
         self._planned = planned
         self.seen: Counter[str] = Counter()
-        self._marked: dict[int, StorageWeakRef] = {}  # alive, so that no address is used again
+        # the references keep addresses from being reused
+        self._marked: dict[int, StorageWeakRef] = {}
         self._away: dict[tuple[int, int], _Away] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,10 +84,11 @@ class _Marking(TorchDispatchMode):
         return found
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Form, _Away]:
+        """The hook for a tensor that autograd saves: copies planned storages to the host."""
         address = StorageWeakRef(tensor.untyped_storage()).cdata
         if address not in self._marked:
-            return tensor.detach()  # itself it would hold the operator that saves it: a cycle
-        key = address, tensor._version  # what is written in place is another value
+            return tensor.detach()  # the tensor itself may hold the node that saves it: a cycle
+        key = address, tensor._version  # after a write in place, the value is another one
         if key not in self._away:
             source = storage_bytes(tensor.detach())
             self._away[key] = _Away(host_memory(source).copy_(source))
@@ -96,7 +103,7 @@ def _unpack(saved: torch.Tensor | tuple[Form, _Away]) -> torch.Tensor:
 
 
 class ForwardWithHooks(ExportedForward):
-    """The module's own forward, under hooks of saved tensors."""
+    """Runs the module's own forward under saved-tensor hooks that keep results on the host."""
 
     def __init__(self, module: nn.Module, planned: CallsOnHost) -> None:
         super().__init__(module)

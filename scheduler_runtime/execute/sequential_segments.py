@@ -1,9 +1,9 @@
-"""Consecutive children of an nn.Sequential in shared stock checkpoints, which may be nested.
+"""Run consecutive children of an nn.Sequential in shared stock checkpoints, which may be nested.
 
 The module keeps its children, hooks and state dict; its forward is replaced on the instance. An
-nn.Sequential's own forward is a loop over its children, so running a part of the loop inside
-`torch.utils.checkpoint.checkpoint(use_reentrant=False)` is the same computation. Children with
-hooks of their own are excluded: their hooks would run again with each recomputation.
+nn.Sequential's own forward is a loop over its children, so to run a part of the loop inside of
+`torch.utils.checkpoint.checkpoint(use_reentrant=False)` is the same computation. Modules with hooks
+on their children are refused: these hooks would run again with each recomputation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from solver.module_checkpointing import CheckpointRegion
 
 
 def runs_in_a_loop(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether its forward is nn.Sequential's own, and no child has a hook on its call."""
+    """Whether the module's forward is nn.Sequential's own, and no child has hooks on its call."""
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False
     if type(module).forward is not nn.Sequential.forward:
@@ -35,11 +35,11 @@ def runs_in_a_loop(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 class SegmentedForward(ExportedForward):
-    """Runs the children of an nn.Sequential, segment by segment.
+    """Runs the children of an nn.Sequential, with a checkpoint for each segment.
 
-    segments: regions of consecutive children.
-    changed_buffers: names, in the module, of buffers that a step changes.
-    n_runs: executions of each child with gradients, recomputations included.
+    segments: regions of consecutive children to checkpoint.
+    changed_buffers: names, relative to the module, of buffers that a step changes.
+    n_runs: how often each child has run outside of no_grad, recomputations included.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class SegmentedForward(ExportedForward):
         return self._run(0, len(self.n_runs) - 1, self.segments, args[0])
 
     def _run(self, first: int, last: int, segments: Sequence[CheckpointRegion], value: Any) -> Any:
-        children: Any = list(self._model._modules.values())  # now: one may have been wrapped since
+        """Run the children first to last on a value, those of segments in checkpoints."""
+        children: Any = list(self._model._modules.values())  # read now: a child may be wrapped
         starts = {self._span(segment)[0]: segment for segment in segments}
         position = first
         while position <= last:
@@ -83,7 +84,7 @@ class SegmentedForward(ExportedForward):
         return value
 
     def _span(self, segment: CheckpointRegion) -> tuple[int, int]:
-        """The positions of its first and last child. Paths end in the child's name."""
+        """The positions of a segment's first and last child."""
         names = list(self._model._modules)
         first, last = segment.modules[0], segment.modules[-1]
         return names.index(first.rpartition(".")[2]), names.index(last.rpartition(".")[2])

@@ -1,9 +1,10 @@
 """A file on the disk that holds copies of storages during a step.
 
 The file has no name in its directory (`tempfile.TemporaryFile`: O_TMPFILE, or unlinked as soon as
-it is made), so the system takes it back when the process ends, however it ends, and no two
-processes meet. All of its bytes are reserved before the step: a disk without room is an error then,
-and not in the middle of it. Reads and writes run in a thread for each direction, beside the step.
+it is made). So the system deletes it when the process ends, however it ends, and processes cannot
+interfere with each other. All bytes are reserved before the step, so that a full disk is an error
+then and not in the middle of the step. Reads and writes run in one thread for each direction,
+beside the step.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from solver.sizes_deadlines_progress import format_both
 
 
 class CopyError(RuntimeError):
-    """There is no room for copies of tensors, and nothing was run; or `DiskError`."""
+    """There is no room for copies of tensors, and nothing was run (see also `DiskError`)."""
 
 
 class DiskError(CopyError):
-    """A tensor could not be written to the disk or read back during a step, which has no result.
+    """A tensor could not be written to the disk or read back during a step, which therefore failed.
 
-    The message says what holds of gradients, buffers and random state.
+    The message says in which state gradients, buffers and random numbers are.
     """
 
 
 class Job:
-    """A read or write that runs in a thread."""
+    """A read or write of the file that runs in a thread; implements `copy_streams.Done`."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def hold_compute(self) -> None:
-        self.hold_host()  # the host gives the device its work: what is not given yet waits
+        self.hold_host()  # the host launches the device's work, so later work waits too
 
     def hold_host(self) -> None:
         self._future.result()
@@ -49,7 +50,7 @@ class Job:
 
 
 class SpillFile:
-    """`size_bytes` of a disk. Raises CopyError where the directory has no room for them."""
+    """A file of `size_bytes`. Raises CopyError if the directory has no room for it."""
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -67,10 +68,14 @@ class SpillFile:
         self._directory = directory
 
     def write(self, source: torch.Tensor, at: int, after: Iterable[Done]) -> Done:
-        """source: bytes in host memory, which nothing changes until this has ended."""
+        """Start to write `source` at this offset, once the jobs in `after` have ended.
+
+        source: bytes in host memory, which must not change until the write has ended.
+        """
         return Job(self._writer.submit(self._all, os.pwrite, source, at, tuple(after)))
 
     def read(self, target: torch.Tensor, at: int, after: Iterable[Done]) -> Done:
+        """Start to read from this offset into host memory, once the jobs in `after` have ended."""
         return Job(self._reader.submit(self._all, os.preadv, target, at, tuple(after)))
 
     def _all(
@@ -82,6 +87,7 @@ class SpillFile:
     ) -> None:
         for done in after:
             done.hold_host()
+        # one call of the system may transfer only a part
         left: Any = memoryview(held.numpy())  # type: ignore[arg-type]
         while left:
             try:

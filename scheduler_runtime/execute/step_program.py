@@ -1,4 +1,4 @@
-"""What runs a call: the generated code, a recording of it, or a compiled function."""
+"""The interface of what runs a planned call: generated code, a recording, a compiled function."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from graphs.model_calls import Call
 class StepProgram(Protocol):
     """The planned step of a module for one kind of call."""
 
-    def fits(self, model: nn.Module, call: Call) -> bool: ...
+    def fits(self, model: nn.Module, call: Call) -> bool:
+        """Whether the program is for this call, of a kind that it was made for."""
+        ...
 
-    def run(self, model: nn.Module, call: Call) -> Any: ...
+    def run(self, model: nn.Module, call: Call) -> Any:
+        """Run the forward pass; returns the module's output."""
+        ...

@@ -1,4 +1,4 @@
-"""A schedule as one straight line of fx nodes, before it is cut into pieces."""
+"""Turn a schedule into one straight line of fx nodes, before it is cut into pieces."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from scheduler_runtime.execute.random_state import recompute_random, run_and_kee
 from solver.schedule import Compute, CopyLayout, Free, Schedule
 
 LEAST_IN_PIECE = 24
-"""Minimum of values that a piece of the backward pass defines, unless gradients accumulate."""
+"""Least number of values that a piece of the backward pass defines, unless gradients accumulate."""
 
 
 class StraightLine:
     """The whole step as one straight line of fx nodes, with marks where pieces end.
 
-    "Traced" nodes are those of the captured graph; values are nodes of the line.
+    "Traced" nodes are nodes of the captured graph; "values" are nodes of the line. After a
+    recomputation, a traced node has a new value.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class StraightLine:
         self._emit()
 
     def _emit(self) -> None:
+        """Go through the schedule, and append a call to the line for each op."""
         graph, layout = self.step.graph, self.layout
         n_runs = Counter(self.schedule.order)
         due = gradients_due(self.step, self.schedule)
@@ -84,6 +86,7 @@ class StraightLine:
                 assert self.copying is not None
                 self.copying.op(index, op)
                 continue
+            # once all forward nodes have run, further ones are recomputations of the backward pass
             if in_forward and len(started) == n_forward:
                 self._end_forward()
                 in_forward = False
@@ -119,7 +122,7 @@ class StraightLine:
 
     def _write(self, write: Write) -> None:
         """Change a buffer, or a part of it."""
-        if write.arguments[0] in self._written:  # by the operator that has made the value
+        if write.arguments[0] in self._written:  # the operator has written it in place already
             return
         part = self.value(write.buffer)
         for view in write.part:
@@ -128,13 +131,14 @@ class StraightLine:
         self.graph.call_function(write.operator, (part, *arguments))
 
     def _load(self, tensor: str) -> None:
-        """The value of a parameter, from the host."""
+        """Load the value of a parameter from the host."""
         (parameter,) = (node for node in self.sources if node.name == tensor)
         self._loaded.add(parameter)
         self._define(parameter, self.graph.call_function(load, (self.sources[parameter],)))
 
     def _made_on(self, tensor: str) -> dict[fx.Node, Value]:
-        """The live values of a tensor that operators have made: views of them are derived again."""
+        """The live values of a tensor that operators have made. Views are left out, since they can
+        be derived again."""
         values = {n: self._current[n] for n in self._of_storage.get(tensor, ())}
         return {node: value for node, value in values.items() if self._is_made(node)}
 
@@ -145,7 +149,7 @@ class StraightLine:
         return isinstance(call, fx.Node) and call.name in self.layout.calls
 
     def value(self, node: fx.Node) -> Value:
-        """The live value of a traced node; a view without one is derived again."""
+        """The live value of a traced node; derives views again, and adds constants, as needed."""
         known = self._current.get(node)
         if known is not None:
             return known
@@ -155,10 +159,11 @@ class StraightLine:
         elif node.name in self.layout.calls:
             raise AssertionError(f"{node.name} is read while it is not live")
         else:
-            for argument in node.all_input_nodes:  # before the copy: it may append nodes itself
+            for argument in node.all_input_nodes:  # before the copy, since it may append nodes
                 self.value(argument)
             if node.target is torch.ops.aten.detach.default and node not in self._leaves_program:
-                new = self.value(node.all_input_nodes[0])  # autograd does not see the program
+                # skipped: autograd does not see the program
+                new = self.value(node.all_input_nodes[0])
             else:
                 new = self.graph.node_copy(node, self.value)
         self._define(node, new)
@@ -169,7 +174,11 @@ class StraightLine:
         self._of_storage.setdefault(self.layout.storage_of(node), []).append(node)
 
     def _call(self, name: str, *, again: bool, repeats: bool) -> None:
-        """Run an operator. again: it is a recomputation; repeats: there is one in the schedule."""
+        """Append the call of an operator.
+
+        again: whether this is a recomputation.
+        repeats: whether the schedule recomputes the operator at all.
+        """
         node = self.layout.calls[name]
         for argument in node.all_input_nodes:
             self.value(argument)
@@ -189,23 +198,24 @@ class StraightLine:
             self.recomputed.add(new)
         if isinstance(node.meta.get("val"), torch.Tensor):
             self._define(node, new)
-            if is_collective(node.target):  # it reads its input until then
+            if is_collective(node.target):  # wait for it here: until then it reads its input
                 for user in node.users:
                     self.value(user)
             return
-        for part in node.users:  # the tuple dies once its parts have names
+        for part in node.users:  # take the tuple apart, so that each result is freed by itself
             if part.target is operator.getitem and part not in self._current:
                 self._define(part, self.graph.call_function(operator.getitem, (new, part.args[1])))
 
     def _without_statistics(self, node: fx.Node) -> Value:
-        """Run a batch norm's backward operator."""
+        """Append a batch norm's backward operator, with None for the statistics (it does not read
+        them: see `buffers_in_place`)."""
         target: Any = node.target
         written = self._written
         args = fx.map_arg(node.args, lambda arg: None if arg in written else self.value(arg))
         return self.graph.call_function(target, args)
 
     def _call_over(self, node: fx.Node, overwrite: Overwrite) -> Value:
-        """Run an operator that writes its result over one of its arguments."""
+        """Append an operator that writes its result over one of its arguments."""
         args = fx.map_arg(node.args, self.value)
         kwargs = dict(fx.map_arg(node.kwargs, self.value))
         if overwrite.keyword is not None:
@@ -213,6 +223,9 @@ class StraightLine:
         return self.graph.call_function(overwrite.target, args, kwargs)
 
     def _call_random(self, node: fx.Node, *, again: bool) -> Value:
+        """Append a random operator that is recomputed, with its generator's state.
+
+        The first run saves the state as a value of the program; `again` restores it."""
         target: Any = node.target
         result = node.meta["val"]
         device = (result if isinstance(result, torch.Tensor) else result[0]).device
@@ -239,11 +252,13 @@ class StraightLine:
         self._end_piece()
 
     def _finish(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
-        """These gradients are complete; they leave now, or with the next ones.
+        """Let complete gradients leave, now or together with the next ones.
 
-        A piece costs the host as much as several operators. Where gradients accumulate each is
-        added up and freed at once; where not, they are held to the end of the step anyway, so a few
-        share a piece.
+        gradients: pairs of a leaf and its gradient, both traced nodes.
+
+        A piece costs the host as much as several operators. If gradients accumulate, each one is
+        added and freed at once, so each has its own piece. Else they are held to the end of the
+        step anyway, so a few share a piece.
         """
         for leaf, gradient in gradients:
             copied = self._copies.get(self.layout.gradients.get(leaf, ""))
@@ -262,11 +277,12 @@ class StraightLine:
 def gradients_due(
     step: CapturedStep, schedule: Schedule
 ) -> dict[int, list[tuple[fx.Node, fx.Node]]]:
-    """Index of an op of the schedule -> the leaves, with gradients, that leave after it.
+    """When each gradient leaves: index of an op of the schedule -> pairs of a leaf and its gradient
+    that leave after that op.
 
-    That is when the gradient is complete and nothing reads the leaf any more: in eager mode,
-    too, a parameter has been read for the last time when hooks receive its gradient, and an
-    optimizer inside the backward pass changes it then. Gradients that are inputs leave at the
+    A gradient leaves once it is complete and nothing reads its leaf any more. In eager mode, too, a
+    parameter has been read for the last time when hooks receive its gradient, and an optimizer
+    inside of the backward pass changes it then. Gradients that are inputs of the step leave at its
     end.
     """
     graph, layout = step.graph, step.layout
@@ -288,8 +304,8 @@ def gradients_due(
         producer = graph.producer.get(storage)
         index = len(schedule.ops)
         if producer is not None:
-            # One that is copied for other leaves leaves after the last copy: while the program
-            # holds it, autograd would copy it as well.
+            # A gradient that is cloned for other leaves leaves after the last clone: while the
+            # program holds it, autograd would copy it as well.
             copies = [n for n, of in layout.copies.items() if layout.storage[of] == storage]
             last = max((producer.name, *copies), key=position.__getitem__)
             read = last_read.get(layout.storage[leaf], backward)

@@ -1,12 +1,12 @@
-"""Stock checkpointing put into a module: the same object, its forward called through
-`torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
+"""Put stock checkpointing into a module, by replacing its forward.
 
-Only `forward` is replaced, on the instance, so parameter names and state dict keys stay, and hooks
-(those of FSDP2 and the user's) run once, outside. All tensors of the call, however deeply nested,
-are passed as arguments, so that an outer checkpoint can free them.
+The new forward calls the old one through `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
+It is set on the instance, so parameter names and state dict keys stay the same, and hooks (FSDP2's
+and the user's) run once, outside of it. All tensors of a call, however deeply nested, are passed to
+`checkpoint` as arguments, so that an outer checkpoint can free them.
 
-Buffers that the forward pass changes (running statistics) are restored after a recomputation:
-PyTorch by itself changes them twice.
+Buffers that the forward pass changes (running statistics) are restored after a recomputation;
+PyTorch's checkpoints would change them twice.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ from scheduler_runtime.execute.unread_results import Keep, skipping_contexts
 
 
 class CountMismatchError(RuntimeError):
-    """A module ran other operators than those that its plan was made for; says which."""
+    """A module ran other operators than its plan was made for; the message says which."""
 
 
 def check_counts(title: str, seen: Mapping[str, int], planned: Mapping[str, int]) -> None:
-    """Raise CountMismatchError where a module has called an operator more or less often."""
+    """Raise CountMismatchError if a module has not called each operator as often as planned.
+
+    title: name of the module, for the message.
+    seen, planned: operator -> number of calls.
+    """
     for name, n_planned in planned.items():
         if seen[name] != n_planned:
             raise CountMismatchError(
@@ -50,13 +54,15 @@ def check_counts(title: str, seen: Mapping[str, int], planned: Mapping[str, int]
 class SavedCalls:
     """Which operator calls of the module at `path` keep their results.
 
-    saved: operator -> indices of its calls, counted from 0 in each forward.
-    without_first: the same for those of them whose first result nobody reads.
-    skipped: the same for calls whose results nobody reads when the module is recomputed.
-    n_calls: operator -> calls in all, so that a program other than the planned one is noticed. An
-        in-place operator counts as its functional form, as in a traced graph.
-    of_parts: operators on a rank's parts of distributed tensors are counted, which PyTorch's
-        selective checkpointing does not see.
+    In-place operators are named by their functional forms, as in a traced graph.
+
+    path: path of the module, for messages.
+    saved: operator -> indices of the calls that keep results, counted from 0 in each forward.
+    without_first: the same, for those saved calls whose first result nobody reads.
+    skipped: the same, for calls whose results nobody reads when the module is recomputed.
+    n_calls: operator -> number of calls, so that a program other than the planned one is noticed.
+    of_parts: whether to count operators on a rank's local parts of distributed tensors, which
+        PyTorch's selective checkpointing does not see.
     """
 
     path: str
@@ -67,7 +73,7 @@ class SavedCalls:
     of_parts: bool = False
 
     def contexts(self) -> tuple[Any, Any]:
-        """For one call of `checkpoint`: contexts of the forward pass and of its recomputation."""
+        """The contexts of forward and recomputation, for one call of `checkpoint`."""
         seen: Counter[str] = Counter()
         again: Counter[str] = Counter()
         forward, recomputation = (
@@ -78,7 +84,7 @@ class SavedCalls:
 
         def keep(operator: Any) -> Keep:
             name = functional_name(str(operator))
-            seen[name] += self.of_parts  # else the policy has counted this call
+            seen[name] += self.of_parts  # otherwise the policy has counted this call already
             index = seen[name] - 1
             if self._kept_by_us(operator, name, index):
                 return "part"
@@ -89,6 +95,7 @@ class SavedCalls:
             name = functional_name(str(operator))
             index = again[name]
             again[name] += 1
+            # only if the forward pass was the planned one: indices mean nothing in another program
             return index in self.skipped.get(name, ()) and seen[name] == self.n_calls[name]
 
         noting, skipping = skipping_contexts(keep=keep, skip=skip)
@@ -105,8 +112,8 @@ class SavedCalls:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     def _kept_by_us(self, operator: Any, name: str, index: int) -> bool:
-        """Whether this is a saved call that PyTorch's selective checkpointing cannot keep: it keeps
-        all results of a call, and none in place."""
+        """Whether this is a saved call that PyTorch's selective checkpointing cannot handle: it can
+        only keep all results of a call, and no results of in-place operators."""
         in_place = getattr(getattr(operator, "_schema", None), "is_mutable", False)
         is_part = index in self.without_first.get(name, ())
         return is_part or (in_place and index in self.saved.get(name, ()))
@@ -125,14 +132,17 @@ def _both(outer: Any, inner: Any) -> Iterator[None]:
 
 
 def _unchecked_contexts(saved: SavedCalls, seen: Counter[str] | None = None) -> Any:
-    """For torch.compile, which accepts no other context managers. seen: counts the calls."""
+    """PyTorch's own selective checkpointing contexts, the only ones that torch.compile accepts.
+
+    seen: counts the calls of each operator.
+    """
     policy = functools.partial(saved._policy, Counter() if seen is None else seen)
     return create_selective_checkpoint_contexts(policy)
 
 
 @functools.cache
 def operator_named(operator: str) -> torch._ops.OpOverload | None:
-    """The operator of this name; None: it is none, but a part that could not be traced."""
+    """The operator of this name. None: there is none; the name is that of an untraceable part."""
     found: Any = torch.ops
     for part in operator.split("."):
         found = getattr(found, part, None)
@@ -141,9 +151,9 @@ def operator_named(operator: str) -> torch._ops.OpOverload | None:
 
 @functools.cache
 def functional_name(operator: str) -> str:
-    """aten.relu_.default -> aten.relu.default: the name of its functional form.
+    """The name of an operator's functional form: aten.relu_.default -> aten.relu.default.
 
-    As functionalization does, the overload with the same arguments is taken, whatever its name:
+    As in functionalization, that is the overload with the same arguments, whatever its name:
     aten.bernoulli_.float -> aten.bernoulli.p. An operator without such a form keeps its name.
     """
     given = operator_named(operator)
@@ -165,7 +175,8 @@ def _arguments(operator: torch._ops.OpOverload) -> list[tuple[str, str]]:
 
 
 class ExportedForward(ReplacedForward):
-    """Stock checkpoints; this one has none: it marks a plan that recomputes nothing."""
+    """Base class of the forwards of an exported plan. This one runs the module's own forward: it
+    marks a plan that recomputes nothing."""
 
     def why_not_traced(self, title: str) -> str:
         return (
@@ -175,15 +186,16 @@ class ExportedForward(ReplacedForward):
         )
 
     def described(self) -> Any:
-        """What was exported, as JSON has it: equal where ranks run the same."""
+        """What was exported, as a JSON value: equal on ranks that run the same."""
         return None
 
 
 class CheckpointedForward(ExportedForward):
     """Recomputes the module as a whole, except for the saved calls.
 
-    changed_buffers: names, in the module, of buffers that its forward pass changes.
-    n_runs: executions with gradients, recomputations included.
+    saved: the calls that keep their results (None: none do).
+    changed_buffers: names, relative to the module, of buffers that its forward pass changes.
+    n_runs: how often the module has run outside of no_grad, recomputations included.
     """
 
     def __init__(
@@ -197,7 +209,7 @@ class CheckpointedForward(ExportedForward):
         self.saved = saved
         self.changed_buffers = changed_buffers
         self.n_runs = 0
-        # torch.compile accepts a plain function or a partial of one
+        # as a partial: torch.compile accepts only plain functions and partials of them
         self._compiled_contexts: Any = (
             {} if saved is None else {"context_fn": functools.partial(_unchecked_contexts, saved)}
         )
@@ -230,7 +242,7 @@ class CheckpointedForward(ExportedForward):
 def with_buffers_kept(
     context: Any, module: nn.Module, changed_buffers: Iterable[str]
 ) -> Iterator[None]:
-    """The context; on leaving it these buffers of the module have their earlier values."""
+    """The given context; on exit, these buffers of the module get their earlier values back."""
     buffers = [module.get_buffer(name) for name in changed_buffers]
     before = [buffer.clone() for buffer in buffers]
     try:
@@ -238,7 +250,8 @@ def with_buffers_kept(
             yield
     finally:
         for buffer, value in zip(buffers, before, strict=True):
-            # batch norm saves them for backward, but its backward does not read their values
+            # The version stays: batch norm saves its buffers for backward without reading their
+            # values there.
             with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
                 buffer.copy_(value)
 
@@ -258,20 +271,20 @@ def _run_with(function: Callable[..., Any], rest: list[Any], spec: Any, *tensors
 
 
 def names_inside(names: Iterable[str], path: str) -> tuple[str, ...]:
-    """Those of these tensor names that are in the module at this path, relative to it."""
+    """The tensor names that are inside of the module at this path, relative to it."""
     prefix = f"{path}." if path else ""
     return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
 def remove_torch_checkpoint(model: nn.Module) -> nn.Module:
-    """Undo `to_torch_checkpoint`, on a copy of the model too. Returns the same module."""
+    """Undo `to_torch_checkpoint`, also on a copy of the model. Returns the same module."""
     for module in _exported(model):
         restore_forward(module)
     return model
 
 
 def exported_to(model: nn.Module) -> list[tuple[str, Any]]:
-    """The path of each module that runs another forward, with what was exported to it."""
+    """The path of each module whose forward was replaced by an export, with what it runs."""
     found = []
     for path, module in model.named_modules():
         forward = module.__dict__.get("forward")
@@ -281,7 +294,7 @@ def exported_to(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def has_checkpoints(model: nn.Module) -> bool:
-    """Whether a plan by modules is in it."""
+    """Whether a plan was exported to the model."""
     return any(True for _ in _exported(model))
 
 

@@ -1,16 +1,18 @@
-"""Results that a recomputation does not make, since nobody reads them.
+"""Skip operators in a recomputation whose results nobody reads.
 
-`torch.utils.checkpoint` runs a module's code again. Selective checkpointing hands out the results
-that were kept and runs every other operator, also those whose results go only into what was kept.
-Those need not run. Their results are `Unread` here: shape, strides, type and device of the tensor
-of the forward pass, and no memory. What is computed from them is unread too, as long as it is not
-one of the kept results; reading the numbers of one is an error, so none can be wrong.
+`torch.utils.checkpoint` runs a module's code again. Selective checkpointing returns the results
+that were kept and runs every other operator, also those whose results are only inputs of kept ones.
+These need not run. Here their results are `Unread` tensors: with the shape, strides, dtype and
+device of the forward pass, but without memory. Results that are computed from them are unread too,
+unless they were kept. Reading the values of an unread tensor is an error, so no result can be
+wrong.
 
-Two dispatch modes do that, above those of `create_selective_checkpoint_contexts`: one notes how the
-results of the forward pass lie in memory, the other hands out what is unread.
+Two dispatch modes do that, on top of those of `create_selective_checkpoint_contexts`. One records
+the memory layout of results in the forward pass, the other returns unread tensors in the
+recomputation.
 
-Random operators are given the state of their generator in the forward pass, so that they draw the
-same numbers whatever is left out before them.
+Random operators get the generator state that they had in the forward pass, so they draw the same
+numbers, whichever operators before them are skipped.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from scheduler_runtime.execute.copies import Form
 from scheduler_runtime.execute.random_state import get_state, set_state
 
 Asked = Callable[[Any], bool]
-"""A question about the next call of an operator."""
+"""Answers a yes-or-no question about the next call of an operator."""
 
 Keep: TypeAlias = Literal["", "all", "part"]
-"""Which results of a call to keep: none, all, or those that selective checkpointing cannot keep: of
-an operator in place what it has written, of others all but the first."""
+"""Which results of a call to keep: "" none, "all" all, "part" those that selective checkpointing
+cannot keep: what an in-place operator has written, or all results but the first of another one."""
 
 
 class UnreadResultError(RuntimeError):
-    """A result was read that the plan says nobody reads: the module runs another program."""
+    """A result was read although nobody reads it by the plan: the module runs another program."""
 
 
 class Unread(torch.Tensor):
-    """A tensor without memory. value: what an operator in place has put into it, if one has."""
+    """A tensor without memory. value: what an in-place operator has written to it, if one has."""
 
     value: torch.Tensor | None
 
@@ -85,7 +87,7 @@ class Unread(torch.Tensor):
         if written is not None:
             return written
         if func is torch.ops.aten.empty_like.default and not _running.is_skipped:
-            # it reads no numbers, and what is put into it may be read
+            # it reads no values, and what is written to its result later may be read
             f = call.results
             return torch.empty_strided(f.shape, f.strides, dtype=f.dtype, device=f.device)
         return tree_map_only(Form, cls, call.results)
@@ -93,17 +95,17 @@ class Unread(torch.Tensor):
 
 @dataclass(frozen=True)
 class _Kept:
-    """A result that was kept; nothing may write there again."""
+    """A result that was kept, and its version then: it must not be written again."""
 
     tensor: torch.Tensor
     version: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, in_place: bool) -> _Kept:
-        # so that it has the same version counter
+        # with this key, the detached tensor shares the version counter
         with torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
             kept = tensor.detach()
-        # autograd counts a write when the operator has returned to it
+        # of an in-place operator, autograd counts the write after this mode has returned
         return cls(kept, kept._version + in_place)
 
     def read(self) -> torch.Tensor:
@@ -114,11 +116,14 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Call:
-    """results: of the operator, with a Form in the place of each tensor.
-    state: of its generator, where it is random.
-    kept: in place: what it has written; else all of its results but the first. () for others.
-    whole: all results, with a _Kept in the place of each tensor, where all are kept, until they
-        have been handed out."""
+    """A call of an operator in the forward pass.
+
+    results: its results, with a Form in the place of each tensor.
+    state: the generator's state before the call, if the operator is random.
+    kept: if a part of the results is kept: what an in-place operator has written, or all results
+        but the first of another one. Else ().
+    whole: if all results are kept: these, with a _Kept in the place of each tensor, until they have
+        been returned in the recomputation."""
 
     results: Any
     state: torch.Tensor | None
@@ -127,36 +132,37 @@ class _Call:
 
 
 _running = threading.local()
-"""call: the one whose results may be unread. is_skipped: whether nobody reads them."""
+"""call: the running call, whose results may be unread. is_skipped: whether nobody reads them."""
 
 
 _Calls: TypeAlias = defaultdict[Any, list[_Call]]
-"""Of one run of the forward pass, by operator."""
+"""Operator -> its calls in one forward pass, in order."""
 
 
 def skipping_contexts(
     *, keep: Callable[[Any], Keep], skip: Asked
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """For one checkpointed call: modes of the forward pass and of its recomputation, to be entered
-    after those of selective checkpointing.
+    """The dispatch modes of the forward pass and of the recomputation, for one checkpointed call.
 
-    keep: asked in the forward pass, of each call.
-    skip: asked in the recomputation: whether nobody reads the results.
+    They must be entered after those of selective checkpointing.
+
+    keep: called for each call in the forward pass: which results to keep.
+    skip: called for each call in the recomputation: whether nobody reads its results.
     """
     calls: _Calls = defaultdict(list)
     return _Noting(calls, keep), _Skipping(calls, skip)
 
 
 def _is_propagated() -> bool:
-    """Whether operators run on tensors without memory now: DTensor finds placements like that, once
-    for each kind of call."""
+    """Whether operators run on fake tensors now, as DTensor does once for each kind of call to find
+    placements; such calls do not count."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake is not None
 
 
 def _is_taken_apart(kind: type) -> bool:
-    """Whether tensors of this class call operators on this rank's parts, which is what is counted:
-    DTensors, and results of collectives that have not been waited for."""
+    """Whether tensors of this class run operators on this rank's local parts: DTensors, and results
+    of collectives that have not been waited for. The calls on the parts are counted instead."""
     module: Any = sys.modules.get("torch.distributed._functional_collectives")
     is_waited_for = module is not None and issubclass(kind, module.AsyncCollectiveTensor)
     return is_waited_for or is_distributed_class(kind)
@@ -206,14 +212,14 @@ class _Skipping(TorchDispatchMode):
         index = self._seen[func]
         self._seen[func] += 1
         call = self._calls[func][index]
-        skip = self._skip(func) or bool(call.kept)  # asked of each call: it counts them
+        skip = self._skip(func) or bool(call.kept)  # always call `_skip`, which counts the calls
         if call.whole is not None:
             self._calls[func][index] = replace(call, whole=None)
             return tree_map_only(_Kept, _Kept.read, call.whole)
         given = args
         args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs))
         place = given[0] if _is_in_place(func) else None
-        # in place it runs where its argument is there: what is read later is the argument
+        # an in-place operator runs if its argument is there: it is the argument that is read later
         if place is None and skip:
             args = tree_map_only(torch.Tensor, lambda tensor: Unread(Form.of(tensor)), args)
         elif call.state is not None:
@@ -239,15 +245,15 @@ def _is_in_place(func: Any) -> bool:
 
 
 def is_random(func: Any) -> bool:
-    """Whether the operator draws numbers. Fused attention on the CPU is tagged so, but refuses
-    dropout, so it never does."""
+    """Whether the operator draws random numbers. Fused attention on the CPU has the tag, but does
+    not: it refuses dropout."""
     if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         return False
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _device_of(values: Any) -> torch.device:
-    """Where an operator with these arguments draws."""
+    """The device on which an operator with these arguments draws random numbers."""
     for value in tree_iter(values):
         if isinstance(value, torch.Tensor | torch.device):
             return value if isinstance(value, torch.device) else value.device

@@ -1,8 +1,9 @@
-"""Dispatch modes that are taken off before what eager mode runs without them.
+"""Dispatch modes that step aside for backward functions that behave differently under any mode.
 
-While any dispatch mode is there, even one that does nothing, PyTorch's backward functions of some
-operators take another formula, of other bits (`graphs.capture.as_eager.gradients` says which, and
-`ormqr` gives its gradients another layout).
+While any dispatch mode is active, even one that does nothing, PyTorch's backward functions of some
+operators use another formula, whose results are not bitwise identical
+(`graphs.capture.as_eager.gradients` lists them); that of `ormqr` gives its gradients another memory
+layout.
 """
 
 from __future__ import annotations
@@ -38,32 +39,33 @@ LOOKING = (
     aten.cumprod_.default,
     aten.ormqr.default,
 )
-"""Operators whose backward functions look for dispatch modes, and compute otherwise with one."""
+"""Operators whose backward functions look for dispatch modes, and behave differently with one."""
 
 
 class Watching(TorchDispatchMode, ABC):
-    """A mode that only looks; it may be there longer than it has something to look at.
+    """A mode that only observes operators; it may stay active after it has nothing to observe.
 
-    It is entered by `watch` and left by `unwatch`, which leave alone the flags that PyTorch keeps
-    beside the stack: they are of the process and the stack is of a thread, so two threads that
-    restore them in turn would set them for good.
+    It is entered by `watch` and left by `unwatch`, which do not touch the flags that PyTorch keeps
+    beside the stack of modes. The flags belong to the process, the stack to a thread, so two
+    threads that restore the flags in turn could leave them set for good.
     """
 
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether it does nothing any more."""
+        """Whether the mode has nothing to observe any more."""
 
     @abstractmethod
     def misses(self) -> None:
-        """A backward function runs without this mode."""
+        """Called when a backward function will run without this mode."""
 
     @staticmethod
     def called(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What the operator returns without the mode.
+        """Call an operator from the mode's handler, with the result that it has without the mode.
 
-        PyTorch calls a mode's handler with the keys of lazy conjugation left out, so a kernel that
-        conjugates and calls others (`linalg.pinv`) would compute with the numbers as they were.
+        PyTorch calls a mode's handler with the dispatch keys of lazy conjugation excluded, so a
+        kernel that conjugates and calls other operators (`linalg.pinv`) would compute with numbers
+        that are not conjugated.
         """
         included = torch._C._dispatch_tls_local_include_set()
         excluded = torch._C._dispatch_tls_local_exclude_set()
@@ -73,14 +75,14 @@ class Watching(TorchDispatchMode, ABC):
             return func(*args, **(kwargs or {}))
 
     def watch(self) -> None:
-        """Enter it. What `LOOKING` names runs its backward function without it."""
+        """Enter the mode. Operators in `LOOKING` run their backward functions without it."""
         _of_thread.__dict__[self._key] = _kernels.held()
         _push_mode(self)
 
     def unwatch(self) -> None:
-        """Leave it; it is on top."""
+        """Leave the mode, which must be on top of the stack."""
         _pop_mode()
-        # not there: the engine has put back a mode that was left within a backward pass
+        # it is missing if the engine has put back a mode that was left within a backward pass
         _of_thread.__dict__.pop(self._key, None)
 
     @property
@@ -89,16 +91,17 @@ class Watching(TorchDispatchMode, ABC):
 
 
 _of_thread = threading.local()
-"""What holds the kernels for each mode on this thread's stack: it ends with the thread, too."""
+"""Keeps the kernels alive for each mode on this thread's stack, at most as long as the thread."""
 
 
 class _Held:
-    """The kernels are there as long as one of these is."""
+    """Keeps the kernels registered, for as long as it exists."""
 
 
 class _Kernels:
-    """The operators at their autograd keys, while a mode watches: each result's backward function
-    is known before anything can call it.
+    """Kernels of the operators in `LOOKING` for the autograd keys, registered while a mode watches.
+
+    They get hold of each result's backward function before anything can call it.
     """
 
     def __init__(self) -> None:
@@ -107,6 +110,7 @@ class _Kernels:
         self._library: Any = None
 
     def held(self) -> _Held:
+        """Register the kernels, until all objects that this has returned are gone."""
         with self._lock:
             self._n_holding += 1
             if self._library is None:
@@ -122,14 +126,14 @@ class _Kernels:
     def _release(self) -> None:
         with self._lock:
             self._n_holding -= 1
-            # one that runs must not be dropped: then the next watch that ends drops them
+            # kernels must not be dropped while one runs: then the next watch that ends drops them
             if not self._n_holding and not self._n_running and self._library is not None:
                 self._library._destroy()
                 self._library = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """One of them runs, and must not be dropped meanwhile."""
+        """In this context, the kernels are not dropped, since one of them runs."""
         with self._lock:
             self._n_running += 1
         try:
@@ -143,7 +147,7 @@ _kernels = _Kernels()
 
 
 def _without_modes(operator: Any, *args: Any, **named: Any) -> Any:
-    """The operator; its backward function leaves the modes that watch now."""
+    """Call the operator; its backward function will leave the modes that watch now."""
     with _kernels.running():
         result = operator._op_dk(DispatchKey.Autograd, *args, **named)
     watching = [each for each in _get_current_dispatch_mode_stack() if isinstance(each, Watching)]
@@ -156,8 +160,8 @@ def _without_modes(operator: Any, *args: Any, **named: Any) -> Any:
 
 @contextmanager
 def nothing_watches() -> Iterator[None]:
-    """What runs in it is not seen by the modes that are on top of this thread's stack, and takes
-    what it takes without them."""
+    """In this context, the watching modes on top of this thread's stack are inactive, so that
+    operators run exactly as without them."""
     paused = []
     while (stack := _get_current_dispatch_mode_stack()) and isinstance(stack[-1], Watching):
         paused.append(_pop_mode())
@@ -169,12 +173,12 @@ def nothing_watches() -> Iterator[None]:
 
 
 def leave_modes(*, if_over: bool) -> None:
-    """Take such modes off, if they are on top; to be called within a function of the engine only.
+    """Leave the watching modes on top of the stack; only to be called within a backward function.
 
-    The engine gives each function the thread's state as `backward()` was called with, so this
-    lasts until the function returns.
+    The engine runs each backward function with the thread's state of the call of `backward()`, so
+    the modes are inactive until the function returns.
 
-    if_over: only those that do nothing any more.
+    if_over: whether to leave only modes that have nothing to observe any more.
     """
     stack = _get_current_dispatch_mode_stack()
     while stack and isinstance(top := stack.pop(), Watching) and (top.is_over or not if_over):

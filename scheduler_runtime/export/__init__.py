@@ -1,8 +1,8 @@
-"""A plan in PyTorch's own means: checkpoints of a model's modules, or hooks of saved tensors.
+"""Export a plan to PyTorch's own tools: checkpoints of a model's modules, or saved-tensor hooks.
 
 exported = to_torch_checkpoint(model, solution)
-print(exported)      # which modules are checkpointed how, and what that costs
-...                  # train as before: torch.compile, PEFT, DDP and FSDP2 go on top
+print(exported)      # which modules are checkpointed, how, and what that costs
+...                  # train as before: torch.compile, PEFT, DDP and FSDP2 work on top
 exported.remove()
 """
 

@@ -16,12 +16,17 @@ from solver.schedule import Solution
 
 
 class ExportError(ValueError):
-    """The plan cannot be exported to this model; says what was given and what would be right."""
+    """The plan cannot be exported to this model; the message says why and what to do instead."""
 
 
 def check_exportable(model: nn.Module, solution: Solution, *, call: str) -> None:
-    """Raise ExportError for a solution without a schedule, and for a model that has a plan or is
-    not the planned one; TypeError for a file. call: the function that exports."""
+    """Check that this solution can be exported to this model.
+
+    call: name of the exporting function, for messages.
+
+    Raises ExportError for a solution without a schedule, and for a model that has a plan already or
+    is not the planned one; TypeError for anything but a Solution, such as a file.
+    """
     if not isinstance(solution, Solution):
         raise TypeError(
             f"{call}() was given a {type(solution).__name__} as the plan; give the Solution of "
@@ -66,10 +71,11 @@ def check_exportable(model: nn.Module, solution: Solution, *, call: str) -> None
 def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
     """The modules that may be checkpointed, of those that the step calls.
 
-    The blocks are the members of the outermost lists and sequences of modules; where a model has
-    none, its children. A module with a parallel style of its own is left to those around it: what
-    the style gathers and reduces is outside of its forward. One that calls a loss in row chunks
-    runs once: what recomputes a module calls PyTorch's function.
+    The blocks are the members of the outermost ModuleLists and Sequentials; in a model without
+    any, its children. Two kinds of modules are left out. One with a parallel style of its own can
+    only be recomputed by a module around it, since the style's collectives run outside of its
+    forward. One that calls a loss in row chunks must run once, since a recomputation would call
+    PyTorch's own loss function instead.
     """
     calls_loss = [str(call["module"]) for call in graph.meta.called_losses]
     refused = {
@@ -96,6 +102,7 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
         if path and path not in blocks and path not in refused and not is_container(module)
         if any(is_under(block, path) for block in blocks)
     ]
-    # the nearest to the blocks: recomputing those further out would be almost the whole step
+    # Only the modules nearest to the blocks: recomputing one further out would be almost the whole
+    # step.
     nearest = [p for p in around if not any(o != p and is_under(o, p) for o in around)]
     return ModuleTree(blocks=tuple(blocks), parts=parts, around=tuple(nearest))

@@ -1,13 +1,14 @@
-"""Export a plan's copies to the host as PyTorch's hooks of saved tensors; the step stays as it is.
+"""Export a plan's copies to the host as saved-tensor hooks of PyTorch; the model's own code runs.
 
-The storages that the plan has on the host while the backward pass begins are copied there by
-`torch.autograd.graph.saved_tensors_hooks`. Nothing is recomputed, and no copy runs beside the
-computation: peak and time of the step that is left are from the simulator.
+The storages that the plan copies to the host are copied there by
+`torch.autograd.graph.saved_tensors_hooks`. Nothing is recomputed, and each copy blocks the
+computation; the simulator gives the peak and the time of the step that results.
 
-PyTorch 2.13 has two more places, to which nothing is exported. `CheckpointPolicy` names
-MUST_CPU_OFFLOAD, but eager mode recomputes what has that policy (torch/utils/checkpoint.py compares
-with the two SAVE policies alone). The compiler's activation offload
-(`torch._functorch.config.enable_activation_offloading`) works inside of PyTorch's own partitioners.
+PyTorch 2.13 has two more ways to offload activations, and neither can be used here.
+`CheckpointPolicy` has MUST_CPU_OFFLOAD, but eager mode recomputes the results that have that policy
+(torch/utils/checkpoint.py only compares with the two SAVE policies). The compiler's activation
+offload (`torch._functorch.config.enable_activation_offloading`) only works inside of PyTorch's own
+partitioners.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ from solver.sizes_deadlines_progress import counted, format_share, format_size
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedCopies(ExportedStep):
-    """What was exported to the model as hooks, and what a step takes with it, where each tensor is
-    freed after its last use.
+    """What was exported to the model as saved-tensor hooks, and what a step takes with it.
 
-    storages: on the host, by the names of the graph's tensors; host_bytes there at most.
+    The figures are for a step in which each tensor is freed after its last use.
+
+    storages: the storages that are copied to the host, by name of the graph's tensor.
+    host_bytes: the most host memory that they take at once.
     """
 
     storages: tuple[str, ...]
@@ -65,14 +68,14 @@ class ExportedCopies(ExportedStep):
 def to_saved_tensors_hooks(
     model: nn.Module, solution: Solution, *, on_excess: Literal["error", "least"] = "error"
 ) -> ExportedCopies:
-    """Copy to the host what the solution's schedule copies there; changes the model's forward.
+    """Copy to the host what the solution's schedule copies there; replaces the model's forward.
 
     solution: from solve(model, ..., host_budget=...).
-    on_excess: where the step with these copies, and nothing recomputed, does not keep to the
-        budget: "error", or "least": export it, and say so (`ExportedCopies.fits`).
+    on_excess: what to do if the step with these copies, but without recomputation, exceeds the
+        budget: "error" raises ExportError, "least" exports anyway (see `ExportedCopies.fits`).
 
-    Raises ExportError where the solution has no schedule or copies nothing, the model is not the
-    one that was planned or has a plan already, and for what does not fit.
+    Raises ExportError if the solution has no schedule or copies nothing that autograd saves, if the
+    model is not the planned one or has a plan already, and if the step does not fit.
     """
     if on_excess not in ("error", "least"):
         raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
@@ -119,26 +122,30 @@ def to_saved_tensors_hooks(
 
 
 def _can_wait(graph: Graph, name: str) -> bool:
-    """Whether an operator of the model's forward pass makes it, that eager mode calls too."""
+    """Whether a storage is made in the model's forward pass, by an operator that eager mode calls
+    too; only then can a hook recognise it."""
     node = graph.producer.get(name)
     if node is None or node.phase != "forward" or not can_be_kept(graph, node):
         return False
-    # batch norm's has no new averages among its results
+    # the eager batch norm does not return the new running statistics, unlike the traced one
     operator = operator_named(eager_calls(graph, node)[-1])
     return operator is not None and _index(node, name) < len(operator._schema.returns)
 
 
 def _index(node: Node, name: str) -> int:
-    """Of a tensor among the results of the call that makes it."""
+    """The index of a tensor among the results of the call that makes it."""
     return 0 if name == node.name else int(name.rsplit(".", 1)[1])
 
 
 def _blocking(graph: Graph, storages: frozenset[str]) -> Schedule:
-    """The step as eager mode runs it with hooks: what waits leaves after the last forward operator
-    that reads it, and comes back for each operator of the backward pass alone."""
+    """The step as eager mode runs it with the hooks.
+
+    Each of these storages leaves the device after the last forward operator that reads it. It comes
+    back for each backward operator that reads it, and leaves again after that operator.
+    """
     plain = baseline(graph)
-    reads: dict[str, list[int]] = defaultdict(list)
-    is_late: set[int] = set()
+    reads: dict[str, list[int]] = defaultdict(list)  # storage -> positions of ops that use it
+    is_late: set[int] = set()  # positions of backward operators
     for at, op in enumerate(plain.ops):
         if isinstance(op, Compute):
             node = graph.node_by_name[op.node]
@@ -154,7 +161,7 @@ def _blocking(graph: Graph, storages: frozenset[str]) -> Schedule:
         late = [at for at in positions if at in is_late]
         early = [at for at in positions if at not in is_late]
         if not late:
-            continue  # freed as without hooks
+            continue  # no backward operator reads it: freed as without hooks
         after[early[-1]] += [Store(root), *map(Free, on_it)]
         for at in late:
             before[at].append(Fetch(root))
@@ -169,7 +176,7 @@ def _blocking(graph: Graph, storages: frozenset[str]) -> Schedule:
 
 
 def _calls(graph: Graph, storages: tuple[str, ...]) -> CallsOnHost:
-    """The calls of eager mode that make these storages."""
+    """The operator calls of eager mode that make these storages."""
     seen: Counter[str] = Counter()
     results: defaultdict[str, dict[int, frozenset[int]]] = defaultdict(dict)
     for node in graph.forward_nodes:
@@ -184,6 +191,11 @@ def _calls(graph: Graph, storages: tuple[str, ...]) -> CallsOnHost:
 
 
 def _lost(solution: Solution, n_others: int, stall_s: float) -> Iterator[str]:
+    """Sentences on what the hooks do not do, although the plan does.
+
+    n_others: tensors that the plan copies and the hooks do not.
+    stall_s: how long the exported step waits for copies.
+    """
     assert solution.simulation is not None
     if n := solution.simulation.n_recomputed:
         yield f"{counted(n, 'recomputed operator')} of the plan: not recomputed, results stay saved"

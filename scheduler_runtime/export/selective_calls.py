@@ -1,5 +1,7 @@
-"""The operator calls of a checkpointed module that keep their results, and those that are skipped
-when it is recomputed: nodes of the graph as calls of eager mode.
+"""Which operator calls of a checkpointed module keep their results or are skipped.
+
+Translates the nodes of a traced graph to the calls that eager mode makes: those whose results are
+kept, and those that do not run when the module is recomputed.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _FILLS: Mapping[str, str] = {
     "checkpoint_solver.normal_fill.default": "aten.normal_.default",
     "checkpoint_solver.random_fill.default": "aten.random_.from",
 }
-"""Our operators of which eager mode calls one that fills a tensor; the graph copies theirs into it.
-"""
+"""Our operators that return random numbers -> the in-place operator that eager mode calls instead.
+The graph copies the numbers into the tensor that eager mode fills."""
 
 _EAGER_CALLS: Mapping[str, tuple[str, ...]] = {
     "aten._native_batch_norm_legit_functional.default": ("aten.native_batch_norm.default",),
@@ -38,12 +40,12 @@ _EAGER_CALLS: Mapping[str, tuple[str, ...]] = {
     ),
     **{ours: (eager,) for ours, eager in _FILLS.items()},
 }
-"""Operators that a traced graph has where eager mode calls others: these, of which the last one
+"""Operator of a traced graph -> the operators that eager mode calls instead. The last of them
 returns the result."""
 
 _NOT_KEPT = frozenset(
     {
-        *_FILLS,  # what they are copied into is used instead
+        *_FILLS,  # the tensor that their numbers are copied into can be kept instead
         "aten.as_strided_scatter.default",
         "aten.diagonal_scatter.default",
         "aten.select_scatter.default",
@@ -52,17 +54,18 @@ _NOT_KEPT = frozenset(
         "aten.rrelu_with_noise_functional.default",
     }
 )
-"""Operators of a traced graph in the place of which eager mode makes a view and writes there, or
-writes one of the results into an argument."""
+"""Operators of a traced graph for which eager mode writes into a view, or writes one of the results
+into an argument, so that no eager call returns their result."""
 
 
 def may_save(graph: Graph) -> MaySave:
-    """Which results PyTorch's selective checkpointing can keep.
+    """Which results PyTorch's selective checkpointing can keep: a function that takes a region and
+    returns those of its saved nodes for which that is possible.
 
-    Not those of our own operators, which eager mode does not call, nor what is overwritten in place
-    later, nor buffers, nor what nobody reads; and none of a module with a part that could not be
-    traced, whose operators are not known, nor under ZeRO-3, whose engine calls others for
-    `F.linear`.
+    It cannot keep results of our own operators (eager mode does not call them), results that are
+    overwritten in place later, buffers, or results that nobody reads. It keeps nothing in a module
+    with a part that could not be traced, whose operators are unknown, and nothing under ZeRO-3,
+    whose engine calls other operators for `F.linear`.
     """
     is_replaced = bool(zero_words(graph.meta.environment, sharded=True))
     eager = EagerStep.of(graph)
@@ -77,7 +80,7 @@ def may_save(graph: Graph) -> MaySave:
         return can_be_kept(graph, node) and not is_buffer
 
     def of(region: CheckpointRegion) -> tuple[Recomputation, frozenset[str]]:
-        """What its recomputation runs, and which of its results can be kept."""
+        """The region's recomputation, and which of the region's results can be kept at all."""
         if region.nodes not in known:
             whole = replace(region, saved=frozenset())
             recomputation = Recomputation.of(RegionLayout(graph, (whole,)), whole)
@@ -90,7 +93,7 @@ def may_save(graph: Graph) -> MaySave:
     def possible(region: CheckpointRegion) -> frozenset[str]:
         recomputation, can_be_kept = of(region)
         saved = region.saved & can_be_kept
-        while True:
+        while True:  # which results are read depends on which are kept, so until nothing changes
             fine = frozenset(
                 name
                 for name, outputs in recomputation.kept(saved).items()
@@ -104,8 +107,8 @@ def may_save(graph: Graph) -> MaySave:
 
 
 def eager_calls(graph: Graph, node: Node) -> tuple[str, ...]:
-    """What eager mode calls in the place of a node: functional forms. (): none of PyTorch's
-    operators."""
+    """The operators that eager mode calls for a node, named by their functional forms. (): eager
+    mode calls no operator of PyTorch for it."""
     op = node.op
     if op == "aten.copy.default" and any(
         name in graph.producer and graph.producer[name].op in _FILLS for name in node.inputs
@@ -117,13 +120,14 @@ def eager_calls(graph: Graph, node: Node) -> tuple[str, ...]:
 
 
 def can_be_kept(graph: Graph, node: Node) -> bool:
-    """Whether eager mode calls an operator that returns what the node makes."""
+    """Whether eager mode calls an operator that returns the node's results."""
     return node.op not in _NOT_KEPT and bool(eager_calls(graph, node))
 
 
 def extra_bytes(graph: Graph) -> Callable[[CheckpointRegion], int]:
-    """The random states that are held for a checkpointed call: the first, and where it skips
-    operators, one for each that draws."""
+    """A function that gives the bytes of random states held for a checkpointed call of a region.
+
+    One state from before the call; if operators are skipped, also one for each random operator."""
 
     def of_region(region: CheckpointRegion) -> int:
         operators = (operator_named(graph.node_by_name[name].op) for name in region.nodes)
@@ -134,7 +138,10 @@ def extra_bytes(graph: Graph) -> Callable[[CheckpointRegion], int]:
 
 
 def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
-    """The calls of eager mode that the region keeps and skips."""
+    """The operator calls of eager mode whose results the region keeps, and those that it skips.
+
+    Calls are counted per operator, in the order of the forward pass: that is how the selective
+    checkpointing policy recognises them."""
     seen: Counter[str] = Counter()
     saved: defaultdict[str, set[int]] = defaultdict(set)
     skipped: defaultdict[str, set[int]] = defaultdict(set)
@@ -146,7 +153,7 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
         node = layout.graph.node_by_name[name]
         is_skipped = node.recomputable and name not in recomputed
         *before, last = eager_calls(layout.graph, node) or (name,)
-        for operator in before:
+        for operator in before:  # they only prepare the result, so they are never saved
             if is_skipped:
                 skipped[operator].add(seen[operator])
             seen[operator] += 1

@@ -1,9 +1,9 @@
-"""Export a plan as stock checkpointing of a model's own modules; the training step stays as it is.
+"""Export a plan as stock checkpoints of a model's own modules, which run their own code.
 
-`torch.utils.checkpoint` recomputes whole modules, all of one at once; a schedule of single
-operators is finer. So what is exported is the closest module-level plan: chosen by
-`solver.module_checkpointing.search`, with peak and time from the simulator. For a solution made
-with `fsdp=` they are those of one rank; `checkpoint_solver.fsdp.shard` shards the model as planned.
+`torch.utils.checkpoint` recomputes a module as a whole, while a schedule works on single operators.
+So the closest module-level plan is exported: `solver.module_checkpointing.search` chooses it, and
+the simulator gives its peak and time. For a solution made with `fsdp=`, these are the figures of
+one rank; `checkpoint_solver.fsdp.shard` shards the model as planned.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from solver.solving import NoPlainStepError, answer, for_stock_modules
 class ExportedModule:
     """A checkpointed module.
 
-    path: of the module.
+    path: path of the module in the model.
     mode: "checkpoint" (all of it is recomputed) or "selective" (all but `saved`).
-    n_recomputations: how often a step recomputes it.
+    n_recomputations: how often a step recomputes the module.
     saved: names of the graph nodes whose results are kept.
     inside: paths of the checkpointed modules around it, the outermost first.
     """
@@ -69,11 +69,13 @@ class ExportedModule:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedStep:
-    """A step with what was exported to the model.
+    """A training step of a model with an exported plan.
 
-    schedule, peak_bytes, time_s: of the exported plan, by the simulator.
-    planned_time_s: of the solution's own schedule. baseline_time_s: of the step without a plan.
-    lost: sentences on what the exported plan cannot do.
+    schedule, peak_bytes, time_s: of the exported plan, from the simulator.
+    planned_time_s: time of the solution's own schedule.
+    baseline_time_s: time of the step without a plan.
+    budget_bytes: the budget after the reserve.
+    lost: sentences on what the exported plan cannot do, compared with the solution.
     """
 
     schedule: Schedule = field(repr=False)
@@ -97,7 +99,7 @@ class ExportedStep:
 
     @property
     def planned_overhead(self) -> float:
-        """The same of the solution's own schedule, which `apply` would run."""
+        """The overhead of the solution's own schedule, which `apply` would run."""
         return (self.planned_time_s - self.baseline_time_s) / (self.baseline_time_s or 1.0)
 
     def remove(self) -> None:
@@ -112,9 +114,10 @@ class ExportedStep:
 class Export(ExportedStep):
     """What was exported to the model as checkpoints, and what a step takes with it.
 
-    losses_in_chunks: calls of `F.cross_entropy` that run in row chunks.
-    planned_peak_bytes: of the solution's own schedule.
-    sharded: "per rank of 8, FSDP2", or ZeRO-3; "" for a step that is not sharded.
+    modules: the checkpointed modules.
+    losses_in_chunks: how many calls of `F.cross_entropy` run in row chunks.
+    planned_peak_bytes: peak of the solution's own schedule.
+    sharded: how the step is sharded, such as "per rank of 8, FSDP2"; "" if it is not.
     """
 
     modules: tuple[ExportedModule, ...]
@@ -144,18 +147,19 @@ class Export(ExportedStep):
 def to_torch_checkpoint(
     model: nn.Module, solution: Solution, *, on_excess: Literal["error", "least"] = "error"
 ) -> Export:
-    """Checkpoint the modules that the solution's schedule says to recompute; changes the model.
+    """Checkpoint the modules that the solution's schedule says to recompute.
 
-    The model's parameters, names and state dict stay; `Export.remove` undoes it.
+    Changes the model: replaces the forward of these modules. Parameters, their names and the state
+    dict stay; `Export.remove` undoes it.
 
     solution: from solve(model, ...); its graph says which module each operator belongs to.
-    on_excess: where no module-level plan fits the budget: "error", or "least": export the one with
-        the smallest peak found, and say so (`Export.fits`).
+    on_excess: what to do if no module-level plan fits the budget: "error" raises ExportError,
+        "least" exports the plan with the smallest peak found (see `Export.fits`).
 
-    Raises ExportError where the solution has no schedule or was loaded without the plain step, the
-    model is not the one that was planned, has a plan already, or nothing fits. Ranks of a
-    tensor-parallel model export together: RanksDisagreeError where another cannot, or exports
-    another plan.
+    Raises ExportError if the solution has no schedule or was loaded without the plain step, if the
+    model is not the planned one or has a plan already, and if nothing fits. The ranks of a
+    tensor-parallel model export together; raises RanksDisagreeError if another rank cannot export,
+    or exports another plan.
     """
     if on_excess not in ("error", "least"):
         raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
@@ -196,14 +200,20 @@ def _put_into(model: nn.Module, solution: Solution, on_excess: str) -> Export:
 
 
 def _sharded_words(solution: Solution) -> str:
-    """Of which rank the step is; "": its parameters are whole."""
+    """How the step is sharded, as in `Export.sharded`; "": it is not."""
     environment = solution.environment
     return sharding_words(environment) or zero_words(environment, sharded=True)
 
 
 def _chosen(model: nn.Module, solution: Solution, *, or_least: bool) -> tuple[Solution, RegionPlan]:
-    """The first of the steps that stock modules can run in which a choice of modules fits, planned
-    operator by operator, with that choice. or_least: or else the one with the smallest peak."""
+    """Choose a step and the modules to checkpoint.
+
+    Stock modules cannot run every rewrite, so there are several steps to try, each planned operator
+    by operator. The first in which some choice of modules fits is returned, with that choice.
+
+    or_least: if nothing fits, return the choice with the smallest peak instead of raising
+        ExportError.
+    """
     unfit: list[tuple[Solution, RegionPlan]] = []
     without_schedule: list[Solution] = []
     try:
@@ -233,7 +243,7 @@ def _chosen(model: nn.Module, solution: Solution, *, or_least: bool) -> tuple[So
 
 
 def _by_module(model: nn.Module, step: Solution) -> RegionPlan:
-    """Raises NoModulesFitError."""
+    """The module-level plan closest to the step's schedule. Raises NoModulesFitError."""
     return by_module(
         step,
         module_tree(model, step.graph),
@@ -243,7 +253,8 @@ def _by_module(model: nn.Module, step: Solution) -> RegionPlan:
 
 
 def _least(model: nn.Module, steps: Iterable[Solution]) -> tuple[Solution, RegionPlan]:
-    """Of steps for which nothing fits: the exported plan of the least peak found."""
+    """For steps without a schedule within the budget: the module-level plan of the smallest peak,
+    found by planning each step with the least budget that it can have."""
     found: list[tuple[Solution, RegionPlan]] = []
     for each in steps:
         if each.minimum_budget_bytes is None:
@@ -279,7 +290,7 @@ def _nothing_fits(model: nn.Module, solution: Solution, least: RegionPlan) -> Ex
 
 
 def _put(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
-    # a node without outputs writes: into the buffers that the forward pass changes
+    # a node without outputs writes a buffer in place
     written = {n for node in graph.forward_nodes if not node.outputs for n in node.inputs}
     changed = sorted(path for path, tensor in graph.meta.buffers.items() if tensor in written)
     layout = RegionLayout(graph, plan.regions)
@@ -309,8 +320,11 @@ def _exported(
 
 
 def _lost(solution: Solution, plan: RegionPlan, *, is_own: bool) -> Iterator[str]:
-    """is_own: the solution is the one that was to be exported, not one for a step without its
-    rewrites, whose figures are shown here alone."""
+    """Sentences on what checkpointing modules does not do, although the solution does.
+
+    is_own: whether `solution` is the one that the user gave. If not, it is for a step without some
+        of the rewrites, and its figures are shown nowhere else.
+    """
     assert solution.schedule is not None
     assert solution.simulation is not None
     slower_s = plan.simulation.time_s - solution.simulation.time_s

@@ -1,4 +1,4 @@
-"""`fit`: plans made at the first training step of a module, and at each new kind of call."""
+"""`fit`: plan at the first training step of a module, and again at each new kind of call."""
 
 from scheduler_runtime.fitting.fit_entry import fit, plan_ahead, plans_of
 from scheduler_runtime.fitting.forward import FittedForward

@@ -1,4 +1,4 @@
-"""What a plan's first step has shown, in the figures of the plan; its schedule stays."""
+"""Update the figures of a plan by what its first step has shown; the schedule stays the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from solver.schedule import Schedule, Solution, simulate, simulate_unplanned
 
 
 def with_loss(solution: Solution, loss: LossBytes) -> Solution:
-    """The loss of the caller takes this, and not what was reserved for it."""
+    """The solution, for a loss outside of the model that takes this, not what was reserved."""
 
     def of(graph: Graph) -> Graph:
         return with_loss_bytes(graph, reserved_bytes=loss.reserved, held_bytes=loss.held)
@@ -35,8 +35,13 @@ def with_loss(solution: Solution, loss: LossBytes) -> Solution:
 
 
 def with_dropped(solution: Solution, names: Sequence[str]) -> Solution:
-    """The training drops these outputs before its backward pass. Its peak without a plan is lower;
-    a plan still has room for them, since a later step may hold them."""
+    """The solution, for a training that drops these outputs before its backward pass.
+
+    That lowers the peak of the step without a plan. The plan itself still has room for the outputs,
+    since a later step may hold them.
+
+    names: the outputs' names in the graph.
+    """
     assert solution.variants is not None
     plain = with_dropped_outputs(solution.variants.plain, names)
     variants = replace(solution.variants, plain=plain)

@@ -1,4 +1,4 @@
-"""Which part of the module that `fit` was given the training calls: that is planned."""
+"""Find out which part of a fitted module the training calls; that part is planned."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from solver.sizes_deadlines_progress import tell
 
 
 class CalledPart(PlannedForward):
-    """On a module that the training may call.
+    """The forward of a module that the training may call, which makes that module the planned one.
 
-    whole: the module that `fit` was given, which this one is or is a part of.
-    parts: such forwards on parts of this module that hold all that is trained. The training may
-        call one of them in place of the module; what it calls first is planned, and its own parts
-        run as they are.
-    watch: shared by all of them, until one is called.
+    whole: the module that was given to `fit`: this module, or one that contains it.
+    parts: the same kind of forward on submodules that hold everything that is trained. The training
+        may call one of them instead of this module. The one that it calls first is planned; the
+        submodules inside of that one get their own forwards back.
+    watch: reports that none of them was called; shared by all, until one is called.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CalledPart(PlannedForward):
         return {**super().__getstate__(), "watch": None, "_whole": None}
 
     def begin(self) -> None:
-        """This module is the one to plan: the training calls it."""
+        """The training calls this module, so this one is planned, and not its parts."""
         if self.watch is not None:
             self.watch.end()
             self.watch = None

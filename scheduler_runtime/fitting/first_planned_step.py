@@ -1,5 +1,7 @@
-"""A plan of `fit` in its first step, which shows what a loss outside of the model takes, and which
-outputs the training holds."""
+"""Plans of `fit` that wait for their first step.
+
+The first step shows how much memory a loss outside of the model takes, and which outputs the
+training holds."""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ DROPS = "the training no longer holds all outputs of the model when backward() b
 
 @dataclass(eq=False)
 class Made:
-    """A plan, and what it was made for.
+    """A plan, with what it was made for.
 
-    fitted: with what its first step has shown.
-    loss: None where it is in the model. outputs: those that get a gradient.
-    costs: that it was planned with. names: index of a flat output -> its tensor in the graph.
+    kind: the kind of call.
+    program: runs the plan.
+    fitted: the plan, updated by what its first step has shown.
+    loss: what is counted for a loss outside of the model (None: the loss is inside).
+    outputs: the outputs that get a gradient.
+    costs: the cost model that it was planned with.
+    names: index of a flat output -> its tensor in the graph.
     """
 
     kind: Any
@@ -40,7 +46,7 @@ class Made:
     names: Mapping[int, str]
 
     def line_for(self, new: Fitted, loss: LossBytes | None) -> str:
-        """What is told of the plan that takes this one's place."""
+        """The message about a new plan that replaces this one."""
         line = told(new.solution, is_reused=new.reused, took_s=new.took_s)
         reasons = []
         if loss is not None and self.loss is not None and loss.reserved != self.loss.reserved:
@@ -51,15 +57,15 @@ class Made:
         return f"{line}: planned again, since {' and '.join(reasons)}"
 
     def with_loss(self, loss: LossBytes) -> Fitted:
-        """The plan, for a loss that takes this."""
+        """The plan with other figures: for a loss that takes this much."""
         solution = with_loss(self.fitted.solution, loss)
         old = None if self.loss is None else self.loss.note
         notes = tuple(loss.note if each == old else each for each in self.fitted.notes)
         return replace(self.fitted, solution=solution, notes=notes)
 
     def without(self, gone: Sequence[int]) -> Fitted | None:
-        """The plan, where the training drops these flat outputs before its backward pass; None: it
-        is the same."""
+        """The plan with other figures: for a training that drops these flat outputs before its
+        backward pass. None: they stay the same."""
         solution = self.fitted.solution
         dropped = {self.names[index] for index in gone if index in self.names}
         names = [name for name in solution.graph.returned if name in dropped]
@@ -74,7 +80,7 @@ class Made:
         return replace(self.fitted, solution=found, notes=(*self.fitted.notes, note))
 
     def exceeds(self, seen: LossSeen) -> str | None:
-        """That the step in which this was seen takes more than the budget; None: it does not."""
+        """A warning if the step in which this loss was seen exceeds the budget, else None."""
         assert self.loss is not None
         took, solution = seen.in_first_step, self.fitted.solution
         available_bytes = solution.request.available_bytes
@@ -89,7 +95,7 @@ class Made:
         )
 
     def is_outdated(self, seen: LossSeen) -> bool:
-        """Whether later steps need another plan, or can have a faster one."""
+        """Whether later steps with this loss need another plan, or may get a faster one."""
         assert self.loss is not None
         later, solution = seen.for_outputs(self.outputs), self.fitted.solution
         if peak_with(solution, self.loss, later) > solution.request.available_bytes:
@@ -99,21 +105,21 @@ class Made:
 
 
 class MadePlans(list[Made]):
-    """Those that wait for something: for their first step, or to be seen or replaced in one."""
+    """Plans that wait for something: for their first step, or to be replaced."""
 
     def take(self, kind: Any, model: nn.Module, call: Call) -> Made | None:
-        """The one for this call, which waits no longer."""
+        """The plan for this call, which is removed from the list."""
         if (found := self.find(kind, model, call)) is not None:
             self.remove(found)
         return found
 
     def of_output(self, output: Any) -> Made | None:
-        """The one whose program has made it."""
+        """The plan whose program has made this output."""
         makers = [maker_of(tensor) for tensor in nested.tensors(output)]
         found = (each for each in self if each.program.program in makers)
         return next(found, None)
 
     def find(self, kind: Any, model: nn.Module, call: Call) -> Made | None:
-        """The one for this call, of this kind."""
+        """The plan for this call, of this kind."""
         found = (each for each in self if each.kind == kind and each.program.fits(model, call))
         return next(found, None)

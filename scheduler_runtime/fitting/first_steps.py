@@ -1,5 +1,7 @@
-"""What the first steps of plans show: outputs that the training does not hold, and what a loss
-outside of the model takes."""
+"""Watch the first steps of plans.
+
+They show which outputs the training does not hold, and how much memory a loss outside of the model
+takes."""
 
 from __future__ import annotations
 
@@ -21,15 +23,17 @@ from scheduler_runtime.fitting.options import Fitted
 from solver.sizes_deadlines_progress import format_both
 
 Show = Callable[[Made, Fitted, str], None]
-"""Called with a plan, the plan with the figures that its first step has shown, and why."""
+"""Called with a plan, the same plan with new figures, and the reason for these."""
 
 Drop = Callable[[BoundProgram], None]
 """Called with the program of an outdated plan."""
 
 
 class FirstSteps:
-    """loss: what is reserved for it.
-    outdated: plans that a step has shown to be in need of another.
+    """Watches the first steps of one module's plans.
+
+    loss: what is reserved for a loss outside of the model.
+    outdated: plans that need to be replaced, as their first step has shown.
     """
 
     def __init__(self, loss: LossReserve) -> None:
@@ -38,7 +42,7 @@ class FirstSteps:
         self._of_outputs, self._of_loss = MadePlans(), MadePlans()
 
     def expect(self, made: Made, *, most: int) -> None:
-        """The first step of this plan comes. most: so many plans wait for theirs."""
+        """Wait for the first step of this plan. most: how many plans wait at once, at most."""
         for plans in (self._of_outputs, *([] if made.loss is None else [self._of_loss])):
             plans.append(made)
             del plans[:-most]
@@ -52,9 +56,11 @@ class FirstSteps:
         show: Show,
         drop: Drop,
     ) -> None:
-        """See what comes of this output of a forward pass.
+        """If this output is from a plan's first step, watch what the training does with it.
 
-        known: what the plan counts already.
+        known: the tensors that the plan counts already.
+        show: called with new figures of the plan.
+        drop: called if the plan is outdated.
         """
         if (made := self._of_outputs.of_output(output)) is not None:
             watch_outputs(output, partial(self._outputs_seen, made, show))
@@ -65,15 +71,15 @@ class FirstSteps:
                 self.loss.watch(output, known(), costs=costs, device=device, then=then)
 
     def _outputs_seen(self, made: Made, show: Show, gone: Sequence[int]) -> None:
-        """The backward pass of a plan's first step begins; these flat outputs are not held."""
-        if made not in self._of_outputs:  # one for several forward passes begins in the last
+        """The backward pass of a plan's first step begins. gone: flat outputs not held any more."""
+        if made not in self._of_outputs:  # of several passes, the first to go backward counts
             return
         self._of_outputs.remove(made)
         if (fitted := made.without(gone)) is not None:
             show(made, fitted, DROPS)
 
     def _is_outdated(self, made: Made, drop: Drop) -> None:
-        """The next call of its kind is planned anew."""
+        """Make the next call of the plan's kind be planned again."""
         drop(made.program)
         if made not in self.outdated:
             self.outdated.append(made)
@@ -86,11 +92,15 @@ class FirstSteps:
         seen: LossSeen | None,
         reached: Sequence[bool],
     ) -> None:
-        """What the loss took in the first step of a plan is known; its backward pass begins."""
+        """The backward pass of a plan's first step begins.
+
+        seen: what the loss has taken (None: not all of it was seen).
+        reached: for each output of the program, whether it gets a gradient.
+        """
         expected = {index for index, _ in made.program.program.tangents}
         if expected != {index for index, each in enumerate(reached) if each}:
-            return  # planned anew at once, for the gradients that there are
-        if made in self._of_loss:  # not yet by a backward pass in between
+            return  # the step runs again at once, with a plan for the gradients that have arrived
+        if made in self._of_loss:  # unless another backward pass has removed it already
             self._of_loss.remove(made)
         if seen is None:
             return

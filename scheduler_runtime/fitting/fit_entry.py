@@ -3,7 +3,7 @@
     fit(model, budget="16GB", optimizer=optimizer)      # train as before
     remove(model)                                       # restores the module's own forward
 
-The module is traced with the batch that it is called with, planned and run. A call of another kind
+At its first call, the module is traced with the real batch, planned and run. A call of another kind
 (another shape, autocast, gradients that exist already) is planned when it comes, within the same
 budget. `plans_of(model)` returns the plans.
 """
@@ -65,53 +65,54 @@ def fit(
 ) -> nn.Module:
     """Plan the training step of `model` when it first runs; returns the same module.
 
-    If forward returns the loss (a scalar, `.loss`, or the only scalar of a tuple), the loss is
-    differentiated. Otherwise all floating-point outputs that require a gradient are expected to
-    receive one from outside. Where the backward pass brings others, the step runs again with a plan
-    for these, and later calls are planned for them from the start. Where two losses take turns,
-    each step after a change runs its forward pass twice.
+    If forward returns the loss (a scalar, `.loss`, or the only scalar of a tuple), that is
+    differentiated. Otherwise, all floating-point outputs that require a gradient are expected to
+    receive one from a loss outside of the model. If gradients arrive for other outputs, the step
+    runs again with a plan for these, and later calls are planned for them from the start. If two
+    losses take turns, each step after a change runs its forward pass twice.
 
     budget: bytes of the device for the whole step, "16GB"; "auto": what is free on the CUDA device
         at the first forward pass, plus what the step itself occupies there.
-    optimizer: the one that trains the model, or several, in a form that `solve` takes; their state
-        and their step are counted.
+    optimizer: the one that trains the model, or several, in any form that `solve` accepts; their
+        state and their step are counted.
     reserve: bytes of the budget that the step may not use (default: CUDA_RESERVE_BYTES on CUDA,
         else 0).
-    loss_reserve: bytes that a loss outside takes besides the outputs that it reads and their
-        gradients, targets included. Default: in the first step five times these outputs in 32 bits,
-        where that fits, else twice (docs/bytes.md); what it takes is seen in that step and planned
-        for from then on. A step that exceeds the budget for it is told in a UserWarning. Up to
-        twice the outputs in 32 bits are of the whole step: targets, and what the loss's value
-        keeps. Where these do not fit, they are left out with a UserWarning.
-    loss_outputs: a function of the output: those of its tensors that the loss outside is computed
-        from (`lambda output: output.logits`). None: all.
+    loss_reserve: bytes that a loss outside of the model takes besides the outputs that it reads and
+        their gradients, targets included. Default: in the first step, five times these outputs in
+        32 bits if that fits, else twice (docs/bytes.md). The first step shows what the loss takes,
+        and later plans count that; if the step exceeds the budget because of the loss, it warns.
+        Up to twice the outputs in 32 bits are counted for the whole step: targets, and what the
+        value of the loss keeps. If they do not fit, they are left out with a UserWarning.
+    loss_outputs: a function of the output that returns the tensors from which a loss outside of the
+        model is computed (`lambda output: output.logits`). None: all outputs.
     method, time_limit_s, seed, rewrites: as in `solver.solve`, for each plan.
     costs: seconds and workspace of each operator (default: as in `graphs.trace.trace`).
-    host_budget, host_link: host memory that the plans may copy to, and how fast, as in
-        `solver.solve`. All plans share it: it is the most that one forward pass with its backward
-        pass takes. Of several that are open at once each has as much, and so has each process.
-    disk_budget, disk_rate: a disk behind the host, with a directory there ("500GB:/scratch"), as in
-        `solver.solve`; shared in the same way. A step whose disk is full or gone raises CopyError;
-        one whose disk fails runs again without it where that is possible (docs/copies.md).
-    optimizer_state: as in `solver.solve`. It can be on the host where `optimizer` is one optimizer
-        itself, and not its name or a function; it moves there when the first such plan is made.
+    host_budget, host_link: host memory that the plans may copy to, and the speed of copies, as in
+        `solver.solve`. It is the limit for one forward pass with its backward pass, and all plans
+        share it. If several passes are in flight, each may use as much, and so may each process.
+    disk_budget, disk_rate: a disk for copies from the host, with a directory ("500GB:/scratch"), as
+        in `solver.solve`; shared in the same way. A step whose disk is full or gone raises
+        CopyError; a step whose disk fails runs again without it if possible (docs/copies.md).
+    optimizer_state: as in `solver.solve`. The state can be on the host only if `optimizer` is a
+        single optimizer object; it moves there when the first such plan is made.
     unplanned: what to do if gradients reach the model before it was called in training mode, so
         that nothing is planned: "warn" (UserWarning) or "error" (FitError), at the end of that
-        backward pass. Where the training calls a part that holds all that is trained, and not the
-        model itself, that part is planned; parameters and buffers outside of it are counted.
-    on_pressure: what to do where memory runs short in the forward or backward pass of a step:
-        "raise" the error, or "replan": the step runs again with a tighter plan, with the same bits,
-        and so do later steps until memory has not been short for some. Each step keeps what it
-        needs for that: the gradients of the outputs to its end, and copies of the buffers that it
-        changes. `attempt` does the same for a loss outside.
+        backward pass. If the training does not call the model but a part of it that holds
+        everything that is trained, that part is planned; parameters and buffers outside of it are
+        counted.
+    on_pressure: what to do if memory runs out in the forward or backward pass of a step: "raise"
+        the error, or "replan": run the step again with a tighter plan, with bitwise identical
+        results, and use that for later steps, too, until some of them had no shortage. For that,
+        each step keeps the gradients of the outputs to its end, and copies of the buffers that it
+        changes. `attempt` does the same for a loss outside of the model.
     passes: how many forward passes wait for one backward pass together (contrastive losses, DPO, a
-        discriminator). Default: the most that a step has shown. The first step with more of them
-        may exceed the budget, which is told in a UserWarning; the next one is planned for them.
+        discriminator). Default: as many as a step has shown. The first step with more passes may
+        exceed the budget, with a UserWarning; the next step is planned for them.
 
-    Raises TypeError for what is no module; ValueError for invalid options and for a module that has
-    a plan; FitError for one that is compiled or wrapped; CheckpointedAlreadyError for one that uses
-    activation checkpointing. The first forward pass raises TraceError (it cannot be traced) and
-    FitError (nothing fits).
+    Raises TypeError if `model` is not a module; ValueError for invalid options and for a module
+    that has a plan; FitError for one that is compiled or wrapped; CheckpointedAlreadyError for one
+    that uses activation checkpointing. The first forward pass raises TraceError if it cannot be
+    traced, and FitError if nothing fits.
     """
     check_module(model, "fit(model, budget=..., optimizer=optimizer)")
     if method not in METHODS:
@@ -125,7 +126,7 @@ def fit(
     device = device_of(model)
     if budget != "auto":
         budget_for(model, budget, reserve)
-    elif not torch.cuda.is_available():  # with one, the model may still be moved there
+    elif not torch.cuda.is_available():  # otherwise the model may still be moved to a CUDA device
         refuse_auto_budget(device)
     places = host_for(model, host_budget, host_link, None)
     places = disk_behind(places, disk_budget, disk_rate)
@@ -167,7 +168,7 @@ def fit(
         None if passes is None else Passes(passes).n,
     )
     if len(optimizers) != 1 or is_made_from(several[0]):
-        # the state is moved by replacing the step of the one optimizer that trains the model
+        # to move the state, the step of the one optimizer object is replaced
         if optimizer_state == "host":
             raise ValueError(
                 "optimizer_state is 'host', for which fit needs the optimizer that trains the "
@@ -187,18 +188,19 @@ def fit(
 def plan_ahead(model: nn.Module, calls: Iterable[Any]) -> tuple[Fitted, ...]:
     """Plan for the shapes of these batches before the training meets them; returns all plans.
 
-    calls: what the model is called with: a tensor as model(x), a tuple as model(*x), a dict as
-        model(**x). One of each shape (bucket) that will come; values count only where forward reads
-        them. The largest is planned first: its plan serves smaller ones without a search.
+    The plans are for steps as they would run now: under the current autocast, with the gradients
+    that exist. They share the budget of `fit`. Nothing is run.
 
-    Plans for a step as it would run now: in the ambient autocast, with the gradients that exist.
-    All share the budget of `fit`. Nothing is run.
+    calls: what the model will be called with, one batch of each shape (bucket): a tensor for
+        model(x), a tuple for model(*x), a dict for model(**x). Values only matter if forward reads
+        them. The largest batch is planned first; its plan is reused for smaller ones without a
+        search.
 
-    Raises ValueError for a module that `fit` has not, or that is not in training mode, and for one
-    batch instead of several; and what the first forward pass raises.
+    Raises ValueError for a module without `fit`, or not in training mode, and for a single batch
+    instead of a list; and whatever the first forward pass raises.
     """
     plans_of(model)
-    if isinstance(calls, torch.Tensor | Mapping):  # else its rows or keys would be the batches
+    if isinstance(calls, torch.Tensor | Mapping):  # its rows or keys would be taken for batches
         raise ValueError(
             f"plan_ahead takes a list of batches, one of each shape, and was given one "
             f"{type(calls).__name__}: plan_ahead(model, [batch])"
@@ -213,7 +215,7 @@ def plan_ahead(model: nn.Module, calls: Iterable[Any]) -> tuple[Fitted, ...]:
 
 
 def plans_of(model: nn.Module) -> tuple[Fitted, ...]:
-    """The plans made so far, oldest first. Raises ValueError for a module that `fit` has not."""
+    """The plans made so far, oldest first. Raises ValueError for a module without `fit`."""
     fitted = model.__dict__.get("forward")
     if not isinstance(fitted, FittedForward):
         raise ValueError("fit was not called on this module")
@@ -229,7 +231,7 @@ UNPLANNED: dict[str, Callable[[str], None]] = {"warn": warn, "error": _refuse}
 
 
 def _parts_with_all(model: nn.Module) -> list[nn.Module]:
-    """The submodules that hold every trainable parameter and can be called, innermost first."""
+    """The submodules that hold all trainable parameters and can be called, innermost first."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     found = [
         each

@@ -1,4 +1,4 @@
-"""The forward that `fit` puts on a module: a plan for each kind of call, made when it comes."""
+"""The forward that `fit` gives a module: it plans each kind of call when it first comes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class FittedForward(PlanningPart):
-    """Makes a plan for each kind of call, in training mode. whole, parts: as of `CalledPart`."""
+    """Plans each kind of call, in training mode. whole, parts: as in `CalledPart`."""
 
     made_by = "fit"
     _parts: tuple[FittedForward, ...]
 
     @property
     def plans(self) -> tuple[Fitted, ...]:
-        """Oldest first; those of the part that the training calls in place of this module."""
+        """The plans of this module and of the parts that the training may call, oldest first."""
         forwards = (self, *self._parts)
         return tuple(plan for each in forwards for plan in each._history.plans)
 
@@ -84,7 +84,8 @@ class FittedForward(PlanningPart):
                 "no state can be on the host: remove(model), then fit(model, optimizer=optimizer, "
                 "...) with the one that trains the copy"
             )
-        if self._in_flight.is_next_step():  # a pass without gradients leaves it to go on
+        # passes without gradients are not planned, so they leave a watch of the loss on
+        if self._in_flight.is_next_step():
             self._first_steps.loss.stop_watching()
         super().begin()
 
@@ -96,7 +97,7 @@ class FittedForward(PlanningPart):
         return has_gradients(self._model, buckets), buckets, self._reached, self._in_flight.n
 
     def plan_ahead(self, call: Call) -> None:
-        """Plan for such calls as if this one came now, without running it."""
+        """Plan for a call as if it came now, without running it."""
         self.begin()
         kind = self.kind(call)
         if any(each.find(kind, self._model, call) for each in (self._ahead, self._programs)):
@@ -128,9 +129,11 @@ class FittedForward(PlanningPart):
     def _for_gradients(
         self, call: Call, reached: Arrived, held_bytes: int, *, returned_bytes: int
     ) -> BoundProgram:
-        """A program for these gradients, which later calls are planned for as well.
+        """A program for the gradients that have arrived; later calls are planned for these, too.
 
-        held_bytes: what the first forward pass has left, beside the outputs that it returned.
+        reached: the gradients that have arrived.
+        held_bytes: what the first forward pass holds, except for the outputs that it returned.
+        returned_bytes: bytes of these outputs.
         """
         logger.info("planning for gradients of the outputs %s only", reached.outputs)
         self._reached = reached
@@ -139,12 +142,12 @@ class FittedForward(PlanningPart):
         kind = (of_call, held_bytes), situation
         program = self._programs.find(kind, self._model, call)
         if not isinstance(program, BoundProgram | Ladder):
-            with _disable_current_modes():  # of the training's thread, as in a forward pass
+            with _disable_current_modes():  # modes of the training must not see the planning
                 found = self._planned(call, held_bytes=held_bytes)
             program = found.program if isinstance(found, Made) else found
             serves_all = isinstance(found, Made) and not found.fitted.solution.overhead
             self._programs.add(kind, program, also=self.kind(call) if serves_all else None)
-            if isinstance(found, Made) and serves_all:  # no plan without held_bytes is faster
+            if isinstance(found, Made) and serves_all:  # no overhead, so later calls use it, too
                 self._first_steps.expect(found, most=self.n_kept)
             elif isinstance(found, Made):
                 self._history.of_one_step.append(found.fitted)

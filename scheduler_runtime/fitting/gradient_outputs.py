@@ -1,4 +1,4 @@
-"""Which outputs of a model the loss is computed from, so that they receive gradients."""
+"""Choose the outputs of a model that receive gradients, since the loss is computed from them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def gradient_outputs(
 ) -> tuple[int, ...]:
     """Indices of the flat outputs that receive a gradient.
 
-    reached: those that a backward pass has reached; None: not known yet.
-    loss_outputs: as the caller selects them; None: the loss, or all where there is none.
+    reached: indices that a backward pass has reached (None: not known yet).
+    loss_outputs: the user's function that selects outputs (None: the loss in the output or, without
+        one, all outputs).
 
-    Raises TraceError where none of them depends on what is trained.
+    Raises TraceError if none of them depends on a trained parameter.
     """
     flat = nested.leaves(output)
     if reached is not None:

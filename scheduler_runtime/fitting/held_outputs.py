@@ -1,7 +1,8 @@
-"""Which outputs of a model the training still holds when its backward pass begins.
+"""Find out which outputs of a model the training still holds when its backward pass begins.
 
-A loop that gives the output a name holds all of it to the end of the step; one that keeps the loss
-alone (the Trainer of Hugging Face) has dropped the logits by then. Only the step itself shows it.
+A training loop that assigns the output to a variable holds all of it to the end of the step. A loop
+that only keeps the loss (the Trainer of Hugging Face) has dropped the logits by then. Only a real
+step shows which it is.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from scheduler_runtime.execute import maker_of
 
 
 def names_of_outputs(step: CapturedStep) -> dict[int, str]:
-    """Index of a flat output that forward makes -> its tensor in the graph."""
+    """Index of a flat output that forward computes -> its tensor in the graph."""
     outputs = enumerate(step.captured.outputs)
     made = {at: step.layout.storage[item] for at, item in outputs if isinstance(item, fx.Node)}
     return {at: name for at, name in made.items() if name in step.graph.producer}
 
 
 def watch_outputs(output: Any, then: Callable[[tuple[int, ...]], None]) -> None:
-    """Call `then` where the gradients of this output of a planned forward pass arrive, with the
-    indices of the flat outputs that are tensors and that the training holds no more."""
+    """Call `then` when gradients of a planned forward pass's output arrive.
+
+    then: gets the indices of the flat outputs (those that are tensors) that the training does not
+        hold any more.
+    """
     flat = nested.once(nested.leaves(output))
     returned = {
         index: _Returned(weakref.ref(item), weakref.ref(item.untyped_storage()))
@@ -36,7 +40,7 @@ def watch_outputs(output: Any, then: Callable[[tuple[int, ...]], None]) -> None:
         if isinstance(item, torch.Tensor)
     }
     function: Any = next(each.grad_fn for each in nested.tensors(output) if maker_of(each))
-    run = function.run  # the function itself would hold its hook, which would hold it
+    run = function.run  # not `function`: it holds its hook, so the hook must not hold it
 
     def begins(_gradients: Sequence[torch.Tensor | None]) -> None:
         then(tuple(index for index, each in returned.items() if each.is_gone(run)))
@@ -46,13 +50,16 @@ def watch_outputs(output: Any, then: Callable[[tuple[int, ...]], None]) -> None:
 
 @dataclass(frozen=True)
 class _Returned:
-    """A tensor that the model has returned."""
+    """A tensor that the model has returned, held weakly."""
 
     tensor: weakref.ref[torch.Tensor]
     storage: weakref.ref[torch.UntypedStorage]
 
     def is_gone(self, run: Any) -> bool:
-        """Whether nobody but the planned step itself has it, or another tensor on its storage."""
+        """Whether only the planned step itself still holds the tensor's storage.
+
+        run: the planned step's `Run`.
+        """
         storage = self.storage()
         if storage is None:
             return True

@@ -1,6 +1,6 @@
-"""How many forward passes of a fitted module wait for a backward pass together.
+"""Learn how many forward passes of a fitted module wait for a backward pass at the same time.
 
-A step ends with the last call before a backward pass begins: the next call begins another step.
+A step ends with the last call before a backward pass begins; the next call begins another step.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from solver.sizes_deadlines_progress import format_both, tell
 
 
 class InFlight:
-    """n: of the steps that are planned now."""
+    """The passes in flight of one fitted module.
+
+    n: number of passes for which steps are planned now.
+    """
 
     def __init__(self, options: Options) -> None:
         self.n = options.passes or 1
-        self._copies = options.host_budget is not None  # such plans are for one pass each
+        self._copies = options.host_budget is not None  # such plans are for a single pass
         self.passes = PassesInFlight()
-        self._told = False  # in the steps that are planned now
+        self._told = False  # whether it has warned since `n` was last changed
 
     def is_next_step(self) -> bool:
-        """Whether a call begins a step; it is planned for as many passes as the last one had."""
+        """Whether a call begins a new step. If so, `n` becomes the most passes that a step had."""
         passes = self.passes
         begins = passes.a_backward_began or not passes.waiting
         passes.a_backward_began = False
@@ -41,20 +44,25 @@ class InFlight:
 
     @property
     def others_bytes(self) -> int:
-        """That each of the others holds at most, by the plans so far: they may be other calls."""
+        """The most that each of the other passes in flight holds, by the plans so far; the other
+        passes may be of another kind of call."""
         found = (p.saved_bytes for p in self.passes.plans if 1 < p.n == self.n)
         return max(found, default=0)
 
     def is_outgrown(self, solution: Solution) -> bool:
-        """Whether it has not enough room for what others hold by now: its next plan is no news."""
+        """Whether a plan has too little room for what other passes hold by now.
+
+        Its kind of call is then planned again, without a warning."""
         graph, simulation = solution.graph, solution.simulation
         if graph.n_in_flight == 1 or simulation is None:
             return False
         return max(simulation.saved_bytes, graph.others_bytes) < self.others_bytes
 
     def returned(self, output: object, model: nn.Module) -> Sequence[Program]:
-        """A call has returned this. The programs that are to be planned anew, since other passes
-        hold more than was counted."""
+        """Record that a call has returned this output; warn if the passes may exceed the budget.
+
+        Returns the programs that must be planned again, since other passes hold more than was
+        counted for them."""
         if not self.passes.add(output):
             return ()
         above_bytes, waiting = self.passes.above_bytes(), self.passes.waiting
@@ -68,7 +76,7 @@ class InFlight:
                 "pass together, and this step may take up to "
                 f"{format_both(above_bytes)} more than the budget: {why}"
             )
-        if is_more:  # all of them, as other steps
+        if is_more:  # the next step is planned for more passes, so as another kind of call
             self._told = True
             return ()
         all_bytes = sum(planned.saved_bytes for _, planned in waiting)

@@ -1,4 +1,4 @@
-"""A traced program for a call that has come before, in another situation."""
+"""Find the traced program of a call that came before, but with other gradients before the step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from scheduler_runtime.planned import ProgramCache
 def known_program(
     programs: ProgramCache, kind: Any, model: nn.Module, call: Call
 ) -> Capture | None:
-    """Of a call of the same kind with other gradients before the step; None: there is none.
+    """The traced program of a call that only differs in the gradients that exist before the step.
 
-    kind: of the call, as the keys of `programs`: what a trace depends on, and the situation.
+    kind: the kind of the call, as in the keys of `programs`: what a trace depends on, and the
+        situation of the step.
+
+    None: there is no such program, or it cannot be used again.
     """
     here, (_, _, reached, _) = kind
     for (of_it, (_, _, of_it_reached, _)), program in programs.programs:
@@ -26,6 +29,7 @@ def known_program(
             own = program.program() if isinstance(program, Ladder) else program
             assert isinstance(own, BoundProgram)
             captured = own.captured
-            # a first call fills attributes, and parts that are not traced were measured: anew
+            # To be traced again: it fills attributes, which only a first call does, or has untraced
+            # parts, which were measured.
             return None if captured.filled or captured.opaque else captured
     return None

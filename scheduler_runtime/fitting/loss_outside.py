@@ -1,4 +1,4 @@
-"""What a loss outside of the model is taken to need: the plan is made before it is computed."""
+"""The memory that a plan counts for a loss outside of the model, which is not known beforehand."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from solver.sizes_deadlines_progress import format_both
 _IN_32_BITS = 4
 _N_HELD = 2
 _N_USUAL, _N_CAUTIOUS = 2, 5
-"""Outputs in 32 bits: what cross-entropy and `mse_loss` take, and the most that those listed in
-docs/bytes.md take in the first step."""
+"""Memory of a loss, in multiples of the outputs in 32 bits: what cross-entropy and `mse_loss` take,
+and the most that any loss listed in docs/bytes.md takes in the first step."""
 
 
 @dataclass(frozen=True)
 class LossBytes:
-    """reserved: what it takes besides the outputs that it reads and their gradients.
+    """The bytes of a loss outside of the model.
 
-    held: of that, for the whole step: targets as large as the outputs, and the terms that the value
-        of `mse_loss` and its like keep, in 32 bits.
-    is_cautious: guessed from the sizes of the outputs, enough for nearly every loss, and so much
-        that a loss that takes less is worth another plan.
+    reserved: bytes that it takes besides the outputs that it reads and their gradients.
+    held: the part of `reserved` that is held for the whole step: targets as large as the outputs,
+        and the terms that the value of losses like `mse_loss` keeps, in 32 bits.
+    is_cautious: whether this is a guess from the sizes of the outputs that is enough for nearly
+        every loss; it is worth planning again if the loss takes less.
     """
 
     reserved: int
@@ -36,8 +37,11 @@ class LossBytes:
 
     @classmethod
     def of(cls, outputs: Sequence[torch.Tensor], reserved_bytes: int | None) -> LossBytes:
-        """outputs: those that get a gradient. reserved_bytes: as the caller says (None: a copy for
-        logarithms and one for their gradient, as cross-entropy takes; from 16 bits also a cast).
+        """The bytes of a usual loss.
+
+        outputs: the outputs that get a gradient.
+        reserved_bytes: as the user says (None: a copy of the outputs for logarithms and one for
+            their gradient, as cross-entropy takes; for 16-bit outputs also a cast).
         """
         if reserved_bytes is None:
             reserved_bytes = cls._outputs(outputs, _N_USUAL)
@@ -45,19 +49,19 @@ class LossBytes:
 
     @classmethod
     def cautious(cls, outputs: Sequence[torch.Tensor]) -> LossBytes:
-        """For a step that is planned before any loss was seen."""
+        """A cautious guess, for a step that is planned before any loss was seen."""
         held_bytes = _N_HELD * _in_32_bits(outputs)
         return cls(cls._outputs(outputs, _N_CAUTIOUS), held_bytes, is_cautious=True)
 
     @staticmethod
     def _outputs(outputs: Sequence[torch.Tensor], n_times: int) -> int:
-        """So many times the outputs in 32 bits, and their casts."""
+        """`n_times` the bytes of the outputs in 32 bits, plus casts of shorter ones."""
         of_casts = [t for t in outputs if t.element_size() < _IN_32_BITS]
         return n_times * _in_32_bits(outputs) + _in_32_bits(of_casts)
 
     def for_passes(self, n: int, outputs: Sequence[torch.Tensor]) -> LossBytes:
-        """A loss over n such passes, guessed from one. While the first of them runs its backward
-        pass, the gradients of the outputs of the others are there."""
+        """A loss over n such passes, guessed from one. While one of them runs its backward pass,
+        the gradients of the other passes' outputs are live."""
         others_bytes = (n - 1) * sum(tensor.nbytes for tensor in outputs)
         return replace(
             self, reserved=n * self.reserved + others_bytes, held=n * self.held + others_bytes
@@ -83,11 +87,13 @@ class LossBytes:
 class LossSeen:
     """What a loss has taken in a step that was watched.
 
-    read_bytes: storages that it reads and that were there before: targets, another module.
-    left_bytes: of what it made, there when the model's backward pass began, besides the gradients.
-        A loop that gives it a name holds it until the loss of the next step takes its place.
-    peak_bytes: the most of what it made, besides gradients of the outputs.
-    output_bytes: of the outputs that got a gradient.
+    read_bytes: storages that existed before and that the loss reads: targets, another module.
+    left_bytes: storages made by the loss that are live when the model's backward pass begins,
+        without gradients of the outputs. A training loop that assigns the loss to a variable holds
+        them until the loss of the next step replaces it.
+    peak_bytes: the most that was live at once of what the loss has made, without gradients of the
+        outputs.
+    output_bytes: bytes of the outputs that got a gradient.
     """
 
     read_bytes: int
@@ -97,12 +103,12 @@ class LossSeen:
 
     @property
     def in_first_step(self) -> LossBytes:
-        """As it was: nothing of a step before."""
+        """What it took in the first step, when nothing was held of a step before."""
         held = self.read_bytes + self.left_bytes
         return LossBytes(self.read_bytes + max(self.peak_bytes, self.left_bytes), held)
 
     def for_outputs(self, outputs: Sequence[torch.Tensor]) -> LossBytes:
-        """In later steps, in proportion to the outputs."""
+        """What it takes in later steps with these outputs, in proportion to their bytes."""
         first = self.in_first_step
         share = sum(t.nbytes for t in outputs) / self.output_bytes
         reserved, held = first.reserved + self.left_bytes, first.held
@@ -110,7 +116,7 @@ class LossSeen:
 
 
 def peak_with(solution: Solution, planned: LossBytes, seen: LossBytes) -> int:
-    """Bytes that the solution's schedule takes with another loss than it was planned for."""
+    """The peak of the solution's schedule with another loss than it was planned for."""
     assert solution.schedule is not None
     assert solution.simulation is not None
     live = solution.simulation.live_bytes

@@ -1,4 +1,4 @@
-"""What is reserved for a loss outside of the model: as given, guessed, or seen in a step."""
+"""What plans reserve for a loss outside of the model: given by the user, guessed, or seen."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from scheduler_runtime.fitting.loss_watch import LossWatch, can_watch
 from scheduler_runtime.surroundings import size_on
 
 SHARE_THAT_MATTERS = 0.01
-"""Of what is available: a plan that has reserved less for a loss is not planned anew to gain it."""
+"""A plan that reserves less than this share of the available bytes for a loss is not made again,
+even if the loss takes less."""
 
 Seen = Callable[[LossSeen | None, Sequence[bool]], None]
 
 
 class LossReserve:
-    """given: `loss_reserve` of `fit`."""
+    """Chooses what is reserved, and watches a loss to learn what it takes.
+
+    given: `loss_reserve` of `fit`.
+    """
 
     def __init__(self, given: int | float | str | None) -> None:
         self._given = given
@@ -37,13 +41,16 @@ class LossReserve:
         n_passes: int,
         available_bytes: int,
     ) -> tuple[LossBytes, ...]:
-        """To plan with, the first that fits. outputs: those that get a gradient.
+        """The reserves to plan with, of which the first that fits is used.
 
-        is_watched: whether the first step shows what the loss takes. Where what was seen does not
-            fit, the first step of a plan with less tells by how much.
-        n_passes: that the loss is computed from.
-        available_bytes: for the peak. A guess that is a small share of them is as good as what the
-            loss takes, so a plan with it is not made anew for less.
+        If what was seen does not fit, less is tried; the first step of a plan with less then warns
+        by how much it exceeds the budget.
+
+        outputs: the outputs that get a gradient.
+        is_watched: whether the first step will show what the loss takes.
+        n_passes: number of forward passes that the loss is computed from.
+        available_bytes: the budget after the reserve. If a guess is a small share of it, the plan
+            is not made again for a loss that takes less.
         """
         given_bytes = None
         if self._given is not None:
@@ -71,7 +78,11 @@ class LossReserve:
         device: torch.device,
         then: Seen,
     ) -> None:
-        """See what the loss of this output takes. known: what the plan counts already."""
+        """Watch what the loss of this output takes.
+
+        known: the tensors that the plan counts already.
+        then: called when the gradients of the output arrive.
+        """
         if not can_watch():
             return
         watch = LossWatch(costs, device, known)
@@ -87,7 +98,10 @@ class LossReserve:
         return arrived
 
     def goes_on(self, output: Any, then: Seen) -> bool:
-        """Whether a watch that saw another pass goes on with this one's output, for one loss."""
+        """Let a watch that is running for another pass also watch this output, for a common loss.
+
+        Returns False if no watch is running.
+        """
         if self._watch is None or self._watch.is_over:
             return False
         self._watch.also(output, self._arrived(then))
@@ -95,7 +109,7 @@ class LossReserve:
 
     @contextlib.contextmanager
     def not_in_pass(self) -> Iterator[None]:
-        """A forward pass of the module is no part of the loss that is watched."""
+        """In this context, which is a forward pass of the module, the loss is not watched."""
         watch = self._watch
         if watch is None or not watch.is_on_top:
             yield
@@ -107,11 +121,11 @@ class LossReserve:
             watch.watch()
 
     def take_off(self) -> None:
-        """End a watch that has seen its loss, or will not see it any more."""
+        """End the watch if it has seen its loss, or cannot see it any more."""
         if self._watch is not None and self._watch.is_over:
             self.stop_watching()
 
     def stop_watching(self) -> None:
-        """In the training's own thread, outside of a backward pass."""
+        """End the watch; to be called in the training's own thread, outside of a backward pass."""
         if self._watch is not None and self._watch.end():
             self._watch = None

@@ -1,13 +1,13 @@
-"""What a loss that the training computes takes: its operators are watched in one step.
+"""Measure the memory of a loss outside of the model, by watching its operators in one step.
 
-A dispatch mode sees them from the end of the model's forward pass until the first gradient of an
-output arrives. Then it does nothing more, and is taken off in the training's own thread: when the
-output's graph is gone (so ends a loss that never runs backward, too), at the optimizer's step or at
-the model's next call. One that is taken off within a backward pass comes back after it, since the
-engine restores the state of the thread.
+A dispatch mode sees the operators from the end of the model's forward pass until the first gradient
+of an output arrives. After that it does nothing, and it is left in the training's own thread: when
+the output's graph is freed (that also ends the watch of a loss that never runs backward), at the
+optimizer's step, or at the model's next call. If it were left within a backward pass, it would be
+back afterwards, since the engine restores the state of the thread.
 
-Some of what a loss does is not seen: compiled kernels, bytes of sparse tensors, and backward
-functions that have other bits under a mode. Then nothing is told.
+Some operators are not seen: compiled kernels, bytes of sparse tensors, and backward functions that
+run without the mode, because their results would differ under it. Then no result is reported.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from scheduler_runtime.execute import Watching, maker_of
 from scheduler_runtime.fitting.loss_outside import LossSeen
 
 Arrived = Callable[[LossSeen | None, Sequence[bool]], None]
-"""Is told what was seen (None: not all of it), and which of the outputs have got a gradient."""
+"""Called with what was seen (None: not everything was), and which of the outputs get a gradient."""
 
 
 class LossWatch(Watching):
-    """Watches until the outputs' gradients arrive, or until it is ended."""
+    """Watches a loss until the gradients of the outputs arrive, or until `end`."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Else torch.compile gives up a loss that is first called here, and for good."""
+        """True: otherwise torch.compile would never compile a loss that is first called here."""
         return True
 
     def __init__(
         self, costs: CostModel, device: torch.device, known: Iterable[torch.Tensor]
     ) -> None:
-        """known: tensors that the plan counts already. costs: for the workspace of operators."""
+        """known: tensors that the plan counts already.
+        costs: the cost model, for the workspace of operators."""
         super().__init__()
         self._costs = costs.roofline if isinstance(costs, Measured) else costs
         self._device = device
@@ -54,16 +55,19 @@ class LossWatch(Watching):
         self._is_on = self._is_paused = False
         self._hooks: list[Any] = []
         self._functions: list[weakref.ref[Any]] = []
-        self._n_outputs = 0  # that are there
+        self._n_outputs = 0  # outputs whose graphs still exist
         for tensor in known:
             self._add(tensor)
 
     def begin(self, output: Any, arrived: Arrived) -> None:
-        """Watch what happens to the output of a planned forward pass, where `can_watch`."""
+        """Start to watch what is done with this output of a planned forward pass.
+
+        To be called only if `can_watch`.
+        """
         watch = weakref.ref(self)
 
         def before_optimizer(*_: Any) -> None:
-            # one that is not over yet goes on: this is the optimizer of another model
+            # if the watch is not over yet, this is the optimizer of another model
             if (found := watch()) is not None and found.is_over:
                 found._take_off()
 
@@ -73,8 +77,8 @@ class LossWatch(Watching):
         self._is_on = True
 
     def also(self, output: Any, arrived: Arrived) -> None:
-        """The loss may be computed from this output as well; whichever gradient arrives first ends
-        it."""
+        """Also watch this output, from which the same loss may be computed. The first gradient that
+        arrives for any output ends the watch."""
         made = [t for t in nested.tensors(output) if maker_of(t) is not None]
         for tensor in nested.tensors(output):
             self._add(tensor)
@@ -103,7 +107,7 @@ class LossWatch(Watching):
 
     @property
     def is_on_top(self) -> bool:
-        """Whether it watches, and no other mode does after it."""
+        """Whether it is watching, and is the topmost mode."""
         stack = _get_current_dispatch_mode_stack()
         return self._is_on and not self.is_over and bool(stack) and stack[-1] is self
 
@@ -113,11 +117,12 @@ class LossWatch(Watching):
         return self._arrived is None
 
     def misses(self) -> None:
-        """A backward function runs without this mode."""
+        """Called when a backward function runs without this mode, so not everything is seen."""
         self._sees_all = False
 
     def end(self) -> bool:
-        """Nothing is watched any more. False: it is still below another mode, and does nothing."""
+        """Stop watching. Returns False if the mode cannot be left yet, since it is below another
+        one; then it stays without effect."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -125,8 +130,9 @@ class LossWatch(Watching):
         return not self._is_on
 
     def _take_off(self) -> None:
-        """With those below that are over. Not if another mode is on top of it, or on the stack of
-        another thread."""
+        """Leave the mode, and modes below it that are over.
+
+        That is not possible if another mode is on top of it, or in another thread."""
         self._arrived = None
         while (stack := _get_current_dispatch_mode_stack()) and (top := _over(stack[-1])):
             top._is_on = False
@@ -143,7 +149,7 @@ class LossWatch(Watching):
     def _count(self, call: OpCall) -> None:
         inputs, outputs, written = call.inputs(), call.outputs(), call.mutated()
         if not outputs and not written:
-            return  # it asks for a property
+            return  # it only reads a property
         if any(tensor.layout != torch.strided for tensor in (*inputs, *outputs)):
             self._sees_all = False
         if not self._sees_all:
@@ -151,7 +157,8 @@ class LossWatch(Watching):
         for tensor in inputs:
             if self._add(tensor):
                 if _in_backward() and not any(tensor is each for each in written):
-                    self._sees_all = False  # what is no accumulated gradient was made unseen
+                    # Not an accumulated gradient, so an operator that was not seen has made it.
+                    self._sees_all = False
                 storage = tensor.untyped_storage()
                 self._read[storage._cdata] = storage.nbytes()
         for tensor in outputs:
@@ -163,7 +170,7 @@ class LossWatch(Watching):
         self._peak_bytes = max(self._peak_bytes, self._taken_bytes + workspace_bytes)
 
     def _add(self, tensor: torch.Tensor) -> bool:
-        """Whether it is on a storage of the device that was not known."""
+        """Add the tensor's storage to the known ones; whether it is on the device and was new."""
         if tensor.device != self._device or tensor.layout != torch.strided:
             return False
         storage = tensor.untyped_storage()
@@ -193,9 +200,9 @@ class LossWatch(Watching):
             return
         total_bytes = sum(each.nbytes for _, each in here)
         if not total_bytes:
-            return  # of an empty batch: nothing is to be learned
+            return  # an empty batch shows nothing
         own = {each.untyped_storage()._cdata for _, each in here} & self._made.keys()
-        copied_bytes = sum(  # the plan's own, in the strides that it was traced with
+        copied_bytes = sum(  # gradients that the plan will copy to the strides it was traced with
             each.nbytes
             for n, each in here
             if not same_strides(each.shape, each.stride(), strides.get(n, each.stride()))
@@ -215,16 +222,16 @@ def _in_backward() -> bool:
 
 
 def can_watch() -> bool:
-    """Not inside of other modes than these: the top one is taken off when one of them ends."""
+    """Whether no dispatch modes other than these are active: a watch can only be left on top."""
     for each in _get_current_dispatch_mode_stack():
         if (watch := _over(each)) is not None:
-            watch.end()  # of a model that was not called again
+            watch.end()  # left by a model that was not called again
     return all(isinstance(each, LossWatch) for each in _get_current_dispatch_mode_stack())
 
 
 @contextmanager
 def not_watched() -> Iterator[None]:
-    """What runs in it (the planning of another model) is no part of a loss."""
+    """In this context (the planning of another model), operators do not count as part of a loss."""
     stack = _get_current_dispatch_mode_stack()
     paused = [each for each in stack if isinstance(each, LossWatch) and not each._is_paused]
     for each in paused:
@@ -237,4 +244,5 @@ def not_watched() -> Iterator[None]:
 
 
 def _over(mode: TorchDispatchMode) -> LossWatch | None:
+    """The mode, if it is a watch that is over."""
     return mode if isinstance(mode, LossWatch) and mode.is_over else None

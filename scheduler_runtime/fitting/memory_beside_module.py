@@ -1,4 +1,4 @@
-"""What is on the device beside the module that `fit` plans: it takes from the budget."""
+"""The memory on the device that is not the planned module's, but is part of the budget."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from scheduler_runtime.surroundings import Buckets
 
 @dataclass(frozen=True)
 class Beside:
-    """optimizers: as `optimizer_costs` returns them.
+    """What a step has on the device besides the planned module.
 
+    optimizers: costs of the optimizers, as `optimizer_costs` returns them.
     rest_bytes: parameters and buffers of the whole module outside of the planned part.
-    bucket_bytes: gradient buckets that are no gradients themselves.
+    bucket_bytes: gradient buckets that are separate from the gradients.
     """
 
     optimizers: tuple[Mapping[str, Any], ...]
@@ -39,7 +40,7 @@ class Beside:
         *,
         buckets: Buckets | None,
     ) -> Beside:
-        """part: the module that is planned. whole: the one of which it is a part, or itself."""
+        """part: the planned module. whole: the module that contains it, or itself."""
         device = device_of(part)
         in_whole, in_part = (
             bytes_of(resident_tensors(each, (), ()), device) for each in (whole, part)
@@ -53,7 +54,7 @@ class Beside:
         )
 
     def around(self, graph: Graph) -> Graph:
-        """The module's graph with all of it."""
+        """Add all of this to the graph of the module."""
         graph = with_resident(graph, "rest_of_the_module", self.rest_bytes)
         graph = with_optimizer(graph, together(self.optimizers))
         return with_resident(graph, "gradient_buckets", self.bucket_bytes)

@@ -1,4 +1,4 @@
-"""What `fit` is asked for, and what it made."""
+"""The options of `fit`, its error, and the plans that it returns."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ class FitError(ValueError):
 
 
 def nothing_fits(name: str, solution: Solution, *, runs_again: bool = False) -> FitError:
-    """For a solution without a schedule. name: of the model. runs_again: the step is one whose
-    forward pass runs twice, since gradients came to other outputs than were planned for."""
+    """The error for a solution without a schedule.
+
+    name: name of the model.
+    runs_again: whether the step runs its forward pass again, since gradients arrived for other
+        outputs than planned.
+    """
     longer = ": raise time_limit_s=" if solution.status == "time_limit" else ""
     again = _RUNS_AGAIN if runs_again else ""
     return FitError(
@@ -41,9 +45,9 @@ _RUNS_AGAIN = (
 class Fitted:
     """A plan that `fit` made.
 
-    notes: sentences on what it counts and what it does not.
-    reused: without a search: what an earlier plan recomputes serves this call too.
-    took_s: what the step has waited for it, tracing included.
+    notes: sentences on what the plan counts and what it does not.
+    reused: whether it was made without a search, by recomputing what an earlier plan recomputes.
+    took_s: how long the step has waited for the plan, tracing included.
     """
 
     solution: Solution
@@ -57,7 +61,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Options:
-    """Of `fit`, whose docstring explains each."""
+    """The options of `fit`, whose docstring explains them."""
 
     budget: int | float | str
     reserve: int | float | str | None

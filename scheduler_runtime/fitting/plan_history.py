@@ -1,4 +1,4 @@
-"""The plans that `fit` has made for a module, and what its user is told of each."""
+"""The plans that `fit` has made for a module, and the messages about them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from solver.schedule import Solution
 from solver.sizes_deadlines_progress import format_both, format_size, format_time, tell
 
 SHARE_TOLD = 0.01
-"""A peak without a plan that turns out to be another by more than this share is told anew."""
+"""If the peak without a plan turns out to differ by more than this share, a message says so."""
 
 
 class PlanHistory:
-    """plans: oldest first.
+    """The plans of one module.
 
-    of_one_step: those of a step that ran again, beside what its first pass held.
+    plans: all plans, oldest first.
+    of_one_step: the plans for a single step that ran again, while its first run held memory.
     """
 
     def __init__(self) -> None:
@@ -27,11 +28,11 @@ class PlanHistory:
         self._said: set[str] = set()
 
     def solutions(self) -> list[Solution]:
-        """Of the plans that later steps may use."""
+        """The solutions of the plans that later steps may use."""
         return [each.solution for each in self.plans if each not in self.of_one_step]
 
     def known(self, outdated: Iterable[Made]) -> list[KnownPlan]:
-        """Those that another search may start from."""
+        """The plans that another search may start from. outdated: plans to leave out."""
         old = {id(made.fitted) for made in outdated}
         plans = [each for each in self.plans if not each.reused and id(each) not in old]
         return [KnownPlan.of(each.solution) for each in plans]
@@ -43,9 +44,14 @@ class PlanHistory:
             self.plans[self.plans.index(instead_of)] = fitted
 
     def show(self, made: Made, fitted: Fitted, why: str, *, title: str) -> None:
-        """The figures of a plan, as its first step has shown them."""
+        """Replace the figures of a plan by those that its first step has shown.
+
+        fitted: the plan with the new figures.
+        why: the reason, for the message.
+        title: name of the model.
+        """
         at = next((n for n, each in enumerate(self.plans) if each is made.fitted), None)
-        if at is None:  # another was made in its place
+        if at is None:  # the plan was replaced already
             return
         before, now = (each.solution.baseline.peak_bytes for each in (made.fitted, fitted))
         self.plans[at] = made.fitted = fitted
@@ -56,7 +62,11 @@ class PlanHistory:
             )
 
     def tell(self, reason: Difference | None, *, full_limit_s: float) -> None:
-        """The last plan in a line: a warning where a call like it was planned before."""
+        """Describe the last plan in one line, as a warning if a similar call was planned before.
+
+        reason: how this call differs from earlier ones (None: it is the first of its step).
+        full_limit_s: the time limit of a search; a first step may get only a share of it.
+        """
         new = self.plans[-1]
         line = told(new.solution, is_reused=new.reused, took_s=new.took_s)
         if new.solution.timed_out and new.solution.request.time_limit_s < full_limit_s:

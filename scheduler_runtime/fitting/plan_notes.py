@@ -1,4 +1,4 @@
-"""What a plan of `fit` counts and does not, for its user."""
+"""Notes for the user on what a plan of `fit` counts and what it does not."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def notes_on(
     *,
     is_first: bool,
 ) -> tuple[str, ...]:
-    """On what a user may not expect to be counted, or not to be.
+    """Sentences on what is counted, or not counted, although a user may expect otherwise.
 
-    is_first: of the model's plans; a missing optimizer is then warned of.
+    is_first: whether it is the model's first plan; then a missing optimizer is also warned of.
     """
     notes = list(step.graph.meta.notes)
     if not optimizers:

@@ -1,4 +1,4 @@
-"""From a call of a module to the plan that `fit` makes for it, and the program that runs it."""
+"""Plan a call of a module for `fit`, and build the program that runs the plan."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from solver.solving import disk_directory
 
 
 class PlanningPart(CalledPart):
-    """A part that is planned for call by call, with what has been planned for it before."""
+    """The base of `fit`'s forward: plans one kind of call after the other, and keeps the plans."""
 
     def __init__(
         self,
@@ -95,7 +95,14 @@ class PlanningPart(CalledPart):
         instead_of: Made | None = None,
         is_ahead: bool = False,
     ) -> Made | Ladder:
-        """is_ahead: asked for, so that another plan is no news."""
+        """Trace and plan a call, and build its program.
+
+        held_bytes: memory held by the first run of a step that runs again (0: it does not).
+        instead_of: the outdated plan to replace.
+        is_ahead: whether the user asked for the plan, so that there is no warning of another one.
+
+        Returns a Ladder with on_pressure="replan". Raises FitError if nothing fits.
+        """
         started_s = now_s()
         refuse_checkpointing(self._model)
         device, buckets = device_of(self._model), buckets_of(self._model)
@@ -152,8 +159,10 @@ class PlanningPart(CalledPart):
         return Made(self.kind(call), program, fitted, loss, to_plan.outputs, costs, names)
 
     def _solved_again(self, costs: CostModel, to_plan: StepToPlan, started_s: float) -> Solution:
-        """For a step that was planned before, or will be again. Plans since then may have filled
-        the host or moved the optimizer's state there."""
+        """Plan a step within other bytes, for a ladder.
+
+        Plans made since then may have filled the host, or moved the optimizer's state there, so the
+        place of the state is looked up again."""
         to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
         return self._solved(to_plan, costs, started_s)[0].solution
 
@@ -164,7 +173,9 @@ class PlanningPart(CalledPart):
         started_s: float,
         instead_of: Made | None = None,
     ) -> tuple[Fitted, LossBytes | None]:
-        """The answer, which is kept if it is a plan, and the loss that it counts."""
+        """Solve for a step; keeps the answer in the history if it is a plan.
+
+        Returns it with the loss that it counts."""
         known = self._history.known(self._first_steps.outdated) if instead_of is None else []
         found, loss = to_plan.planned(known)
         finish_measuring(costs)  # after planning, which may measure ops of other variants
@@ -180,7 +191,7 @@ class PlanningPart(CalledPart):
     def _step(
         self, call: Call, request: Request, buckets: Buckets | None, costs: CostModel
     ) -> CapturedStep:
-        """The module's own step, without rewrites."""
+        """Trace the module's own step, without rewrites."""
         gradients = ACCUMULATE if has_gradients(self._model, buckets) else FRESH
         with no_checkpoints():
             step = self.traced(
@@ -209,7 +220,10 @@ class PlanningPart(CalledPart):
         *,
         tighter: Tighter | None = None,
     ) -> BoundProgram:
-        """What runs the solution's schedule. tighter: what runs where memory is short."""
+        """Build the program of a solution's schedule.
+
+        tighter: finds another program if memory runs out.
+        """
         assert solution.schedule is not None
         if n_parameters := Plan.of(solution).state_buckets:
             (optimizer,) = self._optimizers
@@ -242,6 +256,7 @@ class PlanningPart(CalledPart):
         return program
 
     def _for_one_step(self, costs: CostModel, to_plan: StepToPlan) -> Solution:
+        """Solve for a step that runs again without the disk; later calls do not use the plan."""
         to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
         fitted, _ = self._solved(to_plan, costs, now_s())
         if fitted.solution.schedule is not None:
@@ -265,11 +280,14 @@ class PlanningPart(CalledPart):
         costs: CostModel,
         held_bytes: int,
     ) -> StepToPlan:
-        """held_bytes: of a step that runs again (0: it does not)."""
+        """Trace a call, and collect what its plan has to count.
+
+        held_bytes: memory held by the first run of a step that runs again (0: it does not).
+        """
         device, whole = device_of(self._model), self._whole_model()
         step = self._step(call, request, buckets, costs)
         always = self._pressure is not None
-        if not held_bytes:  # the step that runs again is given what the first pass has kept
+        if not held_bytes:  # in a step that runs again, the first run's copies are in held_bytes
             held_bytes = kept_bytes(step.captured, device, always=always)
         captured = step.captured
         outputs = tuple(captured.outputs[i].meta["val"] for i in captured.gradient_outputs)

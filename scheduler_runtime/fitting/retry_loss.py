@@ -1,10 +1,10 @@
-"""`attempt`: a part of a training step that runs again where memory runs short in the loss.
+"""`attempt`: run a part of a training step again if memory runs out in the loss.
 
     loss = attempt(model, lambda: criterion(model(inputs), targets))
 
-Errors in the model's own passes are met where they arise
-(`scheduler_runtime.execute.restart_step`). The loss is the caller's, so the caller has to say what
-may run twice.
+Out-of-memory errors in the model's own passes are handled there
+(`scheduler_runtime.execute.restart_step`). The loss is computed by the caller, so the caller has to
+say what may run twice.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ T = TypeVar("T")
 
 
 def attempt(model: nn.Module, step: Callable[[], T]) -> T:
-    """Run a part of a training step; where memory runs short, again with a tighter plan.
+    """Run a part of a training step; if memory runs out, run it again with a tighter plan.
 
-    model: given to `fit(..., on_pressure="replan")`, itself or a part of it, or a
-        DistributedDataParallel around it.
+    Before `step` runs again, these are restored: the random state of the CPU and of the model's
+    device, the model's buffers, and the gradients of the model and of its inputs.
+
+    model: a module that was given to `fit(..., on_pressure="replan")` or contains such a module, or
+        a DistributedDataParallel around it.
     step: a function without arguments that runs the forward pass and the loss, and perhaps the
-        backward pass; not the optimizer's step. What it changes elsewhere (lists, metrics, other
-        modules) is not undone.
+        backward pass, but not the optimizer's step. What it changes elsewhere (lists, metrics,
+        other modules) is not restored.
 
-    Before it runs again, the random state of the CPU and of the model's device, the model's buffers
-    and its gradients, and those of its inputs, are as they were. Raises the error as it came, with
-    a note, where it has changed parameters or gradients that existed before, or where there is no
-    tighter plan. ValueError for a model without such a plan.
+    Raises the original error, with a note, if `step` has changed parameters or gradients that
+    existed before, or if there is no tighter plan; ValueError for a model without such a `fit`.
     """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     forwards = [

@@ -1,4 +1,4 @@
-"""The budget of the first plan, which later plans of the module share."""
+"""The budget that all plans of a module share: that of its first plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from solver.solving import disk_behind
 
 
 class SharedBudget:
-    """What `options` asks for, in bytes once the first call has come."""
+    """The budgets in `options`, converted to bytes at the first call."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -34,10 +34,11 @@ class SharedBudget:
         costs: CostModel,
         optimizer_state: str,
     ) -> Request:
-        """What is asked of the solver for a call.
+        """The solver's request for a call.
 
-        part: the module that is planned. whole: the one of which it is a part, or itself.
-        optimizer_state: where it may be, as in `Request`.
+        part: the planned module.
+        whole: the module that contains it, or itself.
+        optimizer_state: where the state may be, as in `Request`.
         """
         options = self._options
         budget: int | float | str = options.budget
@@ -65,8 +66,10 @@ class SharedBudget:
 
 
 def where_state_may_be(options: Options, plans: Sequence[Fitted]) -> str:
-    """Of the optimizer. It moves to the host once, and not where earlier plans may fill the host
-    with copies."""
+    """Where the optimizer's state may be in the next plan, as in `Request`.
+
+    Once an earlier plan has moved it to the host, it stays there. With "auto", it does not move if
+    earlier plans copy to the host, since these may fill it."""
     if any(each.solution.graph.host_state_bytes for each in plans):
         return "host"
     asked = options.optimizer_state

@@ -1,4 +1,4 @@
-"""What `attempt` puts back before a part of a training step runs again."""
+"""The state that `attempt` restores before a part of a training step runs again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from scheduler_runtime.execute import Again, drop_frames
 
 
 class Attempted:
-    """What a function around a model's training forward pass starts from, and what it has changed.
+    """The state before a function that runs a model's training forward pass, to restore it.
 
-    It holds no gradient alive.
+    It does not keep gradients alive.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -29,7 +29,10 @@ class Attempted:
         self._before: list[tuple[torch.Tensor, int, Any, int]] = []
 
     def began(self, again: Again) -> None:
-        """The model's forward pass begins, to be run again by this."""
+        """Note that a planned forward pass of the model begins, and the versions of what it reads.
+
+        again: what the forward pass needs to run again.
+        """
         own = () if self._steps else tuple(self._model.parameters())
         known = {id(each) for each, *_ in self._before}
         for each in (*own, *again.leaf_tensors):
@@ -45,9 +48,9 @@ class Attempted:
         self._steps.append(again)
 
     def again(self, error: Exception) -> None:
-        """Put everything back as it was; the next plan is a tighter one.
+        """Restore everything, and make the next plan a tighter one.
 
-        Raises the error where that cannot be.
+        Raises the error if that is not possible.
         """
         drop_frames(error)
         why = self._why_not()
@@ -66,6 +69,7 @@ class Attempted:
         self._before.clear()
 
     def _why_not(self) -> str:
+        """Why the function cannot run again; "": it can."""
         if not self._steps:
             return "no training forward pass of the model ran in it"
         if any(p._version != version for p, version, _, _ in self._before):

@@ -1,4 +1,4 @@
-"""The step of one kind of call as it was traced, with all that a plan for it has to count."""
+"""The traced step of one kind of call, with everything that a plan for it has to count."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from solver.schedule import Places, Request
 from solver.sizes_deadlines_progress import format_both
 
 _SHARE_OF_FIRST = 0.05
-"""Of the time limit, for a plan with the reserve of a first step, which is made anew afterwards."""
+"""Share of the time limit for a plan with the cautious reserve of a first step, since it is
+probably made again afterwards."""
 
 
 @dataclass(frozen=True)
 class StepToPlan:
-    """step: the module's own, without rewrites.
+    """A step and what its plan has to count.
 
+    step: the module's own step, without rewrites.
     beside: what else is on the device.
-    losses: how one outside of the model is counted, the first that fits (none: it is inside).
-    outputs: those that get a gradient.
-    request: budget and options.
+    losses: what to count for a loss outside of the model; the first that fits is used (empty: the
+        loss is inside).
+    outputs: the outputs that get a gradient.
+    request: budget and options for the solver.
     notes: sentences on what is counted and what is not.
-    kept_bytes: what a plan keeps for a step that runs again.
-    keeps_gradients: whether the gradients of the outputs are held to the end of the step, which may
-        have to run its backward pass again.
-    passes: of the step. others_bytes: that each of the others holds at least.
+    kept_bytes: what a step keeps, or has kept, in order to run again.
+    keeps_gradients: whether the gradients of the outputs are held to the end of the step, since its
+        backward pass may have to run again.
+    passes: the forward passes that wait for one backward pass.
+    others_bytes: what is counted at least for each other pass in flight.
     """
 
     step: CapturedStep
@@ -50,25 +54,25 @@ class StepToPlan:
     others_bytes: int
 
     def within(self, available_bytes: int) -> StepToPlan:
-        """The same step with other bytes for its peak."""
+        """The same step with another limit for its peak."""
         budget_bytes = available_bytes + self.request.reserve_bytes
         return replace(self, request=replace(self.request, budget_bytes=budget_bytes))
 
     def without_disk(self, held_bytes: int) -> StepToPlan:
-        """The same step running again without the disk, while so many bytes more are held."""
+        """The same step, run again without the disk while the first run still holds these bytes."""
         request, places = self.request, self.request.places
         alone = Places(host=None if places is None else places.host)
         again = replace(self, request=replace(request, places=alone), keeps_gradients=True)
         return again.within(request.available_bytes - held_bytes)
 
     def with_state(self, where: str) -> StepToPlan:
-        """The same step; where the optimizer's state may be is as in `Request`."""
+        """The same step with another place for the optimizer's state, as in `Request`."""
         return replace(self, request=replace(self.request, optimizer_state=where))
 
     def planned(self, known: Sequence[KnownPlan]) -> tuple[NewPlan, LossBytes | None]:
-        """The fastest plan that is found, and the loss that it counts.
+        """The best plan found, and the loss that it counts.
 
-        known: plans of the same module.
+        known: plans of the same module for other calls.
         """
         if not self.losses:
             return self._planned(None, known), None
@@ -95,7 +99,7 @@ class StepToPlan:
             return self.beside.around(graph if loss is None else loss.around(graph))
 
         def in_flight(graph: Graph, others_bytes: int) -> Graph:
-            loss_bytes = None if loss is None else 0  # it counts them all
+            loss_bytes = None if loss is None else 0  # `loss` counts all passes already
             return with_passes(graph, self.passes, others_bytes=others_bytes, loss_bytes=loss_bytes)
 
         def unplanned(graph: Graph) -> Graph:
@@ -104,7 +108,7 @@ class StepToPlan:
         def whole(graph: Graph) -> Graph:
             kept_bytes = self.passes.n * self.kept_bytes
             graph = with_resident(step(graph), "kept_to_run_again", kept_bytes)
-            if self.keeps_gradients:  # those of the outputs, to the end of the step
+            if self.keeps_gradients:  # as outputs of the graph, they are live to its end
                 tangents = (t.name for t in graph.tensors if t.kind == "tangent")
                 kept = [name for name in tangents if name in graph.producer]
                 graph = replace(graph, outputs=(*graph.outputs, *kept))

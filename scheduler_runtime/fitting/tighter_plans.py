@@ -1,9 +1,9 @@
-"""The plans of one kind of call, for a step that runs again where memory is short.
+"""Plans of different peaks for one kind of call, from which steps choose when memory is short.
 
     ladder = Ladder(...)
-    ladder.run(model, call)     # with the fastest plan within the limit of the moment
+    ladder.run(model, call)     # with the fastest plan within the present limit
 
-A plan is made when it is first needed, from the step that was traced once.
+Each plan is made when it is first needed. The step is traced only once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NOT_ALONE = (
 
 @dataclass(frozen=True)
 class Rung:
-    """A plan and what runs it."""
+    """A plan and its program."""
 
     solution: Solution
     program: BoundProgram
@@ -58,12 +58,12 @@ class Rung:
 
     @property
     def growth_bytes(self) -> int:
-        """What a step takes besides what is there before it."""
+        """Bytes that a step takes besides the resident ones."""
         return self.peak_bytes - self.resident_bytes
 
     @property
     def less_bytes(self) -> int:
-        """For the peak of a plan that takes clearly less."""
+        """The peak that a clearly tighter plan may have."""
         return self.resident_bytes + int(SHARE_KEPT * self.growth_bytes)
 
     def __str__(self) -> str:
@@ -72,13 +72,17 @@ class Rung:
 
 
 Planner = Callable[["Ladder", int], Rung | Solution]
-"""A plan within so many bytes, or the answer that there is none."""
+"""Makes a plan within this many bytes; returns the solver's answer if there is none."""
 
 
 class Ladder:
-    """title: of the model. available_bytes: of the budget, for the peak. reserve_bytes: besides.
+    """The plans of one kind of call; as a `StepProgram`, it runs the one that fits at the moment.
 
-    pressure: shared by all ladders of the model.
+    plan: makes a plan within given bytes.
+    pressure: the limit, shared by all ladders of the model.
+    title: name of the model.
+    available_bytes: the budget after the reserve.
+    reserve_bytes: the reserve.
     """
 
     def __init__(
@@ -99,11 +103,11 @@ class Ladder:
         self._has_least = False
 
     def fits(self, model: nn.Module, call: Call) -> bool:
-        """As of a program."""
+        """Whether the plans are for this call (`StepProgram.fits`)."""
         return self._rungs[0].program.fits(model, call)
 
     def run(self, model: nn.Module, call: Call) -> Any:
-        """The step with the fastest plan for which there is memory."""
+        """Run the forward pass with the fastest plan for which there is memory."""
         may_rise = self.pressure.step()
         rung = self._now()
         if self.pressure.has_seen_another(n_out_of_memory(self._device)):
@@ -118,19 +122,23 @@ class Ladder:
         return not self._rungs
 
     def program(self) -> BoundProgram:
-        """Of the fastest plan within the limit."""
+        """The program of the fastest plan within the limit."""
         return self._now().program
 
     def tighter(self, than: object, shortage: Shortage) -> BoundProgram:
-        """The program to run again with; later steps keep to its limit.
+        """A tighter program to run a failed step again with; also lowers the limit for later steps.
 
-        Raises the error that came where every plan takes as much as the last.
+        than: the program that has failed.
+        shortage: how it has failed.
+
+        Raises the original error if there is no plan with a smaller peak.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         last = next((rung for rung in self._rungs if rung.program is than), None)
-        if last is None:  # it runs to the end of a step whose disk has failed
+        if last is None:  # a program for one step whose disk has failed: it has no tighter ones
             raise shortage.error
+        # clearly less than the plan that has failed, and no more than is free
         limit_bytes = last.less_bytes
         room = room_bytes(self._device)
         if room is not None:
@@ -151,13 +159,13 @@ class Ladder:
         return rung.program
 
     def _now(self) -> Rung:
-        """The fastest plan within the limit, or the tightest."""
+        """The fastest plan within the limit; if there is none, the tightest."""
         limit_bytes = self.pressure.limit_bytes
         rung = self._whole() if limit_bytes is None else self._within(limit_bytes)
         return rung or self._whole()
 
     def _whole(self) -> Rung:
-        """The plan for the whole budget. Raises FitError where nothing fits."""
+        """The plan for the whole budget. Raises FitError if nothing fits."""
         if self._widest is None:
             found = self._plan(self, self._available_bytes)
             if not isinstance(found, Rung):
@@ -167,9 +175,9 @@ class Ladder:
         return self._widest
 
     def _within(self, limit_bytes: int) -> Rung | None:
-        """The fastest known plan within these bytes, else a new one, else the tightest.
+        """The fastest known plan within these bytes, else a new one, else the tightest known one.
 
-        None: none is known.
+        None: there are no plans.
         """
         found = [rung for rung in self._rungs if rung.peak_bytes <= limit_bytes]
         if found:
@@ -183,9 +191,9 @@ class Ladder:
         return min(self._rungs, key=lambda rung: rung.peak_bytes, default=None)
 
     def _least(self, answer: Solution) -> Rung | None:
-        """The plan for the least bytes that a search has found; None: not less than what is known.
+        """A plan for the least possible budget; None: known plans take no more than that.
 
-        answer: that of the search, which found nothing for fewer bytes.
+        answer: of the search that found no plan, with the minimum budget.
         """
         budget_bytes = answer.minimum_budget_bytes
         if budget_bytes is None:
@@ -197,7 +205,8 @@ class Ladder:
         return found if isinstance(found, Rung) else None
 
     def _raised(self, rung: Rung) -> Rung:
-        """The next faster plan, where there is room for it or nobody knows."""
+        """The next faster plan, if there is room for it or that is not known; also raises the
+        limit."""
         above = [each for each in self._rungs if each.peak_bytes > rung.peak_bytes]
         new = min(above, key=lambda each: each.peak_bytes) if above else self._whole()
         room = room_bytes(self._device)
@@ -209,7 +218,7 @@ class Ladder:
         return new
 
     def _after_an_error_outside(self, rung: Rung) -> Rung:
-        """A tighter plan: the loss, the optimizer or something else was out of memory."""
+        """A tighter plan, after the loss, the optimizer or something else ran out of memory."""
         self.pressure.fell(rung.less_bytes)
         tighter = self._now()
         if tighter is not rung:
@@ -221,7 +230,7 @@ class Ladder:
         return tighter
 
     def _for_room(self, rung: Rung) -> Rung:
-        """This plan, or a tighter one where too little is free on the device."""
+        """This plan, or a tighter one if too little is free on the device."""
         room = room_bytes(self._device)
         if room is None or room >= rung.growth_bytes + SHARE_OF_RESERVE * self._reserve_bytes:
             return rung
@@ -248,8 +257,9 @@ def ladder_of(
 ) -> Ladder:
     """The ladder of a step, with its first plan. It does not keep the batch alive.
 
-    started_s: when the call began to wait. solved: the answer for a step, for which was waited
-    since. program: (step to plan, solution, tighter=...) -> what runs it.
+    started_s: when the call began to wait for a plan.
+    solved: (step to plan, when the wait for it began) -> the solver's answer.
+    program: (step to plan, solution, tighter=...) -> the program that runs the solution.
     """
 
     def plan(ladder: Ladder, available_bytes: int) -> Rung | Solution:

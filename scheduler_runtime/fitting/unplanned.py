@@ -1,7 +1,7 @@
-"""A training that never calls what was given to `fit`: noticed at its first gradients, and told.
+"""Report a training that never calls the module that was given to `fit`.
 
-Hooks on the parameters notice the first backward pass that reaches them. They are gone at the first
-call that is planned, so no program sees them, and after the first gradient.
+Hooks on the parameters notice the first backward pass that reaches them. The hooks are removed at
+the first planned call, so that programs never run with them, and after the first gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from torch import nn
 
 
 class Watch:
-    """Tells once, at the end of the first backward pass that reaches the module, unless ended."""
+    """Reports once, at the end of the first backward pass that reaches the module, unless ended.
+
+    tell: called with the message.
+    """
 
     def __init__(self, model: nn.Module, tell: Callable[[str], None]) -> None:
         self._model = weakref.ref(model)  # the hooks hold this object, and must not hold the model
@@ -37,7 +40,7 @@ class Watch:
         if self._hooks:
             self.end()
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._report)  # then it is known where else gradients arrived
+            engine.queue_callback(self._report)  # at its end, all gradients have arrived
 
     def _report(self) -> None:
         model = self._model()
@@ -46,7 +49,7 @@ class Watch:
 
 
 def why_unplanned(model: nn.Module) -> str:
-    """Why a module whose parameters have gradients has no plan, and what to do."""
+    """A message: why a module whose parameters have gradients has no plan, and what to do."""
     reached = [name for name, p in model.named_parameters() if p.grad is not None]
     path = _around([name.split(".")[:-1] for name in reached])
     part = model.get_submodule(".".join(path))
@@ -76,7 +79,7 @@ def why_unplanned(model: nn.Module) -> str:
 
 
 def _around(paths: Sequence[Sequence[str]]) -> Sequence[str]:
-    """The path of the innermost module that all of these are in."""
+    """The path of the innermost module that contains all of these."""
 
     def common(one: Sequence[str], other: Sequence[str]) -> Sequence[str]:
         same = [a == b for a, b in zip(one, other, strict=False)]
@@ -86,7 +89,7 @@ def _around(paths: Sequence[Sequence[str]]) -> Sequence[str]:
 
 
 def _expression(module: str, path: Sequence[str]) -> str:
-    """How Python reaches the submodule: "model.blocks[0]"."""
+    """The Python expression for the submodule at a path: "model.blocks[0]"."""
     for each in path:
         if each.isidentifier() and not keyword.iskeyword(each):
             module += f".{each}"

@@ -1,4 +1,4 @@
-"""How a call differs from those that were planned before."""
+"""Say how a call differs from those that were planned before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler_runtime.planned import Difference, Plan, difference, values_diffe
 from solver.schedule import Solution
 
 N_COMPARED = 4
-"""Of the earlier plans, the latest."""
+"""How many of the earlier plans are compared: the latest ones."""
 _OF_STATE = "something that forward depends on, besides its arguments, has changed"
 
 
@@ -24,11 +24,14 @@ def why_another(
     *,
     changed: Callable[[], str | None],
 ) -> Difference | None:
-    """None: it is the first of its step.
+    """How a call differs from earlier plans of the same step; None: there are none.
 
-    changed: tells what has changed in the model or in torch's settings since the last plan.
+    A step with other gradients, before it or of the outputs, is another step, so it is not compared
+    with these plans.
 
-    Other gradients before the step or of the outputs make another step, not another call.
+    solutions: the earlier plans.
+    step: the step, traced for this call.
+    changed: describes what has changed in the model or in torch's settings since the last plan.
     """
     here = step.graph.meta.environment
     same_step = ("gradients", "gradient_outputs", "gradient_strides")
@@ -40,12 +43,12 @@ def why_another(
     alike = [plan for plan in plans if plan.environment["shapes"] == here["shapes"]]
     found = [
         difference(plan, call, model, part)
-        # another position in a buffer, say, gives the same graph
+        # a graph may be the same with other values, such as another position in a buffer
         or values_difference(plan, part, part.meta.environment["arguments"])
         for plan in alike[-N_COMPARED:]
         for part in (step.with_rewrites(plan.rewrites).graph.module_part(),)
     ]
-    if not alike:  # other shapes are told without the operators
+    if not alike:  # the shapes differ, which needs no comparison of operators
         found = [difference(plan, call, model) for plan in plans[-1:]]
     if None in found:
         return Difference(changed() or _OF_STATE)

@@ -1,4 +1,4 @@
-"""The plan with which a step runs to its end when its disk fails."""
+"""Plan for a step whose disk fails, so that it can run again without the disk."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class WithoutDisk:
-    """Plans when it is first called; a plan serves later steps whose disk fails, where it fits.
+    """Finds a program without the disk. It plans when it is first called, and reuses the plan for
+    later steps whose disk fails, if it fits these.
 
     to_plan: the step as it was planned with the disk.
-    solved: the answer for a step. program: (step to plan, solution) -> what runs it.
+    solved: step to plan -> the solver's answer.
+    program: (step to plan, solution) -> the program that runs the solution.
     """
 
     def __init__(
@@ -33,13 +35,13 @@ class WithoutDisk:
         program: Callable[[StepToPlan, Solution], BoundProgram],
     ) -> None:
         self._to_plan, self._title = to_plan, type(model).__name__
-        # what forward changes is copied once more while the step runs again
+        # while the step runs again, tensors that forward changes are copied once more
         self._kept_bytes = kept_bytes(to_plan.step.captured, device_of(model), always=True)
         self._solved, self._program = solved, program
         self._made: tuple[int, BoundProgram] | None = None
 
     def __call__(self, _than: object, shortage: Shortage) -> BoundProgram:
-        """A program in place of one that has met this. Raises the error where there is none."""
+        """A program for a step whose disk has failed. Raises the error if there is none."""
         to_plan = self._to_plan.without_disk(shortage.held_bytes + self._kept_bytes)
         if self._made is None or self._made[0] > to_plan.request.available_bytes:
             self._made = self._planned(to_plan, shortage.error)
@@ -48,7 +50,7 @@ class WithoutDisk:
         return self._made[1]
 
     def _planned(self, to_plan: StepToPlan, error: Exception) -> tuple[int, BoundProgram]:
-        """A program and the bytes of its peak."""
+        """Plan the step without the disk; returns the bytes of its peak and the program."""
         with telling(f"planning {self._title} without the disk...", in_lines=True):
             solution = self._solved(to_plan)
         if solution.simulation is None:
@@ -65,9 +67,11 @@ def without_disk(
     solved: Callable[[StepToPlan], Solution],
     program: Callable[[StepToPlan, Solution], BoundProgram],
 ) -> WithoutDisk | None:
-    """For the step of this solution. None: it needs no disk, or cannot go on where that fails: the
-    gradients that arrive from a loss outside would have to be held, or other ranks would not join
-    its collectives."""
+    """Make a WithoutDisk for the step of this solution.
+
+    None: the step needs no disk, or cannot run again. With a loss outside of the model, it cannot,
+    since it would have to hold the gradients that arrive; with several ranks, because the other
+    ranks would not join its collectives."""
     spills = solution.simulation is not None and solution.simulation.disk_peak_bytes > 0
     if not spills or to_plan.losses or Ranks.of(model) is not None:
         return None

@@ -1,4 +1,4 @@
-"""What of the plans that are applied lies in host memory: the optimizer's state and parameters."""
+"""The parameters and optimizer state that the applied plans keep in host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from scheduler_runtime.planned import Plan
 def hosted_parameters(
     model: nn.Module, plans: Sequence[Plan], *, cuda_graph: bool
 ) -> HostParameters | None:
-    """The parameters that the plans have in host memory; None: none."""
+    """Make room in host memory for the parameters that the plans keep there (None: for none).
+
+    cuda_graph: whether the step is to be recorded as CUDA graphs.
+
+    Raises ValueError where the plans name different parameters, and for a recorded step.
+    """
     of_plans = {tuple(plan.host_parameters) for plan in plans}
     if of_plans == {()}:
         return None
@@ -40,7 +45,14 @@ def hosted_optimizer(
     *,
     owner: object,
 ) -> torch.optim.Optimizer | None:
-    """The optimizer after its state has moved to the host; None where it stays on the device."""
+    """Move the optimizer's state to the host if the plans keep it there.
+
+    parameters: those in host memory, as `hosted_parameters` returned them.
+    owner: as in `keep_on_host`.
+
+    Returns the optimizer, or None if its state stays on the device. Raises ValueError where the
+    plans disagree, or no optimizer was given for a plan that keeps its state on the host.
+    """
     buckets = {plan.state_buckets for plan in plans}
     if len(buckets) > 1:
         raise ValueError(

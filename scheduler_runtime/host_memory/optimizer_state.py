@@ -1,13 +1,13 @@
 """An optimizer whose state is in host memory between its steps.
 
-    keep_on_host(optimizer, n_parameters, owner=plan)   # of each bucket, as planned
-    bring_back(optimizer, owner=plan)                   # once no other plan wants it there
+    keep_on_host(optimizer, n_parameters, owner=plan)   # n_parameters of each bucket, as planned
+    bring_back(optimizer, owner=plan)                   # if no other plan wants it on the host
 
-`optimizer.step` is replaced for this object. It steps one bucket of parameters after the other with
-the optimizer's own code: the state of a bucket is copied to the device, used there and copied back,
-on CUDA while others are stepped (`graphs.host_state` has the order). Hooks, schedulers, closures
-and gradient scalers see one step. `state_dict` has tensors on the host, which `load_state_dict`
-takes on either side.
+`optimizer.step` is replaced on this instance. It steps one bucket of parameters after the other
+with the optimizer's own code: a bucket's state is copied to the device, used there and copied back.
+On CUDA, copies run while other buckets are stepped (`graphs.host_state` describes the order).
+Hooks, schedulers, closures and gradient scalers see a single step. `state_dict` returns tensors on
+the host; `load_state_dict` accepts tensors on the host or the device.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ def keep_on_host(
     parameters: HostParameters | None = None,
     owner: object = None,
 ) -> None:
-    """Move the state to the host, what there is of it; from now on it is on the device only while
-    the optimizer steps. Nothing changes where it is there already.
+    """Move the optimizer's existing state to the host; from now on it is on the device only while
+    the optimizer steps. If the state is on the host already, only the owner is added.
 
-    n_parameters: of each bucket, of those that the optimizer trains, in its order.
-    parameters: those that are on the host, too: copied with the state of their bucket.
-    owner: who wants it there; of several, the last that gives it up brings it back.
+    n_parameters: how many parameters each bucket has, counting the trained ones in order.
+    parameters: the parameters that are on the host too; each is copied with its bucket's state.
+    owner: the object that wants the state on the host. With several owners, the state returns to
+        the device when the last of them calls `bring_back`.
 
-    Raises ValueError for an optimizer that cannot, and for one of other parameters.
+    Raises ValueError for an optimizer whose state cannot be moved, or that trains another number of
+    parameters than planned.
     """
     if (kept := _KEPT.get(optimizer)) is not None:
         if parameters is not None and kept.host_parameters is not parameters:
@@ -76,12 +78,13 @@ def keep_on_host(
 
 
 def bring_back(optimizer: torch.optim.Optimizer, *, owner: object = None) -> None:
-    """The state is on the device again, and the step the optimizer's own.
+    """Bring the state back to the device and restore the optimizer's own step.
 
-    owner: it stays where others want it there, or where this one never did (None: it does not).
+    owner: the owner that gives the state up. Nothing happens while there are other owners, or if
+        this one is not an owner. None: the state comes back whoever owns it.
 
-    Where the device has no room for all of it, the error says so, and all of it stays on the host:
-    the optimizer steps as before.
+    If the device has no room for all of the state, the error says so; then all of it stays on the
+    host, and the optimizer steps as before.
     """
     state = _KEPT.get(optimizer)
     if state is None or (owner is not None and not state.given_up_by(owner)):
@@ -101,7 +104,8 @@ def bring_back(optimizer: torch.optim.Optimizer, *, owner: object = None) -> Non
 
 @contextlib.contextmanager
 def on_device(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The optimizer as it is by itself, in this context, and all parameters on the device."""
+    """In this context, the optimizer has its own step, and all state and parameters are on the
+    device."""
     state = _KEPT.get(optimizer)
     owners = [] if state is None else list(state.owners)
     bring_back(optimizer)
@@ -118,18 +122,18 @@ def on_device(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def host_blocks(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The host memory of its state."""
+    """The blocks of host memory that hold the optimizer's state, at most one for each bucket."""
     state = _KEPT.get(optimizer)
     return [] if state is None else [b.host for b in state.buckets if b.host is not None]
 
 
 _Tensors: TypeAlias = dict[tuple[torch.Tensor, str], torch.Tensor]
-"""Of optimizer state, by parameter and name."""
+"""Tensors of optimizer state, by parameter and name of the state entry."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor of state in the memory of its bucket."""
+    """Where a tensor of optimizer state is in the block of its bucket. start: in bytes."""
 
     parameter: torch.Tensor
     name: str
@@ -139,6 +143,7 @@ class _Piece:
     start: int
 
     def on(self, block: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of this block."""
         empty = torch.empty(0, dtype=self.dtype, device=block.device)
         at = self.start // empty.element_size()
         return empty.set_(block.untyped_storage(), at, self.shape, self.strides)
@@ -146,10 +151,14 @@ class _Piece:
 
 @dataclass(eq=False)
 class _Bucket:
-    """host: the state of its parameters, while there is any.
+    """Parameters that are stepped together, and their optimizer state in one block of memory.
 
-    away, there: the tensors that stand in the optimizer's state, while they are on the host, and
-        while they are on the device. left: copies from there that may still run.
+    host: the state in host memory (None: there is no state yet).
+    pieces: where each tensor is in the block.
+    arrived: copies to the device, which `arrive` waits for.
+    away: the tensors in `optimizer.state` while the state is on the host.
+    there: the tensors in `optimizer.state` while it is on the device.
+    left: copies to the host that may still run, each with the device memory that it reads.
     """
 
     parameters: list[torch.Tensor]
@@ -161,8 +170,8 @@ class _Bucket:
     left: list[tuple[Done, torch.Tensor]] = field(default_factory=list)
 
     def fetch(self, state: Any, streams: CopyStreams, device: torch.device) -> None:
-        """Put tensors in new memory of the device, which `arrive` waits for."""
-        if not self.is_away(state):  # someone has changed what the state is
+        """Start to copy the state to new memory on the device; `arrive` waits for the copy."""
+        if not self.is_away(state):  # the user has replaced tensors of the state
             for (parameter, name), tensor in self._all(state).items():
                 state[parameter][name] = tensor.to(device)
             self.host, self.pieces = None, []
@@ -180,7 +189,7 @@ class _Bucket:
         self.arrived.clear()
 
     def store(self, state: Any, streams: CopyStreams) -> None:
-        """Copy what the step has left to the host, whatever it made anew."""
+        """Copy the state to the host as the step has left it, with any tensors it has created."""
         now = self._all(state)
         if not now:
             return
@@ -196,11 +205,11 @@ class _Bucket:
             self.away[piece.parameter, piece.name] = tensor
 
     def is_away(self, state: Any) -> bool:
-        """Whether it is all where `store` has put it."""
+        """Whether the state still consists of the tensors that `store` has put there."""
         return _same(self._all(state), self.away)
 
     def _all(self, state: Any) -> _Tensors:
-        """What is to be moved of its state, wherever it is."""
+        """The bucket's tensors of state that are moved, wherever they are now."""
         return {
             (parameter, name): tensor
             for parameter in self.parameters
@@ -209,7 +218,7 @@ class _Bucket:
         }
 
     def _store_anew(self, now: _Tensors, streams: CopyStreams) -> None:
-        """Tensor by tensor, into a new block of their size."""
+        """Copy tensor by tensor into a new block of host memory."""
         self.pieces, at = [], 0
         for (parameter, name), tensor in now.items():
             strides = torch.empty_like(tensor, device="meta").stride()
@@ -222,7 +231,7 @@ class _Bucket:
             self.left.append((streams.out(piece.on(self.host), tensor, []), tensor))
 
     def leave(self) -> None:
-        """Its memory on the device may be used again."""
+        """Wait for the copies to the host, so that their device memory can be used again."""
         for done, _ in self.left:
             done.hold_compute()
         self.left.clear()
@@ -251,7 +260,9 @@ class HostState:
         self._streams = streams_for(self._device)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the optimizer's step, and move its state to the host."""
         own: Any = type(optimizer).step
+        # without PyTorch's profiling and hooks, which would run once for each bucket
         inside: Any = own.__wrapped__ if getattr(own, "hooked", False) else own
 
         @functools.wraps(inside)
@@ -268,15 +279,18 @@ class HostState:
         self._move_out(optimizer)
 
     def given_up_by(self, owner: object) -> bool:
-        """Whether it was the last who wanted it on the host."""
+        """Remove an owner; whether it was the last one."""
         if owner not in self.owners:
             return False
         self.owners.discard(owner)
         return not self.owners
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Where something else has wrapped the step since, that goes on calling it: without
-        buckets, it is the optimizer's own. After an error everything is as before."""
+        """Bring the state back, and restore the optimizer's step.
+
+        A wrapper that something else has put around our step since then goes on calling our step;
+        without buckets, ours does the same as the optimizer's own. After an error everything is as
+        before."""
         try:
             for bucket in self.buckets:
                 self._fetch([bucket], optimizer.state)
@@ -294,7 +308,7 @@ class HostState:
 
     @torch.no_grad()
     def _move_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """All of the state that there is, wherever it is."""
+        """Move all existing state to the host, wherever it is now."""
         self._streams.begin()
         for bucket in self.buckets:
             bucket.store(optimizer.state, self._streams)
@@ -302,7 +316,10 @@ class HostState:
         self._streams.settle()
 
     def step(self, optimizer: Any, own: Callable[..., Any], closure: Any) -> Any:
-        """One step of the optimizer; `own` steps the parameters that are in its groups."""
+        """Run one step of the optimizer, bucket by bucket.
+
+        own: the optimizer's step function; it steps the parameters in `param_groups`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -314,6 +331,7 @@ class HostState:
         try:
             self._fetch_all(buckets[:1], state)
             for n, (bucket, part) in enumerate(stepped):
+                # at most three buckets are on the device: the last one, this one, the next one
                 for other in buckets[max(0, n - 2) : max(0, n - 1)]:
                     other.leave()
                 self._fetch_all(buckets[n + 1 : n + 2], state)
@@ -324,7 +342,7 @@ class HostState:
                 self._store_parameters(bucket)
         finally:
             optimizer.param_groups = groups
-            # after an error, what it has left half-way
+            # after an error: the buckets that are still on the device
             self._store([bucket for bucket in buckets if not bucket.is_away(state)], state)
             for bucket in buckets:
                 self._store_parameters(bucket)
@@ -339,7 +357,7 @@ class HostState:
 
     @torch.no_grad()
     def _fetch_all(self, buckets: Sequence[_Bucket], state: Any) -> None:
-        """The parameters as well."""
+        """Fetch the buckets' state, and those of their parameters that are on the host."""
         self._fetch(buckets, state)
         if self.host_parameters is not None:
             for bucket in buckets:
@@ -358,8 +376,10 @@ class HostState:
             bucket.store(state, self._streams)
 
     def _parts(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[_Bucket, Any]]:
-        """The groups with the parameters of each bucket that have gradients; at last, with those
-        that have come since, whose state stays on the device."""
+        """For each bucket, the parameter groups with those of its parameters that have gradients.
+
+        The last pair has an empty bucket, and the parameters that were added to the optimizer
+        after `keep_on_host`; their state stays on the device."""
         last = len(self.buckets)
         parts: list[dict[int, list[Any]]] = [{} for _ in range(last + 1)]
         for index, group in enumerate(groups):
@@ -372,5 +392,5 @@ class HostState:
 
 
 def _same(one: _Tensors, other: _Tensors) -> bool:
-    """Whether these are the same objects under the same names."""
+    """Whether both have the same tensor objects under the same keys."""
     return one.keys() == other.keys() and all(one[key] is other[key] for key in one)

@@ -1,10 +1,11 @@
 """Parameters of a module whose values are in host memory while no operator reads them.
 
-A planned forward pass begins with their values on the host. Its program copies each to the device
-where the plan says so (`execute.host_values.load`), the optimizer those of a bucket at a time
-(`host_memory.optimizer_state`). Between the steps they are on the host, too: a parameter reads NaN
-there. `state_dict`, `load_state_dict` and a forward pass without the plan bring the values back by
-themselves, and the next planned forward pass sends them away again; for everything else there is
+A planned forward pass begins with these values on the host. Its program copies each one to the
+device where the plan says so (`execute.host_values.load`); the optimizer copies those of one bucket
+at a time (`host_memory.optimizer_state`). Between steps the values are on the host too, and reading
+such a parameter gives NaN. `state_dict`, `load_state_dict` and a forward pass without the plan
+bring the values back by themselves; the next planned forward pass moves them to the host again. For
+everything else, use
 
     with parameters_on_device(model):
         ...
@@ -35,9 +36,10 @@ _OF_MODEL: weakref.WeakKeyDictionary[nn.Module, HostParameters] = weakref.WeakKe
 
 @contextlib.contextmanager
 def parameters_on_device(model: nn.Module) -> Iterator[None]:
-    """All parameters of the model have their values, in this context, wherever a plan puts them.
+    """In this context, all parameters of the model have their values on the device, whatever a plan
+    says.
 
-    Steps in this context take the memory of all parameters.
+    A step in this context needs device memory for all of them.
     """
     found = [of for module in model.modules() if (of := _OF_MODEL.get(module)) is not None]
     with contextlib.ExitStack() as stack:
@@ -47,9 +49,12 @@ def parameters_on_device(model: nn.Module) -> Iterator[None]:
 
 
 class HostParameters:
-    """Those of one module, by name.
+    """The parameters of one module that are kept in host memory.
 
-    Raises ValueError for a name that is no parameter, and for one whose memory is not its own.
+    names: of these parameters, as in `named_parameters`.
+
+    Raises ValueError for a name that is not a parameter's, and for a parameter that is not
+    contiguous or shares its memory.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -83,7 +88,7 @@ class HostParameters:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """They are there, and stay."""
+        """In this context, the values are on the device and stay there."""
         self.bring_back()
         self._n_held += 1
         try:
@@ -93,7 +98,7 @@ class HostParameters:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Copy to the host what is on the device, and give its memory up."""
+        """Copy the values that are on the device to the host, and free their device memory."""
         there = [parameter for parameter in self._title if parameter not in self._away]
         if self._n_held or not there:
             return
@@ -104,7 +109,7 @@ class HostParameters:
 
     @torch.no_grad()
     def bring_back(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """The values are on the device until the next planned step."""
+        """Copy the values to the device, until the next planned step (None: of all parameters)."""
         wanted = self._away if parameters is None else self._away.intersection(parameters)
         if not wanted:
             return
@@ -114,7 +119,10 @@ class HostParameters:
         self._streams.settle()
 
     def fetch(self, parameters: Iterable[torch.Tensor], streams: CopyStreams) -> list[Done]:
-        """Put those that are away in new memory of the device; the copies may still run."""
+        """Start to copy those of these parameters that are on the host to new device memory.
+
+        Returns the copies, which may still run.
+        """
         found = []
         for parameter in parameters:
             if isinstance(parameter, nn.Parameter) and parameter in self._away:
@@ -135,8 +143,10 @@ class HostParameters:
     def store(
         self, parameters: Iterable[torch.Tensor], streams: CopyStreams
     ) -> list[tuple[Done, torch.Tensor]]:
-        """Copy those that are there to the host. Returns each copy, which may still run, with the
-        memory that is free when it has ended."""
+        """Start to copy those of these parameters that are on the device to the host.
+
+        Returns each copy, which may still run, with the device memory that is free once it has
+        ended."""
         found = []
         for parameter in parameters:
             may = isinstance(parameter, nn.Parameter) and parameter in self._title
@@ -149,14 +159,14 @@ class HostParameters:
         return found
 
     def close(self, model: nn.Module) -> None:
-        """The values are on the device, for good."""
+        """Bring the values back to the device for good, and remove the hooks."""
         self.bring_back()
         for hook in self._hooks:
             hook.remove()
         _OF_MODEL.pop(model, None)
 
     def _hooked(self, model: nn.Module) -> Iterator[Any]:
-        """The values are back before a module that has them is saved or loaded."""
+        """Add hooks that bring values back before the module that owns them is saved or loaded."""
         here = weakref.ref(self)
         for module in model.modules():
             own = [p for p in module._parameters.values() if p is not None and p in self._title]
@@ -167,7 +177,7 @@ class HostParameters:
 
 
 class _BringBack:
-    """A hook of the module that has these parameters. own: of `here`."""
+    """A hook on a module that owns some of the parameters of `here`. own: these parameters."""
 
     def __init__(self, here: weakref.ref[HostParameters], own: Sequence[nn.Parameter]) -> None:
         self._here, self._own = here, own

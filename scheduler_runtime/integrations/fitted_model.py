@@ -1,4 +1,4 @@
-"""What the callbacks for trainers share: `fit` when a training begins, `remove` when it ends."""
+"""Shared by the trainers' callbacks: `fit` when a training begins, `remove` when it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from solver.sizes_deadlines_progress import check_names
 
 
 class FittedModel:
-    """The model of one training at a time, and its plans. options: of `fit`."""
+    """Fits the model of one training at a time, and keeps its plans. options: those of `fit`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         if "optimizer" in options:
@@ -25,12 +25,12 @@ class FittedModel:
 
     @property
     def plans(self) -> tuple[Fitted, ...]:
-        """Those made so far in this training, else those of the last one."""
+        """The plans made so far in this training, or those of the last one."""
         return self._plans if self._model is None else plans_of(self._model)
 
     def begin(self, model: nn.Module, optimizer: Optimizers) -> None:
         if isinstance(model.__dict__.get("forward"), FittedForward):
-            remove(model)  # of a training that ended with an error
+            remove(model)  # left by a training that ended with an error
         fit(model, optimizer=optimizer, **self._options)
         self._model = model
 

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Hugging Face transformers: `fit` when the training begins.
+"""A callback for the Trainer of Hugging Face transformers that calls `fit` when training begins.
 
     Trainer(model=model, args=args, ..., callbacks=[FitCallback(budget="16GB")]).train()
 
@@ -19,7 +19,7 @@ from scheduler_runtime.integrations.fitted_model import FittedModel
 class FitCallback(TrainerCallback):
     """Fits the Trainer's model for the duration of the training. Takes the options of `fit`.
 
-    plans: those made so far, or in the last training.
+    plans: the plans made so far in this training, or those of the last one.
     """
 
     def __init__(self, *, budget: int | float | str = "auto", **options: Any) -> None:
@@ -30,17 +30,18 @@ class FitCallback(TrainerCallback):
         return self._fitted.plans
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raises what `fit` raises, and FitError for what the Trainer does to the model itself."""
+        """Call `fit`. Raises what it raises, and FitError for options of the Trainer with which it
+        does not run the model's own forward."""
         _refuse_arguments(args)
         self._fitted.begin(kwargs["model"], kwargs["optimizer"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model has its own forward again, ready to be saved or trained further."""
+        """Give the model its own forward back, ready to be saved or trained further."""
         self._fitted.end()
 
 
 def _refuse_arguments(args: Any) -> None:
-    """TrainingArguments under which the Trainer runs something else than the model's forward."""
+    """Raise FitError for TrainingArguments with which the Trainer changes how the model runs."""
     if args.activation_checkpointing:
         raise FitError(
             "TrainingArguments has activation_checkpointing=True (gradient_checkpointing, its "

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of PyTorch Lightning: `fit` when the training begins.
+"""A callback for the Trainer of PyTorch Lightning that calls `fit` when training begins.
 
     Trainer(callbacks=[FitCallback(budget="16GB")]).fit(module, data)
 
@@ -26,9 +26,10 @@ class FitCallback(Callback):
     """Fits the module for the duration of the training. Takes the options of `fit`.
 
     part: a function of the LightningModule that returns the part to plan (`lambda module:
-        module.model`). None: what training_step calls: its own `forward`, or a submodule that holds
-        all that is trained. If it calls something else, the first backward pass raises FitError.
-    plans: those made so far, or in the last training.
+        module.model`). None: whatever training_step calls, the module itself or a submodule that
+        holds everything that is trained. If it calls something else, the first backward pass raises
+        FitError.
+    plans: the plans made so far in this training, or those of the last one.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class FitCallback(Callback):
         return self._fitted.plans
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Raises what `fit` raises."""
+        """Call `fit`. Raises what it raises."""
         model = pl_module if self._part is None else self._part(pl_module)
         self._fitted.begin(model, trainer.optimizers)
         self._n_steps = trainer.global_step
@@ -57,7 +58,7 @@ class FitCallback(Callback):
     ) -> None:
         """Free the gradients of the last step before the next forward pass.
 
-        Lightning does so after the forward pass, so they would take memory throughout it.
+        Lightning frees them after the forward pass, so they would take memory during it.
         """
         if pl_module.automatic_optimization and trainer.global_step != self._n_steps:
             for optimizer in trainer.optimizers:
@@ -65,5 +66,5 @@ class FitCallback(Callback):
         self._n_steps = trainer.global_step
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The module has its own forward again, ready to be saved or trained further."""
+        """Give the module its own forward back, ready to be saved or trained further."""
         self._fitted.end()

@@ -1,4 +1,4 @@
-"""A module with a plan: its programs by kind of call, guards, mismatches, replanning."""
+"""A module with a plan: one program for each kind of call, guards, mismatches, replanning."""
 
 from scheduler_runtime.planned.existing_gradients import warn_of_existing
 from scheduler_runtime.planned.forward import PlannedForward, module_schedule, refuse_second

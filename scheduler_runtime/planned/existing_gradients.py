@@ -1,4 +1,4 @@
-"""Gradients that exist before a step whose plan is for a step without them."""
+"""Warn about gradients that exist before a step, but that its plan does not count."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ logger = logging.getLogger(__name__)
 def warn_of_existing(
     model: nn.Module, trained: Sequence[nn.Parameter], plans: Sequence[Plan]
 ) -> bool:
-    """Warn where gradients that no plan counts may take the step above its budget.
+    """Warn if gradients that no plan counts may take the step above its budget.
+
+    A plan for a step without existing gradients counts only the new ones, from the operators that
+    make them. Existing gradients stay for the whole step, so it takes at most their bytes more.
 
     trained: the model's parameters that get gradients.
 
-    They stay for the whole step, so it takes at most their bytes more than was planned. A plan
-    counts the new gradients only, from the operators that make them. Whether it warned is returned.
+    Returns whether it has warned.
     """
     environment = plans[0].environment
     counts_them = environment.get("gradients", FRESH) not in (FRESH, OF_PASSES)

@@ -1,7 +1,8 @@
-"""What a plan puts in the place of `model.forward`: one program for each kind of call.
+"""The forward that replaces `model.forward` under a plan: one program for each kind of call.
 
-Three subclasses: `scheduler_runtime.applying` (the plans are given), `scheduler_runtime.fitting`
-(planned at the first call) and `scheduler_runtime.compiler.compile_model` (torch.compile).
+It has three subclasses, in `scheduler_runtime.applying` (the plans are given),
+`scheduler_runtime.fitting` (planned at the first call) and
+`scheduler_runtime.compiler.compile_model` (torch.compile).
 """
 
 from __future__ import annotations
@@ -48,14 +49,16 @@ from solver.sizes_deadlines_progress import telling
 logger = logging.getLogger(__name__)
 
 N_WORTH_A_WARNING = (8, 32, 128)
+"""Numbers of planned kinds of call at which a warning says how to need fewer."""
 
 
 class PlannedForward(ReplacedForward):
-    """Keeps one program for each kind of call; calls that are not planned run the module's own.
+    """Runs one program for each kind of call; calls that are not planned run the module's own
+    forward.
 
-    made_by: the function that users call for it.
-    n_kept: programs at most.
-    disk_directory: for plans that copy to a disk.
+    made_by: the function by which users give a model this forward.
+    n_kept: the most programs that are kept.
+    disk_directory: where plans that copy to a disk make their files.
     """
 
     made_by = "apply"
@@ -77,33 +80,34 @@ class PlannedForward(ReplacedForward):
 
     @abc.abstractmethod
     def covers(self) -> bool:
-        """Whether a forward pass with gradients is planned in the mode (train, eval) it is in."""
+        """Whether forward passes with gradients are planned in the module's present mode (train or
+        eval)."""
 
     @abc.abstractmethod
     def program_for(self, call: Call) -> StepProgram:
-        """A program for a call that none of the kept programs fits."""
+        """Make a program for a call that none of the kept programs fits."""
 
     def begin(self) -> None:
         """Called before each planned forward pass."""
 
     def unplanned(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass without a plan."""
+        """Run a forward pass without a plan."""
         return self.own_forward(*args, **kwargs)
 
     def values_there(self) -> contextlib.AbstractContextManager[None]:
-        """All parameters have their own memory, in this context."""
+        """A context in which all parameters have their values on the device."""
         return contextlib.nullcontext()
 
     def restore(self) -> None:
-        """The module's own forward takes its place again."""
+        """Give the module its own forward back."""
         restore_forward(self._model)
 
     def situation(self) -> Any:
-        """What the program depends on besides the module and the call."""
+        """What a program depends on besides the module and the call; compared with `==`."""
         return None
 
     def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """The call with its named arguments in the forward's order."""
+        """The call, with named arguments in the order of the forward's signature."""
         return Call.of(args, kwargs, order=self._argument_order)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,10 +123,10 @@ class PlannedForward(ReplacedForward):
         self.begin()
         kind = self.kind(call)
         program = self._programs.find(kind, model, call)
-        if program is None or self._has_ranks:  # looking for ranks takes time
+        if program is None or self._has_ranks:  # to look for ranks in every step takes time
             ranks = Ranks.of(model)
             self._has_ranks = ranks is not None
-            if ranks is not None:  # where their batches differ, all of them stop here
+            if ranks is not None:  # if their batches differ, an error on all of them
                 has_plan = program is not None
                 ranks.agree({"the batch": input_forms(call.tensors), "a plan for it": has_plan})
         if program is None:
@@ -143,17 +147,17 @@ class PlannedForward(ReplacedForward):
         except CheckError as error:
             failed = error
         try:
-            # without a plan, forward raises its own error about the value
+            # a check of a value failed: without a plan, forward raises its own error about it
             self.unplanned(*args, **kwargs)
             raise failed
         finally:
-            del failed  # it holds this frame, which would hold it
+            del failed  # a cycle: the error refers to this frame
 
     def _program_or_own_failure(
         self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepProgram:
-        """A new program. What the module's own forward raises on this batch comes as it is, so that
-        a loop that skips such batches does so with a plan, too."""
+        """Make a new program. If the module's own forward fails on this batch, its own error is
+        raised, so that a training loop that skips such batches works with a plan, too."""
         try:
             with self.values_there():
                 return self._agreed(call)
@@ -167,21 +171,24 @@ class PlannedForward(ReplacedForward):
         try:
             raise own
         finally:
-            del found, own  # they hold this frame, which would hold them
+            del found, own  # a cycle: the errors refer to this frame
 
     def _own_failure(
         self, found: FailsOnBatchError, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> BaseException:
-        """What forward raises without a plan. What it changes before it fails (statistics of batch
-        norm, the state of generators) then is as without a plan; planning has put it back."""
+        """The error that forward raises on this batch without a plan.
+
+        Forward runs once more, since planning has undone what it had changed before it failed
+        (statistics of batch norm, generator states): these are then as without a plan.
+        """
         traced = found.__cause__
         assert traced is not None
         if Ranks.of(self._model) is not None:
-            return traced  # the other ranks, which may not fail, would not join its collectives
-        handled = sys.exception()  # the caller's
+            return traced  # ranks that do not fail would not join its collectives
+        handled = sys.exception()  # an error that the caller handles now
         try:
             self.unplanned(*args, **kwargs)
-        except torch.OutOfMemoryError:  # what has no plan may take more than there is
+        except torch.OutOfMemoryError:  # without a plan, the step may not fit
             return traced
         except Exception as error:  # noqa: BLE001 - the model's code may raise anything
             for note in getattr(traced, "__notes__", ()):
@@ -191,7 +198,8 @@ class PlannedForward(ReplacedForward):
         return traced
 
     def _agreed(self, call: Call) -> StepProgram:
-        """A new program; of a distributed module, the same on all ranks, or an error on all."""
+        """Make a new program; for a distributed module the same one on all ranks, or an error on
+        all of them."""
         ranks = Ranks.of(self._model)
         if ranks is None:
             return self.program_for(call)
@@ -202,12 +210,15 @@ class PlannedForward(ReplacedForward):
         return program
 
     def kind(self, call: Call) -> Any:
-        """Equal for calls that one program can be for."""
+        """What a program for this call depends on: equal for calls that can share a program."""
         return kind_of(self._model, call), self.situation()
 
     def kind_for(self, program: StepProgram, call: Call) -> Any:
-        """Of this call and of all others that this program is for, after it has been traced."""
-        of_call, situation = self.kind(call)  # anew: tracing may have filled attributes
+        """The kind of this call and of all others that the program is for.
+
+        Attributes that the program sets before it reads them may have any value.
+        """
+        of_call, situation = self.kind(call)  # again: tracing may have set attributes
         unread = program.sets_unread if isinstance(program, BoundProgram) else ()
         return with_any(of_call, self._model, unread), situation
 
@@ -217,7 +228,7 @@ class PlannedForward(ReplacedForward):
                 yield from program.program.constants.values()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Programs and what they copy to are not copied or pickled, but made at the next call."""
+        """Programs and host memory are not copied or pickled; the next call makes new ones."""
         return {
             **self.__dict__,
             "_programs": ProgramCache(n_kept=self.n_kept),
@@ -237,11 +248,11 @@ class PlannedForward(ReplacedForward):
         known: Capture | None = None,
         arriving: Mapping[int, tuple[int, ...]] | None = None,
     ) -> CapturedStep:
-        """The module's own forward and backward pass for this call (`graphs.trace`).
+        """Trace the module's own forward and backward pass for this call (`graphs.trace`).
 
-        kept: traced programs; one that is this call's is taken, and nothing is traced.
-        known: the traced program of this call.
-        arriving: as in `trace_module`.
+        kept: programs that were traced before; if one is for this call, nothing is traced.
+        known: the traced program of this call, if there is one.
+        The other arguments are those of `trace_module`.
         """
         model = self._model
         with self._set_aside():
@@ -269,21 +280,23 @@ class PlannedForward(ReplacedForward):
         return step
 
     def rehearsed(self, step: CapturedStep, call: Call) -> CapturedStep:
-        """What was traced for this call, with what a baseline has to know of eager mode."""
+        """The traced step with what eager mode holds longer, for the baseline
+        (`graphs.capture.rehearse`)."""
         with self._set_aside():
             return rehearsed(self._model, call, step, device=device_of(self._model))
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """The module has its own forward, to be traced.
+        """In this context, the module has its own forward, to be traced.
 
-        Another library may have wrapped the replaced forward since (accelerate's autocast). That
-        wrapper is active already and may not be entered twice, so it is set aside meanwhile.
+        Another library may have wrapped the planned forward since (accelerate's autocast). Its
+        wrapper is running already and must not be entered twice, so it is removed, too.
         """
         model = self._model
         refuse_plans(model, also_its_own=False)
         around = model.__dict__.get("forward")
-        # not this object: what is traced is searched for tensors, and here are those of all plans
+        # not a bound method of this object: tracing searches the forward for tensors, and this
+        # object holds those of all programs
         model.forward = self.own_forward
         try:
             yield
@@ -294,9 +307,9 @@ class PlannedForward(ReplacedForward):
 
 
 def _drop_frames(error: BaseException, *, but: BaseException | None) -> None:
-    """The functions that an error and those before it have left hold the tensors of a trace.
+    """Clear the frames of an error and of the errors that led to it, which hold traced tensors.
 
-    but: where those before it end.
+    but: an error whose frames, and those of the errors before it, are left alone.
     """
     seen = {id(but)}
     waiting: list[BaseException | None] = [error]
@@ -318,9 +331,9 @@ def _is_transformed() -> bool:
 
 
 def _refuse_saved_tensors_hooks() -> None:
-    """Raise RuntimeError inside hooks of saved tensors, which a program does not call.
+    """Raise RuntimeError under the user's saved-tensor hooks, which a program does not call.
 
-    PyTorch's own (of checkpoints, `save_on_cpu`) leave values as they are.
+    PyTorch's own hooks (checkpoints, `save_on_cpu`) do not change values, so they may be skipped.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch."):
@@ -332,7 +345,7 @@ def _refuse_saved_tensors_hooks() -> None:
 
 
 def refuse_second(model: nn.Module) -> None:
-    """Raises ValueError where the module has a plan already."""
+    """Raise ValueError if the module has a plan already."""
     forward = model.__dict__.get("forward")
     if isinstance(forward, PlannedForward):
         raise ValueError(
@@ -343,8 +356,8 @@ def refuse_second(model: nn.Module) -> None:
 
 
 def module_schedule(schedule: Schedule, part: Graph) -> Schedule:
-    """The schedule without the ops of the caller: a loss outside, the optimizer, and letting go of
-    an output before the backward pass."""
+    """The part of the schedule that the module runs, without the ops of the caller: those of a loss
+    outside and of the optimizer, and the frees of the module's outputs."""
     freed = set(part.producer).difference(part.returned)
 
     def runs(op: Op) -> bool:

@@ -1,19 +1,20 @@
-"""What a program depends on besides the values of its tensors: a change asks for another program.
+"""Guards: everything besides tensor values that a program depends on, compared before each call.
 
-A program is what `forward` did when it was traced. Before each call `kind_of` reads what forward
-can see and compares it with what each program was made for:
+A program is what `forward` did when it was traced. Before each call, `kind_of` reads what forward
+can see; if no program was made for the same, the call needs a new one. It reads
 
-- form of the batch, parameters and buffers; arguments that are no tensors; autocast;
-- settings of torch that decide which operators there are, and hooks of all modules;
-- of each module its class, its `forward`, its training flag and the number of its hooks;
-- plain values (numbers, strings, dtypes, ...) in attributes of modules and of their classes, and in
-  lists, tuples, dicts, sets and deques there, nested (peft keeps its scaling in a dict);
-- objects that hold nothing but plain values: configs, dataclasses, namespaces. An object that holds
-  anything else (a trainer, a logger) is known by identity: what is in it changes with every step;
-- functions, classes and modules held elsewhere by identity.
+- the form (shape, strides, dtype, device) of the batch, parameters and buffers; arguments that are
+  not tensors; autocast;
+- global settings of torch that decide which operators run, and global module hooks;
+- for each module its class, its `forward`, its training flag and the number of its hooks;
+- plain values (numbers, strings, dtypes, ...) in attributes of modules and of their classes, also
+  nested in lists, tuples, dicts, sets and deques (peft keeps its scaling in a dict);
+- objects that hold only plain values: configs, dataclasses, namespaces. An object that holds
+  anything else (a trainer, a logger) is compared by identity, since it may change in every step;
+- functions, classes and modules held in other places, by identity.
 
-What numbers forward looked at has guards of its own (`graphs.capture.as_eager.known_values`).
-`docs/bitwise_identical.md` lists what is not seen.
+Tensor values that forward read as numbers have guards of their own
+(`graphs.capture.as_eager.known_values`). `docs/bitwise_identical.md` lists what no guard sees.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ from graphs.capture import HOOKS, TORCHS_OWN, global_hooks, sharing
 from graphs.model_calls import Call
 
 MANY = 1000
-"""Entries of a container; a longer one is known by its length."""
+"""Maximum number of entries of a container that are compared; of a longer one, only the length is.
+"""
 LARGE_BYTES = 2**20
-"""Of an array in an attribute; a larger one is known by identity."""
+"""Largest array in an attribute whose content is compared; a larger one is compared by identity."""
 _COMMON = frozenset({bool, int, str, types.NoneType})
-"""Compared as they are; a set is faster to look in than `_PLAIN`."""
+"""The most common plain types, compared with `==`; looking in a set is faster than in `_PLAIN`."""
 _PLAIN = (
     *(bool, int, str, bytes, float, complex, types.NoneType),
     *(np.generic, range, slice, enum.Enum, PurePath),
@@ -53,7 +55,10 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
 def kind_of(model: nn.Module, call: Call) -> Any:
-    """Equal for calls that one program can be for; compare as `planned == here`."""
+    """What a program for this call depends on: equal for calls that can share a program.
+
+    Compare as `planned == here`: the comparison is not symmetric (see `_Record`).
+    """
     modules = list(model.modules())
     parameters = {
         id(p): p for m in modules for p in m._parameters.values() if p is not None
@@ -94,12 +99,12 @@ _TITLES = (
     *("torch.backends.mha.set_fastpath_enabled", "torch.use_deterministic_algorithms"),
     *("the form of a parameter", "the form of a buffer"),
 )
-"""Of what `kind_of` compares, in its order, up to the settings of the modules."""
+"""Descriptions of the items of `kind_of`, in order, except the last: the settings of modules."""
 _OF_MODULE = ("its class", "its forward", "its class's attributes", "train()", "its hooks")
 
 
 def changed_setting(planned: Any, here: Any, model: nn.Module) -> str | None:
-    """The first thing in which two `kind_of` this model differ, in words. None: nothing does."""
+    """Describe the first difference between two `kind_of` this model. None: there is none."""
     *torchs, of_planned = planned
     *torchs_here, of_here = here
     for title, old, new in zip(_TITLES, torchs, torchs_here, strict=True):
@@ -120,7 +125,10 @@ def changed_setting(planned: Any, here: Any, model: nn.Module) -> str | None:
 
 
 def _change(planned: Any, here: Any) -> str:
-    """Of two settings; None: it is not there. Numbers and strings with their values."""
+    """Describe how a setting has changed, numbers and strings with their values.
+
+    planned, here: as `_setting` returns them; None: the attribute does not exist.
+    """
     if here is None:
         return "is gone"
     if planned is None:
@@ -134,7 +142,7 @@ def _change(planned: Any, here: Any) -> str:
 
 
 def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
-    """The Python state of the module and its submodules."""
+    """The Python state of each of these modules of the model, as described above."""
     seen: set[int] = set()
     of_class = {kind: _class_settings(kind) for kind in {type(module) for module in modules}}
     return tuple(
@@ -156,7 +164,10 @@ def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
 
 
 def with_any(kind: Any, model: nn.Module, attributes: Collection[tuple[str, str]]) -> Any:
-    """A `kind_of` that calls have whatever is in these attributes (path of the module, name)."""
+    """A `kind_of` that equals those of calls with any value in these attributes.
+
+    attributes: pairs of a module's path and the attribute's name.
+    """
     if not attributes:
         return kind
     *others, settings = kind
@@ -168,7 +179,7 @@ def with_any(kind: Any, model: nn.Module, attributes: Collection[tuple[str, str]
 
 
 class _Any:
-    """Equal to all that is compared with it."""
+    """Equal to everything."""
 
     def __eq__(self, _other: object) -> bool:
         return True
@@ -185,14 +196,15 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _argument(value: Any) -> Any:
-    """An argument that is no tensor; the numbers of an array are constants of the program."""
+    """An argument that is not a tensor, for comparison; the numbers of an array are constants of
+    the program, so they are compared whatever its size."""
     return _array(value) if isinstance(value, np.ndarray) else _setting(value, set())
 
 
 class _Record:
-    """A list of numbers or tensors: one that only grows (losses, say) is no setting.
+    """A list of numbers or tensors, equal to any list that begins with the same items.
 
-    Equal to a list that begins with what was in this one.
+    So a list that only grows, such as a record of losses, does not count as a changed setting.
     """
 
     def __init__(self, items: tuple[Any, ...]) -> None:
@@ -200,7 +212,7 @@ class _Record:
 
     @classmethod
     def of(cls, value: list[Any]) -> _Record | None:
-        """None: something else is in the list."""
+        """The record of this list. None: it has other items than numbers and tensors."""
         head = value[:MANY]
         if not all(isinstance(i, int | float | torch.Tensor) and type(i) is not bool for i in head):
             return None
@@ -213,10 +225,10 @@ class _Record:
 
 
 class _Same:
-    """Equal to another one of the same object, for as long as the object exists.
+    """An object that is compared by identity, for as long as it exists.
 
-    Holds it weakly where Python allows that: a program must not keep the tensors of objects that
-    the model has dropped.
+    The object is held by a weak reference where Python allows that, so that a program does not
+    keep objects (and their tensors) alive that the model has dropped.
     """
 
     def __init__(self, value: Any) -> None:
@@ -242,13 +254,16 @@ class _NotPlainError(Exception):
 _is_plain: Callable[[type], bool] = functools.lru_cache(maxsize=4096)(
     lambda kind: issubclass(kind, _PLAIN)
 )
-"""Whether values of a class are; remembered, since asking it of every value takes long."""
+"""Whether values of a class are plain; cached, since `issubclass` for every value takes long."""
 
 
 def _setting(value: Any, seen: set[int]) -> Any:
-    """A value of an attribute, to be compared. seen: ids of mutable objects read in this pass."""
+    """The value of an attribute, in a form to be compared.
+
+    seen: ids of the mutable objects that `kind_of` has read so far.
+    """
     kind = type(value)
-    if kind in _COMMON:  # most of what there is
+    if kind in _COMMON:  # most values
         return kind, value
     if (
         kind is tuple
@@ -263,9 +278,12 @@ def _setting(value: Any, seen: set[int]) -> Any:
 
 
 def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
-    """Raises _NotPlainError where identity is all that can be compared.
+    """The content of a value, in a form to be compared.
 
-    in_object: then that goes for the whole object, not for an item of a container by itself.
+    in_object: whether the value is inside of an object. If so, anything that is not plain makes the
+        whole object be compared by identity; an item of a container only affects itself.
+
+    Raises _NotPlainError if the value can only be compared by identity.
     """
     kind = type(value)
     if kind in _COMMON:
@@ -279,14 +297,15 @@ def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
     if isinstance(value, np.ndarray):
         return _array(value) if value.nbytes <= LARGE_BYTES else _Same(value)
     if isinstance(value, torch.Tensor | weakref.ref) and not in_object:
-        return kind  # tensors have guards of their own; nn.RNN renews references to its weights
+        return kind  # tensors have guards of their own; nn.RNN recreates references to its weights
     if isinstance(value, functools.partial):
         value = (value.func, value.args, value.keywords)
     if not isinstance(value, tuple | set | frozenset):
         if id(value) in seen:  # the config that all layers share, or a list that contains itself
             return id(value)
         if not isinstance(value, _CONTAINERS):
-            # in a set of its own: what was read of an object that is not plain is not known
+            # a copy of `seen`: if the object turns out not to be plain, what was read of it does
+            # not count as seen
             tried = {*seen, id(value)}
             state = tuple((k, _read(v, tried, in_object=True)) for k, v in _state(value).items())
             seen |= tried
@@ -303,12 +322,13 @@ def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
 
 
 def _plain(value: object) -> Any:
-    """With its type, 1 is not True; written out, NaN equals itself and 0.0 is not -0.0."""
+    """A plain value, for comparison: with its type, so that 1 is not True, and floats written out,
+    so that NaN equals itself and 0.0 is not -0.0."""
     return type(value), value if type(value) in _COMMON else repr(value)
 
 
 def _class_settings(kind: type) -> tuple[Any, ...]:
-    """Plain attributes of a class and of its bases, up to PyTorch's own."""
+    """Plain attributes of a class and of its bases, except PyTorch's own."""
     return tuple(
         (name, _plain(value))
         for each in kind.__mro__
@@ -324,7 +344,7 @@ def _array(array: np.ndarray[Any, Any]) -> Any:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """Attributes of an object, in its dict and its slots; _NotPlainError: none are visible."""
+    """Attributes of an object, from its dict and slots; _NotPlainError if it has neither."""
     if isinstance(value, torch.Tensor):
         raise _NotPlainError
     state = getattr(value, "__dict__", None)

@@ -1,7 +1,7 @@
-"""What differs between a call and the plan that was made for another, in the caller's words.
+"""Describe how a call differs from the one that a plan was made for, in the caller's terms.
 
-Arguments, buffers and parameters have their names in the model's code and their paths; names of the
-traced graph come last, where nothing else differs.
+Arguments are named as in the model's code, and buffers and parameters by their paths. Names of the
+traced graph are used only if nothing else differs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from scheduler_runtime.planned.plan import Plan
 from solver.sizes_deadlines_progress import counted
 
 FIELDS = ("device", "arguments", "shapes", "dtypes", "train", "autocast", "torch")
-"""Of the environment, in the order in which they are compared."""
+"""Fields of the environment, in the order in which they are compared."""
 
 
 @dataclass(frozen=True)
 class Resized:
-    """How the shapes of a call's tensors differ from the planned ones, of the same numbers of
-    dimensions.
+    """How the shapes of a call's tensors differ from the planned ones, dimension by dimension.
 
-    dimensions: those in which sizes differ.
-    is_larger: whether any size is. of_tokens: whether a tensor of integers is longer or shorter in
-        another dimension than that of the batch.
+    dimensions: the dimensions in which sizes differ.
+    is_larger: whether any size is larger than planned.
+    of_tokens: whether a tensor of integers differs in another dimension than the first, as token
+        ids do in sequences of another length.
     """
 
     dimensions: frozenset[int]
@@ -55,7 +55,7 @@ class Resized:
         here: Sequence[Sequence[int]],
         dtypes: Sequence[str],
     ) -> Resized | None:
-        """None: a tensor has another number of dimensions."""
+        """Compare shapes. None: a tensor has another number of dimensions than planned."""
         if [len(shape) for shape in planned] != [len(shape) for shape in here]:
             return None
         changes = [
@@ -74,10 +74,11 @@ class Resized:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing in which a call differs from the plan.
+    """The first difference between a call and the plan.
 
-    of_values: nothing but values that the module reads: the same step with another batch.
-    resized: how the sizes of arguments differ, where nothing else does.
+    words: the difference, for a message.
+    of_values: whether only values differ that the module reads: the same step with another batch.
+    resized: how the sizes of arguments differ, if nothing else does.
     remedy: a sentence on how to need fewer plans.
     """
 
@@ -88,8 +89,8 @@ class Difference:
 
     @property
     def is_smaller(self) -> bool:
-        """Nothing differs but sizes, and none is larger. Whether it takes less memory is not
-        known: it is planned for within the same budget."""
+        """Whether only sizes differ, and none is larger. Such a call need not take less memory, so
+        it is planned within the same budget."""
         return self.resized is not None and not self.resized.is_larger
 
     def __str__(self) -> str:
@@ -99,10 +100,10 @@ class Difference:
 def difference(
     plan: Plan, call: Call, model: nn.Module, part: Graph | None = None
 ) -> Difference | None:
-    """The first thing in which a call differs from the plan; None: nothing does.
+    """The first difference between a call and the plan; None: there is none.
 
     part: the graph of the module's part of the step, traced for this call. None: it could not be
-        traced; then only what can be compared without it is.
+        traced; then only what needs no trace is compared.
     """
     if part is not None and part.graph_id == plan.module_graph_id:
         return None
@@ -135,9 +136,10 @@ def difference(
 
 
 def difference_of_bits(step: CapturedStep) -> Difference | None:
-    """That the rewritten step would have other bits here; tried on this device, and kept.
+    """The difference if the rewritten step is not bitwise identical here; None: it is.
 
-    A plan may come from another device, or from a process with another number of threads.
+    Computing rows in chunks is tried on this device, once for each kind of operator, since the plan
+    may come from another device or from a process with another number of threads.
     """
     if keeps_bits_here(step.captured):
         return None
@@ -149,7 +151,7 @@ def difference_of_bits(step: CapturedStep) -> Difference | None:
 
 
 def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """In words, with the names of the arguments."""
+    """Describe how a field of the environment differs, with the names of the arguments."""
     if field == "arguments" or len(planned["shapes"]) != len(here["shapes"]):
         return _other_tensors(here["arguments"], planned.get("arguments"))
     if field == "train" and isinstance(planned[field], bool):
@@ -169,7 +171,7 @@ def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str,
 
 
 def _other_tensors(here: Sequence[str], planned: Sequence[str] | None) -> str:
-    """The call passes other tensors. planned: None: an older file does not say which."""
+    """Describe how the names of the call's tensors differ (planned: None: not in an older file)."""
     given = ", ".join(here) or "none"
     if planned is None:
         return f"this call passes the tensors {given}, and the planned call passed others"
@@ -188,9 +190,9 @@ _SHAPE = re.compile(r"\((\d+),(?: \d+)*\)")
 
 
 def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> Difference | None:
-    """The first value that forward read and that was another one, or unknown, when planning.
+    """The first difference in the values that forward reads from tensors; None: there is none.
 
-    names: of the call's tensors.
+    names: names of the call's tensors.
     """
     planned = plan.environment.get("values_read")
     here = part.meta.environment["values_read"]
@@ -206,7 +208,7 @@ def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> Differen
         of = [titles[kind](key) for kind, key in read["of"]]
         return ", ".join(of) or "a tensor that the module holds"
 
-    for each in here:
+    for each in here:  # a value that was another one, or was not read, when planning
         if each in planned:
             continue
         words = f"{holders(each)} has other values than when planned: forward "
@@ -215,7 +217,7 @@ def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> Differen
             return Difference(words, of_values=True, remedy=_OF_ROWS)
         return Difference(f"{words}reads {each['seen']}", of_values=True)
     left_out = next((each for each in planned if each not in here), None)
-    if left_out is None:  # the same values, in another order
+    if left_out is None:  # the same values, in another order or another number of times
         pairs = zip_longest(here, planned)
         each = next(now or before for now, before in pairs if now != before)
         words = f"{holders(each)} has other values than when planned: forward reads {each['seen']}"
@@ -228,7 +230,7 @@ def values_difference(plan: Plan, part: Graph, names: Sequence[str]) -> Differen
 
 
 def _opaque_difference(plan: Plan, part: Graph) -> str | None:
-    """The first module that is planned as one piece and takes other memory here."""
+    """The first module that is planned as one piece and uses memory otherwise in this call."""
     planned, here = (each.get("opaque") for each in (plan.environment, part.meta.environment))
     if not isinstance(planned, list) or not isinstance(here, list):
         return None
@@ -242,7 +244,7 @@ def _opaque_difference(plan: Plan, part: Graph) -> str | None:
 
 
 def _options_difference(planned: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """The first argument that is no tensor and has another value."""
+    """The first argument that is not a tensor and has another value."""
     old, new = planned.get("options"), here["options"]
     if not isinstance(old, dict):
         return None
@@ -254,7 +256,7 @@ def _options_difference(planned: Mapping[str, Any], here: Mapping[str, Any]) -> 
 
 
 def _rewrites_difference(plan: Plan, part: Graph) -> str | None:
-    """The plan's rewrite of a loss, where nothing of it is found in this step."""
+    """A difference if the plan rewrites the loss, but the loss of this step cannot be rewritten."""
     names = [name for name in plan.rewrites if name in PROGRAM_REWRITES]
     in_chunks = any(node.op.startswith(("row_chunks(", "head_loop(")) for node in part.nodes)
     if not names or in_chunks:
@@ -268,7 +270,8 @@ def _rewrites_difference(plan: Plan, part: Graph) -> str | None:
 def _state_difference(plan: Plan, model: nn.Module) -> str | None:
     """The first parameter or buffer whose form is not as planned."""
     parameters, here = plan.parameter_forms, parameter_forms(model)
-    # A file may be for a module that holds the same parameters under other names: a stage's, say.
+    # A file may be for a module with the same parameters under other names, such as a pipeline
+    # stage.
     renamed = plan.graph is None and [*parameters.values()] == [*here.values()]
     if parameters and not renamed and (found := _other_parameters(parameters, here)):
         return found
@@ -332,7 +335,7 @@ def _graph_difference(planned: Graph, here: Graph) -> str:
 
 
 def _operators_difference(planned: Sequence[str], here: Graph) -> str:
-    """The same for a schedule file, which has names of operators and no more."""
+    """The first operator that differs from a schedule file, which has only operators' names."""
     for new, old in zip(here.nodes, planned, strict=False):
         if new.name != old:
             found = f"operator {new.name} ({new.op}) instead of {old}"
@@ -355,7 +358,7 @@ def _operators_difference(planned: Sequence[str], here: Graph) -> str:
 
 
 def _computed_from(graph: Graph, node: Node) -> str:
-    """Which arguments of forward reach the operator."""
+    """The arguments of forward that the operator is computed from, for messages."""
     waiting, behind = list(node.inputs), set[str]()
     while waiting:
         name = waiting.pop()
@@ -368,7 +371,7 @@ def _computed_from(graph: Graph, node: Node) -> str:
 
 
 def check_arguments(model: nn.Module, call: Call, *, forward: Callable[..., Any]) -> None:
-    """Raises TypeError for arguments that forward does not take, as Python itself would."""
+    """Raise TypeError for arguments that forward does not take, as Python itself would."""
     args, kwargs = call.arguments(call.tensors)
     signature = signature_of(forward)
     if signature is None:

@@ -1,7 +1,7 @@
-"""Forward passes of a planned module that wait for a backward pass together.
+"""Track the forward passes of a planned module that wait for their backward pass at the same time.
 
-A pass waits from the return of its forward pass until the first gradient of its outputs arrives, or
-until its outputs are gone. Until then it holds what its plan saves.
+A pass waits from the return of its forward until the first gradient of its outputs arrives, or
+until its outputs are freed. While it waits, it holds what its plan saves for backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from solver.schedule import Solution
 
 
 def n_planned(environment: Mapping[str, Any]) -> int:
-    """The passes in flight that a plan of this environment has room for."""
+    """How many passes in flight a plan with this environment has room for."""
     place = pipeline_of(environment)
     return passes_of(environment).n if place is None else place.n_in_flight
 
@@ -29,9 +29,12 @@ def n_planned(environment: Mapping[str, Any]) -> int:
 class PlannedPass:
     """What is planned for the passes of one program.
 
-    n: of them in flight. saved_bytes: that each holds. others_bytes: room for all others.
-    peak_bytes: with these. available_bytes: of the budget.
-    gradient_bytes: that several passes hold beside what is counted for one.
+    n: planned number of passes in flight.
+    saved_bytes: what each pass holds while it waits.
+    others_bytes: what is planned for all other passes in flight together.
+    peak_bytes: planned peak, `others_bytes` included.
+    available_bytes: the budget after the reserve.
+    gradient_bytes: gradients that several passes hold but that are not counted for one pass.
     """
 
     n: int
@@ -52,8 +55,8 @@ class PlannedPass:
         available_bytes: int,
         least_bytes: int = 0,
     ) -> PlannedPass:
-        """graph: of the step or of the module. least_bytes: that each of the others has at least
-        (`Graph.others_bytes`)."""
+        """graph: the graph of the step or of the module's part.
+        least_bytes: what is counted at least for each other pass (`Graph.others_bytes`)."""
         made = (graph.tensor_by_name[name] for name in graph.outputs if name in graph.producer)
         gradient_bytes = sum(tensor.size_bytes for tensor in made if tensor.kind == "gradient")
         return cls(
@@ -79,44 +82,48 @@ class PlannedPass:
         )
 
     def above_bytes(self, others_bytes: int) -> int:
-        """Bytes above the budget, where the others in flight hold so much; 0: it holds."""
+        """Bytes above the budget if the other passes in flight hold this much; 0: it is kept."""
         more_bytes = max(0, others_bytes - self.others_bytes)
-        if others_bytes:  # of several passes the sum of the gradients is there while one is made
+        if others_bytes:  # autograd holds the sum of the gradients while a pass makes its own
             more_bytes += max(0, self.gradient_bytes - self.saved_bytes)
         return max(0, self.peak_bytes + more_bytes - self.available_bytes)
 
 
 class PassesInFlight:
-    """Of one planned module.
+    """The passes in flight of one planned module.
 
-    n_most: the most that have waited when a backward pass began; not those that one never reached.
-    a_backward_began: since the caller has set it to False.
+    n_most: the most passes that were waiting when a backward pass began. Passes whose outputs were
+        dropped before do not count.
+    a_backward_began: whether one has begun since the caller has set this to False.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[int, PlannedPass] = {}  # by the id of a program that is there
+        self._plans: dict[int, PlannedPass] = {}  # by the id of a program that still exists
         self._waiting: dict[weakref.ref[Any], Program] = {}
         self.n_most = 1
         self.a_backward_began = False
 
     def plan(self, program: Program, planned: PlannedPass) -> None:
-        """The passes of this program are planned so."""
+        """Set what is planned for the passes of this program."""
         self._plans[id(program)] = planned
         weakref.finalize(program, self._plans.pop, id(program), None).atexit = False
 
     @property
     def plans(self) -> list[PlannedPass]:
-        """Of all programs that are there."""
+        """What is planned for each program that still exists."""
         return list(self._plans.values())
 
     @property
     def waiting(self) -> list[tuple[Program, PlannedPass]]:
-        """Those that wait, oldest first."""
+        """The programs of the passes that wait, with what is planned for them; oldest first."""
         programs = list(self._waiting.values())
         return [(each, self._plans[id(each)]) for each in programs if id(each) in self._plans]
 
     def add(self, output: Any) -> bool:
-        """A pass has returned this. Whether it is one that waits."""
+        """Record that a forward pass has returned this output.
+
+        Returns whether the pass waits for a backward pass: its output is a planned program's.
+        """
         made = [t for t in nested.tensors(output) if maker_of(t) is not None]
         if not made:
             return False
@@ -142,7 +149,7 @@ class PassesInFlight:
         return True
 
     def above_bytes(self) -> int:
-        """Bytes by which the passes that wait may exceed the budget together; 0: they do not."""
+        """Bytes by which the waiting passes together may exceed the budget; 0: they do not."""
         found = [planned for _, planned in self.waiting]
         all_bytes = sum(each.saved_bytes for each in found)
         return max((each.above_bytes(all_bytes - each.saved_bytes) for each in found), default=0)

@@ -1,4 +1,4 @@
-"""What `apply` needs from a Solution or a schedule file."""
+"""`Plan`: the parts of a Solution or a schedule file that `apply` needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ AnyPlan: TypeAlias = Solution | SavedSchedule | str | Path
 
 
 def check_order(model: object, plan: object, *, call: str = "apply") -> None:
-    """Raises TypeError where these are not a module and a plan; says so where they are swapped."""
+    """Raise TypeError unless these are a module and a plan (or a list of plans), in this order.
+
+    call: name of the calling function, for messages.
+    """
     right = f"{call}(model, solution)"
     if isinstance(model, AnyPlan) and isinstance(plan, nn.Module):
         raise TypeError(
@@ -39,7 +42,7 @@ def check_order(model: object, plan: object, *, call: str = "apply") -> None:
 
 
 def check_module(model: object, right: str) -> None:
-    """Raises TypeError for what is not a module. right: the correct call."""
+    """Raise TypeError unless this is a module. right: the correct call, for the message."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {_described(model)}, not a torch.nn.Module: {right}")
 
@@ -53,15 +56,18 @@ class Plan:
     """A schedule, the request that it answers, and the graph it was made for.
 
     environment: shapes, dtypes, mode, ... of the step (`graphs.model_calls.environment_of`).
-    module_graph_id: of the part of the step that the module runs.
+    module_graph_id: graph id of the part of the step that the module runs.
     parameter_forms, buffer_forms, input_forms: of the planned module and call, as in `GraphMeta`
         (empty: not known).
-    loss: the part that the caller computes (no nodes: the model returns its loss; None: not known).
-    graph: the whole step, with a loss outside and the optimizer (None: from a schedule file).
-    known: its schedule and rewrites, for plans of other calls.
-    peak_bytes: of the whole step. saved_bytes: on the device when its forward pass has ended,
-        beside what is resident (of an older file 0, which does not say).
-    kept: the traced program (None: from another process, or it has to be traced again).
+    loss: the graph of a loss that the caller computes (without nodes: the model returns its loss;
+        None: not known).
+    graph: the whole step, with a loss outside of the model and the optimizer (None: the plan is
+        from a schedule file).
+    known: the plan's schedule and rewrites, from which plans for other calls are made.
+    peak_bytes: peak of the whole step.
+    saved_bytes: bytes on the device when the forward pass has ended, without resident tensors (0
+        for an older file, which does not record it).
+    kept: the traced program (None: it was traced in another process, or must be traced again).
     """
 
     schedule: Schedule
@@ -80,26 +86,27 @@ class Plan:
 
     @property
     def rewrites(self) -> tuple[str, ...]:
-        """Those that the planned graph was made with."""
+        """The rewrites that the planned graph was made with."""
         return self.known.rewrites
 
     @property
     def state_buckets(self) -> tuple[int, ...]:
-        """The parameters in each bucket of optimizer state that is on the host; (): none is."""
+        """The number of parameters in each bucket of optimizer state that is on the host; (): the
+        state is on the device."""
         if not optimizer_of(self.environment).get("state_on_host"):
             return ()
         return tuple(bucket.n_parameters for bucket in buckets_in(self.environment))
 
     @property
     def host_parameters(self) -> dict[str, str]:
-        """The parameters that are on the host while no operator reads them: name in the module ->
-        tensor of the graph."""
+        """The parameters that are on the host while no operator reads them: their names in the
+        module -> tensor of the graph."""
         return parameters_on_host(self.environment) if self.state_buckets else {}
 
     @property
     def module_operators(self) -> tuple[str, ...]:
-        """The names of the operators that the module runs, in order (of an older file, with those
-        of the optimizer after them)."""
+        """The names of the operators that the module runs, in order (for an older file, followed
+        by those of the optimizer)."""
         if self.graph is not None:
             return tuple(node.name for node in self.graph.module_part().nodes)
         of_caller = set() if self.loss is None else set(self.loss.node_by_name)
@@ -110,6 +117,11 @@ class Plan:
 
     @classmethod
     def of(cls, plan: Solution | SavedSchedule | str | Path) -> Plan:
+        """Read a Solution, a loaded schedule file or the path of one.
+
+        Raises FileNotFoundError, FormatError for a file that is damaged, and ValueError for a plan
+        that cannot be applied.
+        """
         if isinstance(plan, str | Path):
             if not Path(plan).is_file():
                 raise FileNotFoundError(
@@ -200,7 +212,7 @@ class Plan:
 
 
 def _refuse_cut(plan: SavedSchedule) -> None:
-    """Raise FormatError where the file's ops are fewer than the module's operators."""
+    """Raise FormatError if a file's ops compute fewer operators than the module runs."""
     assert plan.schedule is not None
     n_planned = Record(plan.environment, where="environment").integer(
         "n_module_operators", default=0

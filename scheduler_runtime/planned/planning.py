@@ -1,4 +1,4 @@
-"""A plan for a step that was just traced: from a known plan where that serves, else by a search."""
+"""Plan a step that was just traced: reuse a known plan if one is good enough, else search."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from solver.schedule import Request, Solution
 from solver.solving import answer
 
 N_TRIED = 4
-"""Of the known plans, the latest."""
+"""How many of the known plans are tried: the latest ones."""
 
 
 @dataclass(frozen=True)
 class NewPlan:
-    """reused: without a search, from a known plan."""
+    """A plan, and whether it was made from a known plan without a search (`reused`)."""
 
     solution: Solution
     reused: bool
@@ -34,13 +34,15 @@ def new_plan(
     known: Sequence[KnownPlan],
     unplanned: Callable[[Graph], Graph] | None = None,
 ) -> NewPlan:
-    """The answer to the request for this step.
+    """Plan this step for the request.
 
-    whole: puts loss and optimizer around a variant of the module's graph.
-    unplanned: the same for the step without a plan (None: as `whole`).
-    planned: the variants to plan. known: plans of the same module for other calls.
+    whole: adds the loss and the optimizer to the graph of the module.
+    planned: the variants (sets of rewrites) to plan.
+    known: plans of the same module for other calls.
+    unplanned: as `whole`, for the step without a plan (None: `whole`).
     """
-    # copies are not carried over, and the quick bound knows none; nor does it the allocator
+    # A plan is not reused if copies to the host are possible or the budget is of reserved memory:
+    # reuse carries no copies over, its quick bound knows none, and it does not model the allocator.
     if request.places is not None or request.budget_of == "reserved":
         known = ()
     plain = (unplanned or whole)(step.with_rewrites(()).graph)
@@ -63,7 +65,7 @@ def _reused(
     planned: Sequence[Variant],
     known: Sequence[KnownPlan],
 ) -> Solution | None:
-    """The step as it is, where that fits; else the fastest of the known plans that serve."""
+    """The step without recomputation if that fits, else the fastest reusable known plan, if any."""
 
     @functools.cache
     def alone(variant: Variant) -> Variants:

@@ -1,4 +1,4 @@
-"""The programs of a module with a plan, by the kind of call that each is for."""
+"""The cache of a planned module's programs, by the kind of call that each is for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from scheduler_runtime.planned.guards import changed_setting
 
 
 class ProgramCache:
-    """Programs by the kind of call that they are for, the one used last at the end.
+    """Programs by the kind of call that they are for, the most recently used one at the end.
 
-    Calls of one kind may still differ in the numbers that the module looks at
-    (`graphs.capture.as_eager.known_values`): then there are several programs of that kind, and the
+    Calls of one kind may still differ in tensor values that the module reads as numbers
+    (`graphs.capture.as_eager.known_values`). Then there are several programs of that kind, and the
     guards of each say whether it fits.
+
+    n_kept: the most programs that are kept.
     """
 
     def __init__(self, *, n_kept: int) -> None:
@@ -26,7 +28,7 @@ class ProgramCache:
         self.n_added = 0
 
     def find(self, kind: Any, model: nn.Module, call: Call) -> StepProgram | None:
-        """The program that was made for such a call, if it is still there."""
+        """The program for this call, if there is one; it becomes the most recently used."""
         for index in range(len(self.programs) - 1, -1, -1):
             planned, program = self.programs[index]
             if planned == kind and program.fits(model, call):
@@ -35,7 +37,10 @@ class ProgramCache:
         return None
 
     def changed(self, kind: Any, model: nn.Module) -> str | None:
-        """What has changed since the last program for such arguments, in words; None: nothing."""
+        """Describe what has changed since the last program for calls with the same arguments.
+
+        None: nothing has, or there is no such program.
+        """
         of_call, _ = kind
         for (planned, _), _program in reversed(self.programs):
             if len(planned) == len(of_call) and planned[:4] == of_call[:4]:
@@ -43,9 +48,9 @@ class ProgramCache:
         return None
 
     def add(self, kind: Any, program: StepProgram, *, also: Any = None) -> None:
-        """Keep a program; the one that was not used for longest goes.
+        """Keep a program; if there are too many, drop the least recently used one.
 
-        also: another kind of call that it is for.
+        also: another kind of call that the program is for.
         """
         self.n_added += 1
         self.programs += [(each, program) for each in (also, kind) if each is not None]
@@ -53,7 +58,7 @@ class ProgramCache:
             del self.programs[0]
 
     def remedy(self) -> str:
-        """How to need fewer programs: of the last one."""
+        """How to need fewer programs, judging by the last one."""
         *others, (kind, program) = self.programs
         read = program.read_from if isinstance(program, BoundProgram) else ()
         if read and any(other == kind for other, _ in others):
@@ -80,11 +85,11 @@ class ProgramCache:
         )
 
     def drop_all(self, programs: Sequence[Program]) -> None:
-        """The next calls of their kinds need others."""
+        """Drop these programs: the next calls of their kinds need new ones."""
         for _, each in tuple(self.programs):
             if isinstance(each, BoundProgram) and any(each.program is one for one in programs):
                 self.drop(each)
 
     def drop(self, program: StepProgram) -> None:
-        """The next call of its kind needs another."""
+        """Drop this program: the next call of its kind needs a new one."""
         self.programs = [each for each in self.programs if each[1] is not program]

@@ -1,4 +1,4 @@
-"""A plan that is made in the middle of a training: told with its price, its reason and a remedy."""
+"""Warnings about plans made in the middle of a training, with their cost, reason and a remedy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def told(solution: Solution, *, is_reused: bool, took_s: float) -> str:
-    """The finished plan in one line, with the shapes that it is for.
+    """Describe a finished plan in one line, with the shapes that it is for.
 
-    is_reused: made without a search, from what an earlier plan recomputes, if that is anything.
-    took_s: what the call has waited, tracing included.
+    is_reused: whether it was made without a search: from an earlier plan, or since the step fits
+        without recomputation.
+    took_s: how long the call has waited, tracing included.
     """
     graph, found = solution.graph, solution.simulation
     carries = bool(graph.meta.rewrites or (found is not None and found.n_recomputed))
@@ -32,10 +33,13 @@ def warn_of_another(
     said: set[str],
     all_took_s: float | None = None,
 ) -> None:
-    """Say that one more kind of call was planned, why, and how to need fewer plans.
+    """Warn that one more kind of call was planned, why, and how to need fewer plans.
 
-    line: of `told`. n_plans: made so far, this one included; all_took_s: in so many seconds.
-    said: the remedies that this model's warnings have given; none is given twice.
+    line: the plan as `told` describes it.
+    difference: how the call differs from the plans so far.
+    n_plans: number of plans made so far, this one included.
+    said: remedies that this model's warnings have given; none is given twice. Updated.
+    all_took_s: how long all plans together have taken (None: not shown).
     """
     so_far = "" if all_took_s is None else f", {all_took_s:.1f} s in all"
     possible = [difference.remedy] if difference.remedy else _remedies(difference.resized, n_plans)
@@ -46,7 +50,7 @@ def warn_of_another(
 
 
 def _shapes(environment: Mapping[str, Any]) -> str:
-    """The arguments of each shape: "x [8, 32], input_ids and 1 more [8, 64]"."""
+    """The arguments, grouped by shape: "x [8, 32], input_ids and 1 more [8, 64]"."""
     shapes: Sequence[Sequence[int]] = environment["shapes"]
     names: Sequence[str] = environment.get("arguments") or ["a tensor"] * len(shapes)
     by_shape: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Replanning for a call that differs from the planned one, within the same budget."""
+"""Plan again for a call that differs from the planned one, within the same budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from solver.methods import KnownPlan
 
 
 class ReplanError(ValueError):
-    """No plan could be made for the new call; says why."""
+    """No plan could be made for the new call; the message says why."""
 
 
 def replan(
@@ -26,15 +26,21 @@ def replan(
 ) -> tuple[CapturedStep, NewPlan]:
     """Plan the module's new step, with the loss and the optimizer of the old plan.
 
-    As in `solve`, all variants are planned that the request allows, unless one of the known plans
-    serves; the optimizer's state stays where it is. Returns the step as it is planned.
+    As in `solve`, all variants that the request allows are planned, unless a known plan can be
+    reused. The optimizer's state stays where it is, on the host or the device.
+
+    step: the step, traced for the new call.
+    reason: how the call differs, for errors.
+    known: plans of the same module for other calls.
+
+    Returns the step with the rewrites of the new plan, and the plan. Raises ReplanError.
     """
     where = "host" if plan.state_buckets else "device"
     found = new_plan(
         step,
         lambda graph: _whole(graph, plan, reason),
         dataclasses.replace(plan.request, optimizer_state=where),
-        # the plan's own as well: its graph was perhaps made with others
+        # also the old plan's own variant, which the request may not name
         planned=tuple(dict.fromkeys([*variants_of(plan.request.rewrites), plan.rewrites])),
         known=known,
     )
@@ -48,8 +54,10 @@ def replan(
 
 
 def _whole(graph: Graph, plan: Plan, reason: str) -> Graph:
-    """The module's graph with the loss, the optimizer, the pipeline and the passes of the old plan,
-    which may be that of the other passes in flight."""
+    """The module's graph with the loss, the optimizer, the pipeline and the passes of the old plan.
+
+    Other passes in flight may still run with the old plan, so each is counted with at least the
+    bytes that it saves."""
     environment = plan.environment
     if environment.get("loss") == "outside":
         graph = _with_planned_loss(graph, plan.loss, reason)
@@ -60,11 +68,11 @@ def _whole(graph: Graph, plan: Plan, reason: str) -> Graph:
 
 
 def _with_planned_loss(graph: Graph, loss: Graph | None, reason: str) -> Graph:
-    """The module's new graph around the planned loss, an upper bound for a smaller batch.
+    """Put the old plan's loss into the module's new graph.
 
-    A loss outside cannot be traced from the module. Where the module returns the same tensors and
-    none of them is larger, the planned loss is counted; so the plan holds for every loss that does
-    not take more memory when its inputs get smaller.
+    A loss outside of the module cannot be traced again. If the module returns as many tensors as
+    planned and none is larger, the planned loss is an upper bound, and the new plan is right for
+    every loss that does not take more memory with smaller inputs. Else raises ReplanError.
     """
     remedy = (
         "the loss is computed outside of the model, so the step cannot be planned from the model "
@@ -76,7 +84,8 @@ def _with_planned_loss(graph: Graph, loss: Graph | None, reason: str) -> Graph:
     received = {t.name for t in loss.tensors if t.kind == "tangent" and t.name in loss.producer}
     tangents = {tensor.name for tensor in graph.tensors if tensor.kind == "tangent"}
     returned = [name for name in loss.outputs if name not in loss.producer]
-    here = dict(zip(returned, graph.returned, strict=False))  # another program has other names
+    # planned name -> name in the new graph, of what the loss reads
+    here = dict(zip(returned, graph.returned, strict=False))
     here |= {name: name for name in received}
     known = graph.tensor_by_name
     planned_bytes = {tensor.name: tensor.size_bytes for tensor in loss.tensors}

@@ -1,11 +1,11 @@
-"""The ranks of a tensor-parallel step: one plan for all, and no rank that waits for ever.
+"""Make all ranks of a tensor-parallel step run the same plan, so that no rank waits for ever.
 
-Before each planned step, each rank says in the group's store which batch it has and whether there
-is a plan for it, and reads what the others say: a rank that plans while the others run collectives,
-or runs those of another plan, would leave all waiting. Before a new program runs they say as well
-what they have planned, or why they could not. A rank that fails therefore fails on all, with its
-reason; and one that does not come is named when the time is up. Collectives then run in the same
-order everywhere: that of the plan, which may run some again.
+A rank that plans while the others run collectives, or that runs those of another plan, would leave
+all of them waiting. So before each planned step, each rank writes to the group's store which batch
+it has and whether it has a plan for it, and reads what the other ranks wrote. Before a new program
+runs, the ranks also exchange what they have planned, or why they could not plan. If one rank fails,
+all of them raise an error with its reason; a rank that does not answer in time is named. Then
+collectives run in the same order on all ranks: that of the plan, which may run some of them again.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from graphs.model_calls import is_distributed
 from solver.schedule import Schedule, Solution, ops_from_json, simulate
 
 WAIT_S = 600.0
-"""For another rank: as long as planning may take longer there."""
+"""How long to wait for another rank, in seconds: planning may take that much longer there."""
 
 _N_KEPT = 3
-"""What a rank has said stays so long. To speak again it has read what all said before, or, after an
-error of its own, what they said before that; so the others have read what is older."""
+"""How many of its latest messages a rank leaves in the store. Before a rank writes again, it has
+read the previous messages of all ranks or, after an error of its own, those before them. So all
+ranks have read its older messages, and they can be deleted."""
 
 _n_said: Counter[str] = Counter()
-"""By the name of a group: what has been said in it, by this rank."""
+"""Name of a group -> how many messages this rank has written in it."""
 
 
 class RanksDisagreeError(ValueError):
-    """Another rank has no plan, or the ranks have plans that do not fit together; says which."""
+    """Another rank has no plan, or the ranks' plans differ; the message says which."""
 
 
 class Ranks:
@@ -49,13 +50,15 @@ class Ranks:
 
     @property
     def _store(self) -> dist.Store:
-        """Not kept: what holds on to a group keeps its threads beyond destroy_process_group()."""
+        """The group's store. Looked up each time: an object that holds a group would keep its
+        threads alive after destroy_process_group()."""
         group = distributed_c10d._resolve_process_group(self._name)
         return distributed_c10d._get_process_group_store(group)
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks | None:
-        """None: the module is not distributed, or this process stands for one rank alone."""
+        """The ranks of this module. None: it is not distributed, or this process stands for a
+        single rank (in a group of one, or in a fake group)."""
         found: Any = next(filter(is_distributed, model.parameters()), None)
         if found is None or not dist.is_initialized():
             return None
@@ -64,7 +67,10 @@ class Ranks:
         return None if alone else cls(group)
 
     def said(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What each rank says at this point, in their order. Raises RanksDisagreeError."""
+        """Write a message and return those of all ranks, in rank order.
+
+        Raises RanksDisagreeError if a rank does not answer within WAIT_S, or reports an error.
+        """
         keys = self._say(mine)
         seconds = datetime.timedelta(seconds=WAIT_S)
         found = []
@@ -72,7 +78,7 @@ class Ranks:
             try:
                 self._store.wait([key], seconds)
                 found.append(json.loads(self._store.get(key)))
-            except RuntimeError as error:  # of the store: the time is up, or its process has ended
+            except RuntimeError as error:  # the time is up, or the store's process has ended
                 raise RanksDisagreeError(
                     f"rank {self.rank} waited for rank {rank} for up to {WAIT_S:.0f} s before a "
                     "planned step: it has ended, or has not called the model. All ranks have to "
@@ -85,17 +91,17 @@ class Ranks:
 
     @contextlib.contextmanager
     def told_of_errors(self) -> Iterator[None]:
-        """An error inside reaches the ranks that wait for this one."""
+        """In this context, an error is also sent to the ranks that wait for this one."""
         try:
             yield
         except RanksDisagreeError:
-            raise  # the others have seen the same
+            raise  # all ranks raise it
         except Exception as error:
             self._say({"error": f"{type(error).__name__}: {error}"})
             raise
 
     def agree(self, mine: Mapping[str, Any]) -> None:
-        """Raise RanksDisagreeError on all ranks where what they say differs, field by field."""
+        """Raise RanksDisagreeError, on all ranks, if their messages differ in a field of `mine`."""
         all_of_them = self.said(mine)
         for field in mine:
             first = all_of_them[0].get(field)
@@ -107,8 +113,11 @@ class Ranks:
                     )
 
     def with_plan_of_first(self, solution: Solution) -> Solution:
-        """The plan of the first rank, where this one has found another for the same step: with
-        measured costs, or when the time limit ends a search, ranks may."""
+        """The solution with the plan of rank 0.
+
+        Ranks may find different plans for the same step, with measured costs or where the time
+        limit ends a search. If the plan of rank 0 does not fit this rank's budget, the solution is
+        returned as it is, and a later comparison of the plans raises an error."""
         plan = None
         if solution.schedule is not None:
             plan = [list(solution.graph.meta.rewrites), solution.schedule.ops_to_json()]
@@ -118,10 +127,10 @@ class Ranks:
         taken = _with_plan(solution, *first)
         assert taken.simulation is not None
         fits = taken.simulation.peak_bytes <= solution.request.available_bytes
-        return taken if fits else solution  # with an error to come: the budgets differ
+        return taken if fits else solution
 
     def _say(self, words: Mapping[str, Any]) -> list[str]:
-        """Returns the key of each rank at this point."""
+        """Write a message to the store. Returns the keys of all ranks' messages at this point."""
         n_said = _n_said[self._name]
         _n_said[self._name] += 1
         keys = [self._key(n_said, rank) for rank in range(self._n_ranks)]
@@ -150,6 +159,7 @@ _REMEDIES = {
 
 
 def _with_plan(solution: Solution, rewrites: Sequence[str], ops: Sequence[Any]) -> Solution:
+    """The solution with the plan of another rank: these rewrites, and these ops as JSON."""
     variants = () if solution.variants is None else solution.variants.planned
     graph = next(
         each for each in (solution.graph, *variants) if list(each.meta.rewrites) == rewrites

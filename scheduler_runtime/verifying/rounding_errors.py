@@ -1,7 +1,7 @@
-"""Errors of a step's results, against those of the same step in float64.
+"""Rounding errors of a step's results, measured against the same step in float64.
 
-A plan that changes last bits is judged by them: its error may be at most FACTOR times that of the
-step without a plan, or a rounding of the result.
+A plan whose results are not bitwise identical is judged by them: its error may be at most FACTOR
+times that of the step without a plan, or one rounding of the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ FACTOR = 2.0
 
 
 class InFloat64(TorchDispatchMode):
-    """Casts of float64 to shorter floating-point dtypes do nothing: models cast for the loss."""
+    """In this mode, casts of float64 to shorter floating-point dtypes do nothing; models cast their
+    outputs for the loss, for example."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -32,9 +33,12 @@ class InFloat64(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Error:
-    """Of one result: the norm of its difference from that in float64, over the norm of that.
+    """The relative errors of one result, as in `relative_error`.
 
-    plan, plain: of the step with the plan, and without. least: what a rounding of the result is.
+    name: of the result.
+    plan: error of the step with the plan.
+    plain: error of the step without a plan.
+    least: error of one rounding in the result's dtype.
     """
 
     name: str
@@ -44,7 +48,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """Of what is allowed."""
+        """The plan's error as a share of what is allowed."""
         return self.plan / max(FACTOR * self.plain, self.least)
 
     def __str__(self) -> str:
@@ -56,7 +60,10 @@ def errors(
     plain: Mapping[str, torch.Tensor],
     exact: Mapping[str, torch.Tensor],
 ) -> Iterator[Error]:
-    """Those of the floating-point results that all three have."""
+    """The errors of all floating-point results that all three steps have.
+
+    plan, plain, exact: results by name, of the step with the plan, without it, and in float64.
+    """
     for name in plan.keys() & plain.keys() & exact.keys():
         dtype = plain[name].dtype
         if dtype.is_floating_point:
@@ -66,8 +73,8 @@ def errors(
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of the difference over that of `exact`; infinite where their shapes differ, and
-    where one is not a number and the other is."""
+    """The norm of the difference over the norm of `exact`; infinite if their shapes differ, or if
+    they are not finite at the same places."""
     if found.shape != exact.shape or not torch.equal(found.isfinite(), exact.isfinite()):
         return float("inf")
     is_finite = exact.isfinite()
@@ -78,8 +85,10 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def is_reference(exact: Sequence[Error], dtypes: Iterable[torch.dtype]) -> bool:
     """Whether the step in float64 has computed the same as the one without a plan.
 
-    With other random numbers, say, errors are far above what rounding makes of them. dtypes: those
-    that the step computes in.
+    If not (with other random numbers, for example), errors are far above those of rounding.
+
+    exact: the errors of all results.
+    dtypes: the dtypes that the step computes in.
     """
     eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
     return statistics.median(each.plain for each in exact) < 4 * math.sqrt(eps)
