@@ -30,13 +30,13 @@ from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.own_failure import FailsOnBatchError, failures_not_logged
 from graphs.capture.refuse import (
     HOOKS,
-    TORCHS_OWN,
+    MODULE_ATTRIBUTES,
     SideEffectError,
     attributes_unchanged,
     global_hooks,
     refuse_plans,
     refuse_replaced_forwards,
-    sharing,
+    shared_storages,
 )
 from graphs.capture.shell import leaves_of
 from graphs.capture.tensor_parallel import MeshError, has_parallel_style

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from graphs.capture.eager_calls import EagerCall, EagerCalls, matched, packet
+from graphs.capture.eager_calls import EagerCall, EagerCalls, matching_pairs, operator_name
 from graphs.capture.extraction import Layout
 
 _SCATTERS = frozenset(
@@ -29,7 +29,7 @@ _SCATTERS = frozenset(
 )
 """The second operator in a trace if eager mode writes into a view."""
 
-_N_AHEAD = 8
+_N_LOOK_AHEAD = 8
 """How many eager functions to look ahead for the next traced one: some have no traced operators."""
 
 
@@ -54,7 +54,7 @@ class Rehearsed:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedTensors:
     """The tensors that an autograd function has saved.
 
     function: name of the function ("MulBackward0").
@@ -68,17 +68,17 @@ class _Saved:
     conjugated: frozenset[str] = frozenset()
 
 
-def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _Saved]:
+def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _SavedTensors]:
     """Find what autograd has saved for the backward pass from these outputs.
 
     Returns sequence number of an autograd function -> what it has saved. Call this before the
     backward pass, which frees the saved tensors.
     """
-    found: dict[int, _Saved] = {}
-    ahead = [item.grad_fn for item in outputs]
+    found: dict[int, _SavedTensors] = {}
+    stack = [item.grad_fn for item in outputs]
     seen: set[Any] = {None}
-    while ahead:
-        node: Any = ahead.pop()
+    while stack:
+        node: Any = stack.pop()
         if node in seen:
             continue
         seen.add(node)
@@ -86,12 +86,14 @@ def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _Saved]:
         values = {name.removeprefix("_saved_"): getattr(node, name) for name in names}
         tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
         conjugated = frozenset(name for name, each in tensors.items() if each.is_conj())
-        found[node._sequence_nr()] = _Saved(node.name(), tuple(tensors), conjugated)
-        ahead += [each for each, _ in node.next_functions]
+        found[node._sequence_nr()] = _SavedTensors(node.name(), tuple(tensors), conjugated)
+        stack += [each for each, _ in node.next_functions]
     return found
 
 
-def compared(layout: Layout, eager: EagerCalls, saved: Mapping[int, _Saved]) -> Rehearsed:
+def compare_backward(
+    layout: Layout, eager: EagerCalls, saved: Mapping[int, _SavedTensors]
+) -> Rehearsed:
     """Compare the traced backward functions with those that ran in eager mode.
 
     Nothing is said about functions that do not run the same operators in both.
@@ -103,17 +105,17 @@ def compared(layout: Layout, eager: EagerCalls, saved: Mapping[int, _Saved]) -> 
     in_place: list[str] = []
     dropped: dict[str, str] = {}
     outputs = {node.name: node.outputs for node in layout.nodes}
-    op = {node.name: packet(node.op) for node in layout.nodes}
+    op = {node.name: operator_name(node.op) for node in layout.nodes}
     in_functions = (call for call in eager.calls if call.function is not None)
     functions = [list(group) for _, group in groupby(in_functions, lambda call: call.function)]
     number_of: dict[int, int] = {}  # sequence number in eager mode -> in the trace
-    for (number, traced), calls in matched(
+    for (number, traced), calls in matching_pairs(
         [*layout.functions.items()],
         functions,
-        lambda one, other: _own_calls(one[1], other, op) is not None,
-        n_ahead=_N_AHEAD,
+        lambda one, other: _matching_calls(one[1], other, op) is not None,
+        n_look_ahead=_N_LOOK_AHEAD,
     ):
-        function = _own_calls(traced, calls, op)
+        function = _matching_calls(traced, calls, op)
         assert function is not None  # they match
         assert calls[0].function is not None
         number_of[calls[0].function] = number
@@ -124,14 +126,18 @@ def compared(layout: Layout, eager: EagerCalls, saved: Mapping[int, _Saved]) -> 
                 in_place.append(name)
             for out, storage in zip(outputs[name], call.storages, strict=False):
                 freed = eager.freed.get(storage, len(eager.calls))
-                during = [m for m, c in zip(members, function, strict=True) if c.index < freed]
-                if during[-1] != members[-1]:
-                    dropped[out] = during[-1]
-    in_place += _without_subclasses(layout)
-    return Rehearsed(tuple(dict.fromkeys(in_place)), dropped, _held(layout, number_of, saved))
+                nodes_while_alive = [
+                    m for m, c in zip(members, function, strict=True) if c.index < freed
+                ]
+                if nodes_while_alive[-1] != members[-1]:
+                    dropped[out] = nodes_while_alive[-1]
+    in_place += _in_place_without_subclasses(layout)
+    return Rehearsed(
+        tuple(dict.fromkeys(in_place)), dropped, _saved_but_unread(layout, number_of, saved)
+    )
 
 
-def _own_calls(
+def _matching_calls(
     members: Sequence[str], function: Sequence[EagerCall], op: Mapping[str, str]
 ) -> Sequence[EagerCall] | None:
     """The eager calls that match the nodes of a traced function; None if they do not match.
@@ -150,17 +156,17 @@ def _own_calls(
     for n_calls in range(len(function), len(function) - n_sums - 1, -1):
         # Compare with fewer and fewer trailing sums counted as the function's own calls.
         kept = _without_scatters(members, op, n_calls)
-        own = function[:n_calls]
-        if [op[name] for name in kept] != [call.name for call in own]:
+        own_calls = function[:n_calls]
+        if [op[name] for name in kept] != [call.name for call in own_calls]:
             continue
-        calls, overwrites, is_same = iter(own), False, True
+        calls, overwrites, is_same = iter(own_calls), False, True
         for name in members:
             if name in kept:
                 overwrites = next(calls).overwrites
             else:
                 is_same &= overwrites
         if is_same:
-            return own
+            return own_calls
     return None
 
 
@@ -171,8 +177,8 @@ def _without_scatters(members: Sequence[str], op: Mapping[str, str], n_calls: in
     return [name for name in members if op[name] not in _SCATTERS]
 
 
-def _held(
-    layout: Layout, number_of: Mapping[int, int], saved: Mapping[int, _Saved]
+def _saved_but_unread(
+    layout: Layout, number_of: Mapping[int, int], saved: Mapping[int, _SavedTensors]
 ) -> dict[str, tuple[str, ...]]:
     """Backward node -> tensors that autograd has saved for its function but that it does not read.
 
@@ -190,63 +196,65 @@ def _held(
     for name, call in layout.calls.items():
         if node_by_name[name].phase != "backward" and "seq_nr" in call.meta:
             forward.setdefault(call.meta["seq_nr"], []).append(call)
-    held: dict[str, tuple[str, ...]] = {}
+    unread_after: dict[str, tuple[str, ...]] = {}
     offset: int | None = None
     for number in sorted(saved, reverse=True):
         if number in number_of:
             offset = number_of[number] - number
         if offset is None or not saved[number].names:
             continue
-        in_trace = number + offset
+        traced_number = number + offset
         calls = [
             call
-            for call in forward.get(in_trace, [])
+            for call in forward.get(traced_number, [])
             if saved[number]
             .function.lower()
             .startswith(
-                packet(str(call.target)).removeprefix("aten.").replace("_", "") + "backward"
+                operator_name(str(call.target)).removeprefix("aten.").replace("_", "") + "backward"
             )
         ]
         arguments: tuple[str, ...] = ()
         if len(calls) == 1:
-            made = node_by_name[calls[0].name].outputs
-            arguments = _saved_tensors(layout, calls[0], made, saved[number])
-        function = layout.functions.get(in_trace, ())
+            results = node_by_name[calls[0].name].outputs
+            arguments = _saved_tensors(layout, calls[0], results, saved[number])
+        function = layout.functions.get(traced_number, ())
         read = {name for member in function for name in node_by_name[member].inputs}
         if unread := [name for name in arguments if name not in read]:
-            before = [each for each in layout.functions if each >= in_trace]
+            before = [each for each in layout.functions if each >= traced_number]
             last = layout.functions[before[-1]][-1]
-            held[last] = tuple(dict.fromkeys((*held.get(last, ()), *unread)))
-    return held
+            unread_after[last] = tuple(dict.fromkeys((*unread_after.get(last, ()), *unread)))
+    return unread_after
 
 
 def _saved_tensors(
-    layout: Layout, call: torch.fx.Node, made: Sequence[str], saved: _Saved
+    layout: Layout, call: torch.fx.Node, results: Sequence[str], saved: _SavedTensors
 ) -> tuple[str, ...]:
     """The tensors of the graph that autograd has saved for the backward of an operator.
 
     call: the operator's fx node.
-    made: the tensors that it returns.
+    results: the tensors that it returns.
     """
     schema = getattr(call.target, "_schema", None)
     if schema is None:
         return ()
-    given: dict[str, Any] = dict(call.kwargs)
-    given |= {a.name: value for a, value in zip(schema.arguments, call.args, strict=False)}
+    arguments: dict[str, Any] = dict(call.kwargs)
+    arguments |= {a.name: value for a, value in zip(schema.arguments, call.args, strict=False)}
     if call.name in layout.in_place:  # autograd saves a copy, which the trace reads
-        given.pop(schema.arguments[0].name, None)
-    values = {name: each for name, each in given.items() if isinstance(each, torch.fx.Node)}
+        arguments.pop(schema.arguments[0].name, None)
+    values = {name: each for name, each in arguments.items() if isinstance(each, torch.fx.Node)}
     for name in saved.conjugated & values.keys():
         # A trace computes a conjugate, by a clone, for operators that cannot read it as a view.
-        conjugate = values[name].args[0] if packet(str(values[name].target)) == "aten.clone" else 0
+        conjugate = (
+            values[name].args[0] if operator_name(str(values[name].target)) == "aten.clone" else 0
+        )
         if isinstance(conjugate, torch.fx.Node):
             values[name] = conjugate
-    held = {name: layout.storage.get(value) for name, value in values.items()}
+    tensor_of = {name: layout.storage.get(value) for name, value in values.items()}
     # Autograd's names of an operator's results: "result", or "result0", "result1", ...
-    held |= {f"result{at}": name for at, name in enumerate(made)}
-    if len(made) == 1:
-        held["result"] = made[0]
-    found = (held.get(name) for name in saved.names)
+    tensor_of |= {f"result{at}": name for at, name in enumerate(results)}
+    if len(results) == 1:
+        tensor_of["result"] = results[0]
+    found = (tensor_of.get(name) for name in saved.names)
     return tuple(dict.fromkeys(name for name in found if name is not None))
 
 
@@ -258,10 +266,10 @@ _INTO_ZEROS = frozenset(
 over a dimension, `cummax` and `take` write gradients into zeros that they have made."""
 
 _BINARY_CROSS_ENTROPY = "aten.binary_cross_entropy_with_logits"
-_IN_PLACE_THERE = frozenset({"aten.sub", "aten.mul", "aten.div"})
+_LOSS_BACKWARD_IN_PLACE = frozenset({"aten.sub", "aten.mul", "aten.div"})
 
 
-def _without_subclasses(layout: Layout) -> Iterator[str]:
+def _in_place_without_subclasses(layout: Layout) -> Iterator[str]:
     """Backward nodes that overwrite their first input only if no tensor is of a subclass.
 
     Some backward formulas of PyTorch ask `areAnyTensorSubclassLike`, and if so use out-of-place
@@ -271,23 +279,23 @@ def _without_subclasses(layout: Layout) -> Iterator[str]:
     """
     node_by_name = {node.name: node for node in layout.nodes}
     operator = {
-        call.meta.get("seq_nr"): packet(str(call.target))
+        call.meta.get("seq_nr"): operator_name(str(call.target))
         for name, call in layout.calls.items()
         if node_by_name[name].phase == "forward"
     }
     for number, names in layout.functions.items():
         is_loss = operator.get(number) == _BINARY_CROSS_ENTROPY
         zeros: set[str] = set()
-        made: set[str] = set()
+        own_results: set[str] = set()
         for name in names:
             node = node_by_name[name]
-            op = packet(node.op)
+            op = operator_name(node.op)
             first = node.inputs[0] if node.inputs else ""
             # Such formulas write into zeros, or compute the gradient of this loss step by step.
             if (op in _INTO_ZEROS and first in zeros) or (
-                is_loss and op in _IN_PLACE_THERE and first in made
+                is_loss and op in _LOSS_BACKWARD_IN_PLACE and first in own_results
             ):
                 yield name
             if op in _ZEROS:
                 zeros |= set(node.outputs)
-            made |= set(node.outputs)
+            own_results |= set(node.outputs)

@@ -72,12 +72,12 @@ class PartWrites:
     """The writes into parts of buffers that can be done in place.
 
     writes: fx node of a new value of a buffer -> the write that replaces it.
-    within: fx nodes that are not needed any more.
+    unneeded: fx nodes that are not needed any more.
     buffers: placeholders of the buffers, which nothing else changes.
     """
 
     writes: dict[fx.Node, Write] = field(default_factory=dict)
-    within: set[fx.Node] = field(default_factory=set)
+    unneeded: set[fx.Node] = field(default_factory=set)
     buffers: set[fx.Node] = field(default_factory=set)
 
 
@@ -91,8 +91,10 @@ def part_writes(captured: Capture) -> PartWrites:
     found = PartWrites()
     changed = {_storage(buffer) for buffer in captured.mutations}
     position = {node: at for at, node in enumerate(captured.graph.nodes)}
-    late = (at for n, at in position.items() if n.op == "call_function" and is_backward(n))
-    backward = min(late, default=len(position))
+    backward_positions = (
+        at for n, at in position.items() if n.op == "call_function" and is_backward(n)
+    )
+    backward_start = min(backward_positions, default=len(position))
     for buffer, new_value in captured.mutations.items():
         versions: list[fx.Node] = []  # the values that the buffer takes one after the other
         version: Any = new_value
@@ -103,18 +105,18 @@ def part_writes(captured: Capture) -> PartWrites:
             version is not buffer
             or not versions
             or new_value in captured.outputs
-            or position[new_value] > backward
+            or position[new_value] > backward_start
         ):
             continue
-        within: set[fx.Node] = set()
-        writes = {version: _write(buffer, version, within) for version in versions}
+        unneeded: set[fx.Node] = set()
+        writes = {version: _in_place_write(buffer, version, unneeded) for version in versions}
         if (
             all(_may_write(write, changed) for write in writes.values())
             and all(position[n] <= position[versions[0]] for n in _readers(captured.graph, buffer))
-            and _are_unread(versions, within)
+            and _are_unread(versions, unneeded)
         ):
             found.writes |= writes
-            found.within |= within
+            found.unneeded |= unneeded
             found.buffers.add(buffer)
     return found
 
@@ -129,14 +131,14 @@ def _replaces_part(node: fx.Node) -> bool:
     )
 
 
-def _write(buffer: fx.Node, version: fx.Node, within: set[fx.Node]) -> Write:
+def _in_place_write(buffer: fx.Node, version: fx.Node, unneeded: set[fx.Node]) -> Write:
     """The in-place write that is equivalent to a replacement of a part.
 
     To write a part of a part, a trace replaces the inner part in the outer one, and that in the
     whole; the loop goes from the whole inwards.
 
     version: fx node of the buffer's value after the write.
-    within: fx nodes that are not needed any more are added here.
+    unneeded: fx nodes that are not needed any more are added here.
     """
     part: list[View] = []
     node, before = version, version.args[0]
@@ -144,25 +146,29 @@ def _write(buffer: fx.Node, version: fx.Node, within: set[fx.Node]) -> Write:
         part.append(View(_VIEW_OF[node.target], tuple(node.args[2:])))
         value = node.args[1]
         assert isinstance(value, fx.Node)
-        inside = _replaces_part(value) or (value.target in _IN_PLACE and not value.kwargs)
-        if not inside or [*value.users] != [node] or not _is_part(value.args[0], before, part):
+        is_inner_write = _replaces_part(value) or (value.target in _IN_PLACE and not value.kwargs)
+        if (
+            not is_inner_write
+            or [*value.users] != [node]
+            or not _is_part(value.args[0], before, part)
+        ):
             return Write(buffer, (value,), tuple(part))
-        within.add(value)
+        unneeded.add(value)
         if value.target in _IN_PLACE:
             operator = _IN_PLACE[value.target]
             return Write(buffer, (value.args[1],), tuple(part), operator, value)
         node = value
 
 
-def _is_part(node: Any, whole: Any, part: Sequence[View]) -> bool:
-    """Whether the node is the view `part` of `whole`."""
+def _is_part(node: Any, base: Any, part: Sequence[View]) -> bool:
+    """Whether the node is the view `part` of `base`."""
     for view in reversed(part):
         if not isinstance(node, fx.Node) or node.target is not view.operator or node.kwargs:
             return False
         if tuple(node.args[1:]) != view.arguments:
             return False
         node = node.args[0]
-    return node is whole
+    return node is base
 
 
 def _may_write(write: Write, changed: set[int]) -> bool:
@@ -178,8 +184,8 @@ def _may_write(write: Write, changed: set[int]) -> bool:
         for node in write.values
     ):
         return False
-    given, buffer = (write.call or write.values[0]).meta["val"], write.buffer.meta["val"]
-    return bool(given.dtype == buffer.dtype and given.device == buffer.device)
+    new_value, buffer = (write.call or write.values[0]).meta["val"], write.buffer.meta["val"]
+    return bool(new_value.dtype == buffer.dtype and new_value.device == buffer.device)
 
 
 def _readers(graph: fx.Graph, buffer: fx.Node) -> Iterator[fx.Node]:
@@ -196,28 +202,28 @@ def _readers(graph: fx.Graph, buffer: fx.Node) -> Iterator[fx.Node]:
             aliases.add(node)
 
 
-def _are_unread(versions: Sequence[fx.Node], within: set[fx.Node]) -> bool:
+def _are_unread(versions: Sequence[fx.Node], unneeded: set[fx.Node]) -> bool:
     """Whether nothing but the next write reads each value, and nothing but the buffer the last one.
 
     versions: the values that the buffer takes one after the other.
-    within: fx nodes that are not needed any more, whose reads do not count.
+    unneeded: fx nodes that are not needed any more, whose reads do not count.
     """
 
     def leads_to_write(user: fx.Node) -> bool:
         return user.target in _VIEW_OF.values() and all(
-            reader.args[1:].count(user) == 0 if reader in within else leads_to_write(reader)
+            reader.args[1:].count(user) == 0 if reader in unneeded else leads_to_write(reader)
             for reader in user.users
         )
 
     for version, after in zip(versions, [*versions[1:], None], strict=True):
         for user in version.users:
             if user is after:
-                allowed = user.args[1] is not version
+                is_allowed = user.args[1] is not version
             elif user.op == "output":
-                allowed = after is None and pytree.tree_leaves(user.args).count(version) == 1
+                is_allowed = after is None and pytree.tree_leaves(user.args).count(version) == 1
             else:
-                allowed = leads_to_write(user)
-            if not allowed:
+                is_allowed = leads_to_write(user)
+            if not is_allowed:
                 return False
     return True
 

@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from graphs.model_calls import is_distributed
 
 _SIGNATURE = inspect.signature(F.cross_entropy)
-_PLAIN = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
+_REQUIRED_VALUES = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
 """Required values of the arguments that a `CalledLoss` does not have."""
 
 _CALL = "cross_entropy_call"
-"""Key of the annotation by which an fx node refers to its call (`_NotedCall`)."""
+"""Key of the annotation by which an fx node refers to its call (`_LossCall`)."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,15 @@ class CalledLoss:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CalledLoss | None:
         """Read the arguments of an `F.cross_entropy` call; None if it is of another kind."""
-        given = _SIGNATURE.bind(*args, **kwargs)
-        given.apply_defaults()
-        values = given.arguments
+        bound = _SIGNATURE.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = bound.arguments
         logits, target = values["input"], values["target"]
-        if any(values[name] != usual for name, usual in _PLAIN.items() if name != "weight"):
+        if any(
+            values[name] != required
+            for name, required in _REQUIRED_VALUES.items()
+            if name != "weight"
+        ):
             return None
         if values["weight"] is not None or is_distributed(logits) or is_distributed(target):
             return None
@@ -84,7 +88,7 @@ class LossCalls(TorchFunctionMode):
 
 
 @dataclass(eq=False)
-class _NotedCall:
+class _LossCall:
     """A call of `F.cross_entropy` in a trace.
 
     number: its number, from 0.
@@ -97,32 +101,32 @@ class _NotedCall:
 
 def called_loss_of(node: fx.Node) -> int | None:
     """The number of the call that a forward or backward node belongs to; None: it is in no call."""
-    call: _NotedCall | None = (node.meta.get("custom") or {}).get(_CALL)
+    call: _LossCall | None = (node.meta.get("custom") or {}).get(_CALL)
     return None if call is None else call.number
 
 
 def overwrites_logits(node: fx.Node) -> bool:
     """Whether `forward` writes into the logits after the call that a node belongs to."""
-    call: _NotedCall | None = (node.meta.get("custom") or {}).get(_CALL)
+    call: _LossCall | None = (node.meta.get("custom") or {}).get(_CALL)
     return call is not None and call.is_written
 
 
 @contextlib.contextmanager
-def calls_noted() -> Iterator[None]:
+def annotate_loss_calls() -> Iterator[None]:
     """While inside, annotate the operators of each call with its number.
 
     On exit, it is recorded whether the logits have been written since the call.
     """
-    noted: list[tuple[_NotedCall, torch.Tensor, int]] = []
+    noted_calls: list[tuple[_LossCall, torch.Tensor, int]] = []
 
     def note(number: int, loss: CalledLoss, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        call = _NotedCall(number)
+        call = _LossCall(number)
         if isinstance(loss.logits, FunctionalTensor):  # a rehearsal would see the logits held
-            noted.append((call, loss.logits, loss.logits._version))
+            noted_calls.append((call, loss.logits, loss.logits._version))
         with annotate({_CALL: call}):
             return compute()
 
     with LossCalls(note):
         yield
-    for call, logits, version in noted:
+    for call, logits, version in noted_calls:
         call.is_written = logits._version != version

@@ -18,12 +18,12 @@ from torch._functorch._aot_autograd import descriptors
 from torch.utils import _pytree as pytree
 
 from graphs.capture.as_eager import Guard
-from graphs.capture.filled_once import Filled
+from graphs.capture.filled_once import FilledAttribute
 from graphs.capture.opaque import OpaquePart
 from graphs.capture.refuse import HeldTensor, refuse_overlapping
-from graphs.capture.shared_outputs import storage_of, take_places, title
+from graphs.capture.shared_outputs import remove_markers, storage_of, title
 from graphs.capture.shell import Shell
-from graphs.capture.tensor_parallel import has_distributed, of_local_parts
+from graphs.capture.tensor_parallel import has_distributed, rewrite_for_local_parts
 from graphs.model_calls import HOLE, TraceError, local_part, nested
 
 
@@ -82,7 +82,7 @@ class Capture:
     mutations: Mapping[torch.fx.Node, torch.fx.Node]
     guards: tuple[Guard, ...]
     held: tuple[HeldTensor, ...]
-    filled: tuple[Filled, ...] = ()
+    filled: tuple[FilledAttribute, ...] = ()
     opaque: tuple[OpaquePart, ...] = ()
     gradient_specs: Mapping[torch.fx.Node, Any] = field(default_factory=dict)
 
@@ -97,21 +97,21 @@ class Capture:
         new: dict[torch.fx.Node, torch.fx.Node] = {}
         graph.output(graph.graph_copy(self.graph, new))
 
-        def of(item: Any) -> Any:
+        def new_node(item: Any) -> Any:
             return new[item] if isinstance(item, torch.fx.Node) else item
 
-        def both(nodes: Mapping[Any, Any]) -> dict[Any, Any]:
-            return {of(key): of(value) for key, value in nodes.items()}
+        def map_nodes(nodes: Mapping[Any, Any]) -> dict[Any, Any]:
+            return {new_node(key): new_node(value) for key, value in nodes.items()}
 
         return replace(
             self,
             graph=graph,
-            sources=both(self.sources),
-            outputs=tuple(map(of, self.outputs)),
-            tangents=both(self.tangents),
-            gradients=both(self.gradients),
-            mutations=both(self.mutations),
-            gradient_specs=both(self.gradient_specs),
+            sources=map_nodes(self.sources),
+            outputs=tuple(map(new_node, self.outputs)),
+            tangents=map_nodes(self.tangents),
+            gradients=map_nodes(self.gradients),
+            mutations=map_nodes(self.mutations),
+            gradient_specs=map_nodes(self.gradient_specs),
         )
 
 
@@ -124,7 +124,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
     """
     module: torch.fx.GraphModule = joint.graph_module
     if has_distributed(shell.model):
-        of_local_parts(module.graph)
+        rewrite_for_local_parts(module.graph)
     sources: dict[torch.fx.Node, Source] = {}
     by_desc: dict[Any, torch.fx.Node] = {}
     for node in module.graph.find_nodes(op="placeholder"):
@@ -132,7 +132,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
         by_desc[desc] = node
         sources[node] = _source(desc, shell.paths)
     output_node = module.graph.output_node()
-    take_places(module.graph, [n for n, source in sources.items() if source.kind == "tangent"])
+    remove_markers(module.graph, [n for n, source in sources.items() if source.kind == "tangent"])
     values = list(pytree.tree_leaves(output_node.args[0], is_leaf=lambda item: item is None))
     flat: dict[int, Any] = {}
     gradients: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -150,23 +150,23 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
     # AOTAutograd numbers only the tensors among the outputs, and after them the checks of values.
     positions = [index for index, item in enumerate(shell.flat_outputs) if item is HOLE]
     outputs = list(shell.flat_outputs)
-    n_made = len(positions)
+    n_tensors = len(positions)
     for index, value in flat.items():
-        if index < n_made:
+        if index < n_tensors:
             outputs[positions[index]] = value
-    outputs += [value for index, value in sorted(flat.items()) if index >= n_made]
+    outputs += [value for index, value in sorted(flat.items()) if index >= n_tensors]
     tangents = {
         positions[sources[node].index]: node for node in sources if sources[node].kind == "tangent"
     }
     if shell.spec is None:
         raise TraceError("the model was never called while it was traced")
     inputs = {node: source for node, source in sources.items() if source.kind != "tangent"}
-    given = {storage_of(node.meta["val"]) for node in inputs}
+    input_storages = {storage_of(node.meta["val"]) for node in inputs}
     nodes = {i: item for i, item in enumerate(outputs) if isinstance(item, torch.fx.Node)}
     n_sharing = Counter(storage_of(node.meta["val"]) for node in nodes.values())
-    for index in shell.chosen:
+    for index in shell.gradient_outputs:
         node, storage = nodes[index], storage_of(nodes[index].meta["val"])
-        if node.op == "placeholder" or (storage in given and n_sharing[storage] > 1):
+        if node.op == "placeholder" or (storage in input_storages and n_sharing[storage] > 1):
             raise TraceError(
                 f"{title(index, shell.spec)}, which gets a gradient, is one of the model's inputs "
                 "or parameters, or a view of one; return a clone of it"
@@ -183,12 +183,12 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
     state = shell.state
     tensors: dict[Any, torch.Tensor] = {
         node: local_part(
-            shell.batch_given[source.index] if source.kind == "input" else state[source.name]
+            shell.real_batch[source.index] if source.kind == "input" else state[source.name]
         )
         for node, source in inputs.items()
     }
     titles: dict[Any, str] = {node: source.title for node, source in inputs.items()}
-    for index, tensor in enumerate(shell.mode.read.tensors):
+    for index, tensor in enumerate(shell.mode.read_tensors.tensors):
         tensors[index], titles[index] = tensor, "a tensor that forward reads besides its arguments"
     refuse_overlapping(tensors, mutations, titles)
     return Capture(
@@ -197,13 +197,13 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
         sources=sources,
         outputs=tuple(outputs),
         output_spec=shell.spec,
-        gradient_outputs=shell.chosen,
+        gradient_outputs=shell.gradient_outputs,
         differentiable=shell.differentiable,
         tangents=tangents,
         gradients=gradients,
         mutations=mutations,
         guards=tuple(shell.mode.guards),
-        held=shell.mode.read.held_by(shell.model),
+        held=shell.mode.read_tensors.held_by(shell.model),
         gradient_specs={
             node: shell.gradient_specs[source.name]
             for node, source in sources.items()

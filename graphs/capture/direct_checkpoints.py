@@ -18,22 +18,22 @@ from torch.utils.checkpoint import CheckpointFunction
 
 
 @contextlib.contextmanager
-def reentrant_called_directly() -> Iterator[None]:
+def call_checkpoints_directly() -> Iterator[None]:
     """While inside, call the functions of reentrant checkpoints of this thread directly.
 
     An `at_each_checkpoint` around this context is still notified.
     """
     here = threading.get_ident()
     original: Any = CheckpointFunction.apply
-    notice: Callable[[], None] = getattr(original, "notice", _nothing)
+    notice: Callable[[], None] = getattr(original, "notice", _ignore)
 
     def call(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if threading.get_ident() != here:
             return original(function, preserve_rng_state, *args)
         notice()
         # If no argument of a checkpoint requires a gradient, the parameters inside get none either.
-        needs = any(isinstance(item, torch.Tensor) and item.requires_grad for item in args)
-        with torch.set_grad_enabled(needs and torch.is_grad_enabled()):
+        needs_gradient = any(isinstance(item, torch.Tensor) and item.requires_grad for item in args)
+        with torch.set_grad_enabled(needs_gradient and torch.is_grad_enabled()):
             return function(*args)
 
     call.notice = notice  # type: ignore[attr-defined]
@@ -41,5 +41,5 @@ def reentrant_called_directly() -> Iterator[None]:
         yield
 
 
-def _nothing() -> None:
+def _ignore() -> None:
     pass

@@ -49,7 +49,7 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.freed: dict[int, int] = {}
         self.written: dict[int, list[int]] = {}
         self._n_storages = 0
-        self._number: dict[int, int] = {}  # address of a live storage -> its number
+        self._numbers: dict[int, int] = {}  # address of a live storage -> its number
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -58,60 +58,64 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
         if not call.outputs() or call.is_view():
             return value
-        known = {item.untyped_storage()._cdata for item in call.inputs()}
+        input_storages = {item.untyped_storage()._cdata for item in call.inputs()}
         outputs = {item.untyped_storage()._cdata: item for item in call.outputs()}
         # An operator in place makes nothing: its call stands for the storage that it writes.
-        made = [item.untyped_storage() for at, item in outputs.items() if at not in known]
-        storages = made or [next(iter(outputs.values())).untyped_storage()]
-        numbers = tuple(map(self._numbered, storages))
+        allocated = [
+            item.untyped_storage()
+            for address, item in outputs.items()
+            if address not in input_storages
+        ]
+        storages = allocated or [next(iter(outputs.values())).untyped_storage()]
+        numbers = tuple(map(self._number_of, storages))
         written = call.mutated()
         for item in written:
-            if (number := self._number.get(item.untyped_storage()._cdata)) is not None:
+            if (number := self._numbers.get(item.untyped_storage()._cdata)) is not None:
                 self.written.setdefault(number, []).append(len(self.calls))
         node = torch._C._current_autograd_node()
         self.calls.append(
             EagerCall(
-                name=packet(str(func)),
+                name=operator_name(str(func)),
                 index=len(self.calls),
                 storages=numbers,
-                overwrites=bool(written) and not made,
+                overwrites=bool(written) and not allocated,
                 function=None if node is None else node._sequence_nr(),
             )
         )
         return value
 
-    def _numbered(self, storage: torch.UntypedStorage) -> int:
-        at = storage._cdata
-        if at not in self._number:
-            self._number[at] = self._n_storages
+    def _number_of(self, storage: torch.UntypedStorage) -> int:
+        address = storage._cdata
+        if address not in self._numbers:
+            self._numbers[address] = self._n_storages
             self._n_storages += 1
-            weakref.finalize(storage, self._drop, at).atexit = False
-        return self._number[at]
+            weakref.finalize(storage, self._note_freed, address).atexit = False
+        return self._numbers[address]
 
-    def _drop(self, at: int) -> None:
-        self.freed[self._number.pop(at)] = len(self.calls)
+    def _note_freed(self, address: int) -> None:
+        self.freed[self._numbers.pop(address)] = len(self.calls)
 
 
-def packet(operator: str) -> str:
+def operator_name(operator: str) -> str:
     """The operator without overload and trailing "_": "aten.mul" of "aten.mul_.Scalar"."""
     return operator.rpartition(".")[0].rstrip("_")
 
 
-def matched(
+def matching_pairs(
     traced: Sequence[_Traced],
     eager: Sequence[_Eager],
     are_same: Callable[[_Traced, _Eager], bool],
     *,
-    n_ahead: int,
+    n_look_ahead: int,
 ) -> Iterator[tuple[_Traced, _Eager]]:
     """Pair traced with eager items in order; items without a counterpart are left out.
 
     are_same: whether a traced and an eager item belong together.
-    n_ahead: how many eager items to look ahead for the next traced one.
+    n_look_ahead: how many eager items to look ahead for the next traced one.
     """
     start = 0
     for one in traced:
-        for at, other in enumerate(islice(eager, start, start + n_ahead), start):
+        for at, other in enumerate(islice(eager, start, start + n_look_ahead), start):
             if are_same(one, other):
                 yield one, other
                 start = at + 1

@@ -58,9 +58,9 @@ class Layout:
     copies: name of a clone node -> fx node of the gradient that it copies.
     in_place: forward nodes whose operator overwrites its first argument in eager mode.
     module_calls: path of a module -> numbers of its calls in which forward nodes run.
-    within: number of an eager operator's call that is traced as several operators (a recurrent
-        cell or layer) -> the forward nodes of it that read tensors which eager mode holds until the
-        call returns, and the last forward node of it.
+    held_within_call: number of an eager operator's call that is traced as several operators (a
+        recurrent cell or layer) -> the forward nodes of it that read tensors which eager mode holds
+        until the call returns, and the last forward node of it.
     overwriting: name of a node that overwrites an input -> how it is called.
     functions: sequence number of an autograd function -> names of its backward nodes.
     sums: backward nodes that sum gradients of one tensor, between functions.
@@ -77,7 +77,7 @@ class Layout:
     copies: dict[str, torch.fx.Node] = field(default_factory=dict)
     in_place: list[str] = field(default_factory=list)
     module_calls: dict[str, set[int]] = field(default_factory=dict)
-    within: dict[int, list[str]] = field(default_factory=dict)
+    held_within_call: dict[int, list[str]] = field(default_factory=dict)
     functions: dict[int, list[str]] = field(default_factory=dict)
     sums: list[str] = field(default_factory=list)
     overwriting: dict[str, Overwrite] = field(default_factory=dict)
@@ -121,29 +121,29 @@ class _Extraction:
     def run(self) -> Layout:
         for node in self.captured.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self._resident(node)
+                self._add_resident(node)
         calls = [node for node in self.captured.graph.nodes if node.op == "call_function"]
         n_forward = next((i for i, node in enumerate(calls) if is_backward(node)), len(calls))
         for node in calls[:n_forward]:
             if (write := self._part_writes.writes.get(node)) is not None:
-                self._alias(node.meta["val"], self.layout.storage[write.buffer])
-                self._update(node.name, write)
-            elif node not in self._part_writes.within:
-                self._call(node)
+                self._name_storage(node.meta["val"], self.layout.storage[write.buffer])
+                self._add_write(node.name, write)
+            elif node not in self._part_writes.unneeded:
+                self._add_call(node)
         # All other mutated buffers are written once, at the end of the forward pass.
         for placeholder, new_value in self.captured.mutations.items():
             if placeholder not in self._part_writes.buffers:
-                self._update(f"copy_to_{placeholder.name}", Write(placeholder, (new_value,)))
+                self._add_write(f"copy_to_{placeholder.name}", Write(placeholder, (new_value,)))
         for node in calls[n_forward:]:
-            self._call(node)
-        self._gradients()
-        self._label()
+            self._add_call(node)
+        self._separate_gradients()
+        self._mark_outputs()
         self.layout.tensors.extend(
             Tensor(name, self.sizes[name], self.kinds[name]) for name in self.sizes
         )
         return self.layout
 
-    def _resident(self, node: torch.fx.Node) -> None:
+    def _add_resident(self, node: torch.fx.Node) -> None:
         """Add the tensor of a placeholder or constant."""
         source = self.captured.sources.get(node)
         if node.op == "get_attr":
@@ -153,17 +153,17 @@ class _Extraction:
         if not isinstance(value, torch.Tensor):
             return
         kind: Kind = source.kind if source else "buffer"  # type: ignore[assignment]
-        name = self._place(node, value, node.name, kind)
+        name = self._tensor_of(node, value, node.name, kind)
         if node.op == "get_attr":
             self._constants.add(name)
 
-    def _place(self, node: torch.fx.Node, value: torch.Tensor, name: str, kind: Kind) -> str:
+    def _tensor_of(self, node: torch.fx.Node, value: torch.Tensor, name: str, kind: Kind) -> str:
         """The tensor that holds the value; a new one called `name` if the storage is new."""
         storage = value.untyped_storage()
         known = self._names.get(storage._cdata)
         if known is None:
             known = name
-            self._alias(value, name)
+            self._name_storage(value, name)
             n_bytes = storage.nbytes()
             if kind == "tangent":
                 # A gradient has its output's strides but a storage of its own, while the storage of
@@ -182,22 +182,22 @@ class _Extraction:
         self.layout.storage[node] = known
         return known
 
-    def _alias(self, value: torch.Tensor, name: str) -> None:
+    def _name_storage(self, value: torch.Tensor, name: str) -> None:
         """Let views of the value count as views of the tensor called `name`."""
         storage = value.untyped_storage()
         self._names[storage._cdata] = name
         self._alive.append(storage)
 
-    def _call(self, node: torch.fx.Node) -> None:
+    def _add_call(self, node: torch.fx.Node) -> None:
         """Add the node of an operator call, unless it allocates nothing."""
         value = node.meta.get("val")
         if node.target is operator.getitem:
             if isinstance(value, torch.Tensor):
-                self._place(node, value, node.name, "activation")
+                self._tensor_of(node, value, node.name, "activation")
             return
         values = list(value) if isinstance(value, list | tuple) else [value]
-        made = self._made(node, values)
-        if not made:
+        allocated = self._allocate(node, values)
+        if not allocated:
             return  # a view, or nothing at all
         leaves = pytree.tree_leaves((node.args, node.kwargs))
         inputs = tuple(
@@ -211,14 +211,14 @@ class _Extraction:
         phase: Phase = "backward" if is_backward(node) else "forward"
         self.layout.calls[node.name] = node
         # Facts about eager mode that the functional graph of single operators does not show.
-        custom, number = _custom(node), node.meta.get("seq_nr")
+        annotations, number = _annotations(node), node.meta.get("seq_nr")
         if phase == "forward":
-            if custom.get("in_place"):
+            if annotations.get("in_place"):
                 self.layout.in_place.append(node.name)
-            for path, module_call in custom.get("module_calls", {}).items():
+            for path, module_call in annotations.get("module_calls", {}).items():
                 self.layout.module_calls.setdefault(path, set()).add(module_call)
-            if (within := custom.get("runs_within")) is not None:
-                self.layout.within.setdefault(within, []).append(node.name)
+            if (call_number := annotations.get("runs_within")) is not None:
+                self.layout.held_within_call.setdefault(call_number, []).append(node.name)
         elif node.meta.get("is_gradient_acc"):
             self.layout.sums.append(node.name)
         elif number is not None:
@@ -228,19 +228,19 @@ class _Extraction:
                 name=node.name,
                 op=str(node.target),
                 inputs=inputs,
-                outputs=tuple(made),
+                outputs=tuple(allocated),
                 time_s=cost.time_s,
                 workspace_bytes=cost.workspace_bytes,
                 phase=phase,
                 recomputable=phase == "forward" and self._is_recomputable(node, inputs),
-                module=str(custom.get("module_path", "")),
+                module=str(annotations.get("module_path", "")),
             )
         )
 
-    def _made(self, node: torch.fx.Node, values: list[Any]) -> list[str]:
+    def _allocate(self, node: torch.fx.Node, values: list[Any]) -> list[str]:
         """Names of the storages that the call allocates; empty for a view."""
-        made = []
-        single = isinstance(node.meta.get("val"), torch.Tensor)
+        allocated = []
+        is_single = isinstance(node.meta.get("val"), torch.Tensor)
         for index, item in enumerate(values):
             if not isinstance(item, torch.Tensor):
                 continue
@@ -250,18 +250,18 @@ class _Extraction:
                     f"{node.target} returns a tensor of layout {layout}, whose size depends on "
                     "values; planning needs dense tensors (nn.Embedding with sparse=False)"
                 )
-            name = node.name if single else f"{node.name}.{index}"
+            name = node.name if is_single else f"{node.name}.{index}"
             storage = item.untyped_storage()
             known = self._names.get(storage._cdata)
             if known is None and (known := self._viewed_constant(node)) is not None:
-                self._alias(item, known)
+                self._name_storage(item, known)
             if known is None:
-                made.append(self._place(node, item, name, "activation"))
-            elif single:
+                allocated.append(self._tensor_of(node, item, name, "activation"))
+            elif is_single:
                 self.layout.storage[node] = known
-        if not single:
+        if not is_single:
             self.layout.storage.pop(node, None)
-        return made
+        return allocated
 
     def _viewed_constant(self, node: torch.fx.Node) -> str | None:
         """The constant that the call returns a view of, or None.
@@ -292,12 +292,12 @@ class _Extraction:
         # Training batch norm reads the running statistics only to update them: its other outputs
         # can be recomputed after they have changed.
         aten = torch.ops.aten
-        ignores_them = node.target is aten._batch_norm_with_update_functional.default or (
+        ignores_mutated = node.target is aten._batch_norm_with_update_functional.default or (
             node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True
         )
-        return mutated.isdisjoint(inputs) or ignores_them
+        return mutated.isdisjoint(inputs) or ignores_mutated
 
-    def _update(self, name: str, write: Write) -> None:
+    def _add_write(self, name: str, write: Write) -> None:
         """Add the node of a write to a buffer, unless the new value is the buffer itself."""
         old = self.layout.storage[write.buffer]
         new = [self.layout.storage[value] for value in write.values]
@@ -308,7 +308,7 @@ class _Extraction:
         op = str(write.operator)
         self.layout.nodes.append(Node(name, op, (*new, old), (), time_s, recomputable=False))
 
-    def _gradients(self) -> None:
+    def _separate_gradients(self) -> None:
         """Give each leaf's gradient a storage of its own, as autograd does.
 
         A gradient that is expanded, shared, or part of a larger storage is copied by a new node.
@@ -319,9 +319,9 @@ class _Extraction:
         for placeholder, gradient in self.captured.gradients.items():
             storage, value = layout.storage[gradient], gradient.meta["val"]
             n_bytes = value.numel() * value.element_size()
-            taken = storage in layout.gradients.values()
+            is_taken = storage in layout.gradients.values()
             # No copy if a node makes it, no other leaf has it, and it fills its storage.
-            if storage in makers and not taken and self.sizes[storage] == n_bytes:
+            if storage in makers and not is_taken and self.sizes[storage] == n_bytes:
                 layout.gradients[placeholder] = storage
                 self.kinds[storage] = "gradient"
                 continue
@@ -333,25 +333,25 @@ class _Extraction:
             copy = Node(name, op, (storage,), (name,), 0.0, phase="backward", recomputable=False)
             copies.setdefault(makers.get(storage, ""), []).append(copy)
         if copies:
-            of_inputs = copies.pop("", [])
+            copies_of_inputs = copies.pop("", [])
             layout.nodes = [
                 each for node in layout.nodes for each in (node, *copies.get(node.name, ()))
             ]
-            layout.nodes += of_inputs
+            layout.nodes += copies_of_inputs
 
-    def _label(self) -> None:
+    def _mark_outputs(self) -> None:
         """Mark the graph's outputs, and add a tensor for random states that recomputation needs."""
         layout = self.layout
-        made = {name: i for i, node in enumerate(layout.nodes) for name in node.outputs}
+        maker_index = {name: i for i, node in enumerate(layout.nodes) for name in node.outputs}
         for index, value in enumerate(self.captured.outputs):
-            returned = layout.storage.get(value) if isinstance(value, torch.fx.Node) else None
-            if returned is not None and returned in made and returned not in layout.outputs:
-                layout.outputs.append(returned)
+            tensor = layout.storage.get(value) if isinstance(value, torch.fx.Node) else None
+            if tensor is not None and tensor in maker_index and tensor not in layout.outputs:
+                layout.outputs.append(tensor)
                 is_loss = index in self.captured.gradient_outputs and value.meta["val"].numel() == 1
-                self.kinds[returned] = "activation" if is_loss else "output"
+                self.kinds[tensor] = "activation" if is_loss else "output"
                 # The caller holds what the model returns: freeing it here would free no memory.
-                node = layout.nodes[made[returned]]
-                layout.nodes[made[returned]] = dataclasses.replace(node, recomputable=False)
+                node = layout.nodes[maker_index[tensor]]
+                layout.nodes[maker_index[tensor]] = dataclasses.replace(node, recomputable=False)
         layout.outputs.extend(n for n in layout.gradients.values() if n not in layout.outputs)
         device = next((_device_of(node) for node in layout.calls.values()), "cpu")
         if self._n_random and device == "cpu":
@@ -359,7 +359,7 @@ class _Extraction:
             self.kinds[RANDOM_STATE] = "buffer"
 
 
-def _custom(node: torch.fx.Node) -> dict[str, Any]:
+def _annotations(node: torch.fx.Node) -> dict[str, Any]:
     """What was annotated (`torch.fx.traceback.annotate`) while the node was traced."""
     custom = node.meta.get("custom")
     return custom if isinstance(custom, dict) else {}

@@ -19,13 +19,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.capture.as_eager import KnowingMode, Recipe, evaluate
-from graphs.capture.refuse import TORCHS_OWN, SideEffectError, attributes_unchanged
+from graphs.capture.refuse import MODULE_ATTRIBUTES, SideEffectError, attributes_unchanged
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, eq=False)
-class Filled:
+class FilledAttribute:
     """An attribute of a module, and the value that every forward pass leaves there.
 
     module: path of the module.
@@ -42,16 +42,16 @@ class Filled:
 
     @property
     def is_plain(self) -> bool:
-        return isinstance(self.value, _PLAIN)
+        return isinstance(self.value, _PLAIN_TYPES)
 
-    def put(self, model: nn.Module) -> None:
+    def set_on(self, model: nn.Module) -> None:
         """Set the attribute to the value."""
         setattr(model.get_submodule(self.module), self.attribute, self.value)
 
 
-def filled_once(
+def find_filled_attributes(
     model: nn.Module, mode: KnowingMode, run: Callable[[], object]
-) -> tuple[Filled, ...]:
+) -> tuple[FilledAttribute, ...]:
     """Find the attributes that a forward pass fills with constants or sets to plain values.
 
     All attributes are restored afterwards.
@@ -60,20 +60,24 @@ def filled_once(
     run: calls the module on fake tensors.
     """
     before = {module: dict(vars(module)) for module in model.modules()}
-    found: list[Filled] = []
+    found: list[FilledAttribute] = []
     with contextlib.suppress(SideEffectError), attributes_unchanged(model), mode:
         run()
         for path, module in model.named_modules():
             for attribute, value in vars(module).items():
                 old = before[module].get(attribute, ...)
                 is_other = (type(value), value) != (type(old), old)
-                if isinstance(value, _PLAIN) and is_other and attribute not in TORCHS_OWN:
-                    found.append(Filled(path, attribute, value))
+                if (
+                    isinstance(value, _PLAIN_TYPES)
+                    and is_other
+                    and attribute not in MODULE_ATTRIBUTES
+                ):
+                    found.append(FilledAttribute(path, attribute, value))
                 if value is old or not isinstance(value, FakeTensor):
                     continue
                 recipe = mode.value_of(value)
                 if isinstance(recipe, Recipe) and not recipe.leaves and not recipe.reads_constants:
-                    found.append(Filled(path, attribute, evaluate(recipe, {})))
+                    found.append(FilledAttribute(path, attribute, evaluate(recipe, {})))
     return tuple(found)
 
 
@@ -87,7 +91,7 @@ class SetBeforeRead:
     since it could not notice `is None` or `isinstance`.
     """
 
-    def __init__(self, model: nn.Module, filled: Sequence[Filled]) -> None:
+    def __init__(self, model: nn.Module, filled: Sequence[FilledAttribute]) -> None:
         self._filled = tuple(filled)
         self._modules = {each.module: model.get_submodule(each.module) for each in filled}
         self._watches: dict[tuple[type, str], _Watch] = {}
@@ -100,7 +104,7 @@ class SetBeforeRead:
             if each.is_plain and not hasattr(type(default), "__get__"):
                 place = type(module), name
                 watch = self._watches.setdefault(place, _Watch(name, default))
-                watch.waiting[id(module)] = each.value
+                watch.unread_values[id(module)] = each.value
         for module in self._modules.values():
             # Restores the order of attributes too, since calls are also compared by it.
             attributes = vars(module)
@@ -108,14 +112,14 @@ class SetBeforeRead:
             self._stack.callback(attributes.clear)
         for (kind, name), watch in self._watches.items():
             for module in self._modules.values():
-                if id(module) in watch.waiting:
+                if id(module) in watch.unread_values:
                     del vars(module)[name]
             self._stack.enter_context(mock.patch.object(kind, name, watch, create=True))
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def marked(self) -> tuple[Filled, ...]:
+    def with_is_unread(self) -> tuple[FilledAttribute, ...]:
         """The attributes with `is_unread` set.
 
         Valid after a step inside that ran the same operators as outside.
@@ -132,18 +136,18 @@ class SetBeforeRead:
 class _Watch:
     """A descriptor that watches an attribute of a class; other modules of the class do not notice.
 
-    waiting: id of a watched module -> the value to return if it reads the attribute first.
+    unread_values: id of a watched module -> the value to return if it reads the attribute first.
     set_first: ids of modules that have set the attribute before they read it.
     """
 
     def __init__(self, name: str, default: object) -> None:
         self._name, self._default = name, default
-        self.waiting: dict[int, object] = {}
+        self.unread_values: dict[int, object] = {}
         self.set_first: set[int] = set()
 
     def __get__(self, module: object, kind: type) -> Any:
-        if id(module) in self.waiting:
-            vars(module)[self._name] = self.waiting.pop(id(module))
+        if id(module) in self.unread_values:
+            vars(module)[self._name] = self.unread_values.pop(id(module))
         own = {} if module is None else vars(module)
         value = own.get(self._name, self._default)
         if value is _MISSING:
@@ -151,8 +155,8 @@ class _Watch:
         return value
 
     def __set__(self, module: object, value: object) -> None:
-        if id(module) in self.waiting:
-            del self.waiting[id(module)]
+        if id(module) in self.unread_values:
+            del self.unread_values[id(module)]
             self.set_first.add(id(module))
         vars(module)[self._name] = value
 
@@ -165,7 +169,7 @@ _MISSING = object()
 
 
 @contextlib.contextmanager
-def put_meanwhile(model: nn.Module, filled: Sequence[Filled]) -> Iterator[None]:
+def attributes_filled(model: nn.Module, filled: Sequence[FilledAttribute]) -> Iterator[None]:
     """While inside, the attributes have their values."""
     with contextlib.ExitStack() as stack:
         for each in filled:

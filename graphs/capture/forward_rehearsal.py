@@ -7,10 +7,10 @@ fake tensors, and it is recorded when each storage is freed.
 
 from __future__ import annotations
 
-from graphs.capture.eager_calls import EagerCalls, matched, packet
+from graphs.capture.eager_calls import EagerCalls, matching_pairs, operator_name
 from graphs.capture.extraction import Layout
 
-_N_AHEAD = 16
+_N_LOOK_AHEAD = 16
 """How many eager calls to look ahead for the next traced operator: others may be in between."""
 
 
@@ -25,32 +25,34 @@ def held_by_variables(
     eager: the calls of the forward pass, which has returned; its outputs may still be alive.
     forward_only: whether to ignore that the backward pass reads tensors.
     """
-    if layout.within:
+    if layout.held_within_call:
         return None
     nodes = [node for node in layout.nodes if node.phase == "forward" and node.outputs]
     position = {node.name: at for at, node in enumerate(layout.nodes)}
     readers = [n for n in layout.nodes if n.phase == "forward"] if forward_only else layout.nodes
     read_last = {name: position[node.name] for node in readers for name in node.inputs}
     pairs = list(
-        matched(
+        matching_pairs(
             nodes,
             eager.calls,
-            lambda node, call: packet(node.op) == call.name,
-            n_ahead=_N_AHEAD,
+            lambda node, call: operator_name(node.op) == call.name,
+            n_look_ahead=_N_LOOK_AHEAD,
         )
     )
     node_at = {call.index: node.name for node, call in pairs}
-    ran: list[str] = []  # for each call: the last matched node that has run when it ends
+    last_run: list[str] = []  # for each call: the last matched node that has run when it ends
     for index in range(len(eager.calls)):
-        ran.append(node_at.get(index, ran[-1] if ran else ""))
+        last_run.append(node_at.get(index, last_run[-1] if last_run else ""))
     held: dict[str, list[str]] = {}
     for node, call in pairs:
         for name, storage in zip(node.outputs, call.storages, strict=False):
             # The tensor ends when its storage is freed or overwritten: in a trace, what a later
             # call writes is another tensor, with an end of its own.
-            over = (1 + index for index in eager.written.get(storage, ()) if index > call.index)
-            end = min((eager.freed.get(storage, len(eager.calls)), *over))
-            until = ran[end - 1]
+            overwritten_at = (
+                1 + index for index in eager.written.get(storage, ()) if index > call.index
+            )
+            end = min((eager.freed.get(storage, len(eager.calls)), *overwritten_at))
+            until = last_run[end - 1]
             if position.get(until, -1) > read_last.get(name, position[node.name]):
                 held.setdefault(until, []).append(name)
     return {until: tuple(names) for until, names in held.items()}

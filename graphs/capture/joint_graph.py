@@ -36,14 +36,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import annotate
 
 from graphs.capture.as_eager import eager_branches, eager_kernels, no_cache, refuse_fast_path
-from graphs.capture.backward_rehearsal import Rehearsed, compared, saved_by_functions
+from graphs.capture.backward_rehearsal import Rehearsed, compare_backward, saved_by_functions
 from graphs.capture.captured_step import Capture, read_joint
-from graphs.capture.direct_checkpoints import reentrant_called_directly
+from graphs.capture.direct_checkpoints import call_checkpoints_directly
 from graphs.capture.eager_calls import EagerCalls
 from graphs.capture.extraction import Layout
-from graphs.capture.filled_once import Filled, SetBeforeRead, filled_once, put_meanwhile
+from graphs.capture.filled_once import (
+    FilledAttribute,
+    SetBeforeRead,
+    attributes_filled,
+    find_filled_attributes,
+)
 from graphs.capture.forward_rehearsal import held_by_variables
-from graphs.capture.opaque import Planned, StandIn, bind, refuse_most, with_opaque_parts
+from graphs.capture.opaque import Planned, StandIn, bind, refuse_dominant_part, with_opaque_parts
 from graphs.capture.own_failure import failures_not_logged
 from graphs.capture.refuse import (
     around_module_calls,
@@ -51,9 +56,9 @@ from graphs.capture.refuse import (
     refuse_hooks,
     refuse_parametrization_cache,
 )
-from graphs.capture.refused_trace import refused
-from graphs.capture.same_program import Described, described
-from graphs.capture.same_steps import Recorded, same_steps
+from graphs.capture.refused_trace import as_trace_error
+from graphs.capture.same_program import StepDescription, describe
+from graphs.capture.same_steps import StepRecorder, are_same_steps
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import forget_placements, has_distributed, meshes_on
 from graphs.capture.traced_calls import is_backward
@@ -87,7 +92,7 @@ def capture(
     device: torch.device | None,
     choose: Callable[[Any], tuple[int, ...]],
     planned: Planned = (),
-    arriving: Mapping[int, tuple[int, ...]] | None = None,
+    gradient_strides: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Capture:
     """Trace the forward and backward pass of `model` called with `call`.
 
@@ -97,13 +102,18 @@ def capture(
     device: device of the fake tensors (None: that of the real ones).
     choose: the model's output -> indices of the flat outputs that get a gradient.
     planned: the opaque parts of a plan for this step (`OpaquePart.described`), tried first.
-    arriving: index of an output -> strides of its gradient, if they are not the output's own.
+    gradient_strides: index of an output -> strides of its gradient, if not the output's own.
     """
 
-    def traced(standing: Sequence[StandIn]) -> Capture:
+    def trace(stand_ins: Sequence[StandIn]) -> Capture:
         def run() -> Capture:
             shell = Shell(
-                model, call, choose=choose, device=device, standing=standing, arriving=arriving
+                model,
+                call,
+                choose=choose,
+                device=device,
+                stand_ins=stand_ins,
+                gradient_strides=gradient_strides,
             )
             # PyTorch's cache of fake results ignores storage offsets: if it were not cleared, sizes
             # would depend on what this process has traced before.
@@ -113,26 +123,26 @@ def capture(
                     forget_placements()
                     stack.enter_context(meshes_on(device))
                 stack.enter_context(eager_kernels(device or torch.device("cpu")))
-                stack.enter_context(_module_paths(model))
+                stack.enter_context(_annotate_module_paths(model))
                 # `backward()` is called after the autocast context has ended.
                 stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-                stack.enter_context(_tracing(model, standing))
+                stack.enter_context(_trace_context(model, stand_ins))
                 refuse_parametrization_cache(model)
                 with attributes_unchanged(model):
                     joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
-                bind(joint.graph_module.graph, standing)
-                shell.mode.read.refuse_hidden(call.rest)
+                bind(joint.graph_module.graph, stand_ins)
+                shell.mode.read_tensors.refuse_hidden(call.rest)
                 captured = read_joint(joint, shell)
                 _name_modules_of_copying_functions(captured.graph)
                 shell.mode.leaves = {}  # the program's fake tensors refer to the mode
                 return captured
 
-        captured, filled = _with_filled(model, call, device, run, standing)
+        captured, filled = _trace_with_filled_attributes(model, call, device, run, stand_ins)
         return replace(captured, filled=filled)
 
-    with reentrant_called_directly():  # also when the model is run to observe opaque parts
-        captured, opaque = with_opaque_parts(model, call, device, traced, planned=planned)
-    refuse_most(captured.graph, opaque)
+    with call_checkpoints_directly():  # also when the model is run to observe opaque parts
+        captured, opaque = with_opaque_parts(model, call, device, trace, planned=planned)
+    refuse_dominant_part(captured.graph, opaque)
     return replace(captured, opaque=opaque)
 
 
@@ -143,43 +153,38 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
     Raises TraceError.
     """
 
-    def traced(standing: Sequence[StandIn]) -> Any:
+    def trace(stand_ins: Sequence[StandIn]) -> Any:
         def run() -> Any:
-            shell = _shell(model, call, device, standing)
-            with _tracing(model, standing), attributes_unchanged(model), shell.mode:
+            shell = _forward_shell(model, call, device, stand_ins)
+            with _trace_context(model, stand_ins), attributes_unchanged(model), shell.mode:
                 return shell.call(shell.batch)
 
-        return _with_filled(model, call, device, run, standing)[0]
+        return _trace_with_filled_attributes(model, call, device, run, stand_ins)[0]
 
-    with reentrant_called_directly():
-        output, _ = with_opaque_parts(model, call, device, traced)
+    with call_checkpoints_directly():
+        output, _ = with_opaque_parts(model, call, device, trace)
     return output
 
 
 @one_at_a_time
-def described_step(
-    model: nn.Module, call: Call, *, chosen: tuple[int, ...], device: torch.device | None
-) -> Described:
+def describe_step(
+    model: nn.Module, call: Call, *, gradient_outputs: tuple[int, ...], device: torch.device | None
+) -> StepDescription:
     """Describe a step: equal descriptions mean that `capture` would make the same program.
 
     For models without opaque parts and without attributes that a first call fills. See
     `graphs.capture.same_program`. Raises TraceError.
 
-    chosen: indices of the outputs that get a gradient.
+    gradient_outputs: indices of the outputs that get a gradient.
     """
-    shell = Shell(model, call, choose=lambda _output: chosen, device=device)
-    with _tracing(model, ()), attributes_unchanged(model):
-        return described(shell, call)
+    shell = Shell(model, call, choose=lambda _output: gradient_outputs, device=device)
+    with _trace_context(model, ()), attributes_unchanged(model):
+        return describe(shell, call)
 
 
 @one_at_a_time
 def rehearse(
-    model: nn.Module,
-    call: Call,
-    captured: Capture,
-    layout: Layout,
-    *,
-    device: torch.device | None,
+    model: nn.Module, call: Call, captured: Capture, layout: Layout, *, device: torch.device | None
 ) -> Rehearsed:
     """Run the captured step in eager mode on fake tensors, to see what it overwrites and holds.
 
@@ -191,9 +196,9 @@ def rehearse(
     """
     if captured.opaque or has_distributed(model):
         return Rehearsed()
-    chosen = captured.gradient_outputs
+    gradient_outputs = captured.gradient_outputs
     try:
-        shell = Shell(model, call, choose=lambda _output: chosen, device=device)
+        shell = Shell(model, call, choose=lambda _output: gradient_outputs, device=device)
         with _in_eager_mode(model, captured, shell, device=device):
             with EagerCalls() as forward:
                 returned = shell(*shell.batch)
@@ -213,21 +218,16 @@ def rehearse(
                 torch.autograd.backward(outputs, gradients)
     except TraceError:
         return Rehearsed()
-    found = compared(layout, backward, saved)
+    found = compare_backward(layout, backward, saved)
     return replace(
         found,
         saved={**found.saved, **(held_by_variables(layout, forward) or {})},
-        in_calls=_held_in_calls(model, call, captured, layout, device=device),
+        in_calls=_held_by_checkpointed_calls(model, call, captured, layout, device=device),
     )
 
 
-def _held_in_calls(
-    model: nn.Module,
-    call: Call,
-    captured: Capture,
-    layout: Layout,
-    *,
-    device: torch.device | None,
+def _held_by_checkpointed_calls(
+    model: nn.Module, call: Call, captured: Capture, layout: Layout, *, device: torch.device | None
 ) -> Mapping[str, tuple[str, ...]] | None:
     """What variables of `forward` hold if autograd saves nothing, as in a checkpointed call.
 
@@ -252,8 +252,8 @@ def _in_eager_mode(
 ) -> Iterator[None]:
     """While inside, the captured step can be called on the shell's fake tensors in eager mode."""
     with (
-        _tracing(model, ()),
-        put_meanwhile(model, captured.filled),
+        _trace_context(model, ()),
+        attributes_filled(model, captured.filled),
         attributes_unchanged(model),
         eager_kernels(device or torch.device("cpu")),
         shell.mode,
@@ -262,13 +262,13 @@ def _in_eager_mode(
         yield
 
 
-def _with_filled(
+def _trace_with_filled_attributes(
     model: nn.Module,
     call: Call,
     device: torch.device | None,
     run: Callable[[], _R],
-    standing: Sequence[StandIn],
-) -> tuple[_R, tuple[Filled, ...]]:
+    stand_ins: Sequence[StandIn],
+) -> tuple[_R, tuple[FilledAttribute, ...]]:
     """Call `run`, which traces; if it fails, retry with the attributes set that a call fills.
 
     Returns its result, and these attributes (`graphs.capture.filled_once`). Raises TraceError if
@@ -278,31 +278,31 @@ def _with_filled(
     try:
         return run(), ()
     except TraceError:
-        shell = _shell(model, call, device, standing)
-        first = Recorded(shell)
-        filled: tuple[Filled, ...] = ()
-        with contextlib.suppress(TraceError), _tracing(model, standing):
-            filled = filled_once(model, shell.mode, first.run)
+        shell = _forward_shell(model, call, device, stand_ins)
+        first = StepRecorder(shell)
+        filled: tuple[FilledAttribute, ...] = ()
+        with contextlib.suppress(TraceError), _trace_context(model, stand_ins):
+            filled = find_filled_attributes(model, shell.mode, first.run)
         if not filled:
             raise
-    with put_meanwhile(model, filled):
+    with attributes_filled(model, filled):
         result = run()
         # A second call, which finds the attributes filled, must run the first one's operators.
-        later = Recorded(_shell(model, call, device, standing))
-        with _tracing(model, standing), attributes_unchanged(model), later.shell.mode:
+        later = StepRecorder(_forward_shell(model, call, device, stand_ins))
+        with _trace_context(model, stand_ins), attributes_unchanged(model), later.shell.mode:
             later.run()
         # A third call finds out which attributes forward sets before it reads them.
-        again = Recorded(_shell(model, call, device, standing))
+        again = StepRecorder(_forward_shell(model, call, device, stand_ins))
         unread = SetBeforeRead(model, filled)
         with (
             contextlib.suppress(TraceError),
-            _tracing(model, standing),
+            _trace_context(model, stand_ins),
             attributes_unchanged(model),
             unread,
             again.shell.mode,
         ):
             again.run()
-    if not same_steps(first.steps, later.steps):
+    if not are_same_steps(first.steps, later.steps):
         where, attribute = filled[0].module or type(model).__name__, filled[0].attribute
         raise TraceError(
             f"the first call of {type(model).__name__} fills the attribute {attribute!r} of "
@@ -311,43 +311,43 @@ def _with_filled(
             "attribute in __init__"
         )
     # Not known with opaque parts: the attributes that they read were not seen.
-    is_shown = not standing and same_steps(later.steps, again.steps)
-    return result, unread.marked() if is_shown else filled
+    is_shown = not stand_ins and are_same_steps(later.steps, again.steps)
+    return result, unread.with_is_unread() if is_shown else filled
 
 
-def _shell(
-    model: nn.Module, call: Call, device: torch.device | None, standing: Sequence[StandIn]
+def _forward_shell(
+    model: nn.Module, call: Call, device: torch.device | None, stand_ins: Sequence[StandIn]
 ) -> Shell:
     """A shell for a forward pass alone: no output gets a gradient."""
-    return Shell(model, call, choose=lambda _output: (), device=device, standing=standing)
+    return Shell(model, call, choose=lambda _output: (), device=device, stand_ins=stand_ins)
 
 
 @contextlib.contextmanager
-def _tracing(model: nn.Module, standing: Sequence[StandIn]) -> Iterator[None]:
+def _trace_context(model: nn.Module, stand_ins: Sequence[StandIn]) -> Iterator[None]:
     """Prepare a call of the model on fake tensors, and turn errors inside into TraceErrors.
 
     Each such TraceError says where in the user's code the error arose.
 
-    standing: stand-ins for the opaque parts, whose hooks need not be refused.
+    stand_ins: stand-ins for the opaque parts, whose hooks need not be refused.
     """
     with (
         failures_not_logged(),
         eager_branches(),
         refuse_fast_path(),
         no_cache(model),
-        reentrant_called_directly(),
+        call_checkpoints_directly(),
     ):
         try:
-            refuse_hooks(model, but=[each.module for each in standing])
+            refuse_hooks(model, except_in=[each.module for each in stand_ins])
             yield
         except TraceError:
             raise
         except Exception as error:
-            raise refused(model, error) from error
+            raise as_trace_error(model, error) from error
 
 
 @contextlib.contextmanager
-def _module_paths(model: nn.Module) -> Iterator[None]:
+def _annotate_module_paths(model: nn.Module) -> Iterator[None]:
     """While inside, annotate each fx node with the module of `model` that is running.
 
     "module_path" is the module's path; "module_calls" gives the number of the running call of this
@@ -363,8 +363,8 @@ def _module_paths(model: nn.Module) -> Iterator[None]:
         if module in paths:
             running.append(running[-1] | {paths[module]: next(numbers)})
             stack.callback(running.pop)
-            about = {"module_path": paths[module], "module_calls": running[-1]}
-            stack.enter_context(annotate(about))
+            annotation = {"module_path": paths[module], "module_calls": running[-1]}
+            stack.enter_context(annotate(annotation))
         entered.append(stack)
 
     def after() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from graphs.capture.captured_step import Capture
-from graphs.capture.joint_graph import described_step
-from graphs.capture.same_program import Described
+from graphs.capture.joint_graph import describe_step
+from graphs.capture.same_program import StepDescription
 from graphs.capture.shell import leaves_of
 from graphs.model_calls import Call, TraceError, device_of
 
@@ -22,10 +22,10 @@ class KeptCapture:
     the object that holds it; a step of the copy is traced again.
     """
 
-    def __init__(self, model: nn.Module, captured: Capture, described: Described) -> None:
+    def __init__(self, model: nn.Module, captured: Capture, description: StepDescription) -> None:
         self._model = weakref.ref(model)
         self._captured = captured
-        self._described = described
+        self._description = description
 
     @classmethod
     def of(
@@ -38,12 +38,14 @@ class KeptCapture:
         """
         if captured.opaque or captured.filled or device_of(model) != device:
             return None
-        chosen = captured.gradient_outputs
+        gradient_outputs = captured.gradient_outputs
         try:
-            described = described_step(model, call, chosen=chosen, device=device)
+            description = describe_step(
+                model, call, gradient_outputs=gradient_outputs, device=device
+            )
         except (TraceError, RuntimeError):  # what can be traced need not run in eager mode
             return None
-        return cls(model, captured, described)
+        return cls(model, captured, description)
 
     def captured_for(self, model: nn.Module, call: Call) -> Capture | None:
         """The program, if a trace of this call of this module would make the same one."""
@@ -54,11 +56,13 @@ class KeptCapture:
         try:
             if not all(guard.holds(leaves) for guard in captured.guards):
                 return None
-            chosen = captured.gradient_outputs
-            described = described_step(model, call, chosen=chosen, device=device_of(model))
+            gradient_outputs = captured.gradient_outputs
+            description = describe_step(
+                model, call, gradient_outputs=gradient_outputs, device=device_of(model)
+            )
         except (TraceError, KeyError, RuntimeError):  # the trace will say what is wrong
             return None
-        return captured if described == self._described else None
+        return captured if description == self._description else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()

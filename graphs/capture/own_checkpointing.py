@@ -33,6 +33,6 @@ def at_each_checkpoint(notice: Callable[[], None]) -> Iterator[None]:
                 notice()
                 return _function(*args, **kwargs)
 
-            call.notice = notice  # type: ignore[attr-defined]  # for `reentrant_called_directly`
+            call.notice = notice  # type: ignore[attr-defined]  # for `call_checkpoints_directly`
             stack.enter_context(mock.patch.object(place, name, call))
         yield

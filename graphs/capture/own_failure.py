@@ -40,21 +40,21 @@ def refuse_own_failure(model: nn.Module, call: Call, error: TraceError) -> None:
     error: the error of the trace. Nothing is done unless its `runs_in_eager` is set and it has a
         cause, and all parameters, buffers and batch tensors are plain strided tensors.
     """
-    own = dict(named_state(model))
-    tensors = (*own.values(), *call.tensors)
+    own_state = dict(named_state(model))
+    tensors = (*own_state.values(), *call.tensors)
     is_plain = all(
         type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
         for tensor in tensors
     )
     if not error.runs_in_eager or error.__cause__ is None or not is_plain:
         return
-    meta = {
+    meta_tensors = {
         id(tensor): strided_like(tensor, "meta").requires_grad_(tensor.requires_grad)
         for tensor in tensors
     }
-    args, kwargs = call.arguments([meta[id(tensor)] for tensor in call.tensors])
-    state = {name: meta[id(tensor)] for name, tensor in own.items()}
-    alone: Exception | None = None
+    args, kwargs = call.arguments([meta_tensors[id(tensor)] for tensor in call.tensors])
+    state = {name: meta_tensors[id(tensor)] for name, tensor in own_state.items()}
+    untraced_error: Exception | None = None
     try:
         with (
             attributes_unchanged(model),
@@ -64,21 +64,26 @@ def refuse_own_failure(model: nn.Module, call: Call, error: TraceError) -> None:
         ):
             torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
     except Exception as raised:  # noqa: BLE001 - the model's code may raise anything
-        alone = raised
-    refuse_same_failure(model, error, alone)
+        untraced_error = raised
+    refuse_same_failure(model, error, untraced_error)
 
 
-def refuse_same_failure(model: nn.Module, error: TraceError, alone: Exception | None) -> None:
+def refuse_same_failure(
+    model: nn.Module, error: TraceError, untraced_error: Exception | None
+) -> None:
     """Raise FailsOnBatchError if the model alone raises the same error as in the trace.
 
-    alone: what the model has raised outside of the trace, if anything.
+    untraced_error: what the model has raised outside of the trace, if anything.
     """
-    traced = error.__cause__
-    if isinstance(traced, SideEffectError):  # raised by our checks, not by the model
+    traced_error = error.__cause__
+    if isinstance(traced_error, SideEffectError):  # raised by our checks, not by the model
         return
-    if alone is not None and (type(alone), str(alone)) == (type(traced), str(traced)):
+    if untraced_error is not None and (type(untraced_error), str(untraced_error)) == (
+        type(traced_error),
+        str(traced_error),
+    ):
         why = f"{type(model).__name__} fails on this batch: {error.short}"
-        raise FailsOnBatchError(why, short=error.short) from traced
+        raise FailsOnBatchError(why, short=error.short) from traced_error
 
 
 def refuse_failure_on_values(
@@ -92,26 +97,28 @@ def refuse_failure_on_values(
 
     run: calls the model on real tensors.
     """
-    traced = error.__cause__
+    traced_error = error.__cause__
     no_values = (DataDependentOutputException, DynamicOutputShapeException)
-    if traced is None or isinstance(traced, (SideEffectError, *no_values)):
+    if traced_error is None or isinstance(traced_error, (SideEffectError, *no_values)):
         return
     try:
         run()
-    except Exception as alone:
+    except Exception as untraced_error:
         # An operator on tensors without values raises deeper, below the same line of the model.
-        is_same = type(alone) is not RuntimeError or _lines(alone)[-1] in _lines(traced)
-        if type(alone) is type(traced) and is_same:
+        is_same = type(untraced_error) is not RuntimeError or _lines(untraced_error)[-1] in _lines(
+            traced_error
+        )
+        if type(untraced_error) is type(traced_error) and is_same:
             why = f"{type(model).__name__} fails on this batch: {error.short}"
-            for each in (error, traced):  # reference cycles with frames, which hold the trace
+            for each in (error, traced_error):  # reference cycles with frames, which hold the trace
                 traceback.clear_frames(each.__traceback__)
-            raise FailsOnBatchError(why, short=error.short) from alone
+            raise FailsOnBatchError(why, short=error.short) from untraced_error
 
 
 def _lines(error: BaseException) -> list[tuple[str, int]]:
     """(file, line) of each frame in the error's traceback, the innermost last."""
-    passed = traceback.walk_tb(error.__traceback__)
-    return [(frame.f_code.co_filename, line) for frame, line in passed]
+    frames = traceback.walk_tb(error.__traceback__)
+    return [(frame.f_code.co_filename, line) for frame, line in frames]
 
 
 def frames_of(error: BaseException) -> Iterator[FrameType]:
@@ -131,11 +138,11 @@ def failures_not_logged() -> Iterator[None]:
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
-    def is_other(record: logging.LogRecord) -> bool:
+    def has_no_traceback(record: logging.LogRecord) -> bool:
         return record.exc_info is None
 
-    logger.addFilter(is_other)
+    logger.addFilter(has_no_traceback)
     try:
         yield
     finally:
-        logger.removeFilter(is_other)
+        logger.removeFilter(has_no_traceback)

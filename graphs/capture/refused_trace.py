@@ -36,18 +36,18 @@ _NESTED = ", which cannot be recorded; pad to one length and pass a mask instead
 _TORCH = Path(torch.__file__).parent
 
 
-def refused(model: nn.Module, error: Exception) -> TraceError:
+def as_trace_error(model: nn.Module, error: Exception) -> TraceError:
     """The TraceError for an error that was raised while the model was traced."""
-    name, place = type(model).__name__, _place(error)
+    name, place = type(model).__name__, _user_line(error)
     if isinstance(error, SideEffectError):
         why = f"{name} cannot be planned{place}: {error}"
         return TraceError(why, runs_in_eager=True, short=error.short)
-    what, advice = _what(error)
-    why = f"{name} cannot be traced{place}: {what}{advice}"
-    return TraceError(why, runs_in_eager=True, short=f"{what}{place}")
+    failure, advice = _failure_and_advice(error)
+    why = f"{name} cannot be traced{place}: {failure}{advice}"
+    return TraceError(why, runs_in_eager=True, short=f"{failure}{place}")
 
 
-def _what(error: Exception) -> tuple[str, str]:
+def _failure_and_advice(error: Exception) -> tuple[str, str]:
     """(what failed, advice)."""
     if isinstance(error, ReadsRandomNumbers):
         return "forward reads random numbers that it draws", _READS_RANDOM_NUMBERS
@@ -55,22 +55,22 @@ def _what(error: Exception) -> tuple[str, str]:
         return "forward reads values that the step computes", _READS_VALUES
     # The messages of the following errors are about internals of torch. Many calls of torch pass
     # through the file of torch.compile, but an error raised in it is about a compiled function.
-    passed = [Path(f.f_code.co_filename) for f, _ in traceback.walk_tb(error.__traceback__)]
-    if any(path.is_relative_to(_TORCH / "nested") for path in passed):
+    paths = [Path(f.f_code.co_filename) for f, _ in traceback.walk_tb(error.__traceback__)]
+    if any(path.is_relative_to(_TORCH / "nested") for path in paths):
         return "forward computes with a nested tensor (torch.nested)", _NESTED
-    if passed and passed[-1] == _TORCH / "_dynamo" / "eval_frame.py":
+    if paths and paths[-1] == _TORCH / "_dynamo" / "eval_frame.py":
         return "forward calls a function compiled by torch.compile", _COMPILED
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}", ""
 
 
-def _place(error: Exception) -> str:
+def _user_line(error: Exception) -> str:
     """The innermost line of the user's code in the traceback (" (FILE, line N)"), or ""."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
-        ours = Path(path).is_relative_to(Path(__file__).parents[1])
-        at_exit = path == contextlib.__file__  # raised by a check after forward had ended
-        if "/torch/" not in path and not ours and not at_exit and not path.startswith("<"):
+        is_ours = Path(path).is_relative_to(Path(__file__).parents[1])
+        is_at_exit = path == contextlib.__file__  # raised by a check after forward had ended
+        if "/torch/" not in path and not is_ours and not is_at_exit and not path.startswith("<"):
             place = f" ({path}, line {line})"
     return place

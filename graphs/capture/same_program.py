@@ -3,7 +3,7 @@
 A program is what the forward and the backward pass run. Both are run here in eager mode, which
 takes less time than tracing them. The backward pass has to be run too: a custom
 `autograd.Function`, or a hook on a tensor or on a node, may compute with Python values that the
-forward pass does not show. `described` makes a digest of each operator with its arguments, the
+forward pass does not show. `describe` makes a digest of each operator with its arguments, the
 outputs, the gradients, the forms of the tensors that the module is given, and the settings that
 autograd and AOTAutograd look at.
 """
@@ -20,21 +20,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from graphs.capture.refuse import global_hooks, sharing
+from graphs.capture.refuse import global_hooks, shared_storages
 from graphs.capture.shell import Shell
 from graphs.model_calls import Call, is_distributed, is_distributed_class, local_part
 
-_MADE_ANEW = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+_LIFT_OPERATORS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Operators whose argument is a real tensor that forward makes in each call, such as
 `torch.tensor(2.0)`."""
-_PLAIN = (
+_PLAIN_TYPES = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size),
 )
 
 
 @dataclass(frozen=True)
-class Described:
+class StepDescription:
     """A description of a step; equal descriptions mean that tracing makes the same program.
 
     digest: SHA-256 of all that was recorded.
@@ -46,23 +46,23 @@ class Described:
     by_identity: tuple[Any, ...] = field(compare=False, repr=False)
 
 
-class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DigestMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, adds the operators of a step to `digest`.
 
-    own: the fake tensors that the step is given, by name.
+    given_tensors: the fake tensors that the step is given, by name.
     """
 
-    def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, given_tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.digest = hashlib.sha256()
         self.by_identity: dict[int, Any] = {}
         # id -> (tensor, name); the tensors are kept alive, so that ids and storages are not reused.
-        self._made: dict[int, tuple[torch.Tensor, str]] = {}
+        self._named_tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self._storages: dict[int, str] = {}
-        for name, tensor in own.items():
-            self._name(tensor, name)
+        for name, tensor in given_tensors.items():
+            self._remember(tensor, name)
             if is_distributed(tensor):
-                self._name(local_part(tensor), f"{name}, here")
+                self._remember(local_part(tensor), f"{name}, here")
         self._n_run = 0
 
     def __torch_dispatch__(
@@ -71,13 +71,13 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(is_distributed_class, types)):  # the operators of its parts come next
             return NotImplemented
         kwargs = kwargs or {}
-        self.note(str(func), torch.is_grad_enabled(), by_value=func in _MADE_ANEW)
-        self.note(args, kwargs, by_value=func in _MADE_ANEW)
+        self.note(str(func), torch.is_grad_enabled(), by_value=func in _LIFT_OPERATORS)
+        self.note(args, kwargs, by_value=func in _LIFT_OPERATORS)
         result = func(*args, **kwargs)
         self._n_run += 1
         for index, item in enumerate(pytree.tree_leaves(result)):
             if isinstance(item, torch.Tensor):
-                self._name(item, f"{self._n_run}.{index}")
+                self._remember(item, f"{self._n_run}.{index}")
         return result
 
     def note(self, *items: Any, by_value: bool = False) -> None:
@@ -88,8 +88,8 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for words in self._words(items, by_value=by_value):
             self.digest.update(words.encode() + b"\n")
 
-    def _name(self, tensor: torch.Tensor, name: str) -> None:
-        self._made[id(tensor)] = tensor, name
+    def _remember(self, tensor: torch.Tensor, name: str) -> None:
+        self._named_tensors[id(tensor)] = tensor, name
         if isinstance(tensor, FakeTensor):
             self._storages.setdefault(tensor.untyped_storage()._cdata, name)
 
@@ -103,15 +103,15 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(item, dict):
             yield from self._words([*item.items()], by_value=by_value)
         elif isinstance(item, torch.Tensor):
-            yield self._tensor(item, by_value=by_value)
-        elif type(item) in _PLAIN:
+            yield self._tensor_words(item, by_value=by_value)
+        elif type(item) in _PLAIN_TYPES:
             yield f"{type(item).__name__} {item!r}"
         else:
-            yield self._identity(item)
+            yield self._identity_words(item)
 
-    def _tensor(self, item: torch.Tensor, *, by_value: bool) -> str:
-        if id(item) in self._made:
-            return self._made[id(item)][1]
+    def _tensor_words(self, item: torch.Tensor, *, by_value: bool) -> str:
+        if id(item) in self._named_tensors:
+            return self._named_tensors[id(item)][1]
         if isinstance(item, FakeTensor):
             # Autograd may pass on a tensor that no operator returned, on a known storage.
             storage = self._storages.get(item.untyped_storage()._cdata)
@@ -121,37 +121,37 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with _disable_current_modes():
                 numbers = item.detach().contiguous().reshape(-1).view(torch.uint8)
                 return f"{item.dtype} {item.shape} {numbers.numpy().tobytes().hex()}"
-        return self._identity(item)  # a constant of the program
+        return self._identity_words(item)  # a constant of the program
 
-    def _identity(self, item: Any) -> str:
+    def _identity_words(self, item: Any) -> str:
         self.by_identity[id(item)] = item
         return f"{type(item).__name__} {id(item)}"
 
 
-def described(shell: Shell, call: Call) -> Described:
+def describe(shell: Shell, call: Call) -> StepDescription:
     """Describe a step of a model, by running it on the shell's fake tensors.
 
     To be called in a context in which the model can be called on fake tensors.
     """
     model, kind = shell.model, next((t.device.type for t in shell.batch), "cpu")
     inputs = {f"input {index}": tensor for index, tensor in enumerate(shell.batch)}
-    own = dict(zip(shell.state, [*shell.parameters(), *shell.buffers()], strict=True))
-    watched = _Watched({**own, **inputs})
-    watched.note(
-        [(name, _form(tensor)) for name, tensor in (*own.items(), *inputs.items())],
+    state = dict(zip(shell.state, [*shell.parameters(), *shell.buffers()], strict=True))
+    digest_mode = _DigestMode({**state, **inputs})
+    digest_mode.note(
+        [(name, _form(tensor)) for name, tensor in (*state.items(), *inputs.items())],
         [name for name, _ in model.named_parameters()],
-        sharing(call.tensors),
+        shared_storages(call.tensors),
         global_hooks(),
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         (torch.is_autocast_cache_enabled(), torch.is_grad_enabled()),
         (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
     )
     leaves = [leaf for leaf in (*shell.parameters(), *shell.batch) if leaf.requires_grad]
-    with shell.mode, watched, torch.enable_grad():
+    with shell.mode, digest_mode, torch.enable_grad():
         outputs = shell(*shell.batch)
-        watched.note(outputs, shell.flat_outputs, str(shell.spec), shell.differentiable)
-        watched.note(gradients(outputs, leaves))
-    return Described(watched.digest.hexdigest(), tuple(watched.by_identity.values()))
+        digest_mode.note(outputs, shell.flat_outputs, str(shell.spec), shell.differentiable)
+        digest_mode.note(gradients(outputs, leaves))
+    return StepDescription(digest_mode.digest.hexdigest(), tuple(digest_mode.by_identity.values()))
 
 
 def gradients(

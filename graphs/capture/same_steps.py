@@ -22,7 +22,7 @@ from graphs.capture.shell import Shell
 Step = tuple[Any, pytree.TreeSpec, tuple[Any, ...]]
 
 
-class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators of a call on fake tensors, except those that compute constants.
 
     steps: (operator, structure, flat arguments) for each of them. The first flat argument is
@@ -34,13 +34,13 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, shell: Shell) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shell = shell
-        own = (*shell.parameters(), *shell.buffers(), *shell.batch)
+        given_tensors = (*shell.parameters(), *shell.buffers(), *shell.batch)
         # id -> (tensor, name); the tensor is kept alive, so that its id is not used again.
-        self._made: dict[int, tuple[Any, Any]] = {}
+        self._named_tensors: dict[int, tuple[Any, Any]] = {}
         # In the backward pass a saved tensor is another object on the same storage.
         self._storages: dict[int, Any] = {}
-        for index, tensor in enumerate(own):
-            self._name(tensor, ("own", index))
+        for index, tensor in enumerate(given_tensors):
+            self._remember(tensor, ("own", index))
         self.steps: list[Step] = []
 
     def run(self) -> None:
@@ -51,49 +51,49 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = [t for t in (*self.shell.parameters(), *self.shell.batch) if t.requires_grad]
         with self, torch.enable_grad():
             output = self.shell.call(self.shell.batch)
-            made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-            found, spec = pytree.tree_flatten(gradients(made, leaves))
-            self.steps.append(("gradients", spec, tuple(map(self._described, found))))
+            tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+            found, spec = pytree.tree_flatten(gradients(tensors, leaves))
+            self.steps.append(("gradients", spec, tuple(map(self._describe, found))))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         flat, spec = pytree.tree_flatten((torch.is_grad_enabled(), args, kwargs or {}))
-        described = tuple(map(self._described, flat))
+        arguments = tuple(map(self._describe, flat))
         result = func(*args, **(kwargs or {}))
-        made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
-        if func._schema.is_mutable or not all(self._constant(item) for item in made):
-            for index, item in enumerate(made):
-                self._name(item, (len(self.steps), index))
-            self.steps.append((func, spec, described))
+        tensors = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
+        if func._schema.is_mutable or not all(self._constant_recipe(item) for item in tensors):
+            for index, item in enumerate(tensors):
+                self._remember(item, (len(self.steps), index))
+            self.steps.append((func, spec, arguments))
         return result
 
-    def _name(self, tensor: torch.Tensor, name: Any) -> None:
-        self._made[id(tensor)] = tensor, name
+    def _remember(self, tensor: torch.Tensor, name: Any) -> None:
+        self._named_tensors[id(tensor)] = tensor, name
         self._storages.setdefault(tensor.untyped_storage()._cdata, name)
 
-    def _constant(self, tensor: torch.Tensor) -> Recipe | None:
+    def _constant_recipe(self, tensor: torch.Tensor) -> Recipe | None:
         value = self.shell.mode.value_of(tensor)
         return value if isinstance(value, Recipe) and not value.leaves else None
 
-    def _described(self, item: Any) -> Any:
+    def _describe(self, item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
-        known = self._made.get(id(item))
+        known = self._named_tensors.get(id(item))
         if known is not None:
             return known[1]
-        constant = self._constant(item)
+        constant = self._constant_recipe(item)
         return constant or self._storages.get(item.untyped_storage()._cdata)
 
 
-def same_steps(one: Sequence[Step], other: Sequence[Step]) -> bool:
+def are_same_steps(one: Sequence[Step], other: Sequence[Step]) -> bool:
     """Whether both calls compute the same from their parameters, buffers and batch."""
     return len(one) == len(other) and all(
-        a[:2] == b[:2] and all(map(_same, a[2], b[2])) for a, b in zip(one, other, strict=True)
+        a[:2] == b[:2] and all(map(_are_equal, a[2], b[2])) for a, b in zip(one, other, strict=True)
     )
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Recipe) and isinstance(other, Recipe):
         a, b = (evaluate(each, {}) for each in (one, other))
         if a.shape != b.shape or a.dtype != b.dtype:

@@ -9,7 +9,7 @@
   it has other last bits than a sum over a contiguous copy.
 
 So while a step is traced, such outputs and gradients pass through a marker operator. Its result
-looks like new memory, with the strides that the gradient will have. After tracing, `take_places`
+looks like new memory, with the strides that the gradient will have. After tracing, `remove_markers`
 removes the markers.
 """
 
@@ -39,7 +39,7 @@ _returned = torch.ops.checkpoint_solver.returned.default
 _arrives_as = torch.ops.checkpoint_solver.arrives_as.default
 
 
-class _Returned(torch.autograd.Function):
+class _OutputWithOwnMemory(torch.autograd.Function):
     """Passes an output on as if it had memory of its own."""
 
     @staticmethod
@@ -51,7 +51,7 @@ class _Returned(torch.autograd.Function):
         return gradient
 
 
-class _Arriving(torch.autograd.Function):
+class _GradientWithStrides(torch.autograd.Function):
     """Passes a tensor on; its gradient will have the given strides."""
 
     @staticmethod
@@ -74,27 +74,31 @@ def title(index: int, spec: nested.Spec) -> str:
     return f"output {pytree.keystr(nested.paths(spec)[index]) or index} of the model"
 
 
-def for_trace(
-    outputs: Sequence[Any], chosen: Sequence[int], arriving: Mapping[int, tuple[int, ...]]
+def with_markers(
+    outputs: Sequence[Any],
+    gradient_outputs: Sequence[int],
+    gradient_strides: Mapping[int, tuple[int, ...]],
 ) -> list[Any]:
     """The flat outputs with markers, so that those with a gradient seem to have their own memory.
 
     outputs: the flat outputs.
-    chosen: indices of the outputs that get a gradient.
-    arriving: index of an output -> strides of its gradient, if they are not the output's own.
+    gradient_outputs: indices of the outputs that get a gradient.
+    gradient_strides: index of an output -> strides of its gradient, if not the output's own.
     """
     n_sharing = Counter(storage_of(item) for item in outputs if isinstance(item, torch.Tensor))
-    made = list(outputs)
-    for index in chosen:
-        if index in arriving:
-            made[index] = _Arriving.apply(made[index], arriving[index])  # type: ignore[no-untyped-call]
-    for index in chosen:
+    marked_outputs = list(outputs)
+    for index in gradient_outputs:
+        if index in gradient_strides:
+            marked_outputs[index] = _GradientWithStrides.apply(
+                marked_outputs[index], gradient_strides[index]
+            )  # type: ignore[no-untyped-call]
+    for index in gradient_outputs:
         if n_sharing[storage_of(outputs[index])] > 1:
-            made[index] = _Returned.apply(made[index])  # type: ignore[no-untyped-call]
-    return made
+            marked_outputs[index] = _OutputWithOwnMemory.apply(marked_outputs[index])  # type: ignore[no-untyped-call]
+    return marked_outputs
 
 
-def take_places(graph: torch.fx.Graph, tangents: Sequence[torch.fx.Node]) -> None:
+def remove_markers(graph: torch.fx.Graph, tangents: Sequence[torch.fx.Node]) -> None:
     """Remove the markers from a traced graph; their readers read the marked tensors instead.
 
     tangents: the placeholders of the outputs' gradients.

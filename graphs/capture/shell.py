@@ -22,10 +22,10 @@ from graphs.capture.as_eager import (
     KnowingMode,
     Leaf,
     casts_once,
-    checks_noted,
     generator_states,
+    record_checks,
 )
-from graphs.capture.called_losses import calls_noted
+from graphs.capture.called_losses import annotate_loss_calls
 from graphs.capture.opaque import StandIn
 from graphs.capture.refuse import (
     SideEffectError,
@@ -37,8 +37,12 @@ from graphs.capture.refuse import (
     refuse_own_generator,
     refuse_replaced_buffers,
 )
-from graphs.capture.shared_outputs import for_trace
-from graphs.capture.tensor_parallel import gradient_noted, refuse_distributed, with_part
+from graphs.capture.shared_outputs import with_markers
+from graphs.capture.tensor_parallel import (
+    refuse_distributed,
+    report_gradient_placement,
+    with_local_part,
+)
 from graphs.model_calls import (
     HOLE,
     Call,
@@ -76,8 +80,8 @@ class _Forward(_WithoutHooks):
             random_states_untouched(inner),
             no_unseen_changes(inner),
             no_untraced_calls(inner),
-            _NotedCalls(),
-            calls_noted(),
+            _OperatorChecks(),
+            annotate_loss_calls(),
         ):
             output = inner.forward(*args, **kwargs)
         refuse_replaced_buffers(before, inner)
@@ -87,14 +91,14 @@ class _Forward(_WithoutHooks):
 class Shell(_WithoutHooks):
     """Owns fake copies of a module's tensors and calls the module with them.
 
-    batch, batch_given: the fake and the real tensors of the batch.
+    batch, real_batch: the fake and the real tensors of the batch.
     paths: the shell's name of a parameter or buffer -> the model's.
     mode: the fake tensor mode of the copies.
     spec: structure of the model's output in the last call.
-    chosen: indices of the outputs that get a gradient in the last call.
+    gradient_outputs: indices of the outputs that get a gradient in the last call.
     flat_outputs: the flat outputs of the last call, with HOLE in place of tensors.
     differentiable: indices of the outputs that require a gradient in the last call.
-    checks: results of the checks of values (`checks_noted`) in the last call; returned after the
+    checks: results of the checks of values (`record_checks`) in the last call; returned after the
         flat outputs.
     gradient_specs: parameter -> how DTensor places its gradient, once it has been computed.
     """
@@ -106,29 +110,29 @@ class Shell(_WithoutHooks):
         *,
         choose: Callable[[Any], tuple[int, ...]],
         device: torch.device | None,
-        standing: Sequence[StandIn] = (),
-        arriving: Mapping[int, tuple[int, ...]] | None = None,
+        stand_ins: Sequence[StandIn] = (),
+        gradient_strides: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__()
-        self._arriving = {} if arriving is None else arriving
+        self._gradient_strides = {} if gradient_strides is None else gradient_strides
         refuse_distributed(model, call.tensors)
-        self._standing = tuple(standing)
-        self._outside = (model, call, choose)  # in a tuple: not registered as a submodule
-        self.batch_given = call.tensors
+        self._stand_ins = tuple(stand_ins)
+        self._unregistered = (model, call, choose)  # in a tuple: not registered as a submodule
+        self.real_batch = call.tensors
         self.paths: dict[str, str] = {}
         self._cache_enabled = torch.is_autocast_cache_enabled()
         self.spec: nested.Spec | None = None
-        self.chosen: tuple[int, ...] = ()
+        self.gradient_outputs: tuple[int, ...] = ()
         self.flat_outputs: list[Any] = []
         self.checks: list[torch.Tensor] = []
         self.differentiable: tuple[int, ...] = ()
         self.gradient_specs: dict[str, Any] = {}
-        known = {
+        real_leaves = {
             leaf: tensor
             for leaf, tensor in leaves_of(model, call).items()
             if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
         }
-        self.mode = KnowingMode(known)
+        self.mode = KnowingMode(real_leaves)
         with self.mode:
             for i, (name, parameter) in enumerate(model.named_parameters()):
                 fake = nn.Parameter(_fake(parameter, device), requires_grad=parameter.requires_grad)
@@ -147,7 +151,7 @@ class Shell(_WithoutHooks):
 
     @property
     def model(self) -> nn.Module:
-        return self._outside[0]
+        return self._unregistered[0]
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -156,9 +160,9 @@ class Shell(_WithoutHooks):
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output for the shell's parameters and buffers and these batch tensors."""
-        return self._call(tensors, self._own())
+        return self._call(tensors, self._fake_state())
 
-    def _own(self) -> dict[torch.Tensor, torch.Tensor]:
+    def _fake_state(self) -> dict[torch.Tensor, torch.Tensor]:
         """The model's parameters and buffers -> the fake tensors that stand for them."""
         found: dict[torch.Tensor, torch.Tensor]
         found = {p: getattr(self, f"p{i}") for i, p in enumerate(self.model.parameters())}
@@ -168,27 +172,27 @@ class Shell(_WithoutHooks):
         names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         note = self.gradient_specs.__setitem__
         return {
-            tensor: gradient_noted(fake, functools.partial(note, names[tensor]))
+            tensor: report_gradient_placement(fake, functools.partial(note, names[tensor]))
             if is_distributed(tensor) and tensor in names
             else fake
             for tensor, fake in found.items()
         }
 
     def _call(
-        self, tensors: Sequence[torch.Tensor], own: Mapping[torch.Tensor, torch.Tensor]
+        self, tensors: Sequence[torch.Tensor], fakes: Mapping[torch.Tensor, torch.Tensor]
     ) -> Any:
-        model, call, _ = self._outside
-        self.mode.begin()
+        model, call, _ = self._unregistered
+        self.mode.begin_call()
         self.checks.clear()
-        for each in self._standing:
-            each.asked.clear()
+        for each in self._stand_ins:
+            each.requests.clear()
         # Each attribute of each module once. With `tie_weights=True`, PyTorch would list an
         # attribute once for each name of its module (a shared module has several), and at the end
         # restore a fake tensor there.
-        state = {f"inner.{name}": own[tensor] for name, tensor in named_state(model)}
+        state = {f"inner.{name}": fakes[tensor] for name, tensor in named_state(model)}
         args, kwargs = call.arguments(tensors)
         forward = _Forward(model)
-        with checks_noted(self.checks):
+        with record_checks(self.checks):
             return torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
@@ -197,14 +201,14 @@ class Shell(_WithoutHooks):
         Outputs that get no gradient are detached. Raises TraceError for outputs that cannot be
         planned.
         """
-        own = self._own()
-        leaves = [*own.values(), *tensors]
+        fakes = self._fake_state()
+        leaves = [*fakes.values(), *tensors]
         # A trace calls forward more than once, so each call must restore the attributes it changes.
         with (
             casts_once(leaves, cache_enabled=self._cache_enabled),
             attributes_unchanged(self.model),
         ):
-            output = self._call(tensors, own)
+            output = self._call(tensors, fakes)
         flat, self.spec = nested.flatten(output)
         flat = nested.once(flat)
         for item in flat:
@@ -226,8 +230,8 @@ class Shell(_WithoutHooks):
                 f"the model returns an object of type {name}, which hides its tensors; return "
                 "tensors, tuples, lists or dicts"
             )
-        chosen = self._outside[2](output)
-        if missing := [index for index in chosen if not 0 <= index < len(flat)]:
+        gradient_outputs = self._unregistered[2](output)
+        if missing := [index for index in gradient_outputs if not 0 <= index < len(flat)]:
             raise TraceError(
                 f"output {missing[0]} is to get a gradient, but the model returns {len(flat)} "
                 f"output{'s' if len(flat) != 1 else ''} (numbered from 0): the plan was made for "
@@ -236,19 +240,23 @@ class Shell(_WithoutHooks):
         repeated = {
             i: item.index for i, item in enumerate(flat) if isinstance(item, nested.Repeated)
         }
-        self.chosen = tuple(sorted({repeated.get(index, index) for index in chosen}))
+        self.gradient_outputs = tuple(
+            sorted({repeated.get(index, index) for index in gradient_outputs})
+        )
         self.flat_outputs = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
         self.differentiable = tuple(
             index
             for index, item in enumerate(flat)
             if isinstance(item, torch.Tensor) and item.requires_grad
         )
-        made = [
-            item if i in self.chosen else item.detach()
-            for i, item in enumerate(for_trace(flat, self.chosen, self._arriving))
+        traced_outputs = [
+            item if i in self.gradient_outputs else item.detach()
+            for i, item in enumerate(
+                with_markers(flat, self.gradient_outputs, self._gradient_strides)
+            )
             if isinstance(item, torch.Tensor)
         ]
-        return [*made, *self.checks]
+        return [*traced_outputs, *self.checks]
 
 
 def leaves_of(model: nn.Module, call: Call) -> dict[Leaf, torch.Tensor]:
@@ -269,7 +277,7 @@ def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     Raises TraceError for tensor subclasses and for layouts other than strided.
     """
     if is_distributed(tensor):
-        return with_part(tensor, _fake(local_part(tensor), device))
+        return with_local_part(tensor, _fake(local_part(tensor), device))
     if type(tensor) is not torch.Tensor and not isinstance(tensor, nn.Parameter | FakeTensor):
         raise TraceError(f"tensors of type {type(tensor).__name__} are not supported")
     if tensor.layout != torch.strided:
@@ -294,7 +302,7 @@ _OBSERVES_FIRST = (
 )
 
 
-class _NotedCalls(TorchDispatchMode):
+class _OperatorChecks(TorchDispatchMode):
     """Annotates in-place operators, and refuses some operators.
 
     An fx node is annotated with "in_place" if its operator overwrites its first argument in eager
@@ -316,6 +324,8 @@ class _NotedCalls(TorchDispatchMode):
             if any(by_channel) and running_min.numel() != x.shape[axis]:
                 raise SideEffectError(_OBSERVES_FIRST)
         first = next(iter(func._schema.arguments), None)
-        writes = first is not None and first.alias_info is not None and first.alias_info.is_write
-        with annotate({"in_place": True}) if writes else contextlib.nullcontext():
+        is_in_place = (
+            first is not None and first.alias_info is not None and first.alias_info.is_write
+        )
+        with annotate({"in_place": True}) if is_in_place else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))

@@ -27,5 +27,5 @@ def is_random(node: torch.fx.Node) -> bool:
     if node.target not in _CUDA_ATTENTION:
         return True
     names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return bool(given.get("dropout_p", 0.0) != 0.0)
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(arguments.get("dropout_p", 0.0) != 0.0)

@@ -115,7 +115,7 @@ def captured_graph(
             gradient_sums=list(layout.sums),
             backward_functions=[
                 nodes
-                for nodes in (*layout.within.values(), *layout.functions.values())
+                for nodes in (*layout.held_within_call.values(), *layout.functions.values())
                 if len(nodes) > 1
             ],
             parameter_bytes=bytes_by_dtype(model),

@@ -52,7 +52,7 @@ def trace_module(
     captured = known
     if captured is None:
         captured = capture(
-            model, call, device=device, choose=choose, planned=opaque, arriving=arriving
+            model, call, device=device, choose=choose, planned=opaque, gradient_strides=arriving
         )
     original, form = captured, call.without_values()  # the step outlives the batch
     living = weakref.ref(model)  # and the model

@@ -73,7 +73,7 @@ class BeforeStep:
 
     def put_back_random(self) -> None:
         for each, states in zip(self._random, self._states, strict=True):
-            each.put(states)
+            each.set_states(states)
 
     def put_back(self) -> None:
         self.put_back_tensors()

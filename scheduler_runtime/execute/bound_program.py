@@ -131,7 +131,7 @@ class BoundProgram:
             for node, place in self._places.items()
         }
         for filled in self._filled:
-            filled.put(model)
+            filled.set_on(model)
         others, again, before = self._others, None, None
         try:
             before = self._before(tensors)

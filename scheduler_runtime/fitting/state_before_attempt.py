@@ -64,7 +64,7 @@ class Attempted:
         for parameter, _, gradient, _ in self._before:
             if gradient is None:
                 parameter.grad = None
-        self._random.put(self._states)
+        self._random.set_states(self._states)
         self._steps.clear()
         self._before.clear()
 

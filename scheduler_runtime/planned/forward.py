@@ -276,7 +276,7 @@ class PlannedForward(ReplacedForward):
                     arriving=arriving,
                 )
         for held in step.captured.filled:
-            held.put(model)
+            held.set_on(model)
         return step
 
     def rehearsed(self, step: CapturedStep, call: Call) -> CapturedStep:

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from graphs.capture import HOOKS, TORCHS_OWN, global_hooks, sharing
+from graphs.capture import HOOKS, MODULE_ATTRIBUTES, global_hooks, shared_storages
 from graphs.model_calls import Call
 
 MANY = 1000
@@ -68,7 +68,7 @@ def kind_of(model: nn.Module, call: Call) -> Any:
     modes = torch.overrides._get_current_function_mode_stack()
     return (
         tuple(map(_form, call.tensors)),
-        sharing(call.tensors) if len(call.tensors) > 1 else (),
+        shared_storages(call.tensors) if len(call.tensors) > 1 else (),
         tuple(map(_argument, call.rest)),
         call.spec,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
@@ -156,7 +156,7 @@ def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
                 (name, (type(value) is list and _Record.of(value)) or _setting(value, seen))
                 for name, value in vars(module).items()
                 # the model's own `forward` is the plan itself
-                if name not in TORCHS_OWN and not (name == "forward" and module is model)
+                if name not in MODULE_ATTRIBUTES and not (name == "forward" and module is model)
             ),
         )
         for module in modules

@@ -97,8 +97,8 @@ def test_a_step_draws_once_more_however_many_plans_there_are(
     fitted = fit(copy.deepcopy(plain), budget="1MB", optimizer=[])
     train(fitted, batch)
     assert len(plans_of(fitted)) > 2
-    own, drawn = Draws._made, []
-    monkeypatch.setattr(Draws, "_made", lambda *a: (drawn.append(a), own(*a))[1])
+    own, drawn = Draws._run_call, []
+    monkeypatch.setattr(Draws, "_run_call", lambda *a: (drawn.append(a), own(*a))[1])
     n_steps, n_in_forward = 6, 2 + 2 * len(plain.layers)
     train(fitted, batch, n_steps=n_steps)
     assert n_steps < len(drawn) <= n_steps * n_in_forward

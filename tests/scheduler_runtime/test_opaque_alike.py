@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.capture.opaque import search
-from graphs.capture.opaque.alike import alike
+from graphs.capture.opaque.alike import paths_failing_alike
 from graphs.model_calls import Call
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply
@@ -30,7 +30,7 @@ N_TRACES: list[int] = []
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trace with pieces enters their stand-ins once."""
-    stand_ins = search.stand_ins
+    stand_ins = search.replaced_by_stand_ins
 
     @contextlib.contextmanager
     def counting(*args: Any) -> Iterator[Any]:
@@ -38,7 +38,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
         with stand_ins(*args) as standing:
             yield standing
 
-    monkeypatch.setattr(search, "stand_ins", counting)
+    monkeypatch.setattr(search, "replaced_by_stand_ins", counting)
     N_TRACES.clear()
 
 
@@ -142,7 +142,7 @@ def test_modules_of_pytorch_at_one_place_of_the_layers_are_pieces_once_two_have_
 def test_which_modules_are_alike() -> None:
     model = Rows(3, lambda _: False)
     call = Call.of((batch(),), {})
-    found = partial(alike, model, call, CPU)
+    found = partial(paths_failing_alike, model, call, CPU)
     assert found("layers.1.0", []) == ["layers.1.0"]
     assert found("layers.1.0", ["layers.1.2"]) == ["layers.1.0", "layers.1.2"]
     assert found("layers.1.0", ["layers.0.1"]) == ["layers.1.0"]  # of another class
@@ -156,7 +156,9 @@ def test_where_too_many_places_fail_the_limit_and_the_cause_are_named_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(search, "MOST_TRACES", 2)
-    monkeypatch.setattr(search, "alike", lambda _model, _call, _device, path, _before: [path])
+    monkeypatch.setattr(
+        search, "paths_failing_alike", lambda _model, _call, _device, path, _before: [path]
+    )
     with pytest.raises(TraceError, match="LSTM runs as one opaque operator") as refused:
         trace(Recurrent(3, lstm), batch())
     assert refused.value.__notes__ == [

@@ -29,7 +29,7 @@ _CUDNN_FIRST = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
-_NEWEST = (12, 1)
+_NEWEST_CAPABILITY = (12, 1)
 """The newest compute capability that the fused kernels are built for."""
 
 
@@ -53,7 +53,9 @@ class AttentionCall:
     needs_gradient: bool
     compute_capability: tuple[int, int]
 
-    def reaches(self, first: tuple[int, int], last: tuple[int, int] = _NEWEST) -> bool:
+    def has_capability(
+        self, first: tuple[int, int], last: tuple[int, int] = _NEWEST_CAPABILITY
+    ) -> bool:
         """Whether the card's compute capability is in this range, both ends included."""
         return first <= self.compute_capability <= last
 
@@ -64,8 +66,8 @@ def attention_of(call: AttentionCall) -> SDPBackend:
     if order[: len(_DEFAULT_ORDER)] == _DEFAULT_ORDER:
         # The user has not set an order: cuDNN comes first on data centre cards of compute
         # capability 9.0 and 10.0 (check_prefer_cudnn_attention).
-        is_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("0", "")
-        prefers_cudnn = call.compute_capability in ((9, 0), (10, 0)) and not is_last
+        is_cudnn_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("0", "")
+        prefers_cudnn = call.compute_capability in ((9, 0), (10, 0)) and not is_cudnn_last
         order = _CUDNN_FIRST if prefers_cudnn else _DEFAULT_ORDER
     for backend in order:
         if backend in _RULES and _RULES[backend](call):
@@ -73,7 +75,7 @@ def attention_of(call: AttentionCall) -> SDPBackend:
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def _cudnn(call: AttentionCall) -> bool:
+def _can_use_cudnn(call: AttentionCall) -> bool:
     """PyTorch's can_use_cudnn_attention."""
     largest = 256 if call.compute_capability == (9, 0) else 128
     sizes = (call.query.shape[-1], call.value.shape[-1])
@@ -84,7 +86,7 @@ def _cudnn(call: AttentionCall) -> bool:
         and not (is_strict and not torch.is_deterministic_algorithms_warn_only_enabled())
         and _is_half(call)
         and _takes_mask(call)
-        and call.reaches((8, 0))
+        and call.has_capability((8, 0))
         and _ends_in_stride_1(call, ignore_single=True)
         and _has_same_heads(call, may_share=True, of_value_too=False)
         and all(size <= largest and size % 8 == 0 for size in sizes)
@@ -93,10 +95,10 @@ def _cudnn(call: AttentionCall) -> bool:
     )
 
 
-def _flash(call: AttentionCall) -> bool:
+def _can_use_flash(call: AttentionCall) -> bool:
     """PyTorch's can_use_flash_attention."""
     size = call.query.shape[-1]
-    is_small_card = call.reaches((8, 6), (8, 9)) or call.reaches((12, 0), (12, 1))
+    is_small_card = call.has_capability((8, 6), (8, 9)) or call.has_capability((12, 0), (12, 1))
     is_refused = 192 < size <= 224 or (size > 224 and call.dropout > 0)
     return (
         _is_enabled("flash")
@@ -104,7 +106,7 @@ def _flash(call: AttentionCall) -> bool:
         and call.mask is None
         and {call.key.shape[-1], call.value.shape[-1]} == {size}
         and size <= 256
-        and call.reaches((8, 0))
+        and call.has_capability((8, 0))
         and not (call.needs_gradient and is_small_card and is_refused)
         and not (call.is_causal and call.query.shape[2] != call.key.shape[2])
         and _is_half(call)
@@ -113,14 +115,16 @@ def _flash(call: AttentionCall) -> bool:
     )
 
 
-def _efficient(call: AttentionCall) -> bool:
+def _can_use_efficient(call: AttentionCall) -> bool:
     """PyTorch's can_use_mem_efficient_attention."""
     is_half = call.query.dtype in _HALF
-    unit = 8 if is_half else 4 if call.reaches((8, 0)) else 1
-    dtypes = (*_HALF, torch.float32) if call.reaches((8, 0)) else (torch.float16, torch.float32)
+    unit = 8 if is_half else 4 if call.has_capability((8, 0)) else 1
+    dtypes = (
+        (*_HALF, torch.float32) if call.has_capability((8, 0)) else (torch.float16, torch.float32)
+    )
     return (
         _is_enabled("mem_efficient")
-        and call.reaches((5, 0))
+        and call.has_capability((5, 0))
         and _are_dense(call)
         and call.query.shape[-1] == call.key.shape[-1]
         and all(x.shape[-1] % unit == 0 and x.shape[-1] > 0 for x in (call.query, call.value))
@@ -132,9 +136,9 @@ def _efficient(call: AttentionCall) -> bool:
 
 
 _RULES: Mapping[SDPBackend, Callable[[AttentionCall], bool]] = {
-    SDPBackend.CUDNN_ATTENTION: _cudnn,
-    SDPBackend.FLASH_ATTENTION: _flash,
-    SDPBackend.EFFICIENT_ATTENTION: _efficient,
+    SDPBackend.CUDNN_ATTENTION: _can_use_cudnn,
+    SDPBackend.FLASH_ATTENTION: _can_use_flash,
+    SDPBackend.EFFICIENT_ATTENTION: _can_use_efficient,
     SDPBackend.MATH: lambda _call: _is_enabled("math"),
 }
 
@@ -156,7 +160,7 @@ def _are_dense(call: AttentionCall) -> bool:
 def _is_half(call: AttentionCall) -> bool:
     """PyTorch's check_dtypes_low_precision."""
     dtypes = {call.query.dtype, call.key.dtype, call.value.dtype}
-    allowed = _HALF if call.reaches((8, 0)) else (torch.float16,)
+    allowed = _HALF if call.has_capability((8, 0)) else (torch.float16,)
     return len(dtypes) == 1 and call.query.dtype in allowed
 
 
@@ -166,9 +170,9 @@ def _takes_mask(call: AttentionCall) -> bool:
         return True
     if call.mask.requires_grad:
         return False
-    whole = (*call.query.shape[:2], call.query.shape[2], call.key.shape[2])
+    full_shape = (*call.query.shape[:2], call.query.shape[2], call.key.shape[2])
     shape = call.mask.shape
-    fits = all(own in (1, size) for own, size in zip(shape[::-1], whole[::-1], strict=False))
+    fits = all(own in (1, size) for own, size in zip(shape[::-1], full_shape[::-1], strict=False))
     return fits and len(shape) in (2, 4)
 
 

@@ -44,8 +44,8 @@ def has_device_guard() -> bool:
     registry = (ctypes.c_void_p * (_CUDA + 1)).in_dll(library, _REGISTRY)
     if registry[_CUDA] is not None:
         return True
-    zero = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(lambda _guard: 0)
-    method = ctypes.cast(zero, ctypes.c_void_p).value
+    returns_zero = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(lambda _guard: 0)
+    method = ctypes.cast(returns_zero, ctypes.c_void_p).value
     methods = (ctypes.c_void_p * _N_METHODS)(*[method] * _N_METHODS)
     guard = ctypes.c_void_p(ctypes.addressof(methods))
     register = getattr(library, _REGISTER)

@@ -32,12 +32,12 @@ _WRAPPERS = ("_compile.py", "eval_frame.py")
 @contextlib.contextmanager
 def without_streams() -> Iterator[None]:
     """While inside, gradients of fake CUDA tensors can be computed without a card."""
-    make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+    original_make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
-    def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def make_functional_wrapper(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is FunctionalTensor and len(args) > _DISPATCH_DEVICE:
             args = (*args[:_DISPATCH_DEVICE], True, *args[_DISPATCH_DEVICE + 1 :])
-        return make_wrapper(cls, *args, **kwargs)
+        return original_make_wrapper(cls, *args, **kwargs)
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         with no_accelerator(), _EngineOnCpu():  # type: ignore[no-untyped-call]
@@ -46,7 +46,9 @@ def without_streams() -> Iterator[None]:
     own_device = property(lambda tensor: tensor.elem.device)
     with (
         mock.patch.object(torch.autograd, "_engine_run_backward", run_backward),
-        mock.patch.object(torch.Tensor, "_make_wrapper_subclass", staticmethod(made)),
+        mock.patch.object(
+            torch.Tensor, "_make_wrapper_subclass", staticmethod(make_functional_wrapper)
+        ),
         mock.patch.object(FunctionalTensor, "device", own_device, create=True),
     ):
         yield

@@ -27,7 +27,7 @@ _N_BEFORE = 2
 _N_METHODS = 128
 """Entries of the method table to copy, more than the hooks have methods."""
 
-_zero = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(lambda _hooks: 0)
+_returns_zero = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(lambda _hooks: 0)
 
 
 def can_have_no_accelerator() -> bool:
@@ -83,7 +83,7 @@ def _hooks() -> _Hooks | None:
     methods = ctypes.c_void_p.from_address(find())
     assert methods.value is not None
     offset = _N_BEFORE * ctypes.sizeof(ctypes.c_void_p)
-    table_of = ctypes.c_void_p * (_N_BEFORE + _N_METHODS)
-    table = table_of.from_buffer_copy(table_of.from_address(methods.value - offset))
-    table[_N_BEFORE + _IS_BUILT] = ctypes.cast(_zero, ctypes.c_void_p).value
+    table_type = ctypes.c_void_p * (_N_BEFORE + _N_METHODS)
+    table = table_type.from_buffer_copy(table_type.from_address(methods.value - offset))
+    table[_N_BEFORE + _IS_BUILT] = ctypes.cast(_returns_zero, ctypes.c_void_p).value
     return _Hooks(methods, table, ctypes.addressof(table) + offset)

@@ -24,9 +24,13 @@ _AUTOGRAD = "AutogradCUDA"
 def operators_of(compute_capability: tuple[int, int]) -> Iterator[None]:
     """While inside, fake CUDA tensors run the operators of a card of this compute capability."""
     kernels: dict[str, Callable[..., Any]] = {
-        "scaled_dot_product_attention": _attention(compute_capability),
+        "scaled_dot_product_attention": _attention_kernel(compute_capability),
         "_batch_norm_impl_index": _batch_norm,
-        **{f"{name}.{form}": _refuse(name) for name in _RECURRENT for form in ("input", "data")},
+        **{
+            f"{name}.{form}": _refusing_kernel(name)
+            for name in _RECURRENT
+            for form in ("input", "data")
+        },
     }
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     patched = {
@@ -44,20 +48,20 @@ def operators_of(compute_capability: tuple[int, int]) -> Iterator[None]:
             with warnings.catch_warnings(action="ignore"):  # "already registered"
                 for name, kernel in kernels.items():
                     library.impl(name, kernel, _AUTOGRAD)
-                for name in _WHOLE_ON_CUDA:
+                for name in _FUSED_ON_CUDA:
                     library.impl(name, _never_runs, "CUDA")
             yield
     finally:
         library._destroy()
 
 
-_WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
+_FUSED_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
 """Operators that have a kernel on CUDA, and a composition of other operators for devices without a
 kernel (native_functions.yaml). If no kernel is registered, PyTorch traces the composition."""
 
 
 def _never_runs(*_args: Any) -> Any:
-    """A kernel to register for `_WHOLE_ON_CUDA`; fake tensors do not run it."""
+    """A kernel to register for `_FUSED_ON_CUDA`; fake tensors do not run it."""
     raise AssertionError("a kernel of CUDA was called without a card")
 
 
@@ -67,7 +71,7 @@ _FLASH_UNIT = 8
 _MASK_UNIT = 8
 
 
-def _attention(compute_capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
+def _attention_kernel(compute_capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
     """`scaled_dot_product_attention`, as in aten/src/ATen/native/transformers/attention.cpp."""
 
     def attention(
@@ -81,8 +85,8 @@ def _attention(compute_capability: tuple[int, int]) -> Callable[..., torch.Tenso
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        given = (query, key, value)
-        needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+        tensors = (query, key, value)
+        needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         call = AttentionCall(
             query=query,
             key=key,
@@ -104,10 +108,10 @@ def _attention(compute_capability: tuple[int, int]) -> Callable[..., torch.Tenso
             mask = torch.where(mask, 0.0, low)
         if backend == SDPBackend.CUDNN_ATTENTION:
             options: tuple[Any, ...] = (mask, needs_gradient, dropout_p, is_causal, False)
-            out = aten._scaled_dot_product_cudnn_attention(*given, *options, scale=scale)
+            out = aten._scaled_dot_product_cudnn_attention(*tensors, *options, scale=scale)
         elif backend == SDPBackend.FLASH_ATTENTION:
             size = query.shape[-1]
-            padded = (_padded(each, _FLASH_UNIT) for each in given)
+            padded = (_padded(each, _FLASH_UNIT) for each in tensors)
             scale = 1 / math.sqrt(size) if scale is None else scale
             out = aten._scaled_dot_product_flash_attention(
                 *padded, dropout_p, is_causal, False, scale=scale
@@ -120,11 +124,11 @@ def _attention(compute_capability: tuple[int, int]) -> Callable[..., torch.Tenso
                     mask = _padded(mask, _MASK_UNIT)[..., : mask.shape[-1]]
                 mask = mask.expand(*query.shape[:3], key.shape[2])
             options = (mask, needs_gradient, dropout_p, is_causal)
-            out = aten._scaled_dot_product_efficient_attention(*given, *options, scale=scale)
+            out = aten._scaled_dot_product_efficient_attention(*tensors, *options, scale=scale)
         else:
             options = (mask, dropout_p, is_causal, None)
             out = aten._scaled_dot_product_attention_math(
-                *given, *options, scale=scale, enable_gqa=enable_gqa
+                *tensors, *options, scale=scale, enable_gqa=enable_gqa
             )
         return out[0]  # type: ignore[no-any-return]
 
@@ -155,19 +159,19 @@ def _batch_norm(
     cudnn_enabled: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """`_batch_norm_impl_index`, as in aten/src/ATen/native/Normalization.cpp."""
-    statistics_fit = (mean is None) == (variance is None) and (mean is not None or training)
-    by_cudnn = (
+    has_valid_statistics = (mean is None) == (variance is None) and (mean is not None or training)
+    uses_cudnn = (
         cudnn_enabled
         and torch._C._get_cudnn_enabled()
         and weight is not None
         and bias is not None
         and torch.bfloat16 not in (x.dtype, weight.dtype)
         and (x.dtype != torch.float16 or weight.dtype == torch.float32)
-        and statistics_fit
+        and has_valid_statistics
         and x.dim() >= 3
         and x.shape[0] <= _MOST_IMAGES[training]
     )
-    if not by_cudnn:
+    if not uses_cudnn:
         out = aten.native_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)
         return *out, x.new_empty(0, dtype=torch.uint8), 0
     layout = torch.contiguous_format
@@ -184,7 +188,7 @@ def _batch_norm(
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-def _refuse(name: str) -> Callable[..., Sequence[torch.Tensor]]:
+def _refusing_kernel(name: str) -> Callable[..., Sequence[torch.Tensor]]:
     def refuse(*_args: Any, **_kwargs: Any) -> Sequence[torch.Tensor]:
         raise TraceError(
             f"{name} runs in cuDNN on a card, and only cuDNN knows what it saves for backward: "

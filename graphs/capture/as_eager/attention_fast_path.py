@@ -32,28 +32,30 @@ def refuse_fast_path() -> Iterator[None]:
     """While inside, raise TraceError in this thread if eager mode would take the fast path."""
     here = threading.get_ident()
 
-    def instead(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    def in_this_thread(
+        original: Callable[..., Any], replacement: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (ours if threading.get_ident() == here else original)(*args, **kwargs)
+            return (replacement if threading.get_ident() == here else original)(*args, **kwargs)
 
         return call
 
-    def no(*_args: Any) -> bool:
+    def returns_false(*_args: Any) -> bool:
         return False
 
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (torch.overrides, "has_torch_function", no),
-        (nn.modules.activation, "_is_make_fx_tracing", no),
-        *((torch, name, _refuse) for name in _FUSED),
+    replacements: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.overrides, "has_torch_function", returns_false),
+        (nn.modules.activation, "_is_make_fx_tracing", returns_false),
+        *((torch, name, _refuse_fused) for name in _FUSED),
     ]
     with contextlib.ExitStack() as stack:
-        for where, name, ours in replaced:
-            new = instead(getattr(where, name), ours)
-            stack.enter_context(mock.patch.object(where, name, new))
+        for owner, name, replacement in replacements:
+            new = in_this_thread(getattr(owner, name), replacement)
+            stack.enter_context(mock.patch.object(owner, name, new))
         yield
 
 
-def _refuse(*_args: Any, **_kwargs: Any) -> Any:
+def _refuse_fused(*_args: Any, **_kwargs: Any) -> Any:
     raise TraceError(
         "attention takes PyTorch's fast path in evaluation mode, which cannot be traced; "
         "torch.backends.mha.set_fastpath_enabled(False) turns it off",

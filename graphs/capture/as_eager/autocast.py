@@ -45,50 +45,50 @@ def casts_once(leaves: Sequence[torch.Tensor], *, cache_enabled: bool) -> Iterat
     leaves: traced tensors that stand for the leaves of eager mode.
     cache_enabled: the caller's `torch.is_autocast_cache_enabled()`, before tracing turned it off.
     """
-    waiting = {id(leaf) for leaf in leaves if leaf.dtype == torch.float32 and leaf.requires_grad}
+    leaf_ids = {id(leaf) for leaf in leaves if leaf.dtype == torch.float32 and leaf.requires_grad}
     kinds = {leaf.device.type for leaf in leaves} & _KEYS.keys()
     copies: dict[int, torch.Tensor] = {}
-    forget = torch.clear_autocast_cache
+    original_clear = torch.clear_autocast_cache
 
     def forget_copies() -> None:
         copies.clear()
-        forget()
+        original_clear()
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "clear_autocast_cache", forget_copies))
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(cache_enabled)
         for kind in sorted(kinds):
-            low = _copy_of(waiting, copies, kind=kind)
-            stack.enter_context(_wrapped(low, key=_KEYS[kind]))
+            cast_argument = _cast_function(leaf_ids, copies, kind=kind)
+            stack.enter_context(_wrap_low_precision_kernels(cast_argument, key=_KEYS[kind]))
         yield
 
 
-def _copy_of(
-    waiting: set[int], copies: dict[int, torch.Tensor], *, kind: str
+def _cast_function(
+    leaf_ids: set[int], copies: dict[int, torch.Tensor], *, kind: str
 ) -> Callable[[Any], Any]:
     """Make the function that replaces an operator's argument by its cached copy, if it has one.
 
-    waiting: ids of the tensors to cache.
+    leaf_ids: ids of the tensors to cache.
     copies: the cache, by the same ids; filled by the function.
     kind: type of the device.
     """
 
-    def low(argument: Any) -> Any:
+    def cast_argument(argument: Any) -> Any:
         if isinstance(argument, list | tuple):
-            return type(argument)(low(item) for item in argument)
-        if id(argument) not in waiting or not torch.is_autocast_cache_enabled():
+            return type(argument)(cast_argument(item) for item in argument)
+        if id(argument) not in leaf_ids or not torch.is_autocast_cache_enabled():
             return argument
         if id(argument) not in copies:
             copies[id(argument)] = argument.to(torch.get_autocast_dtype(kind))
         return copies[id(argument)]
 
-    return low
+    return cast_argument
 
 
 @contextlib.contextmanager
-def _wrapped(low: Callable[[Any], Any], *, key: str) -> Iterator[None]:
-    """While inside, pass the arguments of low-precision operators through `low`.
+def _wrap_low_precision_kernels(cast_argument: Callable[[Any], Any], *, key: str) -> Iterator[None]:
+    """While inside, pass the arguments of low-precision operators through `cast_argument`.
 
     key: the autocast dispatch key at which their kernels are wrapped.
     """
@@ -102,8 +102,8 @@ def _wrapped(low: Callable[[Any], Any], *, key: str) -> Iterator[None]:
                 kernel = torch.library.get_kernel(operator, key)
 
                 def call(keys: Any, *args: Any, _kernel: Any = kernel, **kwargs: Any) -> Any:
-                    args = tuple(low(argument) for argument in args)
-                    kwargs = {name: low(argument) for name, argument in kwargs.items()}
+                    args = tuple(cast_argument(argument) for argument in args)
+                    kwargs = {name: cast_argument(argument) for name, argument in kwargs.items()}
                     return _kernel.call_boxed(keys, *args, **kwargs)
 
                 with warnings.catch_warnings(action="ignore"):  # "already registered"

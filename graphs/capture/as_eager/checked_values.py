@@ -41,31 +41,31 @@ _CHECK = torch.ops.checkpoint_solver.check.default
 
 
 @contextlib.contextmanager
-def checks_noted(noted: list[torch.Tensor]) -> Iterator[None]:
+def record_checks(results: list[torch.Tensor]) -> Iterator[None]:
     """While inside, let checks of unknown values pass, and record an operator for each.
 
-    noted: the operators' results are appended here. The traced function must return them, or the
+    results: the operators' results are appended here. The traced function must return them, or the
         operators would be removed from the program as unused.
     """
     here, original = threading.get_ident(), torch._is_all_true
 
-    def passes(values: torch.Tensor) -> Any:
+    def assume_all_true(values: torch.Tensor) -> Any:
         if threading.get_ident() != here or not is_unknown(values):
             return original(values)
-        noted.append(_CHECK(original(values)))
+        results.append(_CHECK(original(values)))
         return True
 
-    def none_is_negative(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        asks = sys._getframe(1).f_code  # forward's own `torch.any` is no check
-        is_check = asks is F.gaussian_nll_loss.__code__ and threading.get_ident() == here
+    def assume_none_is_negative(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_code  # forward's own `torch.any` is no check
+        is_check = caller is F.gaussian_nll_loss.__code__ and threading.get_ident() == here
         if not is_check or not is_unknown(values):
-            return any_of(values, *args, **kwargs)
-        noted.append(_CHECK(~any_of(values)))
+            return original_any(values, *args, **kwargs)
+        results.append(_CHECK(~original_any(values)))
         return False
 
-    any_of = torch.any
+    original_any = torch.any
     with (
-        mock.patch.object(torch, "_is_all_true", passes),
-        mock.patch.object(torch, "any", none_is_negative),
+        mock.patch.object(torch, "_is_all_true", assume_all_true),
+        mock.patch.object(torch, "any", assume_none_is_negative),
     ):
         yield

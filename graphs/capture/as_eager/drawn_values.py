@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils import _pytree as pytree
 
-_OWN = ("dropout_noise", "bernoulli_fill", "normal_fill", "random_fill")
-_OF_FORM_ALONE = {f"checkpoint_solver::{name}" for name in _OWN} | {
+_OWN_OPERATORS = ("dropout_noise", "bernoulli_fill", "normal_fill", "random_fill")
+_DRAWS_KNOWN_FROM_FORM = {f"checkpoint_solver::{name}" for name in _OWN_OPERATORS} | {
     f"aten::{name}"
     for name in (
         *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
@@ -30,7 +30,7 @@ _OF_FORM_ALONE = {f"checkpoint_solver::{name}" for name in _OWN} | {
 `randint_like` with a tensor for `high`, is left out in `Draws.note`.)"""
 
 
-_OF_VALUES = (
+_RESULT_DEPENDS_ON_VALUES = (
     torch.ops.aten.bernoulli.default,
     torch.ops.aten.native_dropout.default,
     torch.ops.aten.normal.Tensor_float,
@@ -39,7 +39,7 @@ _OF_VALUES = (
 """Those of the operators above whose result depends on the values of their only tensor."""
 
 
-FEW_BYTES = 512
+MAX_KEPT_BYTES = 512
 """The largest value that is kept for other programs. Plans do not count these bytes."""
 
 
@@ -52,10 +52,10 @@ class _Form:
     dtype: torch.dtype
     device: torch.device
 
-    def made(self) -> torch.Tensor:
+    def zeros(self) -> torch.Tensor:
         """A tensor of zeros of this form."""
-        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-        return made.zero_()
+        zeros = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return zeros.zero_()
 
 
 class Replay:
@@ -65,9 +65,10 @@ class Replay:
     many programs are compared with a step.
 
     start: the generator's state before the step.
-    values: key of a value -> the value, of up to `FEW_BYTES` bytes.
-    reached: key of a program's first calls -> the generator's state after them. Only the states
-        before and after the last call that was asked for are kept, since each takes kilobytes.
+    values: key of a value -> the value, of up to `MAX_KEPT_BYTES` bytes.
+    states_after: key of a program's first calls -> the generator's state after them. Only the
+        states before and after the last call that was asked for are kept, since each takes
+        kilobytes.
     """
 
     _last: ClassVar[dict[str, Replay]] = {}  # by the type of the device
@@ -75,7 +76,7 @@ class Replay:
     def __init__(self, start: torch.Tensor) -> None:
         self.start = start
         self.values: dict[bytes, Any] = {}
-        self.reached: dict[bytes, torch.Tensor] = {}
+        self.states_after: dict[bytes, torch.Tensor] = {}
 
     @classmethod
     def of(cls, device: str, state: torch.Tensor) -> Replay:
@@ -88,7 +89,7 @@ class Replay:
     def keep(self, key: bytes, value: Any) -> None:
         """Keep a value for other programs, unless it is large: plans do not count its bytes."""
         tensors = [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
-        if all(each.untyped_storage().nbytes() <= FEW_BYTES for each in tensors):
+        if all(each.untyped_storage().nbytes() <= MAX_KEPT_BYTES for each in tensors):
             self.values[key] = value
 
 
@@ -124,18 +125,18 @@ class Draws:
         name, arguments = func._schema.name, func._schema.arguments
         n_tensors = sum(isinstance(each.type, torch.TensorType) for each in arguments)
         is_of_range = name == "aten::randint_like" and n_tensors > 1
-        self.known &= name in _OF_FORM_ALONE and not is_of_range
+        self.known &= name in _DRAWS_KNOWN_FROM_FORM and not is_of_range
         if not self.known:
             return None
         flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        formed = [
+        flat_forms = [
             _Form(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, torch.Tensor) else t
             for t in flat
         ]
-        self._calls.append((func, formed, spec))
-        self._keys.append(key_of(self._keys[-1], func, formed, spec))
+        self._calls.append((func, flat_forms, spec))
+        self._keys.append(key_of(self._keys[-1], func, flat_forms, spec))
         # A second tensor (the probabilities of `bernoulli_`, a deviation) is read for its values.
-        returns_by_form = func not in _OF_VALUES and n_tensors <= 1
+        returns_by_form = func not in _RESULT_DEPENDS_ON_VALUES and n_tensors <= 1
         return len(self._calls) - 1 if returns_by_form else None
 
     def key(self, position: int) -> bytes:
@@ -147,44 +148,44 @@ class Draws:
         replay, key = Replay.of(self.device.type, state), self.key(position)
         if key in replay.values:
             return replay.values[key]  # type: ignore[no-any-return]
-        result = self._drawn(position, replay)
+        result = self._replay(position, replay)
         replay.keep(key, result)
         return result
 
-    def _drawn(self, position: int, replay: Replay) -> torch.Tensor:
+    def _replay(self, position: int, replay: Replay) -> torch.Tensor:
         """Run the call, and first those before it from the last one whose state is known.
 
         The generator has its former state afterwards.
         """
-        known = (n for n in range(position, 0, -1) if self._keys[n] in replay.reached)
+        known = (n for n in range(position, 0, -1) if self._keys[n] in replay.states_after)
         first = next(known, 0)
         generator = torch.default_generator
         if self.device.type == "cuda":  # torch.cuda.set_rng_state is refused while tracing
             generator = torch.cuda.default_generators[self.device.index or 0]
-        now = generator.get_state()
+        present_state = generator.get_state()
         try:
-            generator.set_state(replay.reached.get(self._keys[first], replay.start))
+            generator.set_state(replay.states_after.get(self._keys[first], replay.start))
             for each in range(first, position):
-                self._made(each)
+                self._run_call(each)
             before = generator.get_state()
-            result = self._made(position)
+            result = self._run_call(position)
             after = generator.get_state()
         finally:
-            generator.set_state(now)
-        replay.reached = {self._keys[position]: before, self.key(position): after}
+            generator.set_state(present_state)
+        replay.states_after = {self._keys[position]: before, self.key(position): after}
         return result
 
-    def _made(self, position: int) -> torch.Tensor:
+    def _run_call(self, position: int) -> torch.Tensor:
         """Run the call on zeros of the recorded forms, from the generator's current state."""
-        func, formed, spec = self._calls[position]
-        flat = [each.made() if isinstance(each, _Form) else each for each in formed]
+        func, flat_forms, spec = self._calls[position]
+        flat = [each.zeros() if isinstance(each, _Form) else each for each in flat_forms]
         args, kwargs = pytree.tree_unflatten(flat, spec)
         result: torch.Tensor = func(*args, **kwargs)
         return result
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class DrawnValue:
     """The result of a random call, as a function of its generator's state before the step."""
 
     draws: Draws

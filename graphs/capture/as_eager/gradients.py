@@ -30,7 +30,7 @@ from graphs.model_calls import TraceError
 aten = torch.ops.aten
 _library: Any = torch.library.Library("checkpoint_solver", "FRAGMENT")  # type: ignore[no-untyped-call]
 _ours = torch.ops.checkpoint_solver
-_EXCLUDED = (
+_AUTOGRAD_KEYS = (
     DispatchKey.AutogradFunctionality,
     DispatchKey.AutogradOther,
     DispatchKey.AutogradNestedTensor,
@@ -40,26 +40,26 @@ Kernel = Callable[..., torch.Tensor]
 
 
 @contextlib.contextmanager
-def outside_of_functions() -> Iterator[None]:
+def autograd_keys_included() -> Iterator[None]:
     """While inside, let autograd record as usual, although a planned step runs in a Function.
 
     PyTorch excludes autograd's dispatch keys inside of an `autograd.Function`.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _EXCLUDED:
+    for key in _AUTOGRAD_KEYS:
         excluded = excluded.remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
         yield
 
 
-def _own(operator: torch._ops.OpOverload) -> Kernel:
+def _eager_gradient_of(operator: torch._ops.OpOverload) -> Kernel:
     """A kernel that computes the gradient of `operator`'s first argument as eager mode does.
 
     It runs the operator once more, to get its backward function, and calls that function.
     """
 
     def run(gradient: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
-        with outside_of_functions(), torch.enable_grad():
+        with autograd_keys_included(), torch.enable_grad():
             function: Any = operator(tensor.detach().requires_grad_(), *rest).grad_fn
         with torch.no_grad():
             return function(gradient).to(tensor.dtype).contiguous()  # type: ignore[no-any-return]
@@ -67,19 +67,19 @@ def _own(operator: torch._ops.OpOverload) -> Kernel:
     return run
 
 
-def _contiguous(_gradient: torch.Tensor, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+def _contiguous_meta(_gradient: torch.Tensor, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _of_product(
+def _product_gradient_meta(
     gradient: torch.Tensor, tensor: torch.Tensor, dim: int | None = None, keepdim: bool = False
 ) -> torch.Tensor:
     if dim is not None and not keepdim and tensor.dim():
         gradient = gradient.unsqueeze(dim)
-    return _laid_out_alike("torch.prod", gradient, tensor)
+    return _fixed_layout_meta("torch.prod", gradient, tensor)
 
 
-def _laid_out_alike(name: str, gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _fixed_layout_meta(name: str, gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The fake gradient, contiguous. Raises TraceError if its layout depends on values."""
     if not (gradient / tensor).is_contiguous():
         raise TraceError(
@@ -89,7 +89,7 @@ def _laid_out_alike(name: str, gradient: torch.Tensor, tensor: torch.Tensor) -> 
             runs_in_eager=True,
             short=f"the layout of the gradient of {name} depends on the values",
         )
-    return _contiguous(gradient, tensor)
+    return _contiguous_meta(gradient, tensor)
 
 
 def _define(schema: str, run: Kernel, meta: Kernel) -> Any:
@@ -101,24 +101,26 @@ def _define(schema: str, run: Kernel, meta: Kernel) -> Any:
 
 
 _PRODUCTS = {
-    operator: _define(f"{name}(Tensor gradient, Tensor self{rest}) -> Tensor", _own(operator), meta)
+    operator: _define(
+        f"{name}(Tensor gradient, Tensor self{rest}) -> Tensor", _eager_gradient_of(operator), meta
+    )
     for operator, name, rest, meta in (
-        (aten.prod.default, "prod_gradient", "", _of_product),
-        (aten.prod.dim_int, "prod_dim_gradient", ", int dim, bool keepdim", _of_product),
+        (aten.prod.default, "prod_gradient", "", _product_gradient_meta),
+        (aten.prod.dim_int, "prod_dim_gradient", ", int dim, bool keepdim", _product_gradient_meta),
     )
 }
 _COMPLEX_ONLY = {
     aten.cumprod.default: _define(
         "cumprod_gradient(Tensor gradient, Tensor self, int dim) -> Tensor",
-        _own(aten.cumprod.default),
-        lambda gradient, tensor, _dim: _laid_out_alike("torch.cumprod", gradient, tensor),
+        _eager_gradient_of(aten.cumprod.default),
+        lambda gradient, tensor, _dim: _fixed_layout_meta("torch.cumprod", gradient, tensor),
     ),
 }
 _SELECTIONS = {
     getattr(aten, name).default: _define(
         f"{name}_gradient(Tensor gradient, Tensor self) -> Tensor",
-        _own(getattr(aten, name).default),
-        _contiguous,
+        _eager_gradient_of(getattr(aten, name).default),
+        _contiguous_meta,
     )
     for name in ("max", "min", "median", "nanmedian")
 }
@@ -129,7 +131,7 @@ _sum_of_selected = _define(
 )
 
 
-class _Reduced(torch.autograd.Function):
+class _WithGradientOperator(torch.autograd.Function):
     """Calls an operator of one tensor, and another operator for its gradient."""
 
     @staticmethod
@@ -155,30 +157,32 @@ class _MaskedFill(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (mask,) = ctx.saved_tensors
-        of_tensor = gradient.masked_fill(mask, 0) if ctx.needs_input_grad[0] else None
-        return of_tensor, None, _sum_of_selected(gradient, mask)
+        tensor_gradient = gradient.masked_fill(mask, 0) if ctx.needs_input_grad[0] else None
+        return tensor_gradient, None, _sum_of_selected(gradient, mask)
 
 
-def _reduced(operator: Any, gradient: Any) -> Kernel:
+def _kernel_with_gradient(operator: Any, gradient: Any) -> Kernel:
     """The kernel of `operator` while tracing; `gradient` is its backward, if one is needed."""
-    n_given = len(gradient._schema.arguments) - 1
+    n_arguments = len(gradient._schema.arguments) - 1
     defaults = [argument.default_value for argument in operator._schema.arguments]
 
     def kernel(tensor: torch.Tensor, *args: Any, dtype: Any = None, **named: Any) -> torch.Tensor:
-        wanted = torch.is_grad_enabled() and tensor.requires_grad
-        if not wanted or (operator in _COMPLEX_ONLY and not tensor.is_complex()):
-            kind = {} if dtype is None else {"dtype": dtype}
-            return operator._op_dk(DispatchKey.Autograd, tensor, *args, **named, **kind)  # type: ignore[no-any-return]
-        names = [argument.name for argument in operator._schema.arguments[1 + len(args) : n_given]]
-        given = dict(zip(names, defaults[1 + len(args) : n_given], strict=True)) | named
+        needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
+        if not needs_gradient or (operator in _COMPLEX_ONLY and not tensor.is_complex()):
+            dtype_argument = {} if dtype is None else {"dtype": dtype}
+            return operator._op_dk(DispatchKey.Autograd, tensor, *args, **named, **dtype_argument)  # type: ignore[no-any-return]
+        names = [
+            argument.name for argument in operator._schema.arguments[1 + len(args) : n_arguments]
+        ]
+        arguments = dict(zip(names, defaults[1 + len(args) : n_arguments], strict=True)) | named
         tensor = tensor if dtype is None else tensor.to(dtype)
-        apply: Any = _Reduced.apply
-        return apply(operator, gradient, tensor, *args, *given.values())  # type: ignore[no-any-return]
+        apply: Any = _WithGradientOperator.apply
+        return apply(operator, gradient, tensor, *args, *arguments.values())  # type: ignore[no-any-return]
 
     return kernel
 
 
-def _masked_fill(operator: Any) -> Kernel:
+def _masked_fill_kernel(operator: Any) -> Kernel:
     """The kernel of `masked_fill` or `masked_fill_` while tracing."""
 
     def kernel(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -191,9 +195,9 @@ def _masked_fill(operator: Any) -> Kernel:
     return kernel
 
 
-def gradients_of_eager(device: torch.device) -> Mapping[torch._ops.OpOverload, Kernel]:
+def eager_gradient_kernels(device: torch.device) -> Mapping[torch._ops.OpOverload, Kernel]:
     """Operator -> kernel to register at the device's autograd key while a step is traced."""
     found = {**_PRODUCTS, **_COMPLEX_ONLY, **(_SELECTIONS if device.type == "cpu" else {})}
-    return {op: _reduced(op, gradient) for op, gradient in found.items()} | {
-        op: _masked_fill(op) for op in (aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
+    return {op: _kernel_with_gradient(op, gradient) for op, gradient in found.items()} | {
+        op: _masked_fill_kernel(op) for op in (aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
     }

@@ -28,8 +28,8 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.capture.as_eager import rnn
-from graphs.capture.as_eager.gradients import gradients_of_eager
-from graphs.capture.refuse import own_generator
+from graphs.capture.as_eager.gradients import eager_gradient_kernels
+from graphs.capture.refuse import own_generator_error
 from graphs.model_calls import strided_like
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _SHRINKS = ("softshrink", "hardshrink")
 _library = torch.library.Library("checkpoint_solver", "DEF")
 
 
-def _define(schema: str, **kernels: Callable[..., object]) -> None:
+def _define_random_operator(schema: str, **kernels: Callable[..., object]) -> None:
     """Define a random operator, tagged so that recomputation replays its random state.
 
     kernels: dispatch key -> kernel.
@@ -79,7 +79,7 @@ def _dropout_noise(
     return noise if noise.is_meta else noise.bernoulli_(1 - p).div_(1 - p)
 
 
-_define(
+_define_random_operator(
     # It takes no tensor, so it can be recomputed after dropout's input has been freed.
     "dropout_noise(int[] size, int[] stride, float p, *, ScalarType dtype, Device device)"
     " -> Tensor",
@@ -91,7 +91,7 @@ _FILLING: dict[str, Callable[..., object]] = {
     "random_fill(Tensor like, int low, int? high)": torch.Tensor.random_,
 }
 for _schema, _filling in _FILLING.items():
-    _define(
+    _define_random_operator(
         f"{_schema} -> Tensor",
         CPU=lambda like, *args, filling=_filling: filling(strided_like(like), *args),
         Meta=lambda like, *_: strided_like(like),
@@ -121,14 +121,16 @@ def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 _AUTOGRAD = DispatchKey.AutogradCPU
 
 
-def _fill(
+def _fill_kernel(
     operator: torch._ops.OpOverload,
-    ours: Any,
+    fill_operator: Any,
     defaults: Mapping[str, float | None],
     *,
     as_traced: bool = True,
 ) -> Callable[..., torch.Tensor]:
-    """A kernel for an in-place random operator that calls `ours`, which fills in eager's order.
+    """A kernel for an in-place random operator that calls `fill_operator`.
+
+    That one fills in the order of eager mode.
 
     defaults: default values of the operator's arguments, by name (None: required).
     as_traced: whether contiguous tensors are filled as PyTorch traces the operator, which takes
@@ -139,11 +141,11 @@ def _fill(
         tensor: torch.Tensor, *args: Any, generator: torch.Generator | None = None, **named: Any
     ) -> torch.Tensor:
         if generator is not None:
-            raise own_generator(operator)
+            raise own_generator_error(operator)
         if as_traced and tensor.is_contiguous():
             return operator._op_dk(_AUTOGRAD, tensor, *args, **named)  # type: ignore[no-any-return]
-        given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
-        return tensor.copy_(ours(tensor.detach(), *given.values()))
+        arguments = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
+        return tensor.copy_(fill_operator(tensor.detach(), *arguments.values()))
 
     return fill
 
@@ -153,10 +155,10 @@ _bernoulli = torch.ops.aten.bernoulli_.float
 _normal = torch.ops.aten.normal_.default
 _random = getattr(torch.ops.aten.random_, "from")
 _FILLS: Mapping[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
-    _bernoulli: _fill(_bernoulli, _ours.bernoulli_fill, {"p": 0.5}),
-    _normal: _fill(_normal, _ours.normal_fill, {"mean": 0.0, "std": 1.0}),
+    _bernoulli: _fill_kernel(_bernoulli, _ours.bernoulli_fill, {"p": 0.5}),
+    _normal: _fill_kernel(_normal, _ours.normal_fill, {"mean": 0.0, "std": 1.0}),
     # PyTorch's functional form is called `from`, a keyword that breaks its own generated code
-    _random: _fill(_random, _ours.random_fill, {"from": None, "to": None}, as_traced=False),
+    _random: _fill_kernel(_random, _ours.random_fill, {"from": None, "to": None}, as_traced=False),
 }
 
 
@@ -214,7 +216,9 @@ def eager_kernels(device: torch.device) -> Iterator[None]:
         for operator in (*_PRODUCT_OF_MATRICES, *_FOURIER)
     }
     key = DispatchKey.AutogradCUDA if device.type == "cuda" else _AUTOGRAD
-    replaced |= {(operator, key): kernel for operator, kernel in gradients_of_eager(device).items()}
+    replaced |= {
+        (operator, key): kernel for operator, kernel in eager_gradient_kernels(device).items()
+    }
     if device.type == "cuda":
         replaced[_cudnn_batch_norm, DispatchKey.Autograd] = _eager_cudnn_batch_norm
     if device.type == "cpu":  # on CUDA eager runs the fused dropout too

@@ -28,9 +28,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.capture.as_eager.drawn_values import Drawn, Draws, Replay, key_of
-from graphs.capture.as_eager.fake_kernels import as_by_cpu_kernel, cpu_kernel_result
-from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes, refuse_written
+from graphs.capture.as_eager.drawn_values import DrawnValue, Draws, Replay, key_of
+from graphs.capture.as_eager.fake_kernels import correct_fake_result, cpu_kernel_result
+from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes, refuse_writing_real_tensors
 from graphs.costs import OpCall
 from graphs.model_calls import is_distributed_class, strided_like
 
@@ -97,7 +97,7 @@ class Guard:
 
     def holds(self, leaves: Mapping[Leaf, torch.Tensor]) -> bool:
         """Whether a call with these leaves would read the same."""
-        return _same(_seen(evaluate(self.recipe, leaves)), self.seen)
+        return _are_equal(_values_and_shapes(evaluate(self.recipe, leaves)), self.seen)
 
     def described(self) -> dict[str, Any]:
         """As JSON: the leaves that the value depends on, and what was read."""
@@ -114,18 +114,18 @@ class KnowingMode(FakeTensorMode):
 
     leaves: the real tensors that fake ones stand for.
     guards: what the module has read, unless it is the same in every call.
-    read: the real tensors that operators have read.
+    read_tensors: the real tensors that operators have read.
     """
 
     def __init__(self, leaves: Mapping[Leaf, torch.Tensor]) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.leaves = leaves
         self.guards: list[Guard] = []
-        self.read = ReadTensors()
+        self.read_tensors = ReadTensors()
         self._written: set[int] = set()  # addresses of live storages written in place
         self._draws: dict[str, Draws] = {}  # by type of device
 
-    def begin(self) -> None:
+    def begin_call(self) -> None:
         """Forget what an earlier call has read and drawn: a trace calls the module repeatedly."""
         self.guards.clear()
         self._draws.clear()
@@ -141,9 +141,9 @@ class KnowingMode(FakeTensorMode):
             return NotImplemented
         if func is torch.ops.prim.device.default and isinstance(args[0], FunctionalTensor):
             return args[0].elem.device
-        self.read.note(func, (*args, *(kwargs or {}).values()))
+        self.read_tensors.note(func, (*args, *(kwargs or {}).values()))
         if func._schema.is_mutable:
-            refuse_written(OpCall(func, tuple(args), kwargs or {}, None).mutated())
+            refuse_writing_real_tensors(OpCall(func, tuple(args), kwargs or {}, None).mutated())
         refuse_mixed_dtypes(func, args, kwargs or {})
         recipe = self._recipe(func, args, kwargs or {})
         if recipe is not None:
@@ -156,7 +156,7 @@ class KnowingMode(FakeTensorMode):
             ):
                 result = evaluate(recipe, self.leaves)
                 if recipe.leaves or recipe.reads_constants:
-                    self.guards.append(Guard(recipe, _seen(result)))
+                    self.guards.append(Guard(recipe, _values_and_shapes(result)))
                 if is_value:
                     return result
                 with self:
@@ -167,19 +167,19 @@ class KnowingMode(FakeTensorMode):
         result = cpu_kernel_result(self, func, args, kwargs or {})
         if result is NotImplemented:
             result = super().dispatch(func, types, args, kwargs or {})
-            result = as_by_cpu_kernel(func, args, kwargs or {}, result)
+            result = correct_fake_result(func, args, kwargs or {}, result)
         if func._schema.is_mutable:
             for tensor in OpCall(func, tuple(args), kwargs or {}, None).mutated():
                 if isinstance(tensor, FakeTensor):
                     storage = tensor.untyped_storage()
                     if storage._cdata not in self._written:
                         self._written.add(storage._cdata)
-                        gone = weakref.finalize(storage, self._written.discard, storage._cdata)
-                        gone.atexit = False
+                        finalizer = weakref.finalize(storage, self._written.discard, storage._cdata)
+                        finalizer.atexit = False
         elif recipe is not None:
             _with_recipe(result, recipe)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._note_drawn(func, args, kwargs or {}, result)
+            self._note_random_call(func, args, kwargs or {}, result)
         return result
 
     def set_leaf(self, tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
@@ -191,7 +191,7 @@ class KnowingMode(FakeTensorMode):
     def value_of(self, tensor: torch.Tensor) -> Value | None:
         """The recipe of the tensor's value; None if the value is unknown."""
         if not isinstance(tensor, FakeTensor):
-            return _constant(tensor) if type(tensor) is torch.Tensor else None
+            return _constant_recipe(tensor) if type(tensor) is torch.Tensor else None
         if self._written and tensor.untyped_storage()._cdata in self._written:
             return None
         value: Value | None = tensor.__dict__.get(_ATTRIBUTE)
@@ -201,7 +201,7 @@ class KnowingMode(FakeTensorMode):
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Recipe | None:
         """The recipe of the call's result; None if an argument is unknown or the call is random."""
-        if torch.Tag.nondeterministic_seeded in func.tags or func in _UNSET:
+        if torch.Tag.nondeterministic_seeded in func.tags or func in _UNINITIALISED:
             return None
         values = (*args, *kwargs.values())
         if any(isinstance(item, FakeTensor) and self.value_of(item) is None for item in values):
@@ -232,14 +232,14 @@ class KnowingMode(FakeTensorMode):
             key,
         )
 
-    def _note_drawn(
+    def _note_random_call(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object], result: object
     ) -> None:
         """Record a random call, and attach a recipe to its result if that can be computed."""
-        made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
-        if not made or any(isinstance(item, torch.Generator) for item in kwargs.values()):
+        tensors = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
+        if not tensors or any(isinstance(item, torch.Generator) for item in kwargs.values()):
             return
-        device = made[0].device
+        device = tensors[0].device
         leaf = Leaf("random", device.type)
         if leaf not in self.leaves:
             return
@@ -248,14 +248,14 @@ class KnowingMode(FakeTensorMode):
         if position is None or func._schema.is_mutable or not isinstance(result, FakeTensor):
             return
         arguments, spec = pytree.tree_flatten(((leaf,), {}))
-        drawn = Drawn(draws, position)
+        drawn_value = DrawnValue(draws, position)
         leaves, key = frozenset((leaf,)), draws.key(position)
-        recipe = Recipe(drawn, tuple(arguments), spec, None, (leaf,), leaves, key=key)
+        recipe = Recipe(drawn_value, tuple(arguments), spec, None, (leaf,), leaves, key=key)
         _with_recipe(result, recipe)
 
 
 _ATTRIBUTE = "_known_value"
-_UNSET = (
+_UNINITIALISED = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
     torch.ops.aten.empty_like.default,
@@ -283,9 +283,9 @@ def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
     # Device arguments are replaced by the device of the tensors: the model may be traced for
     # another one, such as an absent card. Leaves of kind "random" cannot tell the device, since the
     # state of a CUDA generator is on the host.
-    here = None if torch.cuda.is_available() else torch.device("cpu")
-    given = (leaves[leaf].device for leaf in recipe.leaves if leaf.kind != "random")
-    device = next(given, here)
+    fallback = None if torch.cuda.is_available() else torch.device("cpu")
+    devices = (leaves[leaf].device for leaf in recipe.leaves if leaf.kind != "random")
+    device = next(devices, fallback)
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
     with (  # eager mode, although a trace may be running
         _disable_current_modes(),
@@ -298,7 +298,7 @@ def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
         if recipe.key is not None and len(recipe.leaves) == 1:
             (leaf,) = recipe.leaves
             replay = Replay.of(str(leaf.key), leaves[leaf])
-        for each in _in_order(recipe, replay.values):
+        for each in _topological_order(recipe, replay.values):
             if each.key in replay.values:
                 values[each] = replay.values[each.key]
                 continue
@@ -318,16 +318,17 @@ def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
     return values[recipe]
 
 
-def _in_order(recipe: Recipe, known: Container[bytes | None]) -> Iterator[Recipe]:
+def _topological_order(recipe: Recipe, known_keys: Container[bytes | None]) -> Iterator[Recipe]:
     """The recipe and all recipes that it depends on, in topological order, without recursion.
 
-    known: keys of recipes whose values are known; the recipes that these depend on are left out.
+    known_keys: keys of recipes whose values are known; the recipes that these depend on are left
+        out.
     """
     done: set[Recipe] = set()
     stack: list[Recipe] = [recipe]
     while stack:
         each = stack[-1]
-        inputs = () if each.key in known else each.inputs
+        inputs = () if each.key in known_keys else each.inputs
         missing = [i for i in inputs if isinstance(i, Recipe) and i not in done]
         if missing:
             stack.extend(missing)
@@ -338,19 +339,19 @@ def _in_order(recipe: Recipe, known: Container[bytes | None]) -> Iterator[Recipe
             yield each
 
 
-def _seen(result: Any) -> Any:
+def _values_and_shapes(result: Any) -> Any:
     """What a guard compares: numbers themselves, and the shapes of tensors."""
     return pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), result)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     """Whether both are equal, NaN equal to NaN."""
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_are_equal, one, other))
     return bool(one == other) or bool(one != one and other != other)
 
 
-def _constant(tensor: torch.Tensor) -> Recipe:
+def _constant_recipe(tensor: torch.Tensor) -> Recipe:
     """The recipe of a real tensor that the module holds or creates (torch.tensor(3.0))."""
 
     return Recipe(lambda: tensor, (), _NO_ARGUMENTS, None, (), frozenset(), reads_constants=True)

@@ -30,16 +30,17 @@ from graphs.model_calls import TraceError
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]
-Within = dict[str, Any]
+CallAnnotation = dict[str, Any]
 """Annotation of nodes that mark how long eager mode holds the input's gates: {"runs_within": number
-of the call of a cell or layer}, or empty (see `Layout.within` in `graphs.capture.extraction`)."""
-Cell = Callable[[Tensor, Tensor, Linear, Within], Tensor]
+of the call of a cell or layer}, or empty (see `Layout.held_within_call` in
+`graphs.capture.extraction`)."""
+Cell = Callable[[Tensor, Tensor, Linear, CallAnnotation], Tensor]
 """(input times its weight, hidden state, linear layer of the hidden state, annotation) -> new
 hidden state."""
 
 aten = torch.ops.aten
 _calls = itertools.count()
-_ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
+_ONEDNN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _library = torch.library.Library("checkpoint_solver", "FRAGMENT")
 
 
@@ -55,38 +56,42 @@ torch.library.register_autograd(
 )
 
 
-def _gru(gates: Tensor, hidden: Tensor, from_hidden: Linear, within: Within) -> Tensor:
+def _gru_step(
+    gates: Tensor, hidden: Tensor, from_hidden: Linear, annotation: CallAnnotation
+) -> Tensor:
     """One step of a GRU; see `Cell`."""
     in_reset, in_update, in_new = gates.unsafe_chunk(3, 1)
     reset, update, new = from_hidden(hidden).unsafe_chunk(3, 1)
     laid_out: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.checkpoint_solver.laid_out
     # Eager mode sums in place: a sum has the strides of a slice of a row of three gates.
-    with annotate({"in_place": True, **within}):
+    with annotate({"in_place": True, **annotation}):
         reset = laid_out(reset + in_reset, reset.stride()).sigmoid()
         update = laid_out(update + in_update, update.stride()).sigmoid()
     # Eager mode overwrites this slice by the product, so autograd saves a copy of it, and does not
     # keep the whole row alive.
-    kept = new.clone()
-    new = in_new + kept * reset
+    new_copy = new.clone()
+    new = in_new + new_copy * reset
     with annotate({"in_place": True}):
         new = new.tanh()
     change = (hidden - new) * update
-    with annotate({"in_place": True, **within}):
+    with annotate({"in_place": True, **annotation}):
         return change + new
 
 
-def _simple(activation: Callable[[Tensor], Tensor]) -> Cell:
+def _simple_cell(activation: Callable[[Tensor], Tensor]) -> Cell:
     """The cell of an `nn.RNN`."""
     return lambda gates, hidden, from_hidden, _: activation(from_hidden(hidden) + gates)
 
 
-def _linears(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Linear, Linear]:
+def _linear_layers(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Linear, Linear]:
     """The linear layers of the input and of the hidden state."""
     of_input, of_hidden = zip(weights, biases, strict=True)
     return lambda x: F.linear(x, *of_input), lambda x: F.linear(x, *of_hidden)
 
 
-def _layers(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
+def _recurrent_kernel(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
     """The kernel of a recurrent network (such as `aten.gru.input`) with this cell."""
 
     def run(
@@ -102,30 +107,30 @@ def _layers(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
     ) -> tuple[Tensor, Tensor]:
         x = x.transpose(0, 1) if batch_first else x
         hidden, parameters = iter(hx.unbind(0)), iter(params)
-        last = []
+        last_states = []
         for layer in range(num_layers):
             outputs: list[Tensor] = []
-            within: Within = {}
+            annotation: CallAnnotation = {}
             for backwards in (False, True)[: 1 + bidirectional]:
                 weights = [next(parameters), next(parameters)]
                 biases = [next(parameters), next(parameters)] if has_biases else [None, None]
-                from_input, from_hidden = _linears(weights, biases)
+                from_input, from_hidden = _linear_layers(weights, biases)
                 # Eager mode holds the first direction's gates until it has computed these, so these
                 # operators count as part of that direction's call.
-                with annotate(within):
+                with annotate(annotation):
                     steps = from_input(x).unbind(0)
-                state, states, within = next(hidden), [], {"runs_within": next(_calls)}
+                state, states, annotation = next(hidden), [], {"runs_within": next(_calls)}
                 for step in reversed(steps) if backwards else steps:
-                    state = cell(step, state, from_hidden, within)
+                    state = cell(step, state, from_hidden, annotation)
                     states.append(state)
-                with annotate(within):
+                with annotate(annotation):
                     outputs.append(torch.stack(states[::-1] if backwards else states, 0))
-                last.append(state)
-            with annotate(within):
+                last_states.append(state)
+            with annotate(annotation):
                 x = torch.cat(outputs, -1) if bidirectional else outputs[0]
             if dropout and train and layer < num_layers - 1:
                 x = torch.dropout(x, dropout, True)
-        return x.transpose(0, 1) if batch_first else x, torch.stack(last, 0)
+        return x.transpose(0, 1) if batch_first else x, torch.stack(last_states, 0)
 
     return run
 
@@ -138,13 +143,13 @@ def _gru_cell(
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
 ) -> Tensor:
-    from_input, from_hidden = _linears((weight_ih, weight_hh), (bias_ih, bias_hh))
-    return _gru(from_input(x), hidden, from_hidden, {"runs_within": next(_calls)})
+    from_input, from_hidden = _linear_layers((weight_ih, weight_hh), (bias_ih, bias_hh))
+    return _gru_step(from_input(x), hidden, from_hidden, {"runs_within": next(_calls)})
 
 
 def _lstm(x: Tensor, hx: Sequence[Tensor], *arguments: Any) -> Any:
-    projects = hx[0].shape[-1] != hx[1].shape[-1]
-    if x.dtype in _ONEDNN and torch.backends.mkldnn.enabled and not projects:
+    has_projection = hx[0].shape[-1] != hx[1].shape[-1]
+    if x.dtype in _ONEDNN_DTYPES and torch.backends.mkldnn.enabled and not has_projection:
         raise TraceError(
             "nn.LSTM runs as one opaque operator on the CPU, whose workspace exists only inside "
             "autograd; write the cells as a loop (nn.LSTMCell), which can be planned",
@@ -163,9 +168,9 @@ def _refuse_packed(*_args: Any, **_kwargs: Any) -> Any:
 
 KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.gru_cell.default: _gru_cell,
-    aten.gru.input: _layers(_gru),
-    aten.rnn_tanh.input: _layers(_simple(torch.tanh)),
-    aten.rnn_relu.input: _layers(_simple(torch.relu)),
+    aten.gru.input: _recurrent_kernel(_gru_step),
+    aten.rnn_tanh.input: _recurrent_kernel(_simple_cell(torch.tanh)),
+    aten.rnn_relu.input: _recurrent_kernel(_simple_cell(torch.relu)),
     aten.lstm.input: _lstm,
     aten.lstm.data: _refuse_packed,
     aten.gru.data: _refuse_packed,

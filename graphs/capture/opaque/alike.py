@@ -16,13 +16,13 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import nn
 
-from graphs.capture.opaque.observe import all_put_back, run
+from graphs.capture.opaque.observe import model_restored, run_forward
 from graphs.model_calls import Call
 
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-def alike(
+def paths_failing_alike(
     model: nn.Module, call: Call, device: torch.device, path: str, failed_before: Sequence[str]
 ) -> list[str]:
     """The paths of the module that failed, and of called modules that are expected to fail too.
@@ -31,20 +31,26 @@ def alike(
     failed_before: paths of modules that failed earlier for the same reason.
     """
     modules = dict(model.named_modules())
-    kind = _kind(modules[path])
+    kind = _failure_key(modules[path])
     if kind is not None:
-        found = [p for p, module in modules.items() if p and _kind(module) == kind]
+        found = [p for p, module in modules.items() if p and _failure_key(module) == kind]
     else:
-        same = [p for p, m in modules.items() if _settings(m) == _settings(modules[path])]
-        places = [_place(path, other) for other in failed_before if other in same]
-        found = [p for p in same if p == path or any(place.fullmatch(p) for place in places)]
+        same_settings = [
+            p for p, m in modules.items() if _class_and_mode(m) == _class_and_mode(modules[path])
+        ]
+        patterns = [_path_pattern(path, other) for other in failed_before if other in same_settings]
+        found = [
+            p
+            for p in same_settings
+            if p == path or any(pattern.fullmatch(p) for pattern in patterns)
+        ]
     if len(found) == 1:
         return found
-    called = _called(model, call, device, [modules[p] for p in found])
+    called = _called_modules(model, call, device, [modules[p] for p in found])
     return [p for p in found if p == path or modules[p] in called]
 
 
-def _kind(module: nn.Module) -> Hashable | None:
+def _failure_key(module: nn.Module) -> Hashable | None:
     """A key that is equal for modules which fail together, because of their class.
 
     None: whether the module fails depends on where it is used.
@@ -56,13 +62,13 @@ def _kind(module: nn.Module) -> Hashable | None:
     return None if type(module).__module__.startswith("torch.") else (type(module),)
 
 
-def _settings(module: nn.Module) -> Hashable:
+def _class_and_mode(module: nn.Module) -> Hashable:
     """A key that is equal for modules of the same class in the same mode."""
     needs_grad = any(p.requires_grad for p in module.parameters())
     return type(module), module.training, needs_grad
 
 
-def _place(path: str, other: str) -> re.Pattern[str]:
+def _path_pattern(path: str, other: str) -> re.Pattern[str]:
     """A pattern for paths like these two: any number at each position where their numbers differ.
 
     If they differ in more than numbers, the pattern matches only the first path.
@@ -77,7 +83,7 @@ def _place(path: str, other: str) -> re.Pattern[str]:
     return re.compile(r"\.".join(parts))
 
 
-def _called(
+def _called_modules(
     model: nn.Module, call: Call, device: torch.device, modules: Sequence[nn.Module]
 ) -> set[nn.Module]:
     """Those of the modules that a forward pass calls; the others cannot be opaque parts."""
@@ -87,8 +93,8 @@ def _called(
         for module in modules
     ]
     try:
-        with all_put_back(model, device):
-            run(model, call)
+        with model_restored(model, device):
+            run_forward(model, call)
     finally:
         for hook in hooks:
             hook.remove()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphs.capture.opaque.forms import RandomSources
-from graphs.capture.opaque.island import Island, Ran
+from graphs.capture.opaque.island import CallResult, Island
 from graphs.costs import CudaPeaks, begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
 
 MARGIN = 1.125
@@ -57,60 +57,62 @@ class Bench:
     random: RandomSources
     states: tuple[Any, ...] | None = None
 
-    def forward(self, tensors: Sequence[torch.Tensor] | None = None) -> Ran:
+    def forward(self, tensors: Sequence[torch.Tensor] | None = None) -> CallResult:
         """Run the forward pass on these tensors (None: the bench's own).
 
         The generators have their former states afterwards.
         """
-        with self.random.as_before():
+        with self.random.states_restored():
             if self.states is not None:
-                self.random.put(self.states)
+                self.random.set_states(self.states)
             return self.island.forward(self.tensors if tensors is None else tensors)
 
-    def backward(self, ran: Ran) -> list[torch.Tensor | None]:
+    def backward(self, result: CallResult) -> list[torch.Tensor | None]:
         """Run the backward pass of a forward pass, from some gradients of the outputs."""
-        given = self.island.given
-        everything = enumerate([*self.tensors, *ran.outs])
-        known = [t if given is None or i in given else None for i, t in everything]
+        reads = self.island.reads
+        everything = enumerate([*self.tensors, *result.outs])
+        known_tensors = [t if reads is None or i in reads else None for i, t in everything]
         starts: list[None] = [None] * sum(self.island.needs)
-        return self.island.backward(ran.saved, known, self.tangents(ran.outs), starts)
+        return self.island.backward(
+            result.saved, known_tensors, self.ones_as_gradients(result.outs), starts
+        )
 
-    def tangents(self, outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def ones_as_gradients(self, outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Ones as gradients of the outputs that may get one, with the strides known of the step."""
         return [
-            _ones(t, self.island.asked.tangents.get(i))
+            _ones(t, self.island.request.tangent_strides.get(i))
             if t.is_floating_point() or t.is_complex()
             else None
             for i, t in enumerate(outs)
         ]
 
-    def shuffled(self) -> Bench:
+    def with_shuffled_inputs(self) -> Bench:
         """A bench that stands for another batch.
 
         It has other random numbers, and the values of each floating-point input are shuffled.
         """
-        given = list(self.tensors)
-        with self.random.as_before():
+        tensors = list(self.tensors)
+        with self.random.states_restored():
             if self.states is not None:
-                self.random.put(self.states)
+                self.random.set_states(self.states)
             self.island.forward(self.tensors)
-            for i, tensor in enumerate(given[: self.island.n_inputs]):
+            for i, tensor in enumerate(tensors[: self.island.n_inputs]):
                 if tensor.is_floating_point():
                     order = torch.randperm(tensor.numel(), device=tensor.device)
-                    given[i] = tensor.reshape(-1)[order].reshape(tensor.shape)
-            return dataclasses.replace(self, tensors=given, states=self.random.states())
+                    tensors[i] = tensor.reshape(-1)[order].reshape(tensor.shape)
+            return dataclasses.replace(self, tensors=tensors, states=self.random.states())
 
     def bytes_taken(self) -> Bytes:
         """Measure the bytes of one run of both passes."""
-        saved_bytes, leaked_bytes = self._kept_bytes()
-        made: dict[str, int] = {}
+        saved_bytes, leaked_bytes = self._saved_and_leaked_bytes()
+        result_bytes: dict[str, int] = {}
 
         def step() -> None:
             begin("forward")
-            ran = self.forward()
-            made["forward"] = saved_bytes + _storage_bytes([*ran.outs, *ran.buffers])
+            result = self.forward()
+            result_bytes["forward"] = saved_bytes + _storage_bytes([*result.outs, *result.buffers])
             begin("backward")
-            made["backward"] = _storage_bytes(self.backward(ran))
+            result_bytes["backward"] = _storage_bytes(self.backward(result))
 
         gc.collect()
         if self.island.device.type == "cpu":
@@ -123,41 +125,41 @@ class Bench:
             peaks = meter.ended()
         return Bytes(
             saved_bytes,
-            max(0, peaks["forward"] - made["forward"]),
-            max(0, peaks["backward"] - made["backward"]),
+            max(0, peaks["forward"] - result_bytes["forward"]),
+            max(0, peaks["backward"] - result_bytes["backward"]),
             leaked_bytes,
         )
 
-    def _kept_bytes(self) -> tuple[int, int]:
+    def _saved_and_leaked_bytes(self) -> tuple[int, int]:
         """(bytes that the call keeps for backward, bytes that stay once these are freed)."""
         kept: list[Any] = []
-        alive: list[Any] = []
+        output_storages: list[Any] = []
         n_inputs = self.island.n_inputs
 
-        def run(*, drops: bool) -> None:
+        def run(*, frees_saved: bool) -> None:
             # Copies, so that an input is counted too if an autograd function holds on to it.
             inputs = [t.clone() for t in self.tensors[:n_inputs]]
-            ran = self.forward([*inputs, *self.tensors[n_inputs:]])
-            alive.extend(weakref.ref(t.untyped_storage()) for t in ran.outs)
-            kept.append(ran.saved)
-            del ran, inputs
-            if drops:
+            result = self.forward([*inputs, *self.tensors[n_inputs:]])
+            output_storages.extend(weakref.ref(t.untyped_storage()) for t in result.outs)
+            kept.append(result.saved)
+            del result, inputs
+            if frees_saved:
                 kept.clear()
             gc.collect()
 
-        saved_bytes = _staying_bytes(lambda: run(drops=False), self.island.device)
+        saved_bytes = _left_allocated_bytes(lambda: run(frees_saved=False), self.island.device)
         kept.clear()
-        leaked_bytes = _staying_bytes(lambda: run(drops=True), self.island.device)
-        return saved_bytes, max(leaked_bytes, sum(ref() is not None for ref in alive))
+        leaked_bytes = _left_allocated_bytes(lambda: run(frees_saved=True), self.island.device)
+        return saved_bytes, max(leaked_bytes, sum(ref() is not None for ref in output_storages))
 
     def seconds(self) -> tuple[float, float]:
         """Seconds of the forward and of the backward pass, each the median of `N_TIMED` runs."""
         times: list[tuple[float, float]] = []
         for _ in range(N_TIMED):
             started_s = self._now_s()
-            ran = self.forward()
+            result = self.forward()
             middle_s = self._now_s()
-            self.backward(ran)
+            self.backward(result)
             times.append((middle_s - started_s, self._now_s() - middle_s))
         forward_s, backward_s = map(statistics.median, zip(*times, strict=True))
         return forward_s, backward_s
@@ -181,7 +183,7 @@ def _storage_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
 
 
-def _staying_bytes(run: Callable[[], object], device: torch.device) -> int:
+def _left_allocated_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Bytes that a run leaves allocated."""
     gc.collect()
     if device.type == "cpu":

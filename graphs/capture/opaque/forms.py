@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphs.capture.opaque.island import Island
-from graphs.capture.refuse import generators_of, put_back, state_of_generator
+from graphs.capture.refuse import generators_of, restore_state, state_of_generator
 from graphs.costs import ObservedRun
 from graphs.model_calls import nested
 
@@ -63,37 +63,37 @@ class RandomSources:
         return cls(device, tuple(generators_of(module).values()))
 
     def states(self) -> tuple[Any, ...]:
-        """The states of all generators, as `put` takes them."""
+        """The states of all generators, as `set_states` takes them."""
         on_card = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        return torch.get_rng_state(), on_card, *self.of_others()
+        return torch.get_rng_state(), on_card, *self.other_states()
 
-    def of_torch(self) -> tuple[torch.Tensor, ...]:
+    def torch_states(self) -> tuple[torch.Tensor, ...]:
         """The states of torch's default generators: of the CPU, and of the card if it is used."""
         on_host = torch.get_rng_state()
         is_card = self.device.type == "cuda"
         return (on_host, torch.cuda.get_rng_state(self.device)) if is_card else (on_host,)
 
-    def of_others(self) -> tuple[Any, ...]:
+    def other_states(self) -> tuple[Any, ...]:
         """The states of the other generators."""
         return tuple(map(state_of_generator, self.others))
 
-    def put(self, states: Sequence[Any]) -> None:
+    def set_states(self, states: Sequence[Any]) -> None:
         """Set the states of all generators."""
         on_host, on_card, *others = states
         torch.set_rng_state(on_host)
         if on_card is not None:
             torch.cuda.set_rng_state(on_card, self.device)
         for generator, state in zip(self.others, others, strict=True):
-            put_back(generator, state)
+            restore_state(generator, state)
 
     @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
+    def states_restored(self) -> Iterator[None]:
         """Restore the states of all generators on exit."""
         states = self.states()
         try:
             yield
         finally:
-            self.put(states)
+            self.set_states(states)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ class OpaqueCall:
         """As JSON: the facts that depend on values, so that another run may find others."""
         return {
             "saved_bytes": self.saved_bytes,
-            "reads": sorted(self.island.given or ()),
+            "reads": sorted(self.island.reads or ()),
             "differentiable": list(self.differentiable),
         }
 
@@ -157,7 +157,7 @@ class OpaqueCall:
         # The plan must save enough bytes, and count each output as differentiable that is so here.
         if planned["saved_bytes"] < self.least_bytes or any(needed) or not reads <= {*range(known)}:
             return self
-        island = dataclasses.replace(self.island, given=reads)
+        island = dataclasses.replace(self.island, reads=reads)
         saved_bytes = planned["saved_bytes"]
         return dataclasses.replace(
             self, island=island, saved_bytes=saved_bytes, differentiable=flags

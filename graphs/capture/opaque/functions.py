@@ -42,7 +42,7 @@ class CalledFunction(nn.Module):
     @contextlib.contextmanager
     def called_instead(self) -> Iterator[None]:
         """While inside, calls of the function in this thread call this module instead."""
-        here, own = threading.get_ident(), self.function.__code__
+        here, original_code = threading.get_ident(), self.function.__code__
 
         def target(*args: Any, **kwargs: Any) -> Any:
             function: Callable[..., Any] = self if threading.get_ident() == here else self._plain
@@ -59,7 +59,7 @@ class CalledFunction(nn.Module):
         try:
             yield
         finally:
-            self.function.__code__ = own
+            self.function.__code__ = original_code
 
 
 def is_function(path: str) -> bool:
@@ -88,13 +88,13 @@ def outermost_function(model: nn.Module, error: BaseException) -> str | None:
 
     Returns its path ("package.losses:matched"); None if no such function can be an opaque part.
     """
-    inside = False
+    is_inside = False
     for frame in frames_of(error):
         code, package = frame.f_code, str(frame.f_globals.get("__name__"))
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if code.co_name == "forward" and first is model:
-            inside = True
-        elif inside and package.partition(".")[0] not in ("torch", "contextlib", "graphs"):
+            is_inside = True
+        elif is_inside and package.partition(".")[0] not in ("torch", "contextlib", "graphs"):
             function = getattr(sys.modules.get(package), code.co_name, None)
             if _can_be_piece(function) and function.__code__ is code:  # type: ignore[union-attr]
                 return f"{package}{_COLON}{code.co_name}"

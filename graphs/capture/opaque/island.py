@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from graphs.capture.as_eager import outside_of_functions
+from graphs.capture.as_eager import autograd_keys_included
 from graphs.capture.refuse import SideEffectError, buffers_of, refuse_replaced_buffers
 from graphs.model_calls import HOLE, Call, named_state, nested, same_strides
 
@@ -38,10 +38,10 @@ class Autocast:
     dtype: torch.dtype | None
 
     @classmethod
-    def now(cls, device: torch.device) -> Autocast:
+    def current(cls, device: torch.device) -> Autocast:
         kind = device.type
-        on = torch.is_autocast_enabled(kind)
-        return cls(kind, torch.get_autocast_dtype(kind) if on else None)
+        is_on = torch.is_autocast_enabled(kind)
+        return cls(kind, torch.get_autocast_dtype(kind) if is_on else None)
 
     def context(self) -> Any:
         """A context with this state."""
@@ -51,29 +51,29 @@ class Autocast:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GradientRequest:
     """Which gradients a call is asked for.
 
     grad_enabled: whether gradients are enabled where the module is called.
     needs: for each tensor of the island, whether it needs a gradient.
-    tangents: position of an output -> strides of its gradient, if not contiguous. The strides of
-        the gradients that the call makes depend on them.
+    tangent_strides: position of an output -> strides of its gradient, if not contiguous. The
+        strides of the gradients that the call makes depend on them.
     """
 
     grad_enabled: bool
     needs: tuple[bool, ...]
-    tangents: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    tangent_strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def now(cls, tensors: Sequence[torch.Tensor], *, first: Sequence[int]) -> Asked:
+    def current(cls, tensors: Sequence[torch.Tensor], *, first: Sequence[int]) -> GradientRequest:
         """What a call with these tensors is asked for in the present gradient mode.
 
         first: as in `Island`; only the first of several equal tensors needs a gradient.
         """
         on = torch.is_grad_enabled()
-        again = {i for i, at in enumerate(first) if at != i}
+        repeated = {i for i, at in enumerate(first) if at != i}
         return cls(
-            on, tuple(on and t.requires_grad and i not in again for i, t in enumerate(tensors))
+            on, tuple(on and t.requires_grad and i not in repeated for i, t in enumerate(tensors))
         )
 
 
@@ -89,7 +89,7 @@ class _Packed:
 
 
 @dataclass(eq=False)
-class _Box:
+class _SavedTensorHooks:
     """The state of the hooks on saved tensors; has no edges of the graph, which holds the hooks.
 
     packed: the saved tensors, while the call runs.
@@ -115,8 +115,8 @@ class _Box:
         assert base is not None
         return base.as_strided(shape, strides, base.storage_offset() + offset)
 
-    def hand_back(
-        self, known: Sequence[torch.Tensor], given: set[int] | None
+    def release_known(
+        self, known: Sequence[torch.Tensor], reads: set[int] | None
     ) -> tuple[set[int], int]:
         """Stop holding saved tensors that are known tensors or views of them.
 
@@ -124,18 +124,18 @@ class _Box:
         tensors that stay saved.
 
         known: inputs and outputs of the call.
-        given: indices of those that the backward pass is given (None: all); others are copied.
+        reads: indices of those that the backward pass is given (None: all); others are copied.
         """
-        places: dict[int | None, int] = {}
+        position_of: dict[int | None, int] = {}
         for position, given_tensor in enumerate(known):
-            places.setdefault(_storage(given_tensor), position)
+            position_of.setdefault(_storage(given_tensor), position)
         found: set[int] = set()
         for each in self.packed:
             tensor = each.tensor
-            index = None if tensor is None else places.get(_storage(tensor))
+            index = None if tensor is None else position_of.get(_storage(tensor))
             if tensor is None or index is None or tensor.dtype != known[index].dtype:
                 continue
-            if given is not None and index not in given:
+            if reads is not None and index not in reads:
                 each.tensor = tensor.clone()
                 continue
             offset = tensor.storage_offset() - known[index].storage_offset()
@@ -143,7 +143,7 @@ class _Box:
             each.tensor = None
             found.add(index)
         kept = (each.tensor for each in self.packed if each.tensor is not None)
-        storages = {_storage(t): t for t in kept if _storage(t) not in places}
+        storages = {_storage(t): t for t in kept if _storage(t) not in position_of}
         n_bytes = sum(t.untyped_storage().nbytes() for key, t in storages.items() if key)
         self.packed.clear()  # autograd holds them
         return found, n_bytes
@@ -157,7 +157,7 @@ class Saved:
         passes there.
     """
 
-    box: _Box = field(default_factory=_Box)
+    hooks: _SavedTensorHooks = field(default_factory=_SavedTensorHooks)
     outputs: list[Any] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
 
@@ -180,7 +180,7 @@ class _Entrance(torch.autograd.Function):
         raise AssertionError("gradients end here")
 
 
-class _Called(nn.Module):
+class _CallWithHooks(nn.Module):
     """Calls the module with its hooks, and refuses that it replaces its buffers."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -208,7 +208,7 @@ AsPlanned = Callable[[nested.Spec, list[torch.Tensor]], list[torch.Tensor]]
 """(structure of the output, its tensors) -> the same tensors in the planned layout."""
 
 
-def first_places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def first_positions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """For each tensor, the position of the first one that is the same object."""
     places: dict[int, int] = {}
     return tuple(places.setdefault(id(tensor), i) for i, tensor in enumerate(tensors))
@@ -222,11 +222,11 @@ class Island:
     first: for each tensor of the call, the position of the first one that is the same object; its
         gradient goes there.
     names: attribute of the module -> position in its state (parameters and buffers).
-    asked: which gradients the call is asked for.
+    request: which gradients the call is asked for.
     n_parameters: number of parameters in the state.
     autocast: the state of autocast in which the module is called.
-    changed: positions (in the whole list) of buffers that the call changes.
-    given: positions of the tensors (outputs counted after the whole list) that the backward pass is
+    changed_buffers: positions (in the whole list) of buffers that the call changes.
+    reads: positions of the tensors (outputs counted after the whole list) that the backward pass is
         given (None: all).
     overwritten: position of a tensor of the call that is written in place and returned -> index of
         the output that it is. The call gets a copy of such a tensor.
@@ -236,38 +236,40 @@ class Island:
     call: Call
     first: tuple[int, ...]
     names: dict[str, int]
-    asked: Asked
+    request: GradientRequest
     n_parameters: int
     device: torch.device
     autocast: Autocast
-    changed: tuple[int, ...] = ()
-    given: frozenset[int] | None = None
+    changed_buffers: tuple[int, ...] = ()
+    reads: frozenset[int] | None = None
     overwritten: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def needs(self) -> tuple[bool, ...]:
-        return self.asked.needs
+        return self.request.needs
 
     @functools.cached_property
     def n_inputs(self) -> int:
         return sum(item is HOLE for item in self.call.rest)
 
-    def forward(self, tensors: Sequence[torch.Tensor], as_planned: AsPlanned | None = None) -> Ran:
+    def forward(
+        self, tensors: Sequence[torch.Tensor], as_planned: AsPlanned | None = None
+    ) -> CallResult:
         """Call the module. Raises SideEffectError if it changes a tensor that it must not change.
 
         as_planned: puts the outputs into the layout in which the backward pass will get them.
         """
         n = self.n_inputs
         saved = Saved()
-        with outside_of_functions(), torch.set_grad_enabled(self.asked.grad_enabled):
+        with autograd_keys_included(), torch.set_grad_enabled(self.request.grad_enabled):
             inputs = self._inputs(tensors[:n], saved)
-            state, new = self._state(tensors, saved)
-            watched = [t for i, t in enumerate(tensors) if i not in self.changed]
+            state, buffer_copies = self._module_state(tensors, saved)
+            watched = [t for i, t in enumerate(tensors) if i not in self.changed_buffers]
             versions = [t._version for t in watched]
             args, kwargs = self.call.arguments(inputs)
-            with self.autocast.context(), saved_tensors_hooks(saved.box.pack, saved.box.unpack):
+            with self.autocast.context(), saved_tensors_hooks(saved.hooks.pack, saved.hooks.unpack):
                 output = torch.func.functional_call(
-                    _Called(self.module), state, args, kwargs, tie_weights=False
+                    _CallWithHooks(self.module), state, args, kwargs, tie_weights=False
                 )
             if [t._version for t in watched] != versions:
                 raise SideEffectError(
@@ -278,14 +280,14 @@ class Island:
             outs = [item for item in flat if isinstance(item, torch.Tensor)]
             saved.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in outs]
             outs = [t.detach() for t in outs]
-        # Before `hand_back`: saved views of outputs become views of the final outputs.
+        # Before `release_known`: saved views of outputs become views of the final outputs.
         if as_planned is not None:
             outs = as_planned(spec, outs)
-        given = None if self.given is None else {*self.given}
-        read, packed_bytes = saved.box.hand_back([*tensors, *outs], given)
+        given = None if self.reads is None else {*self.reads}
+        read, packed_bytes = saved.hooks.release_known([*tensors, *outs], given)
         rest = [HOLE if isinstance(item, torch.Tensor) else item for item in flat]
-        buffers = [new[i] for i in self.changed]
-        return Ran(outs, buffers, saved, spec, rest, frozenset(read), packed_bytes)
+        buffers = [buffer_copies[i] for i in self.changed_buffers]
+        return CallResult(outs, buffers, saved, spec, rest, frozenset(read), packed_bytes)
 
     def _inputs(self, tensors: Sequence[torch.Tensor], saved: Saved) -> list[torch.Tensor]:
         """The tensors to call the module with: leaves of the island's graph, copies if written."""
@@ -303,22 +305,22 @@ class Island:
             found[i] = found[i].clone()
         return [found[i] for i in self.first]  # the module may ask `query is key`
 
-    def _state(
+    def _module_state(
         self, tensors: Sequence[torch.Tensor], saved: Saved
     ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
         """The tensors for the module's attributes, and copies of the buffers that it may write."""
-        n, new, state = self.n_inputs, {}, []
+        n, buffer_copies, state = self.n_inputs, {}, []
         for i in range(n, len(tensors)):
             if i < n + self.n_parameters:
                 leaf: torch.Tensor = nn.Parameter(tensors[i].detach(), requires_grad=self.needs[i])
                 state.append(leaf)
                 saved.inputs.append(get_gradient_edge(leaf) if self.needs[i] else None)
                 continue
-            if i in self.changed:
-                new[i] = tensors[i].clone()
-            state.append(new.get(i, tensors[i].detach()))
+            if i in self.changed_buffers:
+                buffer_copies[i] = tensors[i].clone()
+            state.append(buffer_copies.get(i, tensors[i].detach()))
             saved.inputs.append(None)
-        return {name: state[at] for name, at in self.names.items()}, new
+        return {name: state[at] for name, at in self.names.items()}, buffer_copies
 
     def backward(
         self,
@@ -337,31 +339,31 @@ class Island:
         """
         pairs = zip(saved.outputs, gradients, strict=True)
         roots = [(edge, g) for edge, g in pairs if edge is not None and g is not None]
-        wanted = [edge for edge in saved.inputs if edge is not None]
-        begun = zip(wanted, starts, strict=True)
-        roots += [(edge, start) for edge, start in begun if start is not None]
+        input_edges = [edge for edge in saved.inputs if edge is not None]
+        starts_of_edges = zip(input_edges, starts, strict=True)
+        roots += [(edge, start) for edge, start in starts_of_edges if start is not None]
         if not roots:
-            return [None] * len(wanted)
-        saved.box.known = list(known)
-        with outside_of_functions():
+            return [None] * len(input_edges)
+        saved.hooks.known = list(known)
+        with autograd_keys_included():
             found = torch.autograd.grad(
-                [edge for edge, _ in roots], wanted, [g for _, g in roots], allow_unused=True
+                [edge for edge, _ in roots], input_edges, [g for _, g in roots], allow_unused=True
             )
-        saved.box.known = []
-        given = [t for t in (*known, *gradients, *starts) if t is not None]
-        taken = {_storage(tensor) for tensor in given}
-        return [_own(gradient, taken) for gradient in found]
+        saved.hooks.known = []
+        given_tensors = [t for t in (*known, *gradients, *starts) if t is not None]
+        used_storages = {_storage(tensor) for tensor in given_tensors}
+        return [_in_own_memory(gradient, used_storages) for gradient in found]
 
 
 @dataclass(frozen=True, eq=False)
-class Ran:
+class CallResult:
     """The results of a call.
 
     outs: the tensors that it returned.
     buffers: new values of the buffers that it changes.
     saved: what it saved for backward.
     spec, rest: structure of its output, and the leaves with HOLE in place of tensors.
-    read: positions of the inputs and outputs that it saved for backward.
+    saved_positions: positions of the inputs and outputs that it saved for backward.
     packed_bytes: bytes of the other saved tensors.
     """
 
@@ -370,27 +372,27 @@ class Ran:
     saved: Saved
     spec: nested.Spec
     rest: list[Any]
-    read: frozenset[int]
+    saved_positions: frozenset[int]
     packed_bytes: int
 
 
-def _own(gradient: torch.Tensor | None, taken: set[int | None]) -> torch.Tensor | None:
+def _in_own_memory(gradient: torch.Tensor | None, storages: set[int | None]) -> torch.Tensor | None:
     """The gradient in memory of its own, with the same strides.
 
-    taken: storages that are in use; that of the result is added.
+    storages: storages that are in use; that of the result is added.
     """
     if gradient is None:
         return None
-    if _storage(gradient) in taken:
+    if _storage(gradient) in storages:
         copy = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
         geometry = gradient.storage_offset(), gradient.shape, gradient.stride()
         storage: Any = gradient.untyped_storage()
         gradient = copy.set_(storage.clone(), *geometry)
-    taken.add(_storage(gradient))
+    storages.add(_storage(gradient))
     return gradient
 
 
-def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+def with_strides(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """The tensor with these strides; a copy if it has others."""
     if same_strides(tensor.shape, tensor.stride(), strides):
         return tensor

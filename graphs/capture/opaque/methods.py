@@ -31,13 +31,13 @@ class CalledMethod(nn.Module):
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
         self.name = name
-        self._outside = (owner,)  # in a tuple: not registered as a submodule
+        self._unregistered = (owner,)  # in a tuple: not registered as a submodule
         self.training = owner.training
         self._parameters, self._buffers = owner._parameters, owner._buffers
 
     @property
     def owner(self) -> nn.Module:
-        return self._outside[0]
+        return self._unregistered[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(self.owner), self.name)(self.owner, *args, **kwargs)
@@ -45,7 +45,7 @@ class CalledMethod(nn.Module):
     @contextlib.contextmanager
     def called_instead(self) -> Iterator[None]:
         """While inside, calls of the owner's method call this module instead."""
-        with _set(self.owner, self.name, self):
+        with _attribute_set(self.owner, self.name, self):
             yield
 
 
@@ -58,28 +58,28 @@ def called_method(model: nn.Module, path: str) -> CalledMethod:
     """A module that calls the method at this path. Raises AttributeError if there is none."""
     where, _, name = path.removesuffix(_CALL).rpartition(".")
     owner = model.get_submodule(where)
-    if name not in _methods(owner):
+    if name not in _plain_methods_of(owner):
         raise AttributeError(f"{type(owner).__name__} has no method {name!r} of its own")
     return CalledMethod(owner, name)
 
 
-def paths_of(model: nn.Module, owner: nn.Module, name: str) -> list[str]:
+def method_paths(model: nn.Module, owner: nn.Module, name: str) -> list[str]:
     """The paths of this method in all modules of the owner's class."""
-    alike = [path for path, module in model.named_modules() if type(module) is type(owner)]
-    return [f"{path}.{name}{_CALL}".lstrip(".") for path in alike]
+    same_class = [path for path, module in model.named_modules() if type(module) is type(owner)]
+    return [f"{path}.{name}{_CALL}".lstrip(".") for path in same_class]
 
 
-def method_on_the_way(owner: nn.Module, error: BaseException) -> str | None:
+def failing_method(owner: nn.Module, error: BaseException) -> str | None:
     """The name of the first method that the owner's forward has called on the way to the error."""
-    methods, inside = _methods(owner), False
+    methods, is_inside = _plain_methods_of(owner), False
     for frame in frames_of(error):
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if first is not owner:
             continue
-        inside |= code.co_name == "forward"
+        is_inside |= code.co_name == "forward"
         method = methods.get(code.co_name)
-        if inside and method is not None and inspect.unwrap(method).__code__ is code:
+        if is_inside and method is not None and inspect.unwrap(method).__code__ is code:
             return str(code.co_name)
     return None
 
@@ -96,7 +96,7 @@ def method_that_draws(owner: nn.Module, run: Callable[[], object]) -> str | None
     def states() -> list[Any]:
         return [state_of_generator(each) for each in generators]
 
-    def watched(name: str) -> Callable[..., Any]:
+    def watched_method(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             before = None if running else states()
             running.append(name)
@@ -110,29 +110,29 @@ def method_that_draws(owner: nn.Module, run: Callable[[], object]) -> str | None
         return call
 
     with contextlib.ExitStack() as stack:
-        for name in _methods(owner):
-            stack.enter_context(_set(owner, name, watched(name)))
+        for name in _plain_methods_of(owner):
+            stack.enter_context(_attribute_set(owner, name, watched_method(name)))
         run()
     return found[0] if found else None
 
 
 @contextlib.contextmanager
-def no_submodule_called(owner: nn.Module, refused: Callable[[str], Exception]) -> Iterator[None]:
+def no_submodule_called(owner: nn.Module, make_error: Callable[[str], Exception]) -> Iterator[None]:
     """While inside, raise an error if one of the owner's submodules is called.
 
-    refused: makes the error from the reason.
+    make_error: makes the error from the reason.
     """
     inner = {*owner.modules()} - {owner}
 
     def check(module: nn.Module) -> None:
         if module in inner:
-            raise refused(f"it calls a submodule, {type(module).__name__}")
+            raise make_error(f"it calls a submodule, {type(module).__name__}")
 
     with around_module_calls(check):
         yield
 
 
-def _methods(owner: nn.Module) -> dict[str, types.FunctionType]:
+def _plain_methods_of(owner: nn.Module) -> dict[str, types.FunctionType]:
     """The plain methods that the owner's class and its bases define, except `forward`.
 
     Methods of torch's classes, of special names (`__`), and those replaced on the owner itself are
@@ -150,7 +150,7 @@ def _methods(owner: nn.Module) -> dict[str, types.FunctionType]:
 
 
 @contextlib.contextmanager
-def _set(owner: nn.Module, name: str, value: object) -> Iterator[None]:
+def _attribute_set(owner: nn.Module, name: str, value: object) -> Iterator[None]:
     vars(owner)[name] = value
     try:
         yield

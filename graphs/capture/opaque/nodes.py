@@ -21,7 +21,7 @@ from torch.fx.traceback import annotate
 
 from graphs.capture.opaque.forms import Form, OpaqueCall
 from graphs.capture.opaque.functions import CalledFunction, is_function, piece_at
-from graphs.capture.opaque.island import Asked, state_of
+from graphs.capture.opaque.island import GradientRequest, state_of
 from graphs.capture.opaque.methods import CalledMethod, is_method
 from graphs.capture.traced_calls import is_backward
 from graphs.model_calls import Call, TraceError
@@ -35,8 +35,8 @@ _library.define(
     "opaque_backward(Tensor saved, Tensor?[] known, Tensor?[] gradients, int call) -> Tensor[]"
 )
 
-_TANGENTS: dict[int, dict[int, tuple[int, ...]]] = {}
-"""Number of a call whose backward pass has been traced -> `Asked.tangents`."""
+_TANGENT_STRIDES: dict[int, dict[int, tuple[int, ...]]] = {}
+"""Number of a call whose backward pass has been traced -> `GradientRequest.tangent_strides`."""
 
 _CALLS: dict[int, OpaqueCall] = {}
 """The calls that are being traced, by the number that their operators get as an argument."""
@@ -46,7 +46,7 @@ _numbers = itertools.count()
 def _fake_forward(tensors: Sequence[torch.Tensor], number: int, _draws: bool) -> list[torch.Tensor]:
     call = _CALLS[number]
     device = tensors[0].device
-    buffers = [torch.empty_like(tensors[i]) for i in call.island.changed]
+    buffers = [torch.empty_like(tensors[i]) for i in call.island.changed_buffers]
     saved = torch.empty(call.saved_bytes, dtype=torch.uint8, device=device)
     return [*(form.empty(device) for form in call.outs), *buffers, saved]
 
@@ -61,7 +61,7 @@ FORWARD = torch.ops.checkpoint_solver.opaque_forward.default
 BACKWARD = torch.ops.checkpoint_solver.opaque_backward.default
 
 
-class _Traced(torch.autograd.Function):
+class _OpaqueCallFunction(torch.autograd.Function):
     """Tells autograd that `opaque_backward` computes the gradients of `opaque_forward`."""
 
     @staticmethod
@@ -71,34 +71,34 @@ class _Traced(torch.autograd.Function):
         island, n_outs = call.island, len(call.outs)
         # Copies of what the call overwrites: a recomputation needs the old values.
         read = [t.clone() if i in island.overwritten else t for i, t in enumerate(tensors)]
-        *made, saved = FORWARD(read, number, call.draws)
+        *results, saved = FORWARD(read, number, call.draws)
         for i, index in island.overwritten.items():
-            made[index] = tensors[i].copy_(made[index])
+            results[index] = tensors[i].copy_(results[index])
         ctx.number = number
         ctx.mark_dirty(*(tensors[i] for i in island.overwritten))
-        known = enumerate([*read, *made[:n_outs]])
-        given = island.given
+        known = enumerate([*read, *results[:n_outs]])
+        reads = island.reads
         ctx.save_for_backward(
-            *(t if given is None or i in given else None for i, t in known), saved
+            *(t if reads is None or i in reads else None for i, t in known), saved
         )
         ctx.mark_non_differentiable(
-            *(t for t, yes in zip(made, call.differentiable, strict=False) if not yes),
-            *made[n_outs:],
+            *(t for t, yes in zip(results, call.differentiable, strict=False) if not yes),
+            *results[n_outs:],
         )
-        return tuple(made)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call = _CALLS[ctx.number]
         gradients = gradients[: len(call.outs)]
-        _TANGENTS[ctx.number] = {
+        _TANGENT_STRIDES[ctx.number] = {
             i: tuple(g.stride())
             for i, g in enumerate(gradients)
             if g is not None and not g.is_contiguous()
         }
         *known, saved = ctx.saved_tensors
-        made = iter(BACKWARD(saved, known, list(gradients), ctx.number))
-        return None, *(next(made) if needs else None for needs in call.island.needs)
+        made_gradients = iter(BACKWARD(saved, known, list(gradients), ctx.number))
+        return None, *(next(made_gradients) if needs else None for needs in call.island.needs)
 
 
 @dataclass
@@ -107,46 +107,50 @@ class StandIn:
 
     calls: the module's calls as they were observed, in order.
     numbers: the numbers of these calls in the trace.
-    asked: for each call traced so far, which gradients it is asked for.
+    requests: for each call traced so far, which gradients it is asked for.
     """
 
     path: str
     module: nn.Module
     calls: Sequence[OpaqueCall]
     numbers: list[int] = field(default_factory=list)
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[GradientRequest] = field(default_factory=list)
 
-    def found(self) -> tuple[Asked, ...]:
+    def requests_with_strides(self) -> tuple[GradientRequest, ...]:
         """What each traced call was asked for, with the tangents of the backward pass."""
-        pairs = zip(self.numbers, self.asked, strict=False)
-        return tuple(dataclasses.replace(a, tangents=_TANGENTS.get(n, {})) for n, a in pairs)
+        pairs = zip(self.numbers, self.requests, strict=False)
+        return tuple(
+            dataclasses.replace(a, tangent_strides=_TANGENT_STRIDES.get(n, {})) for n, a in pairs
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        index = len(self.asked)
+        index = len(self.requests)
         if index == len(self.calls):
             raise TraceError(f"{self.path!r} is called more often than when the model ran")
         call, given = self.calls[index], Call.of(args, kwargs)
         forms = tuple(map(Form.of, given.tensors))
-        same = given.spec == call.island.call.spec and given.rest == call.island.call.rest
-        if not same or [f.shape for f in forms] != [f.shape for f in call.inputs]:
+        is_same = given.spec == call.island.call.spec and given.rest == call.island.call.rest
+        if not is_same or [f.shape for f in forms] != [f.shape for f in call.inputs]:
             raise TraceError(f"{self.path!r} is called with arguments other than those it ran with")
         state, _ = state_of(self.module)
         tensors = [*given.tensors, *state]
-        self.asked.append(Asked.now(tensors, first=call.island.first))
+        self.requests.append(GradientRequest.current(tensors, first=call.island.first))
         is_module = not is_function(self.path) and not is_method(self.path)
         with annotate({"module_path": self.path}) if is_module else contextlib.nullcontext():
-            for i in call.island.changed:  # a recomputation of the call needs the old values
+            for (
+                i
+            ) in call.island.changed_buffers:  # a recomputation of the call needs the old values
                 tensors[i] = tensors[i].clone()
-            made = _Traced.apply(self.numbers[index], *tensors)  # type: ignore[no-untyped-call]
+            results = _OpaqueCallFunction.apply(self.numbers[index], *tensors)  # type: ignore[no-untyped-call]
             n_outs = len(call.outs)
             with torch.no_grad():
-                for i, new in zip(call.island.changed, made[n_outs:], strict=True):
+                for i, new in zip(call.island.changed_buffers, results[n_outs:], strict=True):
                     state[i - call.island.n_inputs].copy_(new)
-        return call.output(made[:n_outs])
+        return call.output(results[:n_outs])
 
 
 @contextlib.contextmanager
-def stand_ins(
+def replaced_by_stand_ins(
     model: nn.Module, observed: Mapping[str, Sequence[OpaqueCall]]
 ) -> Iterator[list[StandIn]]:
     """While inside, stand-ins are called instead of these modules; yields the stand-ins.
@@ -162,7 +166,7 @@ def stand_ins(
             for number, call in zip(numbers, calls, strict=True):
                 _CALLS[number] = call
                 stack.callback(_CALLS.pop, number)
-                stack.callback(_TANGENTS.pop, number, None)
+                stack.callback(_TANGENT_STRIDES.pop, number, None)
             stack.enter_context(called_instead(module, found[-1]))
         yield found
 

@@ -24,7 +24,14 @@ from graphs.capture.as_eager import no_cache
 from graphs.capture.opaque.bench import MARGIN, Bench, Bytes
 from graphs.capture.opaque.forms import Form, OpaqueCall, RandomSources
 from graphs.capture.opaque.functions import holds_tensors, is_function, piece_at
-from graphs.capture.opaque.island import Asked, Autocast, Island, Ran, first_places, state_of
+from graphs.capture.opaque.island import (
+    Autocast,
+    CallResult,
+    GradientRequest,
+    Island,
+    first_positions,
+    state_of,
+)
 from graphs.capture.opaque.methods import CalledMethod, no_submodule_called
 from graphs.capture.opaque.nodes import called_instead
 from graphs.capture.refuse import (
@@ -39,9 +46,9 @@ from graphs.model_calls import HOLE, Call, nested
 
 N_SHUFFLED = 2
 """How many shuffled inputs to measure."""
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_CONSTANT_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
-AskedOf = Mapping[str, Sequence[Asked]]
+Requests = Mapping[str, Sequence[GradientRequest]]
 """Path of an opaque part -> for each of its calls, which gradients it is asked for."""
 
 
@@ -57,25 +64,25 @@ class NotOpaqueError(ValueError):
 
 
 def observe(
-    model: nn.Module, call: Call, paths: Sequence[str], *, device: torch.device, asked: AskedOf
+    model: nn.Module, call: Call, paths: Sequence[str], *, device: torch.device, requests: Requests
 ) -> dict[str, list[OpaqueCall]]:
     """Run the model's forward pass on real tensors and observe the calls of some modules.
 
     Returns path -> calls in order. Buffers and random states are restored.
 
     paths: the modules, methods and functions to observe.
-    asked: which gradients the calls are asked for, as an earlier trace has found. For calls not in
-        it, all floating-point and complex inputs are assumed to need a gradient.
+    requests: which gradients the calls are asked for, as an earlier trace has found. For calls not
+        in it, all floating-point and complex inputs are assumed to need a gradient.
     Raises NotOpaqueError if one of them cannot be planned as one piece, and what the model raises.
     """
     watches = [
-        _Watch(model, path, piece_at(model, path), device, asked.get(path, ())) for path in paths
+        _Watch(model, path, piece_at(model, path), device, requests.get(path, ())) for path in paths
     ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(all_put_back(model, device))
+        stack.enter_context(model_restored(model, device))
         for watch in watches:
             stack.enter_context(called_instead(watch.module, watch))
-        run(model, call)
+        run_forward(model, call)
     for watch in watches:
         if not watch.found:
             raise NotOpaqueError(watch.path, "it is not called as a module")
@@ -84,27 +91,27 @@ def observe(
     return {watch.path: watch.found for watch in watches}
 
 
-def run(model: nn.Module, call: Call) -> None:
+def run_forward(model: nn.Module, call: Call) -> None:
     """Run the model's forward pass on real tensors, without the model's own hooks."""
     args, kwargs = call.arguments(call.tensors)
     model.forward(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def all_put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
+def model_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """While inside, gradients are off; on exit, what the model has changed is restored.
 
     That includes attributes that a first call fills. Changes are not refused here: a trace does so.
     """
     # Garbage is collected often inside; `freeze` exempts the objects that exist already.
     gc.collect()
-    freeze = gc.get_freeze_count() == 0
-    if freeze:
+    must_freeze = gc.get_freeze_count() == 0
+    if must_freeze:
         gc.freeze()
     try:
         with (
             _buffers_restored(model),
-            RandomSources.of(model, device).as_before(),
+            RandomSources.of(model, device).states_restored(),
             no_cache(model),
             contextlib.suppress(SideEffectError),
             attributes_unchanged(model),
@@ -113,7 +120,7 @@ def all_put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
         ):
             yield
     finally:
-        if freeze:
+        if must_freeze:
             gc.unfreeze()
 
 
@@ -142,30 +149,30 @@ class _Watch:
         path: str,
         module: nn.Module,
         device: torch.device,
-        asked: Sequence[Asked],
+        requests: Sequence[GradientRequest],
     ) -> None:
         self.model, self.path, self.module = model, path, module
         self.found: list[OpaqueCall] = []
-        self._device, self._asked = device, asked
+        self._device, self._requests = device, requests
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         del vars(self.module)["_compiled_call_impl"]
         given = Call.of(args, kwargs)
         try:
             island, tensors = self._island(given)
-            random = RandomSources.of(self._where, self._device)
-            with no_unseen_changes(self._where), self._of_its_own():
+            random = RandomSources.of(self._self_module, self._device)
+            with no_unseen_changes(self._self_module), self._no_submodules_used():
                 if isinstance(self.module, CalledMethod):
                     overwritten = self._overwritten(island, tensors, random)
                     island = dataclasses.replace(island, overwritten=overwritten)
                 # A first call may fill attributes, which is no reason to refuse the module.
                 Bench(island, tensors, random).forward()
                 # A function may change objects of the model that it is given.
-                where = self.model if is_function(self.path) else self._where
+                where = self.model if is_function(self.path) else self._self_module
                 with attributes_unchanged(where), objects_unchanged(where):
-                    call, outs = self._observed(island, tensors, random)
+                    call, outs = self._measured_call(island, tensors, random)
         except SideEffectError as error:
-            raise self._refuse(str(error)) from error
+            raise self._error(str(error)) from error
         finally:
             vars(self.module)["_compiled_call_impl"] = self
         self.found.append(call)
@@ -174,12 +181,12 @@ class _Watch:
         return call.output(outs)
 
     @property
-    def _where(self) -> nn.Module:
+    def _self_module(self) -> nn.Module:
         """The module that the observed code calls `self`."""
         return self.module.owner if isinstance(self.module, CalledMethod) else self.module
 
     @contextlib.contextmanager
-    def _of_its_own(self) -> Iterator[None]:
+    def _no_submodules_used(self) -> Iterator[None]:
         """Refuse a method that calls submodules or writes their tensors, which its node lacks."""
         if not isinstance(self.module, CalledMethod):
             yield
@@ -188,10 +195,10 @@ class _Watch:
         owner = self.module.owner
         others = [t for t in (*owner.parameters(), *owner.buffers()) if id(t) not in own]
         versions = [t._version for t in others]
-        with no_submodule_called(owner, self._refuse):
+        with no_submodule_called(owner, self._error):
             yield
         if [t._version for t in others] != versions:
-            raise self._refuse("it changes a parameter or buffer of a submodule")
+            raise self._error("it changes a parameter or buffer of a submodule")
 
     def _overwritten(
         self, island: Island, tensors: Sequence[torch.Tensor], random: RandomSources
@@ -199,87 +206,87 @@ class _Watch:
         """Run a method once to find the arguments that it overwrites; see `Island.overwritten`."""
         n = island.n_inputs
         copies = [tensor.clone() for tensor in tensors[:n]]
-        with random.as_before(), _buffers_restored(self.module):
+        with random.states_restored(), _buffers_restored(self.module):
             args, kwargs = island.call.arguments([copies[i] for i in island.first])
             output = self.module(*args, **kwargs)
         returned = [id(tensor) for tensor in nested.tensors(output)]
         written = [i for i, copy in enumerate(copies) if copy._version]
         if any(returned.count(id(copies[i])) != 1 for i in written):
-            raise self._refuse(
+            raise self._error(
                 "it changes an argument in place, and does not return it exactly once"
             )
         if any(list(island.first).count(i) != 1 for i in written):
-            raise self._refuse("it changes an argument in place that is passed more than once")
+            raise self._error("it changes an argument in place that is passed more than once")
         return {i: returned.index(id(copies[i])) for i in written}
 
-    def _refuse(self, why: str) -> NotOpaqueError:
+    def _error(self, why: str) -> NotOpaqueError:
         return NotOpaqueError(self.path, why)
 
-    def _observed(
+    def _measured_call(
         self, island: Island, tensors: list[torch.Tensor], random: RandomSources
     ) -> tuple[OpaqueCall, list[torch.Tensor]]:
         """Run and measure a call; returns what is known about it, and its outputs."""
-        with OperatorCalls() as forward, random.as_before():
-            before, of_torch = random.of_others(), random.of_torch()
-            ran = island.forward(tensors)
-            draws = before != random.of_others()
-            draws_torchs = not all(map(torch.equal, of_torch, random.of_torch()))
-        self._check(ran, tensors)
-        written = self._write(island, ran, tensors)
+        with OperatorCalls() as forward, random.states_restored():
+            before, torch_states = random.other_states(), random.torch_states()
+            result = island.forward(tensors)
+            draws_others = before != random.other_states()
+            draws_torchs = not all(map(torch.equal, torch_states, random.torch_states()))
+        self._check_supported(result, tensors)
+        written = self._write_changed_buffers(island, result, tensors)
         # Parameters and unchanged buffers are on the device anyway; of the inputs and outputs, the
         # backward pass is given those that it reads.
         state = {*range(island.n_inputs, len(tensors))}
-        given = frozenset((state - written) | ran.read)
-        island = dataclasses.replace(island, changed=tuple(sorted(written)), given=given)
+        reads = frozenset((state - written) | result.saved_positions)
+        island = dataclasses.replace(island, changed_buffers=tuple(sorted(written)), reads=reads)
         with OperatorCalls() as backward:
-            gradients = Bench(island, tensors, random).backward(ran)
+            gradients = Bench(island, tensors, random).backward(result)
         if any(g is not None and g.layout != torch.strided for g in gradients):
-            raise self._refuse("the gradient of a parameter is sparse")
+            raise self._error("the gradient of a parameter is sparse")
         if forward.communicates or backward.communicates:
-            raise self._refuse("it communicates with other processes")
-        varies = draws or forward.reads_values or backward.reads_values
+            raise self._error("it communicates with other processes")
+        may_vary = draws_others or forward.reads_values or backward.reads_values
         bench = Bench(island, tensors, random)
         benches = [bench]
-        for _ in range(N_SHUFFLED if varies else 0):
-            if (other := self._shuffled(benches[-1], ran)) is not None:
+        for _ in range(N_SHUFFLED if may_vary else 0):
+            if (other := self._shuffled_bench(benches[-1], result)) is not None:
                 benches.append(other)
         island = benches[-1].island  # is given what any of the runs has read
-        taken = [dataclasses.replace(each, island=island).bytes_taken() for each in benches]
-        takes = functools.reduce(Bytes.at_least, taken)
-        if takes.leaked_bytes:
-            raise self._refuse("tensors that it makes are held elsewhere after its call")
-        least_bytes = takes.saved_bytes
-        if varies:
-            takes = Bytes(*(int(MARGIN * n_bytes) for n_bytes in dataclasses.astuple(takes)))
+        measured = [dataclasses.replace(each, island=island).bytes_taken() for each in benches]
+        largest = functools.reduce(Bytes.at_least, measured)
+        if largest.leaked_bytes:
+            raise self._error("tensors that it makes are held elsewhere after its call")
+        least_bytes = largest.saved_bytes
+        if may_vary:
+            largest = Bytes(*(int(MARGIN * n_bytes) for n_bytes in dataclasses.astuple(largest)))
         forward_s, backward_s = dataclasses.replace(bench, island=island).seconds()
         wanted = [t for t, needed in zip(tensors, island.needs, strict=True) if needed]
-        edges = zip(ran.outs, ran.saved.outputs, strict=True)
+        edges = zip(result.outs, result.saved.outputs, strict=True)
         return OpaqueCall(
             path=self.path,
             island=island,
             random=random,
             inputs=tuple(map(Form.of, tensors[: island.n_inputs])),
-            outs=tuple(map(Form.of, ran.outs)),
+            outs=tuple(map(Form.of, result.outs)),
             differentiable=tuple(
-                edge is not None or (varies and bool(wanted) and tensor.is_floating_point())
+                edge is not None or (may_vary and bool(wanted) and tensor.is_floating_point())
                 for tensor, edge in edges
             ),
-            spec=ran.spec,
-            positions=tuple(i for i, item in enumerate(ran.rest) if item is HOLE),
+            spec=result.spec,
+            positions=tuple(i for i, item in enumerate(result.rest) if item is HOLE),
             gradients=tuple(
                 Form.of(torch.empty_like(t, device="meta") if g is None else g)
                 for t, g in zip(wanted, gradients, strict=True)
             ),
-            saved_bytes=takes.saved_bytes,
+            saved_bytes=largest.saved_bytes,
             least_bytes=least_bytes,
-            outside_bytes=max(0, ran.packed_bytes - taken[0].saved_bytes),
-            forward=ObservedRun(tuple(forward.calls), forward_s, takes.forward_bytes),
-            backward=ObservedRun(tuple(backward.calls), backward_s, takes.backward_bytes),
+            outside_bytes=max(0, result.packed_bytes - measured[0].saved_bytes),
+            forward=ObservedRun(tuple(forward.calls), forward_s, largest.forward_bytes),
+            backward=ObservedRun(tuple(backward.calls), backward_s, largest.backward_bytes),
             recomputable=not any(
                 getattr(module, hooks) for module in self.module.modules() for hooks in HOOKS
             ),
             draws=draws_torchs,
-        ), ran.outs
+        ), result.outs
 
     def _island(self, call: Call) -> tuple[Island, list[torch.Tensor]]:
         """The island of a call that has not been run yet, and its tensors.
@@ -287,64 +294,66 @@ class _Watch:
         All its buffers count as changed, and all tensors as given to the backward pass.
         """
         for item in call.rest:
-            is_object = item is not HOLE and not isinstance(item, _CONSTANTS)
+            is_object = item is not HOLE and not isinstance(item, _CONSTANT_TYPES)
             if is_object and (not is_function(self.path) or holds_tensors(item)):
-                raise self._refuse(f"an argument is an object of type {type(item).__name__}")
+                raise self._error(f"an argument is an object of type {type(item).__name__}")
         state, names = state_of(self.module)
         tensors = [t.detach() for t in (*call.tensors, *state)]
         if any(not _is_plain(t, self._device) for t in tensors):
-            raise self._refuse("a tensor that it reads is sparse, nested or on another device")
+            raise self._error("a tensor that it reads is sparse, nested or on another device")
         n_inputs, n_parameters = len(call.tensors), len({*map(id, self.module.parameters())})
         if torch.is_autocast_enabled(self._device.type):
             # Autocast casts a weight once for all its users, which an island cannot do.
-            inside = {*map(id, self.module.modules())}
+            inner_ids = {*map(id, self.module.modules())}
             own = {id(p) for p in state[:n_parameters] if p.requires_grad}
             for other in self.model.modules():
-                if id(other) not in inside and own & {*map(id, other._parameters.values())}:
-                    raise self._refuse("autocast casts a weight once that others use as well")
-        first = first_places(call.tensors)
+                if id(other) not in inner_ids and own & {*map(id, other._parameters.values())}:
+                    raise self._error("autocast casts a weight once that others use as well")
+        first = first_positions(call.tensors)
         index = len(self.found)
-        if index < len(self._asked):
-            asked = self._asked[index]
+        if index < len(self._requests):
+            request = self._requests[index]
         else:
             given = enumerate(call.tensors)
             wanted = (first[i] == i and (t.is_floating_point() or t.is_complex()) for i, t in given)
-            asked = Asked(True, (*wanted, *(t.requires_grad for t in state)))
+            request = GradientRequest(True, (*wanted, *(t.requires_grad for t in state)))
         return Island(
             module=self.module,
             call=dataclasses.replace(call, tensors=[]),
             first=first,
             names=names,
-            asked=asked,
+            request=request,
             n_parameters=n_parameters,
             device=self._device,
-            autocast=Autocast.now(self._device),
-            changed=tuple(range(n_inputs + n_parameters, len(tensors))),
+            autocast=Autocast.current(self._device),
+            changed_buffers=tuple(range(n_inputs + n_parameters, len(tensors))),
         ), tensors
 
-    def _check(self, ran: Ran, tensors: Sequence[torch.Tensor]) -> None:
+    def _check_supported(self, result: CallResult, tensors: Sequence[torch.Tensor]) -> None:
         """Raise NotOpaqueError if the call's outputs or saved tensors cannot be handled."""
-        if any(item is not HOLE and item is not None for item in ran.rest):
-            raise self._refuse("it returns something other than tensors and None")
-        if any(not _is_plain(t, self._device) for t in ran.outs):
-            raise self._refuse("it returns a sparse or nested tensor, or one on another device")
-        if not ran.outs:
-            raise self._refuse("it returns no tensor")
+        if any(item is not HOLE and item is not None for item in result.rest):
+            raise self._error("it returns something other than tensors and None")
+        if any(not _is_plain(t, self._device) for t in result.outs):
+            raise self._error("it returns a sparse or nested tensor, or one on another device")
+        if not result.outs:
+            raise self._error("it returns no tensor")
         given = {t.untyped_storage()._cdata for t in tensors}
-        made = {t.untyped_storage()._cdata for t in ran.outs}
-        if given & made or len(made) < len(ran.outs):
-            raise self._refuse("a tensor that it returns shares memory with another, or an input")
-        n_uses, reaches_others = _uses(ran)
+        made = {t.untyped_storage()._cdata for t in result.outs}
+        if given & made or len(made) < len(result.outs):
+            raise self._error("a tensor that it returns shares memory with another, or an input")
+        n_uses, reaches_others = _parameter_uses(result)
         if reaches_others:
-            raise self._refuse("a tensor that requires a gradient is not one of its parameters")
+            raise self._error("a tensor that requires a gradient is not one of its parameters")
         if torch.is_autocast_enabled(self._device.type) and n_uses > 1:
-            raise self._refuse("autocast casts a weight once that is used several times")
+            raise self._error("autocast casts a weight once that is used several times")
 
-    def _write(self, island: Island, ran: Ran, tensors: list[torch.Tensor]) -> set[int]:
+    def _write_changed_buffers(
+        self, island: Island, result: CallResult, tensors: list[torch.Tensor]
+    ) -> set[int]:
         """Find the positions of the buffers that the call changes, and write their new values."""
         state, _ = state_of(self.module)
         written = set()
-        for i, new in zip(island.changed, ran.buffers, strict=True):
+        for i, new in zip(island.changed_buffers, result.buffers, strict=True):
             # Values are compared too, since batch norm's kernels do not increase the version.
             if new._version or not new.equal(tensors[i]):
                 written.add(i)
@@ -352,32 +361,32 @@ class _Watch:
                 state[i - island.n_inputs].copy_(new)
         return written
 
-    def _shuffled(self, bench: Bench, ran: Ran) -> Bench | None:
+    def _shuffled_bench(self, bench: Bench, result: CallResult) -> Bench | None:
         """A bench with shuffled inputs; None if the call fails with these values.
 
         Its backward pass is given all tensors that have been saved in either run.
         """
         try:
-            other = bench.shuffled()
+            other = bench.with_shuffled_inputs()
             again = other.forward()
         except SideEffectError:
             raise
         except (RuntimeError, IndexError, ValueError, AssertionError):
             return None
-        if [t.shape for t in again.outs] != [t.shape for t in ran.outs]:
-            raise self._refuse("the size of what it returns depends on values")
-        given = (bench.island.given or frozenset()) | again.read
-        return dataclasses.replace(other, island=dataclasses.replace(bench.island, given=given))
+        if [t.shape for t in again.outs] != [t.shape for t in result.outs]:
+            raise self._error("the size of what it returns depends on values")
+        reads = (bench.island.reads or frozenset()) | again.saved_positions
+        return dataclasses.replace(other, island=dataclasses.replace(bench.island, reads=reads))
 
 
 def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and tensor.device == device
 
 
-def _uses(ran: Ran) -> tuple[int, bool]:
+def _parameter_uses(result: CallResult) -> tuple[int, bool]:
     """(largest number of uses of one parameter, whether gradients would reach another leaf)."""
-    ends = {edge.node for edge in ran.saved.inputs if edge is not None}
-    stack = [edge.node for edge in ran.saved.outputs if edge is not None]
+    ends = {edge.node for edge in result.saved.inputs if edge is not None}
+    stack = [edge.node for edge in result.saved.outputs if edge is not None]
     seen = {*ends, *stack}
     n_uses: Counter[Any] = Counter()
     while stack:

@@ -16,12 +16,18 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from graphs.capture.opaque.alike import alike
+from graphs.capture.opaque.alike import paths_failing_alike
 from graphs.capture.opaque.forms import OpaqueCall, RandomSources
 from graphs.capture.opaque.functions import is_function, outermost_function
-from graphs.capture.opaque.methods import method_on_the_way, method_that_draws, paths_of
-from graphs.capture.opaque.nodes import StandIn, saved_bytes, stand_ins
-from graphs.capture.opaque.observe import AskedOf, NotOpaqueError, all_put_back, observe, run
+from graphs.capture.opaque.methods import failing_method, method_paths, method_that_draws
+from graphs.capture.opaque.nodes import StandIn, replaced_by_stand_ins, saved_bytes
+from graphs.capture.opaque.observe import (
+    NotOpaqueError,
+    Requests,
+    model_restored,
+    observe,
+    run_forward,
+)
 from graphs.capture.own_failure import (
     frames_of,
     refuse_failure_on_values,
@@ -39,7 +45,7 @@ MOST_RUNS = 4
 """How often the parts are observed and traced in one attempt: the layout of one part's gradients
 may change that of the next part's."""
 
-MOST = 0.75
+MOST_SAVED_SHARE = 0.75
 """Largest share of the bytes saved for backward that a part with several layers may keep."""
 
 _R = TypeVar("_R")
@@ -89,62 +95,66 @@ def with_opaque_parts(
     Raises FailsOnBatchError if the model itself fails. Raises the TraceError of the first trace if
     no suitable parts are found, or if model and batch have no values on the device to plan for.
     """
-    if planned and _is_here(model, call, device):
-        where = _devices(model, call).pop()
+    if planned and _has_values_on(model, call, device):
+        model_device = _devices_of(model, call).pop()
         # The plan may be for another model: if this fails, the parts are searched for as usual.
         with contextlib.suppress(Exception):
-            whys = {each["module"]: each["why"] for each in planned}
-            return _attempt(model, call, where, whys, trace, planned)
+            reasons = {each["module"]: each["why"] for each in planned}
+            return _observe_and_trace(model, call, model_device, reasons, trace, planned)
     try:
         return trace(()), ()
     except TraceError as error:
         card = device_of(model) if torch.cuda.is_available() else torch.device("cpu")
-        with RandomSources.of(model, card).as_before():  # forward may draw numbers, or set a seed
+        with RandomSources.of(
+            model, card
+        ).states_restored():  # forward may draw numbers, or set a seed
             refuse_own_failure(model, call, error)
-        if not _is_here(model, call, device):
+        if not _has_values_on(model, call, device):
             raise
-        first = error
-    where = _devices(model, call).pop()
-    with all_put_back(model, where):
-        refuse_failure_on_values(model, first, lambda: run(model, call))
-    whys = _failing(model, call, where, first, {})
-    if whys and where.type == "cpu" and torch._C._autograd._profiler_enabled():
-        path, why = next(iter(whys.items()))
+        first_error = error
+    model_device = _devices_of(model, call).pop()
+    with model_restored(model, model_device):
+        refuse_failure_on_values(model, first_error, lambda: run_forward(model, call))
+    reasons = _parts_after_failure(model, call, model_device, first_error, {})
+    if reasons and model_device.type == "cpu" and torch._C._autograd._profiler_enabled():
+        path, why = next(iter(reasons.items()))
         raise TraceError(
             f"{path!r} cannot be traced ({why}) and would be planned as one piece, which is "
             "measured with PyTorch's profiler, and one is active already: plan before it starts "
             "(with one step, or plan_ahead)"
-        ) from first
+        ) from first_error
     for _ in range(MOST_TRACES):
-        if not whys:
-            raise first
+        if not reasons:
+            raise first_error
         try:
-            return _attempt(model, call, where, whys, trace)
+            return _observe_and_trace(model, call, model_device, reasons, trace)
         except NotOpaqueError as refused:
-            _note(first, str(refused))
-            whys = _enclosing(model, refused.path, whys)
+            _add_note(first_error, str(refused))
+            reasons = _with_enclosing_module(model, refused.path, reasons)
         except TraceError as error:
-            _note(first, error.why)
-            whys = _failing(model, call, where, error, whys)
+            _add_note(first_error, error.why)
+            reasons = _parts_after_failure(model, call, model_device, error, reasons)
         except Exception as error:  # the model's code may raise anything
-            refuse_same_failure(model, first, error)
-            first.add_note(f"{type(error).__name__} when it was run: {error}")
-            raise first from error
-    _note(first, f"given up after {MOST_TRACES} more traces, each of which failed elsewhere")
-    raise first
+            refuse_same_failure(model, first_error, error)
+            first_error.add_note(f"{type(error).__name__} when it was run: {error}")
+            raise first_error from error
+    _add_note(
+        first_error, f"given up after {MOST_TRACES} more traces, each of which failed elsewhere"
+    )
+    raise first_error
 
 
-def _note(error: TraceError, text: str) -> None:
+def _add_note(error: TraceError, text: str) -> None:
     """Add a note to the error, unless it has the same already, as from a similar module."""
     if text not in (error.why, *getattr(error, "__notes__", ())):
         error.add_note(text)
 
 
-def _attempt(
+def _observe_and_trace(
     model: nn.Module,
     call: Call,
     device: torch.device,
-    whys: Mapping[str, str],
+    reasons: Mapping[str, str],
     trace: Callable[[Sequence[StandIn]], _R],
     planned: Planned = (),
 ) -> tuple[_R, tuple[OpaquePart, ...]]:
@@ -153,35 +163,39 @@ def _attempt(
     Which gradients the parts are asked for is only known after a trace, so both are repeated until
     the parts have been observed with the gradients that the trace asks for.
 
-    whys: path of each part -> why it cannot be traced.
+    reasons: path of each part -> why it cannot be traced.
     """
-    asked: AskedOf = {}
+    requests: Requests = {}
     for n_runs in range(1, MOST_RUNS + 1):
-        observed = observe(model, call, tuple(whys), device=device, asked=asked)
+        observed = observe(model, call, tuple(reasons), device=device, requests=requests)
         for each in planned:
             pairs = zip(observed[each["module"]], each["calls"], strict=True)
             observed[each["module"]] = [one.as_planned(other) for one, other in pairs]
-        with stand_ins(model, observed) as standing:
-            result = trace(standing)
-            found = {each.path: each.found() for each in standing}
-        given = {path: tuple(c.island.asked for c in calls) for path, calls in observed.items()}
+        with replaced_by_stand_ins(model, observed) as stand_ins:
+            result = trace(stand_ins)
+            found = {each.path: each.requests_with_strides() for each in stand_ins}
+        given = {path: tuple(c.island.request for c in calls) for path, calls in observed.items()}
         # In the last run, gradients may still arrive with other strides than observed.
-        if found == given or (n_runs == MOST_RUNS and _needs(found) == _needs(given)):
+        if found == given or (
+            n_runs == MOST_RUNS and _without_strides(found) == _without_strides(given)
+        ):
             return result, tuple(
-                OpaquePart(path, whys[path], tuple(calls)) for path, calls in observed.items()
+                OpaquePart(path, reasons[path], tuple(calls)) for path, calls in observed.items()
             )
-        if asked and _needs(found) != _needs(given):
+        if requests and _without_strides(found) != _without_strides(given):
             break
-        asked = found
+        requests = found
     raise TraceError("what needs a gradient differs from trace to trace")
 
 
-def _needs(asked: AskedOf) -> dict[str, list[tuple[bool, ...]]]:
-    """`asked` without the strides of tangents."""
-    return {path: [(each.grad_enabled, *each.needs) for each in asked[path]] for path in asked}
+def _without_strides(requests: Requests) -> dict[str, list[tuple[bool, ...]]]:
+    """`requests` without the strides of tangents."""
+    return {
+        path: [(each.grad_enabled, *each.needs) for each in requests[path]] for path in requests
+    }
 
 
-def refuse_most(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
+def refuse_dominant_part(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
     """Raise TraceError if a call of one part keeps most of the bytes saved for backward.
 
     This holds for parts that contain a ModuleList or Sequential of several modules: such a step is
@@ -189,8 +203,8 @@ def refuse_most(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
     """
     total = saved_bytes(graph)
     for part in parts:
-        has_row = _has_row(part.calls[0].island.module)
-        if max(call.saved_bytes for call in part.calls) > MOST * total and has_row:
+        has_layers = _has_layers(part.calls[0].island.module)
+        if max(call.saved_bytes for call in part.calls) > MOST_SAVED_SHARE * total and has_layers:
             raise TraceError(
                 f"{part.path!r} keeps most of what the step keeps, and cannot be traced: "
                 f"{part.why}",
@@ -198,80 +212,86 @@ def refuse_most(graph: fx.Graph, parts: Sequence[OpaquePart]) -> None:
             )
 
 
-def _has_row(module: nn.Module) -> bool:
+def _has_layers(module: nn.Module) -> bool:
     """Whether the module contains a ModuleList or Sequential of more than one module."""
-    rows = (m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
-    return any(len(row) > 1 for row in rows)
+    lists = (m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
+    return any(len(row) > 1 for row in lists)
 
 
-def _failing(
-    model: nn.Module, call: Call, device: torch.device, error: TraceError, whys: Mapping[str, str]
+def _parts_after_failure(
+    model: nn.Module,
+    call: Call,
+    device: torch.device,
+    error: TraceError,
+    reasons: Mapping[str, str],
 ) -> dict[str, str]:
     """The parts to make opaque after a trace has failed; empty if the error names no part.
 
-    whys: the present opaque parts -> why they cannot be traced.
+    reasons: the present opaque parts -> why they cannot be traced.
     Returns the new ones, in the same form.
     """
     cause = error.__cause__
     if isinstance(cause, HookError):
         # Hooks need no further trace to be found: all modules with hooks become opaque at once.
         hooked = [p for p, m in model.named_modules() if p and has_refused_hook(m)]
-        return _outermost({**whys, **dict.fromkeys(hooked, "it has hooks")})
-    path = _place(model, error)
+        return _outermost_parts({**reasons, **dict.fromkeys(hooked, "it has hooks")})
+    path = _failing_module_path(model, error)
     if path is None and (function := outermost_function(model, error)) is not None:
-        return {} if function in whys else {**whys, function: error.short}
+        return {} if function in reasons else {**reasons, function: error.short}
     module = model if path is None else model.get_submodule(path)
     # A module that holds much of the model should not become opaque if one of its methods can.
-    if (path is None or _has_row(module)) and path not in whys:
-        methods = _methods(model, call, device, error, module)
-        if methods and not whys.keys() & {*methods}:
-            return _outermost({**whys, **dict.fromkeys(methods, error.short)})
+    if (path is None or _has_layers(module)) and path not in reasons:
+        methods = _failing_method_paths(model, call, device, error, module)
+        if methods and not reasons.keys() & {*methods}:
+            return _outermost_parts({**reasons, **dict.fromkeys(methods, error.short)})
     if path is None:
         return {}
-    if path in whys:
-        return _enclosing(model, path, whys)
-    failed_before = [p for p, why in whys.items() if why == error.short]
-    paths = alike(model, call, device, path, failed_before)
-    return _outermost({**whys, **dict.fromkeys(paths, error.short)})
+    if path in reasons:
+        return _with_enclosing_module(model, path, reasons)
+    failed_before = [p for p, why in reasons.items() if why == error.short]
+    paths = paths_failing_alike(model, call, device, path, failed_before)
+    return _outermost_parts({**reasons, **dict.fromkeys(paths, error.short)})
 
 
-def _methods(
+def _failing_method_paths(
     model: nn.Module, call: Call, device: torch.device, error: TraceError, owner: nn.Module
 ) -> list[str]:
     """The paths of the owner's method in which a trace has failed, in all modules of its class."""
     if isinstance(error.__cause__, DrawError):
-        with all_put_back(model, device):
-            name = method_that_draws(owner, lambda: run(model, call))
+        with model_restored(model, device):
+            name = method_that_draws(owner, lambda: run_forward(model, call))
     else:
-        name = method_on_the_way(owner, error)
-    return [] if name is None else paths_of(model, owner, name)
+        name = failing_method(owner, error)
+    return [] if name is None else method_paths(model, owner, name)
 
 
-def _enclosing(model: nn.Module, path: str, whys: Mapping[str, str]) -> dict[str, str]:
+def _with_enclosing_module(
+    model: nn.Module, path: str, reasons: Mapping[str, str]
+) -> dict[str, str]:
     """The opaque parts with the module that contains this one in its place.
 
     Empty if that is the model, or if the part is a function.
     """
-    why = whys[path]
+    why = reasons[path]
     while not is_function(path):
         path = path.rpartition(".")[0]
         if not path:
             return {}
         if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
-            return _outermost({**whys, path: why})
+            return _outermost_parts({**reasons, path: why})
     return {}
 
 
-def _outermost(whys: Mapping[str, str]) -> dict[str, str]:
+def _outermost_parts(reasons: Mapping[str, str]) -> dict[str, str]:
     """The opaque parts without those that are inside of another."""
     return {
         path: why
-        for path, why in whys.items()
-        if is_function(path) or not any(path.startswith(f"{other}.") for other in whys)
+        for path, why in reasons.items()
+        if is_function(path) or not any(path.startswith(f"{other}.") for other in reasons)
     }
 
 
-def _place(model: nn.Module, error: BaseException) -> str | None:
+def _failing_module_path(model: nn.Module, error: BaseException) -> str | None:
     """The path of the innermost submodule in whose call the error was raised, or None."""
     paths = {module: path for path, module in model.named_modules() if path}
     if isinstance(error.__cause__, DrawError):  # raised after forward had ended
@@ -283,13 +303,13 @@ def _place(model: nn.Module, error: BaseException) -> str | None:
     return found
 
 
-def _devices(model: nn.Module, call: Call) -> set[torch.device]:
+def _devices_of(model: nn.Module, call: Call) -> set[torch.device]:
     return {t.device for t in (*model.parameters(), *model.buffers(), *call.tensors)}
 
 
-def _is_here(model: nn.Module, call: Call, device: torch.device | None) -> bool:
+def _has_values_on(model: nn.Module, call: Call, device: torch.device | None) -> bool:
     """Whether model and batch are plain tensors with values, all on the device to plan for."""
-    devices = _devices(model, call)
+    devices = _devices_of(model, call)
     here = next(iter(devices), None)
     if here is None or len(devices) > 1:
         return False

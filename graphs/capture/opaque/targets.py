@@ -15,14 +15,14 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from graphs.capture.opaque.forms import Form, OpaqueCall
-from graphs.capture.opaque.island import Saved, laid_out
+from graphs.capture.opaque.island import Saved, with_strides
 from graphs.capture.opaque.nodes import BACKWARD, FORWARD, StandIn
 from graphs.costs import ObservedRun
 from graphs.model_calls import nested
 
 logger = logging.getLogger(__name__)
 
-_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_WARNED_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules for which a warning was given that they save more bytes than planned."""
 
 
@@ -54,8 +54,8 @@ class OpaqueForward:
 
         The generators have their present states afterwards.
         """
-        with self.call.random.as_before():
-            self.call.random.put(state)
+        with self.call.random.states_restored():
+            self.call.random.set_states(state)
             return self(tensors)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -67,9 +67,9 @@ class OpaqueForward:
         known = {t.untyped_storage()._cdata for t in tensors}
 
         def as_planned(spec: nested.Spec, outs: list[torch.Tensor]) -> list[torch.Tensor]:
-            here = [(tuple(t.shape), t.dtype) for t in outs]
+            forms = [(tuple(t.shape), t.dtype) for t in outs]
             call = self.call
-            if spec != call.spec or here != [(f.shape, f.dtype) for f in call.outs]:
+            if spec != call.spec or forms != [(f.shape, f.dtype) for f in call.outs]:
                 raise RuntimeError(
                     f"{call.path!r}, which is planned as one piece, returns "
                     f"{', '.join(str(Form.of(t)) for t in outs)} in this step, but "
@@ -77,22 +77,24 @@ class OpaqueForward:
                     "values. Plan by submodules (checkpoint_solver.fallback.plan_chain)"
                 )
             return [
-                laid_out(t.clone() if t.untyped_storage()._cdata in known else t, form.strides)
+                with_strides(t.clone() if t.untyped_storage()._cdata in known else t, form.strides)
                 for t, form in zip(outs, self.call.outs, strict=True)
             ]
 
-        before = None if self.call.draws else self.call.random.of_torch()
-        ran = self.call.island.forward(tensors, as_planned)
-        if before is not None and not all(map(torch.equal, before, self.call.random.of_torch())):
+        before = None if self.call.draws else self.call.random.torch_states()
+        result = self.call.island.forward(tensors, as_planned)
+        if before is not None and not all(
+            map(torch.equal, before, self.call.random.torch_states())
+        ):
             raise RuntimeError(
                 f"{self.call.path!r}, which is planned as one piece, draws random numbers from "
                 "torch in this step and drew none when it was planned, so later branches on random "
                 "numbers may differ. Draw equally many in each step, or plan by submodules "
                 "(checkpoint_solver.fallback.plan_chain)"
             )
-        saved_bytes, module = ran.packed_bytes - self.call.outside_bytes, self.call.island.module
-        if saved_bytes > self.call.saved_bytes and module not in _WARNED:
-            _WARNED.add(module)
+        saved_bytes, module = result.packed_bytes - self.call.outside_bytes, self.call.island.module
+        if saved_bytes > self.call.saved_bytes and module not in _WARNED_MODULES:
+            _WARNED_MODULES.add(module)
             logger.warning(
                 "%r, which is planned as one piece, saves %d bytes for backward in this step, "
                 "planned: %d. What it saves depends on values, and the step may take more than "
@@ -101,7 +103,7 @@ class OpaqueForward:
                 saved_bytes,
                 self.call.saved_bytes,
             )
-        return [*ran.outs, *ran.buffers, ran.saved]
+        return [*result.outs, *result.buffers, result.saved]
 
     def __str__(self) -> str:
         return f"opaque_forward({type(self.call.island.module).__name__})"
@@ -115,12 +117,12 @@ class OpaqueBackward:
 
     The arguments are those of `Island.backward`.
 
-    always: for each gradient, whether a reader of it does not accept None, so that a gradient that
-        the call does not have must be zeros.
+    must_be_tensor: for each gradient, whether a reader of it does not accept None, so that a
+        gradient that the call does not have must be zeros.
     """
 
     call: OpaqueCall
-    always: tuple[bool, ...]
+    must_be_tensor: tuple[bool, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__name__", "opaque_backward")
@@ -138,13 +140,15 @@ class OpaqueBackward:
     ) -> list[torch.Tensor | None]:
         found = self.call.island.backward(saved, known, gradients, starts)
         device = self.call.island.device
-        made: list[torch.Tensor | None] = []
-        for gradient, form, always in zip(found, self.call.gradients, self.always, strict=True):
+        results: list[torch.Tensor | None] = []
+        for gradient, form, must_be_tensor in zip(
+            found, self.call.gradients, self.must_be_tensor, strict=True
+        ):
             if gradient is not None:
-                made.append(laid_out(gradient, form.strides))
+                results.append(with_strides(gradient, form.strides))
             else:
-                made.append(form.empty(device).zero_() if always else None)
-        return made
+                results.append(form.empty(device).zero_() if must_be_tensor else None)
+        return results
 
     def __str__(self) -> str:
         return f"opaque_backward({type(self.call.island.module).__name__})"
@@ -152,12 +156,12 @@ class OpaqueBackward:
     __repr__ = __str__
 
 
-def bind(graph: fx.Graph, standing: Sequence[StandIn]) -> None:
+def bind(graph: fx.Graph, stand_ins: Sequence[StandIn]) -> None:
     """Replace the operators of stand-ins in a traced graph by the targets that run the modules.
 
-    If a gradient of a call is added to a sum, the call takes over the addition (`_begun`).
+    If a gradient of a call is added to a sum, the call takes over the addition (`_take_over_sum`).
     """
-    calls = {n: c for each in standing for n, c in zip(each.numbers, each.calls, strict=True)}
+    calls = {n: c for each in stand_ins for n, c in zip(each.numbers, each.calls, strict=True)}
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.target is FORWARD:
@@ -166,25 +170,32 @@ def bind(graph: fx.Graph, standing: Sequence[StandIn]) -> None:
         elif node.target is BACKWARD:
             saved, known, gradients, number = node.args
             call = calls[number]
-            made = {n.args[1]: n for n in node.users if n.target is operator.getitem}
+            gradient_at = {n.args[1]: n for n in node.users if n.target is operator.getitem}
             starts: list[fx.Node | None] = [None] * len(call.gradients)
-            for index, gradient in made.items():
-                starts[index] = _begun(gradient, position, before=position[node])
+            for index, gradient in gradient_at.items():
+                starts[index] = _take_over_sum(gradient, position, before=position[node])
             node.meta["val"] = [  # some gradients are sums now, which are other tensors
-                made[i].meta["val"] if i in made else v for i, v in enumerate(node.meta["val"])
+                gradient_at[i].meta["val"] if i in gradient_at else v
+                for i, v in enumerate(node.meta["val"])
             ]
-            forms = {i: Form.of(n.meta["val"]) for i, n in made.items() if starts[i] is not None}
+            forms = {
+                i: Form.of(n.meta["val"]) for i, n in gradient_at.items() if starts[i] is not None
+            }
             call = dataclasses.replace(
                 call, gradients=tuple(forms.get(i, f) for i, f in enumerate(call.gradients))
             )
-            node.target = OpaqueBackward(call, always=(True,) * len(call.gradients))
+            node.target = OpaqueBackward(call, must_be_tensor=(True,) * len(call.gradients))
             node.args = (saved, known, gradients, starts)
     for node in graph.nodes:  # now that no more readers of gradients are removed
         if isinstance(node.target, OpaqueBackward):
-            node.target = dataclasses.replace(node.target, always=_read_as_tensors(node))
+            node.target = dataclasses.replace(
+                node.target, must_be_tensor=_must_be_tensor_flags(node)
+            )
 
 
-def _begun(gradient: fx.Node, position: Mapping[fx.Node, int], *, before: int) -> fx.Node | None:
+def _take_over_sum(
+    gradient: fx.Node, position: Mapping[fx.Node, int], *, before: int
+) -> fx.Node | None:
     """The sum of gradients that this gradient is added to, or None; the addition is removed.
 
     The call itself adds its terms to that sum one by one, as autograd does without an island.
@@ -207,10 +218,10 @@ def _begun(gradient: fx.Node, position: Mapping[fx.Node, int], *, before: int) -
     return others[0]
 
 
-def _read_as_tensors(backward: fx.Node) -> tuple[bool, ...]:
-    """`OpaqueBackward.always`, for the gradients that this node makes."""
+def _must_be_tensor_flags(backward: fx.Node) -> tuple[bool, ...]:
+    """`OpaqueBackward.must_be_tensor`, for the gradients that this node makes."""
     n_gradients = len(backward.target.call.gradients)  # type: ignore[union-attr]
-    always = [False] * n_gradients
+    must_be_tensor = [False] * n_gradients
     for gradient in backward.users:
         if gradient.target is not operator.getitem:
             continue
@@ -226,5 +237,5 @@ def _read_as_tensors(backward: fx.Node) -> tuple[bool, ...]:
             is_whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
             n_times = sum(item is gradient for item in pytree.tree_leaves(user.args))
             may_be_none = is_whole and n_times == 1
-        always[gradient.args[1]] = not may_be_none  # type: ignore[index]
-    return tuple(always)
+        must_be_tensor[gradient.args[1]] = not may_be_none  # type: ignore[index]
+    return tuple(must_be_tensor)

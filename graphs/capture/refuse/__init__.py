@@ -1,19 +1,19 @@
 """Checks that refuse models which a trace cannot reproduce faithfully; each error says why."""
 
-from graphs.capture.refuse.aliasing import refuse_overlapping, sharing
-from graphs.capture.refuse.constants import HeldTensor, ReadTensors, refuse_written
+from graphs.capture.refuse.aliasing import refuse_overlapping, shared_storages
+from graphs.capture.refuse.constants import HeldTensor, ReadTensors, refuse_writing_real_tensors
 from graphs.capture.refuse.generators import (
     generators_of,
-    own_generator,
-    put_back,
+    own_generator_error,
     refuse_own_generator,
+    restore_state,
 )
 from graphs.capture.refuse.generators import state_of as state_of_generator
 from graphs.capture.refuse.mixed_dtypes import RefusingMixedDtypes, refuse_mixed_dtypes
 from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replaced_forwards
 from graphs.capture.refuse.side_effects import (
     HOOKS,
-    TORCHS_OWN,
+    MODULE_ATTRIBUTES,
     DrawError,
     HookError,
     SideEffectError,

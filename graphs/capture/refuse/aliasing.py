@@ -24,12 +24,15 @@ def refuse_overlapping(
     written: keys of the inputs that the forward pass writes.
     titles: names of the inputs for messages, by the same keys.
     """
-    together = _by_storage(tensors)
+    keys_by_storage = _by_storage(tensors)
     for key in written:
-        for other in together.get(_storage_of(tensors.get(key)), ()):
+        for other in keys_by_storage.get(_storage_of(tensors.get(key)), ()):
             if other == key:
                 continue
-            (start, end), (other_start, other_end) = _span(tensors[key]), _span(tensors[other])
+            (start, end), (other_start, other_end) = (
+                _byte_range(tensors[key]),
+                _byte_range(tensors[other]),
+            )
             if start < other_end and other_start < end:
                 raise TraceError(
                     f"forward changes {titles[key]} in place, which shares memory with "
@@ -38,7 +41,7 @@ def refuse_overlapping(
                 )
 
 
-def sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def shared_storages(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Find which of these tensors share a storage.
 
     Returns one triple for each tensor that does: (position of the first tensor on the same storage,
@@ -68,7 +71,7 @@ def _storage_of(tensor: torch.Tensor | None) -> int | None:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """The tensor's first byte in its storage, and the byte after its last.
 
     Interleaved tensors count as overlapping.

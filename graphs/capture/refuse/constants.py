@@ -39,7 +39,7 @@ class HeldTensor:
     def holds(self, model: nn.Module) -> bool:
         """Whether the attribute still holds this very tensor."""
         value = vars(model.get_submodule(self.module)).get(self.attribute)
-        tensors = list(_tensors(value))
+        tensors = list(_tensors_in(value))
         return self.index < len(tensors) and tensors[self.index] is self.tensor
 
 
@@ -81,15 +81,15 @@ class ReadTensors:
             for path, module in model.named_modules()
             for attribute, value in vars(module).items()
             if attribute not in ("_parameters", "_buffers", "_modules")
-            for index, tensor in enumerate(_tensors(value))
+            for index, tensor in enumerate(_tensors_in(value))
             if tensor.untyped_storage()._cdata in self._by_storage
         )
 
     def refuse_hidden(self, arguments: Iterable[object]) -> None:
         """Raise TraceError if an argument is an object whose attributes hold a recorded tensor."""
         for argument in arguments:
-            inside = getattr(argument, "__dict__", {})
-            for tensor in nested.tensors(list(inside.values())):
+            attributes = getattr(argument, "__dict__", {})
+            for tensor in nested.tensors(list(attributes.values())):
                 if tensor.untyped_storage()._cdata in self._by_storage:
                     raise TraceError(
                         f"an argument of type {type(argument).__name__} hides tensors; every step "
@@ -98,7 +98,7 @@ class ReadTensors:
                     )
 
 
-def refuse_written(tensors: Iterable[torch.Tensor]) -> None:
+def refuse_writing_real_tensors(tensors: Iterable[torch.Tensor]) -> None:
     """Raise SideEffectError if a tensor that an operator writes is real: tracing would change it.
 
     This also happens if the backward pass calls a module of the model again, on the model's own
@@ -112,10 +112,10 @@ def refuse_written(tensors: Iterable[torch.Tensor]) -> None:
         )
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor | list | tuple | dict) or is_dataclass(value):
         yield from nested.tensors(value)
     elif not isinstance(value, nn.Module | type):
-        inside = getattr(value, "__dict__", None)
-        if isinstance(inside, dict):
-            yield from nested.tensors(list(inside.values()))
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield from nested.tensors(list(attributes.values()))

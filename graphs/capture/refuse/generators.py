@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.model_calls import TraceError
 
-_PYTHONS: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
+_PYTHON_GENERATOR: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of the module `random`."""
 
 
-def own_generator(operator: object) -> TraceError:
+def own_generator_error(operator: object) -> TraceError:
     """The error for an operator call with a `generator=` argument."""
     return TraceError(
         f"{operator} draws from a generator of its own, which recomputation cannot replay; leave "
@@ -39,7 +39,7 @@ def own_generator(operator: object) -> TraceError:
 def refuse_own_generator(operator: object, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise TraceError if the operator is called with a generator of its own."""
     if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
-        raise own_generator(operator)
+        raise own_generator_error(operator)
 
 
 def generators_of(model: nn.Module) -> dict[str, Any]:
@@ -48,18 +48,18 @@ def generators_of(model: nn.Module) -> dict[str, Any]:
     Returns them by their names for messages, such as "the random.Random in 'mask.rng'".
     """
     found: dict[int, tuple[str, Any]] = {}
-    found[id(_PYTHONS)] = ("Python's random", _PYTHONS)
+    found[id(_PYTHON_GENERATOR)] = ("Python's random", _PYTHON_GENERATOR)
     kinds: tuple[type, ...] = (random.Random, torch.Generator)  # SystemRandom has no state
-    torchs = {id(each) for each in (torch.default_generator, *torch.cuda.default_generators)}
+    torch_ids = {id(each) for each in (torch.default_generator, *torch.cuda.default_generators)}
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpys = numpy_random.mtrand._rand
-        found[id(numpys)] = ("numpy.random", numpys)
+        numpy_generator = numpy_random.mtrand._rand
+        found[id(numpy_generator)] = ("numpy.random", numpy_generator)
         kinds += (numpy_random.Generator, numpy_random.BitGenerator, numpy_random.RandomState)
-    followed: set[FunctionType] = set()
+    visited: set[FunctionType] = set()
     for path, module in model.named_modules():
-        for name, value in _named(module, followed):
-            for each in _inside(value):
-                if id(each) in torchs or isinstance(each, random.SystemRandom):
+        for name, value in _named_values_of(module, visited):
+            for each in _values_inside(value):
+                if id(each) in torch_ids or isinstance(each, random.SystemRandom):
                     continue
                 if isinstance(each, kinds):
                     kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
@@ -75,11 +75,13 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         with _disable_current_modes():  # else it is a fake tensor while a step is traced
             return generator.get_state().numpy().tobytes()
-    has_own = hasattr(generator, "get_state")
-    return pickle.dumps(generator.get_state() if has_own else _bits(generator).state)
+    has_get_state = hasattr(generator, "get_state")
+    return pickle.dumps(
+        generator.get_state() if has_get_state else _bit_generator_of(generator).state
+    )
 
 
-def put_back(generator: Any, state: Any) -> None:
+def restore_state(generator: Any, state: Any) -> None:
     """Restore a generator's state, as returned by `state_of`."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
@@ -89,14 +91,14 @@ def put_back(generator: Any, state: Any) -> None:
     elif hasattr(generator, "set_state"):
         generator.set_state(pickle.loads(state))
     else:
-        _bits(generator).state = pickle.loads(state)
+        _bit_generator_of(generator).state = pickle.loads(state)
 
 
-def _bits(generator: Any) -> Any:
+def _bit_generator_of(generator: Any) -> Any:
     return getattr(generator, "bit_generator", generator)
 
 
-def _named(module: nn.Module, followed: set[FunctionType]) -> Iterator[tuple[str, Any]]:
+def _named_values_of(module: nn.Module, visited: set[FunctionType]) -> Iterator[tuple[str, Any]]:
     """The names and values that the module's forward may refer to; library classes are skipped."""
     objects = [value for value in vars(module).values() if not isinstance(value, nn.Module)]
     kinds = [*type(module).__mro__, *map(type, objects)]
@@ -105,24 +107,24 @@ def _named(module: nn.Module, followed: set[FunctionType]) -> Iterator[tuple[str
     for kind in kinds:
         yield from vars(kind).items()
     forwards = [vars(kind).get("forward") for kind in kinds]
-    yield from _reached([*forwards, *objects], kinds, followed)
+    yield from _named_values_reached([*forwards, *objects], kinds, visited)
 
 
-def _reached(
-    values: Iterable[Any], kinds: Iterable[type], followed: set[FunctionType]
+def _named_values_reached(
+    values: Iterable[Any], kinds: Iterable[type], visited: set[FunctionType]
 ) -> Iterator[tuple[str, Any]]:
     """The names and values that functions refer to, directly or through other functions.
 
     values: where to start; those that are not functions are ignored.
     kinds: classes in which the names of attributes and methods are looked up.
-    followed: functions already visited; the ones visited here are added.
+    visited: functions already visited; the ones visited here are added.
     """
     stack = [function for value in values for function in _functions_in(value)]
     while stack:
         function = stack.pop()
-        if function in followed or _is_of_library(function):
+        if function in visited or _is_of_library(function):
             continue
-        followed.add(function)
+        visited.add(function)
         names = _names_in(function.__code__)
         found = [(name, function.__globals__[name]) for name in names & {*function.__globals__}]
         for module in [value for _, value in found if isinstance(value, ModuleType)]:
@@ -164,7 +166,7 @@ def _is_library(module: str) -> bool:
     return package in ("torch", "numpy") or package in sys.stdlib_module_names
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def _values_inside(value: Any) -> Iterator[Any]:
     """The value, the items of its containers, and the attributes of a plain object."""
     seen: set[int] = set()
     stack = [value]

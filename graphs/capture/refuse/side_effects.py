@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from graphs.capture.refuse.generators import generators_of, put_back, state_of
-from graphs.capture.refuse.tensors_in_attributes import tensors_put_back
+from graphs.capture.refuse.generators import generators_of, restore_state, state_of
+from graphs.capture.refuse.tensors_in_attributes import tensors_restored
 from graphs.capture.refuse.traced_hooks import (
-    capturing_hooks_as_before,
+    capturing_hooks_removed,
     computed_weights,
     is_traced,
 )
@@ -79,7 +79,9 @@ def global_hooks() -> tuple[Any, ...]:
     by code, since a profiler may register a new closure in every step. Hooks that a trace registers
     are left out, and so are PyTorch's own (of its FLOP counter), which change nothing.
     """
-    hooks = [h for of in HOOKS for h in getattr(nn.modules.module, f"_global{of}").values()]
+    hooks = [
+        h for attribute in HOOKS for h in getattr(nn.modules.module, f"_global{attribute}").values()
+    ]
     functions = [getattr(h, "__func__", h) for h in hooks if not getattr(h, "is_of_trace", False)]
     own = [f for f in functions if not str(getattr(f, "__module__", "")).startswith("torch.")]
     return tuple(getattr(function, "__code__", function) for function in own)
@@ -116,21 +118,22 @@ def around_module_calls(
 
 def has_refused_hook(module: nn.Module) -> bool:
     """Whether the module itself has a hook that a trace does not record."""
-    return any(not all(map(is_traced, getattr(module, of).values())) for of in HOOKS)
+    return any(not all(map(is_traced, getattr(module, attribute).values())) for attribute in HOOKS)
 
 
-def refuse_hooks(model: nn.Module, *, but: Iterable[nn.Module] = ()) -> None:
+def refuse_hooks(model: nn.Module, *, except_in: Iterable[nn.Module] = ()) -> None:
     """Raise HookError if a submodule has a hook that a trace does not record.
 
     Hooks of the model itself are fine: they run around the planned step.
 
-    but: opaque modules, in which a planned step does run the hooks, those of submodules included.
+    except_in: opaque modules, in which a planned step does run the hooks, those of submodules
+        included.
     """
-    run = {model, *(inside for module in but for inside in module.modules())}
+    allowed = {model, *(submodule for module in except_in for submodule in module.modules())}
     for name, module in model.named_modules():
         for attribute, kind in HOOKS.items():
             hooks = getattr(module, attribute).values()
-            if module not in run and not all(map(is_traced, hooks)):
+            if module not in allowed and not all(map(is_traced, hooks)):
                 raise HookError(
                     f"submodule {name!r} has a {kind}, which a planned step would not run; "
                     "remove it, register it on the model itself or on parameters, or compute it in "
@@ -158,28 +161,30 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
     before = {module: dict(vars(module)) for module in model.modules()}
     contents = list(_contents_of(model))
     try:
-        with capturing_hooks_as_before(model):
+        with capturing_hooks_removed(model):
             yield
     finally:
         changed = [
             (module, attribute, vars(module).get(attribute))
             for module, attributes in before.items()
             for attribute in {**attributes, **vars(module)}
-            if not _same(attributes.get(attribute, _MISSING), vars(module).get(attribute, _MISSING))
+            if not _is_same(
+                attributes.get(attribute, _MISSING), vars(module).get(attribute, _MISSING)
+            )
         ]
         for module, attribute, _ in changed:
             if attribute in before[module]:  # keeps its position in the dict
                 vars(module)[attribute] = before[module][attribute]
             else:
                 del vars(module)[attribute]
-        changed += _put_back(contents)
+        changed += _restore_contents(contents)
     changed = [
         (module, attribute, value)
         for module, attribute, value in changed
         if (attribute not in _RNN_BOOKKEEPING or not isinstance(module, nn.RNNBase))
         and attribute not in computed_weights(module)
     ]
-    _refuse(model, changed)
+    _refuse_changed(model, changed)
 
 
 @contextlib.contextmanager
@@ -190,29 +195,29 @@ def objects_unchanged(model: nn.Module) -> Iterator[None]:
     that forward writes in place.
     """
     contents = list(_contents_of(model, in_objects=True))
-    with tensors_put_back(model) as written:
+    with tensors_restored(model) as written:
         try:
             yield
         finally:
-            changed = _put_back(contents)
-    _refuse(model, changed + written)
+            changed = _restore_contents(contents)
+    _refuse_changed(model, changed + written)
 
 
-_Changed = list[tuple[nn.Module, str, Any]]
+_ChangedAttributes = list[tuple[nn.Module, str, Any]]
 """Changed attributes: (module, name of the attribute, what forward left there)."""
 
 
-def _put_back(contents: Iterable[_Contents]) -> _Changed:
+def _restore_contents(contents: Iterable[_Contents]) -> _ChangedAttributes:
     """Restore all containers; returns the attributes of those that had changed."""
     changed = []
     for each in contents:
         now = list(_items(each.container))
-        if each.put_back():
+        if each.restore():
             changed.append((each.module, each.attribute, now))
     return changed
 
 
-def _refuse(model: nn.Module, changed: _Changed) -> None:
+def _refuse_changed(model: nn.Module, changed: _ChangedAttributes) -> None:
     """Raise SideEffectError for the first changed attribute, if any."""
     if changed:
         names = {module: name for name, module in model.named_modules()}
@@ -221,11 +226,11 @@ def _refuse(model: nn.Module, changed: _Changed) -> None:
         raise SideEffectError(
             f"forward changes the attribute {attribute!r} of {where!r}, which a planned step would "
             "not do; keep it in a buffer that is updated in place, or outside of forward"
-            + (_STATE if nested.tensors(value) else "")
+            + (_STATE_ADVICE if nested.tensors(value) else "")
         )
 
 
-_STATE = (
+_STATE_ADVICE = (
     ". A state for the next call can be returned, and passed in with the next batch; what the "
     "first call alone computes (a cache) is there if the model is called once before it is planned"
 )
@@ -240,10 +245,10 @@ class _Contents:
     container: Any
     items: tuple[Any, ...]
 
-    def put_back(self) -> bool:
+    def restore(self) -> bool:
         """Restore the items; returns whether they had changed."""
         now = _items(self.container)
-        if len(now) == len(self.items) and all(map(_same, self.items, now)):
+        if len(now) == len(self.items) and all(map(_is_same, self.items, now)):
             return False
         self.container.clear()
         if isinstance(self.container, list | deque):
@@ -261,7 +266,7 @@ def _contents_of(model: nn.Module, *, in_objects: bool = False) -> Iterator[_Con
     seen: set[int] = set()
     for module in model.modules():
         for attribute, value in vars(module).items():
-            stack = [] if attribute in TORCHS_OWN else [value]
+            stack = [] if attribute in MODULE_ATTRIBUTES else [value]
             while stack:
                 each = stack.pop()
                 if in_objects and _is_plain_object(each):
@@ -355,24 +360,24 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
     finally:
         for name, each in generators.items():
             if state_of(each) != before[name]:
-                put_back(each, before[name])
+                restore_state(each, before[name])
     if found:
         raise found[0]
 
 
-TORCHS_OWN = frozenset(vars(nn.Module()))
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes of every module: its tensors, submodules and hooks."""
 _MISSING = object()
 _RNN_BOOKKEEPING = ("_flat_weights", "_flat_weight_refs")
 """nn.LSTM, nn.GRU and nn.RNN list their weights here, and rebuild the list whenever one is set."""
 
 
-def _same(before: Any, after: Any) -> bool:
+def _is_same(before: Any, after: Any) -> bool:
     """Whether both are the same object, or equal plain values."""
     if before is after:
         return True
     if type(before) is not type(after):
         return False
     if isinstance(before, tuple):
-        return len(before) == len(after) and all(map(_same, before, after))
+        return len(before) == len(after) and all(map(_is_same, before, after))
     return isinstance(before, bool | int | float | str | None) and before == after

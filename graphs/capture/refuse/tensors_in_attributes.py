@@ -16,7 +16,7 @@ from graphs.model_calls import nested
 
 
 @contextlib.contextmanager
-def tensors_put_back(model: nn.Module) -> Iterator[list[tuple[nn.Module, str, Any]]]:
+def tensors_restored(model: nn.Module) -> Iterator[list[tuple[nn.Module, str, Any]]]:
     """Restore the values of tensors in plain attributes that are written inside.
 
     Yields a list that is filled on exit: (module, name of the attribute, tensor) for each tensor
@@ -40,10 +40,10 @@ def tensors_put_back(model: nn.Module) -> Iterator[list[tuple[nn.Module, str, An
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """The tensors in plain attributes, each storage once; no views of parameters or buffers."""
     seen = {_storage(t) for t in (*model.parameters(), *model.buffers()) if _is_plain(t)}
-    own = {*vars(nn.Module())}
+    module_attributes = {*vars(nn.Module())}
     for module in model.modules():
         for attribute, value in vars(module).items():
-            for tensor in () if attribute in own else nested.tensors(value):
+            for tensor in () if attribute in module_attributes else nested.tensors(value):
                 if _is_plain(tensor) and _storage(tensor) not in seen:
                     seen.add(_storage(tensor))
                     yield module, attribute, tensor

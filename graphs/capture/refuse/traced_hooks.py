@@ -35,8 +35,8 @@ _MARK = "_output_capturing_hooks_installed"
 
 def is_traced(hook: Callable[..., Any]) -> bool:
     """Whether a trace records all that the hook does."""
-    by_module = getattr(hook, "__module__", None) in (_CAPTURING, _OBSERVING)
-    return by_module or is_of_parallel_style(hook) or isinstance(hook, _COMPUTING_WEIGHTS)
+    is_of_known_module = getattr(hook, "__module__", None) in (_CAPTURING, _OBSERVING)
+    return is_of_known_module or is_of_parallel_style(hook) or isinstance(hook, _COMPUTING_WEIGHTS)
 
 
 def computed_weights(module: nn.Module) -> set[str]:
@@ -46,7 +46,7 @@ def computed_weights(module: nn.Module) -> set[str]:
 
 
 @contextlib.contextmanager
-def capturing_hooks_as_before(model: nn.Module) -> Iterator[None]:
+def capturing_hooks_removed(model: nn.Module) -> Iterator[None]:
     """On exit, remove the hooks and marks that transformers has added inside."""
     before = {module: set(module._forward_hooks) for module in model.modules()}
     marked = {module for module in before if _MARK in vars(module)}

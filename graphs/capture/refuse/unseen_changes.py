@@ -56,7 +56,7 @@ _BACKWARD = (
 )
 
 
-def refused(why: Callable[..., str | None], original: Callable[..., Any]) -> Any:
+def refusing_wrapper(why: Callable[..., str | None], original: Callable[..., Any]) -> Any:
     """Wrap a function so that some of its calls in this thread raise SideEffectError.
 
     why: called with the same arguments; returns the error's message, or None to allow the call.
@@ -90,23 +90,26 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
     def on_backward(tensors: Any, *_: Any, inputs: Any = None, **__: Any) -> str | None:
         if inputs is not None:
             return None
-        reached = _functions_of(nested.tensors(tensors))
+        functions = _backward_functions_of(nested.tensors(tensors))
         # a parameter is a leaf if the model is run, and has a grad_fn in a trace
-        own = {id(p) for p in module.parameters()}
-        made = {p.grad_fn for p in module.parameters()}
-        is_reached = any(f in made or id(getattr(f, "variable", None)) in own for f in reached)
+        parameter_ids = {id(p) for p in module.parameters()}
+        parameter_functions = {p.grad_fn for p in module.parameters()}
+        is_reached = any(
+            f in parameter_functions or id(getattr(f, "variable", None)) in parameter_ids
+            for f in functions
+        )
         return _BACKWARD if is_reached else None
 
     data: Any = torch._C.TensorBase.data
     grad: Any = torch._C.TensorBase.grad
-    of_grad = [
-        refused(on_parameter(_GRAD), access)
+    grad_accessors = [
+        refusing_wrapper(on_parameter(_GRAD), access)
         for access in (grad.__get__, grad.__set__, grad.__delete__)
     ]
     autograd: Any = torch._C._autograd
     accumulated, several = "register_post_accumulate_grad_hook", "register_multi_grad_hook"
     refusals: list[tuple[Any, str, Callable[..., str | None]]] = [
-        (autograd, "_push_saved_tensors_default_hooks", _of_saved_tensors),
+        (autograd, "_push_saved_tensors_default_hooks", _saved_hooks_message),
         (torch.Tensor, "register_hook", on_parameter(_ON_PARAMETER)),
         (torch.Tensor, accumulated, after_backward(accumulated)),
         (torch.autograd.graph, several, after_backward(several)),
@@ -114,11 +117,11 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for place, name, why in refusals:
-            new = refused(why, getattr(place, name))
+            new = refusing_wrapper(why, getattr(place, name))
             stack.enter_context(mock.patch.object(place, name, new))
-        setter = _DataSetter(module, refused(lambda *_: _DATA, data.__set__))
+        setter = _DataSetter(module, refusing_wrapper(lambda *_: _DATA, data.__set__))
         stack.enter_context(mock.patch.object(torch.Tensor, "data", property(data.__get__, setter)))
-        stack.enter_context(mock.patch.object(torch.Tensor, "grad", property(*of_grad)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "grad", property(*grad_accessors)))
         yield
 
 
@@ -129,13 +132,13 @@ class _DataSetter:
     effect, except for tensors that share memory with the old or the new values.
     """
 
-    def __init__(self, module: nn.Module, refused: Callable[..., Any]) -> None:
-        self._module, self._refused = module, refused
+    def __init__(self, module: nn.Module, refuse: Callable[..., Any]) -> None:
+        self._module, self._refuse = module, refuse
 
     def __call__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         parameters = {*map(id, self._module.parameters())}
-        known = [*self._module.parameters(), *self._module.buffers()]
-        storages = {each.untyped_storage()._cdata for each in known}
+        state = [*self._module.parameters(), *self._module.buffers()]
+        storages = {each.untyped_storage()._cdata for each in state}
         if (
             isinstance(tensor, FakeTensor | FunctionalTensor)
             and not tensor.requires_grad
@@ -147,10 +150,10 @@ class _DataSetter:
             with torch.no_grad():
                 tensor.copy_(value)
         else:
-            self._refused(tensor, value)
+            self._refuse(tensor, value)
 
 
-def _functions_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+def _backward_functions_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
     """The autograd functions that a backward pass from these tensors would run.
 
     The function that accumulates a leaf's gradient has the leaf as its `variable`.
@@ -165,7 +168,7 @@ def _functions_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
             stack += [before for before, _ in function.next_functions]
 
 
-def _of_saved_tensors(pack: Callable[..., Any], _unpack: Any) -> str | None:
+def _saved_hooks_message(pack: Callable[..., Any], _unpack: Any) -> str | None:
     """The message for hooks on saved tensors, or None for hooks that leave values as they are.
 
     The latter are ours, which observe an opaque part, and those of `torch.utils.checkpoint`.

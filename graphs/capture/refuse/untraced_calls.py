@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from graphs.capture.refuse.side_effects import SideEffectError
-from graphs.capture.refuse.unseen_changes import refused
+from graphs.capture.refuse.unseen_changes import refusing_wrapper
 
 _REQUIRES_GRAD = "forward switches requires_grad of a parameter"
 _ONE_SET = (
@@ -37,22 +37,22 @@ def no_untraced_calls(model: nn.Module) -> Iterator[None]:
     These are switching `requires_grad` of a parameter of the model, and `as_subclass`.
     """
 
-    def on_switch(tensor: torch.Tensor, requires_grad: bool = True) -> None:
+    def refuse_switch(tensor: torch.Tensor, requires_grad: bool = True) -> None:
         is_switched = tensor.requires_grad != requires_grad
         if is_switched and any(tensor is each for each in model.parameters()):
             raise SideEffectError(_REQUIRES_GRAD + _ONE_SET, short=_REQUIRES_GRAD)
 
     flag: Any = torch._C.TensorBase.requires_grad
     calls: dict[str, Any] = {
-        "requires_grad_": refused(on_switch, torch.Tensor.requires_grad_),
-        "requires_grad": property(flag.__get__, refused(on_switch, flag.__set__)),
-        "as_subclass": refused(_of_subclass, torch.Tensor.as_subclass),
+        "requires_grad_": refusing_wrapper(refuse_switch, torch.Tensor.requires_grad_),
+        "requires_grad": property(flag.__get__, refusing_wrapper(refuse_switch, flag.__set__)),
+        "as_subclass": refusing_wrapper(_refuse_subclass, torch.Tensor.as_subclass),
     }
     with mock.patch.multiple(torch.Tensor, **calls):
         yield
 
 
-def _of_subclass(_tensor: torch.Tensor, cls: type) -> None:
+def _refuse_subclass(_tensor: torch.Tensor, cls: type) -> None:
     """Refuse `as_subclass`, except to PyTorch's classes: tracing itself and nn.Parameter use it."""
     if cls.__module__.partition(".")[0] != "torch":
         what = _SUBCLASS.format(name=cls.__name__)

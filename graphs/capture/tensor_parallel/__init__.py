@@ -2,9 +2,9 @@
 
 from graphs.capture.tensor_parallel.as_dtensors import (
     forget_placements,
-    gradient_noted,
-    of_local_parts,
-    with_part,
+    report_gradient_placement,
+    rewrite_for_local_parts,
+    with_local_part,
 )
 from graphs.capture.tensor_parallel.checks import (
     MeshError,

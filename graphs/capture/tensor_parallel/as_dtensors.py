@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from graphs.model_calls import TraceError
 
 
-def with_part(like: Any, part: torch.Tensor) -> torch.Tensor:
+def with_local_part(like: Any, part: torch.Tensor) -> torch.Tensor:
     """A DTensor with this local part and the placement of `like`; it requires no gradient."""
     made: torch.Tensor = type(like)(part, like._spec, requires_grad=False)
     return made
@@ -37,17 +37,17 @@ def forget_placements() -> None:
     clear()
 
 
-def gradient_noted(tensor: torch.Tensor, note: Callable[[Any], None]) -> torch.Tensor:
+def report_gradient_placement(tensor: torch.Tensor, note: Callable[[Any], None]) -> torch.Tensor:
     """Pass a DTensor on, and report how its gradient is placed.
 
     note: called in the backward pass with the gradient's spec (mesh, placements, shape, strides).
     """
-    apply: Any = _GradientNoted.apply
+    apply: Any = _GradientPlacementReport.apply
     same: torch.Tensor = apply(tensor, note)
     return same
 
 
-class _GradientNoted(torch.autograd.Function):
+class _GradientPlacementReport(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, note: Callable[[Any], None]) -> torch.Tensor:
         ctx.note = note
@@ -59,7 +59,7 @@ class _GradientNoted(torch.autograd.Function):
         return gradient, None
 
 
-def of_local_parts(graph: torch.fx.Graph) -> None:
+def rewrite_for_local_parts(graph: torch.fx.Graph) -> None:
     """Rewrite a graph that AOTAutograd has traced from DTensors, in place.
 
     Meshes are dropped from inputs and outputs, a local part gets the descriptor of its DTensor, and
@@ -67,14 +67,14 @@ def of_local_parts(graph: torch.fx.Graph) -> None:
     computes with a mesh.
     """
     output = graph.output_node()
-    described = list(output.meta["desc"])
+    descs = list(output.meta["desc"])
     values = list(pytree.tree_leaves(output.args[0], is_leaf=lambda item: item is None))
-    output.args = ([v for v, d in zip(values, described, strict=True) if _is_kept(d)],)
-    output.meta["desc"] = [_whole(desc) for desc in described if _is_kept(desc)]
+    output.args = ([v for v, d in zip(values, descs, strict=True) if _is_kept(d)],)
+    output.meta["desc"] = [_descriptor_of_dtensor(desc) for desc in descs if _is_kept(desc)]
     for node in graph.find_nodes(op="placeholder"):
         desc = node.meta["desc"]
         if _is_kept(desc):
-            node.meta["desc"] = _whole(desc)
+            node.meta["desc"] = _descriptor_of_dtensor(desc)
             continue
         for user in list(node.users):
             if not user.users:  # no longer returned: an equal mesh that DTensor has cached
@@ -84,19 +84,19 @@ def of_local_parts(graph: torch.fx.Graph) -> None:
         graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=_WAIT):
         # `wait_tensor` returns its argument; its meta function makes a new tensor.
-        (made,) = node.all_input_nodes
-        made.meta["val"] = node.meta["val"]
+        (argument,) = node.all_input_nodes
+        argument.meta["val"] = node.meta["val"]
 
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_OF_SUBCLASS = (descriptors.SubclassGetAttrAOTInput, descriptors.SubclassGetAttrAOTOutput)
+_SUBCLASS_DESCRIPTORS = (descriptors.SubclassGetAttrAOTInput, descriptors.SubclassGetAttrAOTOutput)
 
 
 def _is_kept(desc: Any) -> bool:
     """Whether an input or output stays: all but the meshes and other attributes of DTensors."""
-    return not isinstance(desc, _OF_SUBCLASS) or desc.attr == "_local_tensor"
+    return not isinstance(desc, _SUBCLASS_DESCRIPTORS) or desc.attr == "_local_tensor"
 
 
-def _whole(desc: Any) -> Any:
+def _descriptor_of_dtensor(desc: Any) -> Any:
     """The descriptor of the DTensor that a local part belongs to."""
-    return desc.base if isinstance(desc, _OF_SUBCLASS) else desc
+    return desc.base if isinstance(desc, _SUBCLASS_DESCRIPTORS) else desc

@@ -27,13 +27,13 @@ def meshes_on(device: torch.device | None) -> Iterator[None]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import _dispatch
 
-    supported: Any = _dispatch.is_rng_supported_mesh
+    original: Any = _dispatch.is_rng_supported_mesh
 
-    def is_own(mesh: Any) -> bool:
-        return mesh._device_type == device.type and bool(supported(mesh))
+    def is_supported(mesh: Any) -> bool:
+        return mesh._device_type == device.type and bool(original(mesh))
 
     with (
         mock.patch.object(DeviceMesh, "device_type", property(lambda _mesh: device.type)),
-        mock.patch.object(_dispatch, "is_rng_supported_mesh", is_own),
+        mock.patch.object(_dispatch, "is_rng_supported_mesh", is_supported),
     ):
         yield

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphs.capture.absent_card import AttentionCall, attention_of, can_trace_absent
 from graphs.capture.absent_card.no_accelerator import no_accelerator
-from graphs.capture.absent_card.operators import _WHOLE_ON_CUDA
+from graphs.capture.absent_card.operators import _FUSED_ON_CUDA
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
@@ -231,7 +231,7 @@ def test_the_list_of_those_operators_is_pytorchs():
         return own | (kernels(delegate) if delegate else set())
 
     both = {"CUDA", "CompositeImplicitAutograd"}
-    assert {n for n, f in functions.items() if both <= kernels(f)} == set(_WHOLE_ON_CUDA)
+    assert {n for n, f in functions.items() if both <= kernels(f)} == set(_FUSED_ON_CUDA)
 
 
 @pytest.mark.slow(sample=2)
