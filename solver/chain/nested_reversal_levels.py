@@ -173,7 +173,7 @@ class Stretch:
                 program.row([keep[u], run[u], reader], [1.0, 1.0, -1.0], lower=0.0)
         sizes = [size / scale for size in self.unit_bytes.values()]
         program.row(list(keep.values()), sizes, upper=held_bytes / scale)
-        return max(0.0, program.solve(whole=False).bound)
+        return max(0.0, program.solve(as_milp=False).bound)
 
 
 def levels_of(

@@ -85,7 +85,7 @@ def _since(folded: StorageGraph, u: int, q: int, budget_bytes: int) -> int | Non
     """
     run_bytes = max((folded.run_bytes[n] for n in _nodes_for(folded, [u], q)), default=0)
     for p in range(q - 1, folded.n_forward - 1, -1):
-        held_bytes = 0 if folded.must_be_there(u, p) else folded.unit_bytes[u]
+        held_bytes = 0 if folded.must_be_on_device(u, p) else folded.unit_bytes[u]
         if folded.least_bytes[p] + held_bytes > budget_bytes:
             return None
         if folded.held_bytes[p] + run_bytes <= budget_bytes:

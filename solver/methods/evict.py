@@ -97,7 +97,7 @@ class _Run:
         self._dies_at: dict[int, list[int]] = {}
         for u, n in enumerate(folded.maker):
             if n < folded.n_forward and not folded.recomputable[n]:
-                self._dies_at.setdefault(folded.last_need[n], []).append(u)
+                self._dies_at.setdefault(folded.last_useful_position[n], []).append(u)
         self.bytes = graph.resident_bytes
         self.now = 0
         self._above = [  # by forward node, the units that it reads, with their makers

@@ -109,7 +109,7 @@ def ilp(
                     folded,
                     positions=range(1, folded.n_nodes + 1),
                     budget_bytes=budget_bytes,
-                    whole=True,
+                    as_milp=True,
                     gap=GAP,
                     deadline=deadline,
                 )

@@ -132,7 +132,7 @@ class Stages:
         constant_bytes = folded.graph.resident_bytes + sum(
             folded.unit_bytes[u]
             for u in range(folded.n_units)
-            if folded.maker[u] >= folded.n_forward and folded.must_be_there(u, p)
+            if folded.maker[u] >= folded.n_forward and folded.must_be_on_device(u, p)
         )
         now = sorted(n for n in recompute if allowed and not folded.cannot_recompute(n, p))
         return Stage(p, tuple(sorted(needed)), tuple(now), constant_bytes)

@@ -39,13 +39,13 @@ from solver.bound import (
     SpanCut,
     StorageGraph,
     binding_cut,
-    bounded,
+    bound_by_lps,
+    bound_by_milp,
     halves,
     least_time_s,
-    of_step,
-    sharpened,
     span_graph,
     whole_span,
+    without_span_nodes,
 )
 from solver.methods.auto import fold_simulation, schedule_from_cuts
 from solver.methods.best_so_far import BestSoFar
@@ -58,7 +58,7 @@ GAP = 5e-4
 N_NARROW = 64
 """A span is narrow if it is at most one N_NARROW-th of the whole span."""
 N_TOGETHER = 4
-"""Maximum positions of one program, besides TURN."""
+"""Maximum positions of one program, besides FORWARD_END."""
 N_PLANNED, N_PLANNED_QUICKLY = 24, 8
 """Maximum runs of the method."""
 RETRIES = (0.5, 0.25, 0.125, 0.0)
@@ -183,7 +183,7 @@ class _Search(BestSoFar):
         around: the cut of a larger span that this one is part of. If its solution lies in this span
             and this span's own LPs prove no more, it serves as this span's cut as well.
         """
-        cut = bounded(self.graph, span, budget_bytes=self.budget_bytes, deadline=self.deadline)
+        cut = bound_by_lps(self.graph, span, budget_bytes=self.budget_bytes, deadline=self.deadline)
         if around is None or around.saved_bytes is None or cut.span.lost_share > span.lost_share:
             return _Open(cut)
         if not span.least_bytes <= around.saved_bytes <= span.most_bytes:
@@ -195,7 +195,7 @@ class _Search(BestSoFar):
     def _sharpened(self, cut: SpanCut) -> SpanCut:
         """Solve the cut as an integer program, adding positions at which its schedule overflows."""
         while True:
-            cut = sharpened(
+            cut = bound_by_milp(
                 self.graph,
                 cut,
                 budget_bytes=self.budget_bytes,
@@ -216,7 +216,9 @@ class _Search(BestSoFar):
         fits or is illegal.
         """
         folded = StorageGraph.of(span_graph(self.graph, cut.span, budget_bytes=self.budget_bytes))
-        schedule = of_step(self.graph, schedule_from_cuts(folded, cut.kept, deadline=self.deadline))
+        schedule = without_span_nodes(
+            self.graph, schedule_from_cuts(folded, cut.kept, deadline=self.deadline)
+        )
         try:
             played = fold_simulation(StorageGraph.of(self.graph), schedule)
         except IllegalScheduleError:
@@ -264,5 +266,5 @@ class _Search(BestSoFar):
         )
         self.timed_out = self.timed_out or proposal.timed_out
         if proposal.schedule is not None:
-            self.fits(of_step(self.graph, proposal.schedule))
+            self.fits(without_span_nodes(self.graph, proposal.schedule))
         return proposal

@@ -21,10 +21,10 @@ from solver.bound import (
     Span,
     StorageGraph,
     least_in_flight_bytes,
-    of_step,
     proven_least_budget_bytes,
     span_graph,
     whole_span,
+    without_span_nodes,
 )
 from solver.methods.evict import evict
 from solver.methods.proposal import Method
@@ -84,7 +84,7 @@ def find_obstacle(
     elif places is None or places.host is None:
         proven_bytes, p = proven_least_budget_bytes(folded, deadline=deadline)
     else:
-        needed = StorageGraph.of(graph, may_leave=True)
+        needed = StorageGraph.of(graph, may_offload=True)
         p = int(np.argmax(needed.least_bytes))
         proven_bytes = int(needed.least_bytes[p])
     schedule = None
@@ -111,7 +111,7 @@ def find_obstacle(
     here = [
         (folded.unit_names[u], folded.unit_bytes[u])
         for u in range(folded.n_units)
-        if needed.must_be_there(u, p) or (p < folded.n_nodes and u in folded.makes[p])
+        if needed.must_be_on_device(u, p) or (p < folded.n_nodes and u in folded.makes[p])
     ]
     here += [(t.name, t.size_bytes) for t in graph.resident if t.alias_of is None]
     return Obstacle(
@@ -191,7 +191,9 @@ def _least_in_flight(
                 break
             schedule, spent = evict(alone, budget_bytes=budget_bytes, deadline=deadline)
             work += spent
-            found = _with_peak(graph, None if schedule is None else of_step(graph, schedule))
+            found = _with_peak(
+                graph, None if schedule is None else without_span_nodes(graph, schedule)
+            )
             if found is not None and found[1] <= budget_bytes:
                 return found[0]
         return None

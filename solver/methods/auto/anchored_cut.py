@@ -50,8 +50,8 @@ def offer_anchored(search: Search, *, base: int) -> None:
                 allowance_bytes={base: less_bytes},
                 deadline=search.deadline,
             )
-            program.hold(units)
-            cuts = program.rounded()
+            program.keep_everywhere(units)
+            cuts = program.solve_lp_and_round()
             found = None if cuts.kept is None else search.offer_cuts({base: cuts.kept[0]})
             if found is None:
                 break

@@ -76,7 +76,7 @@ def recompute_around(search: CopySearch) -> None:
     )
     never = {u for u, maker in enumerate(folded.maker) if n_made[maker, u] != 1}
     never |= never_copied(folded)
-    for cut in search.binding.ranked[:N_CUTS]:
+    for cut in search.binding.ranked_cuts[:N_CUTS]:
         barred = set(never)
         for _ in range(N_CHOICES):
             if search.done or search.gap <= (MORE_GAP if tried else OPTIMAL_GAP):
@@ -104,13 +104,13 @@ def _fetched_by_cut(
     near_lp: solve near the LP's solution, else the whole MILP.
     """
     program = search.program(position, allowance_bytes=0)
-    program.forbid(barred)
-    solve = program.solve_near_lp if near_lp else partial(program.solve, whole=True)
+    program.forbid_fetches(barred)
+    solve = program.solve_near_lp if near_lp else partial(program.solve, as_milp=True)
     node_limit = search.nodes_of(program, CUT_NODES)
     cut = solve(gap=CUT_GAP, node_limit=node_limit, deadline=search.deadline)
-    if cut.kept is None or cut.away is None:
+    if cut.kept is None or cut.fetched is None:
         return (), []
-    return search.written_out(position, kept=cut.kept, away=cut.away)
+    return search.order_and_gaps_of_cut(position, kept=cut.kept, fetched=cut.fetched)
 
 
 def _replanned(

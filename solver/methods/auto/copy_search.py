@@ -50,7 +50,7 @@ class CopySearch(BestSoFar):
         self.to: Places = places
         self.starts, self.quick = starts, quick
         self.folded = StorageGraph.of(graph)
-        self.free = StorageGraph.of(graph, may_leave=True)
+        self.free = StorageGraph.of(graph, may_offload=True)
         self.binding = CopyBinding(0.0, ())
         self.cut_short = False
         self.unclimbed: list[Schedule] = []  # where the local search starts, besides the best
@@ -114,23 +114,25 @@ class CopySearch(BestSoFar):
         """Branch-and-bound nodes for this program: n_nodes, or fewer if it is large."""
         return max(1, min(n_nodes, n_nodes * COLUMNS // len(program.program.cost)))
 
-    def written_out(
-        self, position: int, *, kept: frozenset[int], away: frozenset[int]
+    def order_and_gaps_of_cut(
+        self, position: int, *, kept: frozenset[int], fetched: frozenset[int]
     ) -> tuple[Sequence[str], list[Gap]]:
         """The order of nodes with the cut's recomputation, and the gaps around p that are copied.
 
         position: p.
-        kept, away: the units that the cut keeps on the device, and those that it fetches later.
+        kept, fetched: the units that the cut keeps on the device, and those that it fetches later.
         """
-        schedule = schedule_from_cuts(self.folded, {position: kept | away}, deadline=self.deadline)
+        schedule = schedule_from_cuts(
+            self.folded, {position: kept | fetched}, deadline=self.deadline
+        )
         order = schedule.order
         if position == len(self.graph.nodes):  # the end: no node follows that could read a fetch
             return order, []
-        here = order.index(self.graph.nodes[position].name)
+        at = order.index(self.graph.nodes[position].name)
         gaps = [
             gap
             for gap in find_gaps(self.folded, order)
-            if gap.unit in away and gap.first < here < gap.last
+            if gap.unit in fetched and gap.first < at < gap.last
         ]
         return order, gaps
 

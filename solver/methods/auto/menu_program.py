@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from solver.bound import TIME_ERROR, CutMilp, StorageGraph, round_bytes
+from solver.bound import TIME_ERROR, CutMilp, StorageGraph, add_rounded_byte_rows
 from solver.methods.auto.from_cuts import fold_simulation
 from solver.methods.auto.search import Search
 from solver.sizes_deadlines_progress import Deadline
@@ -59,7 +59,7 @@ def menu_program(
         allowance_bytes=allowance_bytes,
         deadline=search.deadline,
     )
-    round_bytes(program)
+    add_rounded_byte_rows(program)
     return program
 
 
@@ -147,7 +147,7 @@ def kept_by_best(
     """
     program = cuts.program
     answer = program.solve(
-        whole=True,
+        as_milp=True,
         gap=GAP,
         node_limit=max(1, NODES_TIMES_COLUMNS_SQUARED // max(1, cuts.n_columns) ** 2),
         deadline=deadline,

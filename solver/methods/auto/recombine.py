@@ -112,7 +112,7 @@ def _used_by_all(search: Search, base: int) -> Iterator[Menu]:
         if len(left | best) > MAX_MENU:
             return
         program = menu_program(search, left | best, base=base)
-        values = program.program.solve(whole=False, deadline=search.deadline).values
+        values = program.program.solve(as_milp=False, deadline=search.deadline).values
         used = Menu() if values is None else program.entries(values)
         if used <= best:
             return

@@ -96,14 +96,14 @@ class _Span:
         if needed is None or maker not in self._recompute:
             return needed
         program = self._cuts.program
-        column = program.variable(whole=False)
+        column = program.variable(integer=False)
         program.row([column, needed, self._recompute[maker]], [1.0, -1.0, 1.0], lower=0.0)
         return column
 
     def _at_least_each(self, columns: Iterable[int]) -> int:
         """A new column that is at least as large as each of these."""
         program = self._cuts.program
-        most = program.variable(whole=False)
+        most = program.variable(integer=False)
         for column in columns:
             program.row([most, column], [1.0, -1.0], lower=0.0)
         return most

@@ -93,9 +93,9 @@ def _solve(search: Search, program: CutMilp, by_cuts: float, *, proves: bool) ->
 
     def solved(node_limit: int) -> Cuts:
         answer = program.program.solve(
-            whole=True, gap=GAP, node_limit=node_limit, deadline=search.deadline
+            as_milp=True, gap=GAP, node_limit=node_limit, deadline=search.deadline
         )
-        return program.read(answer)
+        return program.to_cuts(answer)
 
     n_nodes = max(1, NODES_TIMES_COLUMNS // max(1, program.n_columns))
     hopeless = search.lost_share - FAR_BELOW

@@ -51,9 +51,9 @@ from graphs.graph import Graph
 from solver.bound import (
     StorageGraph,
     binding_cut,
+    lost_share_by_windows,
     proven_least_budget_bytes,
     solve_cuts,
-    windows_share,
 )
 from solver.methods.auto.anchored_cut import offer_anchored
 from solver.methods.auto.nested_reversals import nested_reversals
@@ -174,8 +174,8 @@ def single_cut(search: Search) -> None:
 
 def anchored_cut(search: Search) -> None:
     """Stage 2: offer the schedules of the strongest cut with anchors."""
-    if search.binding.ranked:
-        offer_anchored(search, base=search.binding.ranked[0][0])
+    if search.binding.ranked_positions:
+        offer_anchored(search, base=search.binding.ranked_positions[0][0])
 
 
 def other_methods(search: Search) -> None:
@@ -219,11 +219,11 @@ def several_cuts(search: Search, **limits: int) -> None:
 
 def windows(search: Search) -> None:
     """Stage 5, first part: sharpen the bound if the best schedule is far from it."""
-    if search.binding.ranked and WIDE_GAP <= search.gap < math.inf:
-        lost_share = windows_share(
+    if search.binding.ranked_positions and WIDE_GAP <= search.gap < math.inf:
+        lost_share = lost_share_by_windows(
             search.folded,
             budget_bytes=search.budget_bytes,
-            base=search.binding.ranked[0][0],
+            base=search.binding.ranked_positions[0][0],
             deadline=search.deadline,
         )
         search.prove(lost_share)
@@ -231,9 +231,9 @@ def windows(search: Search) -> None:
 
 def recombination(search: Search) -> None:
     """Stages 6 and 7: solve a tiny graph completely, or recombine the schedules found so far."""
-    if not search.binding.ranked or _solved_whole(search):
+    if not search.binding.ranked_positions or _solved_whole(search):
         return
-    folded, base = search.folded, search.binding.ranked[0][0]
+    folded, base = search.folded, search.binding.ranked_positions[0][0]
     rest = int(folded.held_bytes[base] + folded.own_bytes[base])
     for share in ROOM_SHARES:
         if search.done:
@@ -242,7 +242,7 @@ def recombination(search: Search) -> None:
             folded,
             positions=[base],
             budget_bytes=rest + int(share * (search.budget_bytes - rest)),
-            whole=True,
+            as_milp=True,
             node_limit=5,
             deadline=search.deadline,
         )

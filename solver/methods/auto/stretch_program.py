@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphs.graph import Graph
-from solver.bound import CutMilp, StorageGraph, round_bytes
+from solver.bound import CutMilp, StorageGraph, add_rounded_byte_rows
 from solver.methods.auto.from_cuts import just_in_time, names_let_go
 from solver.methods.auto.menu_program import kept_by_best
 from solver.methods.auto.recompute_rows import add_recompute_rows
@@ -83,7 +83,7 @@ class StretchMilp(CutMilp):
         super().__init__(folded, positions=positions, budget_bytes=budget_bytes, deadline=deadline)
         self.held_since = self._may_have_stayed()
         self._add_ends()
-        round_bytes(self)
+        add_rounded_byte_rows(self)
         add_recompute_rows(self, deadline=deadline)
 
     def _end(self, k: int) -> int:

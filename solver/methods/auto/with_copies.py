@@ -1,7 +1,7 @@
 """Keep, recompute or copy to host or disk: one choice, from the cut with copies.
 
 1. **The baseline with copies** of what exceeds the budget is cheap, and tried first.
-2. `solver.bound.binding_copies` finds the position at which the most time is lost, and the bound.
+2. `solver.bound.binding_copy_cut` finds the position at which the most time is lost, and the bound.
 3. **The cut's choice.** Its program, with recomputation counted where it is needed
    (`just_in_time`), says what is on the device at the position, what is on the host and what is
    recomputed. Recomputation is written out as an order (`from_cuts`), and copies are placed in it
@@ -39,7 +39,7 @@ from functools import partial
 from operator import itemgetter
 
 from graphs.graph import Graph
-from solver.bound import binding_copies, binding_cut, least_time_s
+from solver.bound import binding_copy_cut, binding_cut, least_time_s
 from solver.methods.auto.around_copies import recompute_around
 from solver.methods.auto.copies_local_optimum import Attempt, climb
 from solver.methods.auto.copy_placement import Gap, never_copied
@@ -134,7 +134,7 @@ def with_copies(
         if not search.done:
             # Before the bound, so that there is a schedule whenever the time limit is reached.
             search.offer(_overflow_copied(search, baseline(graph).order))
-        search.binding = binding_copies(
+        search.binding = binding_copy_cut(
             search.free, budget_bytes=budget_bytes, places=places, deadline=search.deadline
         )
         search.lost_share = search.binding.lost_share
@@ -165,13 +165,13 @@ def _run(search: CopySearch, stages: Sequence[Stage]) -> None:
 
 def _choose(search: CopySearch) -> None:
     """Offer the schedules of the strongest cut."""
-    for cut in search.binding.ranked[:1]:
+    for cut in search.binding.ranked_cuts[:1]:
         _rounds(search, cut.position)
 
 
 def _choose_elsewhere(search: CopySearch) -> None:
     """Offer the schedules of the second strongest cut, if it is about as strong."""
-    for cut in search.binding.ranked[1:2]:
+    for cut in search.binding.ranked_cuts[1:2]:
         if cut.lost_share >= SIMILAR * search.binding.lost_share and search.gap > OPTIMAL_GAP:
             _rounds(search, cut.position)
 
@@ -186,13 +186,13 @@ def _rounds(search: CopySearch, position: int) -> None:
         if search.done or (n_before and search.gap <= OPTIMAL_GAP):
             return
         program = search.program(position, allowance_bytes=less_bytes)
-        program.forbid(barred)
+        program.forbid_fetches(barred)
         cut = program.solve_near_lp(
             gap=GAP, node_limit=search.nodes_of(program, ROUND_NODES), deadline=search.deadline
         )
-        if cut.kept is None or cut.away is None:
+        if cut.kept is None or cut.fetched is None:
             return
-        order, gaps = search.written_out(cut.position, kept=cut.kept, away=cut.away)
+        order, gaps = search.order_and_gaps_of_cut(cut.position, kept=cut.kept, fetched=cut.fetched)
         placed = search.place(order, gaps)
         found = search.offer(placed.schedule)
         if found is None:
@@ -211,10 +211,10 @@ def _rounds(search: CopySearch, position: int) -> None:
 
 def _prove(search: CopySearch) -> None:
     """Sharpen the bound: solve the strongest cut as an integer program."""
-    for cut in search.binding.ranked[:1]:
+    for cut in search.binding.ranked_cuts[:1]:
         program = search.program(cut.position)
         found = program.solve(
-            whole=True,
+            as_milp=True,
             gap=GAP,
             node_limit=search.nodes_of(program, PROOF_NODES),
             deadline=search.deadline,
@@ -240,8 +240,8 @@ def _copy_what_overflows(search: CopySearch) -> None:
     if search.gap <= STEPS_GAP:
         return
     orders = []
-    strongest = search.binding.ranked[:1]
-    away_bytes = sum(search.folded.unit_bytes[u] for cut in strongest for u in cut.away or ())
+    strongest = search.binding.ranked_cuts[:1]
+    away_bytes = sum(search.folded.unit_bytes[u] for cut in strongest for u in cut.fetched or ())
     for share in MORE_SHARES:
         if away_bytes and not search.time_is_up():
             budget_bytes = search.budget_bytes + int(share * away_bytes)

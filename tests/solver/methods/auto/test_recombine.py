@@ -43,7 +43,7 @@ def budget(graph: Graph, share: float) -> int:
 
 def lp_share(folded: StorageGraph, positions: list[int], budget_bytes: int) -> float:
     return solve_cuts(
-        folded, positions=positions, budget_bytes=budget_bytes, whole=False
+        folded, positions=positions, budget_bytes=budget_bytes, as_milp=False
     ).lost_share
 
 
@@ -68,7 +68,9 @@ def test_the_replay_loses_no_more_than_the_cuts_counted(name: str) -> None:
     budget_bytes = budget(graph, 0.4)
     full = list(range(folded.n_forward, folded.n_nodes))
     positions = full[:: max(1, len(full) // 4)]
-    cuts = solve_cuts(folded, positions=positions, budget_bytes=budget_bytes, whole=True, gap=1e-3)
+    cuts = solve_cuts(
+        folded, positions=positions, budget_bytes=budget_bytes, as_milp=True, gap=1e-3
+    )
     assert cuts.kept is not None
     guide = dict(zip(cuts.positions, cuts.kept, strict=True))
     lost_s = (
@@ -85,7 +87,7 @@ def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
     budget_bytes = budget(graph, 0.3)
     for p in range(folded.n_forward, folded.n_nodes):
         program = CutMilp(folded, positions=[p], budget_bytes=budget_bytes)
-        cuts = program.rounded()
+        cuts = program.solve_lp_and_round()
         if cuts.kept is None or math.isinf(cuts.cost_share):
             continue
         (kept,) = cuts.kept
@@ -111,7 +113,7 @@ def searched(graph: Graph, share: float) -> tuple[Search, int]:
             )
             if schedule is not None:
                 search.offer(schedule)
-    return search, binding.ranked[0][0]
+    return search, binding.ranked_positions[0][0]
 
 
 @pytest.mark.slow(keep=1)
@@ -204,7 +206,7 @@ def test_the_linear_program_of_all_menus_picks_what_it_needs(
     assert best < tried[0] < everything | best
     assert len(tried[0]) < 0.8 * len(everything | best)
     whole, picked = (
-        menu_program(search, menu, base=search.folded.n_forward).program.solve(whole=False).bound
+        menu_program(search, menu, base=search.folded.n_forward).program.solve(as_milp=False).bound
         for menu in (everything | best, tried[0])
     )
     assert picked == pytest.approx(whole, abs=1e-6)
