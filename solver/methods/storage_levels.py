@@ -139,7 +139,7 @@ METHODS_ON_LEVELS = {
 
 def _slow_levels(graph: Graph, blocks: Blocks, places: Places) -> list[Storage]:
     """Host and disk as levels for the largest snapshot, with costs in average forward steps."""
-    snapshots = blocks.handed_on
+    snapshots = blocks.crossing_without_companions
     sizes = (sum(graph.tensor_by_name[name].size_bytes for name in names) for names in snapshots)
     size_bytes = max(sizes, default=0)
     forward_s = sum(node.time_s for node in graph.forward_nodes)
