@@ -62,7 +62,7 @@ class CopySearch(BestSoFar):
             simulation = simulate(self.graph, schedule, places=self.to)
         except IllegalScheduleError:
             return None
-        self.keep(schedule, simulation)
+        self.keep_if_best(schedule, simulation)
         return simulation
 
     def adopt(self, proposal: Proposal) -> None:

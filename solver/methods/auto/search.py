@@ -67,7 +67,7 @@ class Search(BestSoFar):
             found = fold_simulation(self.folded, schedule)
         except IllegalScheduleError:
             return None
-        self.keep(schedule, found.simulation)
+        self.keep_if_best(schedule, found.simulation)
         if on_menu or (self.best is not None and self.best[0] is schedule):
             self.menus[found.recomputed] = None
         return found
