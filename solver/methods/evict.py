@@ -234,7 +234,7 @@ class _Run:
         ]
         self.work += len(self.live) + len(candidates)
         coming = [p for p in self._guide_positions if p >= self.now] or self._guide_positions[-1:]
-        guide = self.guide[coming[0]] if coming_positions else ()
+        guide = self.guide[coming[0]] if coming else ()
         scored = []
         for u in candidates:
             uses, i = folded.uses[u], self._next_use[u]

@@ -4,7 +4,7 @@ The graph is split into a chain of blocks as for `revolve`; its snapshots are th
 two blocks. `solver.chain` reverses the chain with snapshots on several levels. The number of
 snapshots on the device is the largest that fits, found by bisection; some other numbers are tried
 too. A tensor that is only on a slow level whenever a block is reversed is copied there, and back in
-time for its use (`auto.place_side_by_side`).
+time for its use (`auto.place_within_layout`).
 
 - `hrevolve` (Herrmann, Pallez 2020): device, host and disk.
 - `disk_revolve` (Aupy, Herrmann, Hovland, Robert 2016), `periodic_disk_revolve` (Aupy, Herrmann
@@ -41,7 +41,7 @@ from solver.chain import (
     reversal_ops,
     split_into_blocks,
 )
-from solver.methods.auto import Gap, find_gaps, place_side_by_side
+from solver.methods.auto import Gap, find_gaps, place_within_layout
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import Places, Schedule, baseline
@@ -177,7 +177,7 @@ def _make_schedule(
     gaps = list(_gaps_on_slow_levels(folded, recompute_only.order, blocks, actions))
     on_disk = frozenset(gap.unit for gap, level in gaps if slow_levels[level - 1].on_disk)
     size_bytes = folded.unit_bytes
-    return place_side_by_side(
+    return place_within_layout(
         folded,
         recompute_only.order,
         [gap for gap, _ in gaps],

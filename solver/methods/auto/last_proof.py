@@ -66,7 +66,7 @@ def prove_more(
     with search:
         search.prove(proven_s / baseline_s - 1.0)
         prove_by_reversals(search, split_into_blocks(graph))
-        if not (search.is_nested or search.done):
+        if not (search.is_nested or search.is_done):
             single_cut(search)
             _add_positions(search)
     return search.proposal()
@@ -80,7 +80,7 @@ def _add_positions(search: Search) -> None:
     small = [u for u in range(folded.n_units) if folded.uses[u] and not coarse.uses[u]]
     positions = {search.binding.ranked_positions[0][0]}
     proven_before = 0.0
-    while not search.done:
+    while not search.is_done:
         cuts = _solve(search, coarse, sorted(positions))
         if cuts is None:
             break
@@ -96,11 +96,11 @@ def _add_positions(search: Search) -> None:
         found = search.offer_cuts(kept)
         if found is None:
             break
-        new = found.overflowing(
+        new = found.overflowing_positions(
             search.budget_bytes,
             n_most=N_NEW_POSITIONS,
             distance=LEAST_DISTANCE,
-            but={*positions, folded.n_nodes},
+            excluded={*positions, folded.n_nodes},
         )
         if not new:
             break

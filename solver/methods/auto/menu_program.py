@@ -97,7 +97,7 @@ class MenuMilp(CutMilp):
         folded = self.folded
         allowed: list[set[int]] = [set() for _ in self.positions]
         for n, p in self._menu:
-            k = self._before(p)
+            k = self._last_position_before(p)
             if n < self.positions[k]:
                 allowed[k].add(n)
         read_later: set[int] = set()
@@ -105,12 +105,12 @@ class MenuMilp(CutMilp):
         for p, nodes in zip(reversed(self.positions), reversed(allowed), strict=True):
             self._deadline.check()
             read_later.update(u for n in nodes for u in folded.reads[n])
-            made = min(p, folded.n_forward)
+            n_run = min(p, folded.n_forward)
             units.append(
                 [
                     u
                     for u, uses in enumerate(folded.uses)
-                    if folded.maker[u] < made and uses and (uses[-1] >= p or u in read_later)
+                    if folded.maker[u] < n_run and uses and (uses[-1] >= p or u in read_later)
                 ]
             )
         yield from zip(reversed(units), allowed, strict=True)
@@ -128,11 +128,11 @@ class MenuMilp(CutMilp):
         return Menu(
             (n, p)
             for n, p in self._menu
-            if n in self.recompute[self._before(p)]
-            and values[self.recompute[self._before(p)][n]] > LEAST_VALUE
+            if n in self.recompute[self._last_position_before(p)]
+            and values[self.recompute[self._last_position_before(p)][n]] > LEAST_VALUE
         )
 
-    def _before(self, p: int) -> int:
+    def _last_position_before(self, p: int) -> int:
         """The index of the last of the program's positions before p."""
         return max(0, bisect_left(self.positions, p) - 1)
 

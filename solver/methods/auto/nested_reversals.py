@@ -41,7 +41,7 @@ def nested_reversals(search: Search) -> None:
 def prove_by_reversals(search: Search, blocks: Blocks) -> bool:
     """Prove the bound of nested reversals. Returns whether it is far above that of cuts."""
     folded, budget_bytes = search.folded, search.budget_bytes
-    if search.done or int(folded.least_bytes.max()) > budget_bytes:
+    if search.is_done or int(folded.least_bytes.max()) > budget_bytes:
         return False
     lost_share = reversal_bound(folded, blocks, budget_bytes=budget_bytes, deadline=search.deadline)
     search.prove(lost_share)

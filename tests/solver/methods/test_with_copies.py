@@ -222,7 +222,7 @@ def test_recomputation_alone_is_found_where_the_clock_ends_the_search_for_copies
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     options = {"budget_bytes": peak_bytes - 7000, "time_limit_s": 600.0, "seed": 0}
     alone = auto(graph, **options)
-    monkeypatch.setattr(with_copies, "COPYING", (takes_all_of_its_time,))
+    monkeypatch.setattr(with_copies, "COPY_STAGES", (takes_all_of_its_time,))
     proposal = auto(graph, places=host(1.0), **options)
     assert found(graph, proposal, host(1.0)) == found(graph, alone, host(1.0))
     # the bound was nearly met all the same
@@ -236,7 +236,7 @@ def test_a_large_step_begins_with_recomputation_alone(
     is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
-    for name in ("COPYING", "ALONE"):
+    for name in ("COPY_STAGES", "RECOMPUTE_STAGES"):
         noted = partial(lambda name, _search: begun.append(name), name)
         monkeypatch.setattr(with_copies, name, (noted, *getattr(with_copies, name)))
     graph = chain(n_blocks=50)
@@ -245,7 +245,7 @@ def test_a_large_step_begins_with_recomputation_alone(
     budget_bytes = simulate(graph, baseline(graph)).peak_bytes - 7000
     options = {"budget_bytes": budget_bytes, "time_limit_s": 600.0, "seed": 0}
     proposal = auto(graph, places=host(1.0), **options)
-    assert begun[0] == ("ALONE" if is_large else "COPYING")
+    assert begun[0] == ("RECOMPUTE_STAGES" if is_large else "COPY_STAGES")
     assert found(graph, proposal, host(1.0)) == pytest.approx(107.0)
 
 

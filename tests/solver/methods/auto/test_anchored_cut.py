@@ -54,7 +54,7 @@ def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> 
 
 def test_the_time_limit_leaves_a_known_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the clock leaves no time to find anything, what was known is handed back."""
-    monkeypatch.setattr(stages, "_in_no_time", lambda *_, **__: None)
+    monkeypatch.setattr(stages, "_fallback_after_time_limit", lambda *_, **__: None)
     budget_bytes = budget_at(RECURRENT, 0.5)
     known = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=600, seed=0).schedule
     assert known is not None
@@ -69,7 +69,7 @@ def test_the_time_limit_leaves_a_known_schedule(monkeypatch: pytest.MonkeyPatch)
 def test_a_known_schedule_that_does_not_fit_is_not_handed_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stages, "_in_no_time", lambda *_, **__: None)
+    monkeypatch.setattr(stages, "_fallback_after_time_limit", lambda *_, **__: None)
     budget_bytes = budget_at(RECURRENT, 0.5)
     found = auto(
         RECURRENT,

@@ -148,13 +148,13 @@ def test_menus_grow_from_what_the_best_schedule_recomputes(monkeypatch: pytest.M
     n_best = len(found.recomputed)
     for n in range(n_best):
         search.menus[frozenset({(n, 1000), (n, 1001), (n, 1002)})] = None
-    tried = menus_tried(search, monkeypatch, long=math.inf, _used_by_all=lambda *_: ())
+    tried = menus_tried(search, monkeypatch, long=math.inf, _menus_from_lp=lambda *_: ())
     assert [len(menu) for menu in tried[:2]] == [n_best + 3, pytest.approx(2 * n_best + 6, abs=2)]
     assert frozenset().union(*search.menus) == frozenset().union(*tried)
     assert all(found.recomputed < menu for menu in tried)
     search.menus[frozenset((n, 1000) for n in range(100 * n_best))] = None
-    whole = menus_tried(search, monkeypatch, long=math.inf, _used_by_all=lambda *_: ())
-    short = menus_tried(search, monkeypatch, long=2.5, _used_by_all=lambda *_: ())
+    whole = menus_tried(search, monkeypatch, long=math.inf, _menus_from_lp=lambda *_: ())
+    short = menus_tried(search, monkeypatch, long=2.5, _menus_from_lp=lambda *_: ())
     assert short == [menu for menu in whole if len(menu) <= 2.5 * n_best] != whole
 
 
@@ -169,7 +169,12 @@ def menus_tried(
         tried.append(menu)
         return 0
 
-    replaced = {"_offer_best": record, "SHORT": 0, "LONG": long, "WHOLE": 0} | replaced
+    replaced = {
+        "_offer_best": record,
+        "MAX_MENU_ENTRIES": 0,
+        "MAX_MENU_MULTIPLE": long,
+        "MAX_FULL_MENU": 0,
+    } | replaced
     for name, value in replaced.items():
         monkeypatch.setattr(module, name, value)
     recombine(search, base=search.folded.n_forward)
@@ -184,7 +189,8 @@ def test_all_that_was_seen_comes_first_where_it_is_short(monkeypatch: pytest.Mon
     best = fold_simulation(search.folded, search.best[0]).recomputed
     everything = best.union(*search.menus)
     whole, rest = (
-        menus_tried(search, monkeypatch, WHOLE=len(everything) - longer) for longer in (0, 1)
+        menus_tried(search, monkeypatch, MAX_FULL_MENU=len(everything) - longer)
+        for longer in (0, 1)
     )
     assert whole[0] == everything != rest[0]
     assert whole[1:] == [menu for menu in rest if menu != everything]
@@ -198,7 +204,7 @@ def test_the_linear_program_of_all_menus_picks_what_it_needs(
     """It loses no more on the menu of what it uses, which is much shorter; no menu comes twice."""
     search, _ = searched(NETS[name], 0.15)
     everything = frozenset().union(*search.menus)
-    tried = menus_tried(search, monkeypatch, _next_to_the_best=lambda _: ())
+    tried = menus_tried(search, monkeypatch, _menus_of_similar_schedules=lambda _: ())
     assert search.best is not None
     best = fold_simulation(search.folded, search.best[0]).recomputed
     assert tried

@@ -90,7 +90,7 @@ def test_a_slow_schedule_is_not_all_that_a_short_limit_leaves(
 def test_a_search_that_ends_by_itself_makes_no_late_eviction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stages, "_in_no_time", None)  # would fail if it were called
+    monkeypatch.setattr(stages, "_fallback_after_time_limit", None)  # would fail if it were called
     graph = pyramid(n_blocks=(1, 1))
     options = {"budget_bytes": share_of_range(graph, 0.5), "time_limit_s": 600.0}
     assert not stages.recompute_only(graph, **options).timed_out
