@@ -30,7 +30,7 @@ from solver.sizes_deadlines_progress import NEVER, Deadline
 
 N_POSITIONS = 6
 """Maximum number of positions of a span graph whose LPs are solved."""
-N_SEARCHED = 300
+MAX_SEARCH_NODES = 300
 """Maximum branch-and-bound nodes of one MILP."""
 
 
@@ -136,7 +136,7 @@ class _InFlightCuts(CutMilp):
         if as_milp:
             self.count_equal_columns()
             affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, self.n_columns) ** 2
-            n_nodes = max(1, min(N_SEARCHED, affordable))
+            n_nodes = max(1, min(MAX_SEARCH_NODES, affordable))
         answer = self.program.solve(as_milp=as_milp, gap=gap, node_limit=n_nodes, deadline=deadline)
         cuts = self.to_cuts(answer)
         span = dataclasses.replace(self._span, lost_share=cuts.lost_share)

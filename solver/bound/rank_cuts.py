@@ -29,10 +29,10 @@ from solver.bound.milp import Floats, Milp
 from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
-N_SEARCHED = 300
+MAX_SEARCH_NODES = 300
 """Maximum branch-and-bound nodes of one MILP."""
 
-Others = tuple[int, ...]
+OtherCounts = tuple[int, ...]
 """For each stage, how many of its micro-batches are in flight besides the one that runs."""
 
 
@@ -57,7 +57,7 @@ class RankCuts:
     def __init__(
         self,
         graphs: Sequence[Graph],
-        passes: Iterable[tuple[int, Others]],
+        passes: Iterable[tuple[int, OtherCounts]],
         *,
         room_bytes: int,
         positions: Sequence[Collection[int]] = (),
@@ -81,8 +81,8 @@ class RankCuts:
         self._baseline_s = math.fsum(graph.baseline_time_s for graph in graphs) or 1.0
         self._scale = float(max((n for s in stages for n in s.folded.unit_bytes), default=0) or 1)
         self._program = Milp(constant=1.0)
-        self._saved: list[_Bytes] = []
-        at_positions: list[list[_Bytes]] = []
+        self._saved: list[_ByteExpression] = []
+        at_positions: list[list[_ByteExpression]] = []
         for stage, graph in zip(stages, graphs, strict=True):
             share = (graph.baseline_time_s or 1.0) / self._baseline_s
             first_column = self._program.append(stage.program, weight=share)
@@ -116,7 +116,7 @@ class RankCuts:
             row_limits = ((each - saved.held_bytes) / self._scale for each in (least, most))
             self._program.limit(row, *row_limits)
         affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, len(self._program.cost)) ** 2
-        n_nodes = max(1, min(N_SEARCHED, affordable))
+        n_nodes = max(1, min(MAX_SEARCH_NODES, affordable))
         answer = self._program.solve(
             as_milp=as_milp, gap=gap, node_limit=n_nodes, deadline=deadline
         )
@@ -134,7 +134,7 @@ class RankCuts:
         )
         return RankBound(lost_s, tuple(saved_bytes), tuple(kept))
 
-    def _add_row(self, parts: Iterable[tuple[int, _Bytes]], most_bytes: float) -> int:
+    def _add_row(self, parts: Iterable[tuple[int, _ByteExpression]], most_bytes: float) -> int:
         """Add the row: n times the bytes of each part add up to at most most_bytes.
 
         Returns its index.
@@ -148,16 +148,18 @@ class RankCuts:
 
 
 @dataclass(frozen=True)
-class _Bytes:
+class _ByteExpression:
     """Bytes as a linear expression: held_bytes plus the sum of sizes times columns."""
 
     held_bytes: int
     columns: list[int]
     sizes: list[int]
 
-    def with_column_offset(self, offset: int) -> _Bytes:
+    def with_column_offset(self, offset: int) -> _ByteExpression:
         """The same expression in a program to which the columns were appended from `offset` on."""
-        return _Bytes(self.held_bytes, [offset + column for column in self.columns], self.sizes)
+        return _ByteExpression(
+            self.held_bytes, [offset + column for column in self.columns], self.sizes
+        )
 
 
 class _StageCuts(CutMilp):
@@ -172,7 +174,7 @@ class _StageCuts(CutMilp):
         budget_bytes = graph.resident_bytes + room_bytes
         folded = StorageGraph.of(one_in_flight(graph, room_bytes=room_bytes))
         self.forward_end = folded.position[FORWARD_END]
-        self.bytes_at: dict[int, _Bytes] = {}
+        self.bytes_at: dict[int, _ByteExpression] = {}
         all_positions = sorted(
             {self.forward_end, *(positions or _fullest_position_after(folded, self.forward_end))}
         )
@@ -190,7 +192,7 @@ class _StageCuts(CutMilp):
         folded, counted = self.folded, self.counted_units(keep, p)
         held_bytes = int(folded.held_bytes[p] + folded.own_bytes[p]) - folded.graph.resident_bytes
         sizes = [folded.unit_bytes[u] for u in counted]
-        self.bytes_at[p] = _Bytes(held_bytes, [keep[u] for u in counted], sizes)
+        self.bytes_at[p] = _ByteExpression(held_bytes, [keep[u] for u in counted], sizes)
 
 
 def one_in_flight(graph: Graph, *, room_bytes: int) -> Graph:
@@ -210,7 +212,7 @@ def _fullest_position_after(folded: StorageGraph, forward_end: int) -> Iterator[
         yield max(later, key=lambda p: int(folded.baseline_bytes[p]))
 
 
-def _undominated_passes(passes: Iterable[tuple[int, Others]]) -> list[tuple[int, Others]]:
+def _undominated_passes(passes: Iterable[tuple[int, OtherCounts]]) -> list[tuple[int, OtherCounts]]:
     """The passes whose rows no other pass implies.
 
     A pass implies another of the same stage if it has at least as many other micro-batches of every

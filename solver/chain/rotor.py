@@ -18,8 +18,8 @@ then the blocks before it, starting from x_{s-1} once more:
     f_s + .. + f_{k-1}  +  E(k, t, m - x_{s-1})  +  E(s, k-1, m).
 
 A segment of one block costs nothing. Each case needs what its first operations hold at once: see
-`_Bytes`. Since m includes x_{s-1}, both differences depend on s alone, so that for a fixed s all
-splits k and all m are one sum and one minimum of matrices.
+`_SegmentBytes`. Since m includes x_{s-1}, both differences depend on s alone, so that for a fixed s
+all splits k and all m are one sum and one minimum of matrices.
 
 *Slots.* m is counted in slots. If all sizes are multiples of a unit that divides the budget into at
 most `n_slots`, that unit is the slot, and the answer is exact. Otherwise sizes round up to slots
@@ -148,7 +148,7 @@ class _Slots:
         return -(-size_bytes * self.denominator // self.numerator)
 
 
-class _Bytes:
+class _SegmentBytes:
     """What the operations of a segment hold at once, in bytes; blocks count from 1 to L + 1.
 
     The loss saves nothing, its forward takes nothing, and the gradient of its output has no bytes.
@@ -190,7 +190,7 @@ class _Table:
         self.chain = chain
         self.last = chain.n_blocks + 1
         self.slots = _Slots.of(chain, budget_bytes=budget_bytes, n_slots=n_slots)
-        self.bytes = _Bytes(chain)
+        self.bytes = _SegmentBytes(chain)
         x, saved = self.bytes.x, self.bytes.saved
         held = [0, *(self.slots.needed_for(x[s - 1]) for s in range(1, self.last + 1))]
         self.held_keeping_input = held

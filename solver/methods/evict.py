@@ -188,8 +188,8 @@ class _Run:
         """
         folded = self.folded
         # Outputs that are still live from the last run are replaced: nothing reads them again.
-        freed_bytes = (folded.unit_bytes[u] for u in folded.makes[n] if u in self.live)
-        need_bytes = int(folded.own_bytes[n]) - sum(freed_bytes)
+        replaced_bytes = (folded.unit_bytes[u] for u in folded.makes[n] if u in self.live)
+        need_bytes = int(folded.own_bytes[n]) - sum(replaced_bytes)
         if self.bytes + need_bytes > self.budget_bytes:
             locked = {*folded.reads[n], *folded.makes[n]}
             pending = {u for name in stack for u in folded.reads[self._maker_of(name)]}

@@ -50,7 +50,7 @@ N_FETCH_CANDIDATES = 4
 """Fetches, by deadline, among which one that fits is sought."""
 MAX_LAYOUTS = 4
 """Maximum times that copies are placed, each time with less of the host."""
-LOADED_AHEAD = 2.0
+LOAD_LEAD = 2.0
 """How long before its use a storage is loaded, in times from the disk to the device."""
 
 
@@ -328,7 +328,7 @@ class _Sweep:
             if gap in self.fetched:
                 continue
             left_s = self.start_s[last] - self.start_s[i]
-            is_time = all_stored or left_s <= LOADED_AHEAD * self.offload.disk_to_device_s(u)
+            is_time = all_stored or left_s <= LOAD_LEAD * self.offload.disk_to_device_s(u)
             if not is_time or self.offload.loads_end_s >= end_s:
                 return
             if not self.offload.load(u, self.now_s, make_room=False):

@@ -65,10 +65,10 @@ def menu_program(
 
 def _positions(folded: StorageGraph, menu: Menu, *, base: int, budget_bytes: int) -> list[int]:
     """Where something on the menu is recomputed, and where the baseline exceeds the budget."""
-    full = {p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes}
-    places = {q for _, p in menu for q in (p - 1, p) if q >= 0}
+    over_budget = {p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes}
+    menu_positions = {q for _, p in menu for q in (p - 1, p) if q >= 0}
     first = min(folded.n_forward, base)
-    return sorted({p for p in full | places if p >= first} | {base})
+    return sorted({p for p in over_budget | menu_positions if p >= first} | {base})
 
 
 def recomputed_by_best(search: Search) -> Menu:

@@ -63,7 +63,7 @@ gains made 0.06 points.
 """
 WORTH_GAP = 0.05
 """With a gap below this share of the baseline's time the search does not start."""
-WORTH_A_STRETCH = 2e-3
+LEAST_STRETCH_LOSS = 2e-3
 """Middles that lose less than this share of the baseline's time are not solved."""
 
 
@@ -222,7 +222,7 @@ class _Plan:
                 if (p, size) not in self._middles:
                     self._middles[p, size] = self._longest_middle(p, size)
                 middle = self._middles[p, size]
-                if middle is not None and self._lost_share_in(middle) >= WORTH_A_STRETCH:
+                if middle is not None and self._lost_share_in(middle) >= LEAST_STRETCH_LOSS:
                     yield middle
                     break
 

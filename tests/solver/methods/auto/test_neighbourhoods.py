@@ -186,7 +186,7 @@ def test_where_nothing_is_found_the_next_middle_is_larger(
         for size in range(sizes[p], len(MAX_ENTRIES)):
             left = plan._longest_middle(p, size)
             assert left is not None
-            assert plan._lost_share_in(left) < neighbourhoods.WORTH_A_STRETCH
+            assert plan._lost_share_in(left) < neighbourhoods.LEAST_STRETCH_LOSS
     losses = [plan._lost_share_in(each) / LOSS_PER_SIZE**each.size for each in middles]
     assert losses[0] == max(losses)
 
@@ -268,7 +268,7 @@ def test_strange_steps_are_refined_without_a_crash(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Aliases, huge and empty tensors, several outputs: legal, within the budget, no slower."""
-    for name, value in {"WORTH_GAP": 0.0, "WORTH_A_STRETCH": 0.0, "MAX_WORK": 10**6}.items():
+    for name, value in {"WORTH_GAP": 0.0, "LEAST_STRETCH_LOSS": 0.0, "MAX_WORK": 10**6}.items():
         monkeypatch.setattr(neighbourhoods, name, value)
     for graph in (odd_graph(20 * seed + k) for k in range(20)):
         folded = StorageGraph.of(graph)
