@@ -23,7 +23,7 @@ from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.methods import METHODS, find_obstacle
 from solver.methods.auto.copy_placement import place_copies
-from solver.methods.auto.overflow import overflowing
+from solver.methods.auto.overflow import gaps_to_offload
 from solver.schedule import Link, Place, Places, Schedule, baseline, simulate
 
 DEFAULT_GRAPHS = ["gpt2-instance", "gpt2", "llama-4", "llama-32", "resnet50", "unet"]
@@ -139,7 +139,7 @@ def offloaded(graph: Graph, budget_bytes: int, places: Places) -> Row:
     """The plain step with what overflows on the host; perhaps above the budget all the same."""
     assert places.host is not None
     folded, order = StorageGraph.of(graph), baseline(graph).order
-    gaps = overflowing(folded, order, budget_bytes)
+    gaps = gaps_to_offload(folded, order, budget_bytes)
     beside = Places(host=places.host)
     schedule = place_copies(folded, order, gaps, budget_bytes=budget_bytes, places=beside).schedule
     overhead, host_bytes = measured(graph, schedule, budget_bytes, places)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from graphs.graph import Graph
 from graphs.rewrites import Variant, Variants, offered
 from graphs.trace import CapturedStep
-from solver.methods import AS_IT_IS, KnownPlan, reused, transferred
+from solver.methods import WITHOUT_RECOMPUTATION, KnownPlan, reuse_plan, transfer_schedule
 from solver.schedule import Request, Solution
 from solver.solving import answer
 
@@ -51,7 +51,9 @@ def new_plan(
     graphs = [(whole(each.graph), each.captured) for each in step.variants(planned)]
     variants = replace(offered(graphs, planned, runs_here=True), plain=plain)
     starts = [
-        transferred(graph, each.schedule) for graph in variants.planned for each in known[-N_TRIED:]
+        transfer_schedule(graph, each.schedule)
+        for graph in variants.planned
+        for each in known[-N_TRIED:]
     ]
     return NewPlan(answer(variants, request, starts=starts), reused=False)
 
@@ -73,11 +75,11 @@ def _reused(
         return replace(offered(both, [variant], runs_here=True), plain=plain)
 
     found: list[Solution] = []
-    for each in (AS_IT_IS, *known[-N_TRIED:]):
+    for each in (WITHOUT_RECOMPUTATION, *known[-N_TRIED:]):
         if each.rewrites not in planned or not alone(each.rewrites).planned:
             continue
-        solution = reused(alone(each.rewrites), each, request)
-        if solution is not None and each is AS_IT_IS:
+        solution = reuse_plan(alone(each.rewrites), each, request)
+        if solution is not None and each is WITHOUT_RECOMPUTATION:
             return solution
         found += [solution] if solution is not None else []
     return min(found, key=lambda s: s.overhead or 0.0, default=None)

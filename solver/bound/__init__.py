@@ -6,15 +6,15 @@ from solver.bound.in_flight import (
     Span,
     halves,
     least_in_flight_bytes,
-    of_step,
     span_graph,
     whole_span,
+    without_span_nodes,
 )
-from solver.bound.in_flight_cuts import SpanCut, bounded, sharpened
+from solver.bound.in_flight_cuts import SpanCut, bound_by_lps, bound_by_milp
 from solver.bound.lower_bound import (
     Binding,
     CopyBinding,
-    binding_copies,
+    binding_copy_cut,
     binding_cut,
     least_time_s,
     lower_bound_s,
@@ -22,7 +22,7 @@ from solver.bound.lower_bound import (
     relaxed_bound,
 )
 from solver.bound.milp import Milp
-from solver.bound.rank_cuts import RankCuts, alone
-from solver.bound.rounded_byte_rows import round_bytes
+from solver.bound.rank_cuts import RankCuts, one_in_flight
+from solver.bound.rounded_byte_rows import add_rounded_byte_rows
 from solver.bound.storage_graph import StorageGraph
-from solver.bound.windows import WindowCuts, large_units_only, windows_share
+from solver.bound.windows import WindowCuts, large_units_only, lost_share_by_windows

@@ -21,7 +21,7 @@ program order, the order in which bytes are counted; then the rows of the link h
 schedule takes the time of the first runs plus at least a + b + sum of time_s[n] * r[n]. The other
 rows are those of `solver.bound.cut`, with two differences: only resident tensors are held in any
 case, since what cannot be recomputed may be away too, and no alias keeps a node from being
-recomputed (`StorageGraph.of` with `may_leave`).
+recomputed (`StorageGraph.of` with `may_offload`).
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class CopyCut:
 
     lost_share: time that every schedule within the budget loses, as a share of the baseline's (inf:
         nothing fits).
-    kept, away: units that the solution has on the device at the position, and units that it fetches
-        later (None: no solution found). Other units that are needed later are recomputed.
+    kept, fetched: units that the solution has on the device at the position, and units that it
+        fetches later (None: no solution found). Other units that are needed later are recomputed.
     cost_share: what the solution loses (inf: not known).
     """
 
     position: int
     lost_share: float
     kept: frozenset[int] | None
-    away: frozenset[int] | None
+    fetched: frozenset[int] | None
     timed_out: bool = False
     cost_share: float = math.inf
 
@@ -62,7 +62,7 @@ class CopyCut:
 class CopyMilp(CutMilp):
     """The program that the module describes.
 
-    away: by unit, its column h.
+    fetch: by unit, its column h.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CopyMilp(CutMilp):
     ) -> None:
         """Build the program.
 
-        folded: folded with `may_leave`.
+        folded: folded with `may_offload`.
         allowance_bytes: taken from the budget.
         just_in_time: assume that nodes are recomputed right before their outputs are read, so that
             only those due before a fetch can hide it.
@@ -91,13 +91,13 @@ class CopyMilp(CutMilp):
             budget_bytes=budget_bytes,
             allowance_bytes={position: allowance_bytes},
         )
-        if self.away and places.host is not None:
+        if self.fetch and places.host is not None:
             LinkRows(
                 folded,
                 position,
                 self.program,
                 keep=self.keep[0],
-                away=self.away,
+                fetch=self.fetch,
                 recompute=self.recompute[0],
                 host=places.host,
                 disk=places.disk,
@@ -106,47 +106,49 @@ class CopyMilp(CutMilp):
 
     def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
         folded, p = self.folded, self.position
-        later = {  # units that later nodes made may be away too
+        made_later = {  # units that later nodes made may be away too
             u
             for u, uses in enumerate(folded.uses)
             if uses and folded.n_forward <= folded.maker[u] < p and uses[-1] >= p
         }
         for units, nodes in super()._candidates():
-            yield later.union(units), nodes
+            yield made_later.union(units), nodes
 
-    def _add_away(self, p: int, keep: Mapping[int, int]) -> None:
+    def _add_fetch_columns(self, p: int, keep: Mapping[int, int]) -> None:
         folded = self.folded
         for u in keep if self._places.host is not None else ():
             if folded.unit_bytes[u] and p not in folded.uses[u] and not folded.is_output(u):
-                self.away[u] = self.program.variable()
+                self.fetch[u] = self.program.variable()
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
         super()._add_bytes(p, keep)
-        if not self.away:
+        if not self.fetch:
             return
         self.program.row(
-            list(self.away.values()),
-            [self.folded.unit_bytes[u] / self._scale for u in self.away],
+            list(self.fetch.values()),
+            [self.folded.unit_bytes[u] / self._scale for u in self.fetch],
             upper=(self._places.host_bytes + self._places.disk_bytes) / self._scale,
         )
 
-    def forbid(self, units: Iterable[int]) -> None:
+    def forbid_fetches(self, units: Iterable[int]) -> None:
         """Do not fetch these units next. The result is then no bound."""
         for u in units:
-            if u in self.away:
-                self.program.most[self.away[u]] = 0.0
+            if u in self.fetch:
+                self.program.most[self.fetch[u]] = 0.0
 
     def solve(
         self,
         *,
-        whole: bool,
+        as_milp: bool,
         gap: float = 0.0,
         node_limit: int | None = None,
         deadline: Deadline = NEVER,
     ) -> CopyCut:
-        """Solve as an LP or, if `whole`, as a MILP; the arguments are those of `Milp.solve`."""
-        answer = self.program.solve(whole=whole, gap=gap, node_limit=node_limit, deadline=deadline)
-        return self._read(answer)
+        """Solve as an LP or, if `as_milp`, as a MILP; the arguments are those of `Milp.solve`."""
+        answer = self.program.solve(
+            as_milp=as_milp, gap=gap, node_limit=node_limit, deadline=deadline
+        )
+        return self._to_cut(answer)
 
     def solve_near_lp(self, *, gap: float, node_limit: int, deadline: Deadline = NEVER) -> CopyCut:
         """An integer solution that keeps what the LP fully keeps, and fetches only what it fetches.
@@ -154,30 +156,30 @@ class CopyMilp(CutMilp):
         Found within a tenth of a second, it is about as good as the best one. Its lost_share is the
         LP's.
         """
-        relaxed = self.program.solve(whole=False, deadline=deadline)
+        relaxed = self.program.solve(as_milp=False, deadline=deadline)
         if relaxed.values is None:
-            return self._read(relaxed)
+            return self._to_cut(relaxed)
         least, most = list(self.program.least), list(self.program.most)
         for column in self.keep[0].values():
             if relaxed.values[column] > 1 - TIME_ERROR:
                 least[column] = 1.0
-        for column in self.away.values():
+        for column in self.fetch.values():
             if relaxed.values[column] < TIME_ERROR:
                 most[column] = 0.0
         near = replace(self.program, least=least, most=most)
-        answer = near.solve(whole=True, gap=gap, node_limit=node_limit, deadline=deadline)
-        return self._read(replace(answer, bound=relaxed.bound))
+        answer = near.solve(as_milp=True, gap=gap, node_limit=node_limit, deadline=deadline)
+        return self._to_cut(replace(answer, bound=relaxed.bound))
 
-    def _read(self, answer: Answer) -> CopyCut:
+    def _to_cut(self, answer: Answer) -> CopyCut:
         lost_share, values = self.lost_share(answer), answer.values
         if values is None:
             return CopyCut(self.position, lost_share, None, None, answer.timed_out)
-        kept = self.by_shares(values)
-        away = frozenset(
+        kept = self.units_by_share(values)
+        fetched = frozenset(
             u
-            for u, column in self.away.items()
+            for u, column in self.fetch.items()
             if u not in kept
             and values[column] >= max(TIME_ERROR, 0.5 * (1 - values[self.keep[0][u]]))
         )
         cost_share = float(np.dot(self.program.cost, values))
-        return CopyCut(self.position, lost_share, kept, away, answer.timed_out, cost_share)
+        return CopyCut(self.position, lost_share, kept, fetched, answer.timed_out, cost_share)

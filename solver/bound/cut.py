@@ -67,7 +67,7 @@ node grows faster than the columns: ten seconds at most.
 """
 ROUNDED_GAP = 2.5e-4
 """If a single cut's LP rounds to within this share of the baseline's time, no MILP is solved."""
-NODES_BEFORE_COUNTS, LEAST_ALIKE = 100, 3
+NODES_BEFORE_COUNTS, LEAST_EQUAL_COLUMNS = 100, 3
 """After so many nodes on a single cut, kinds that occur at least so often are counted."""
 
 
@@ -119,7 +119,7 @@ class CutMilp:
         self._scale = float(max(folded.unit_bytes, default=0) or 1)
         self.keep: list[dict[int, int]] = []
         self.recompute: list[dict[int, int]] = []
-        self.away: dict[int, int] = {}  # by unit, the column h of `solver.bound.copies`
+        self.fetch: dict[int, int] = {}  # by unit, the column h of `solver.bound.copies`
         for k, (units, nodes) in enumerate(self._candidates()):
             self._deadline.check()
             self._add_position(k, units, nodes)
@@ -129,13 +129,13 @@ class CutMilp:
     def n_columns(self) -> int:
         return len(self.program.cost)
 
-    def hold(self, units: Set[int]) -> None:
+    def keep_everywhere(self, units: Set[int]) -> None:
         """Keep these units at every position where they matter. The result is then no bound."""
         for keep in self.keep:
             for u in keep.keys() & units:
                 self.program.least[keep[u]] = 1.0
 
-    def count_alike(self) -> None:
+    def count_equal_columns(self) -> None:
         """Add variables that count, by position, equal units kept and equal nodes recomputed."""
         folded = self.folded
         kinds: dict[tuple[int, str, float, int | None], dict[int, None]] = {}
@@ -145,8 +145,8 @@ class CutMilp:
                 kind = k, folded.graph.nodes[n].op, folded.time_s[n], size_bytes
                 kinds.setdefault(kind, {})[column] = None  # positions share columns
         for columns in dict.fromkeys(map(tuple, kinds.values())):
-            if len(columns) >= LEAST_ALIKE:
-                self.program.count([*columns])
+            if len(columns) >= LEAST_EQUAL_COLUMNS:
+                self.program.add_count_of([*columns])
 
     def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
         """Yield, for each position, units that may matter there and nodes that may be recomputed.
@@ -156,21 +156,21 @@ class CutMilp:
         """
         folded = self.folded
         for k, p in enumerate(self.positions):
-            made = min(p, folded.n_forward)
-            may, now = (
+            n_run = min(p, folded.n_forward)
+            may_later, may_now = (
                 folded.may_recompute(after=p, before=before, budget_bytes=self.budget_bytes)
                 for before in (folded.n_nodes + 1, self._end(k))
             )
             units = {
                 u
                 for u, uses in enumerate(folded.uses)
-                if uses and folded.maker[u] < made and uses[-1] >= p
+                if uses and folded.maker[u] < n_run and uses[-1] >= p
             }
             nodes = []
-            for n in range(made - 1, -1, -1):
-                if may[n] and not units.isdisjoint(folded.makes[n]):
+            for n in range(n_run - 1, -1, -1):
+                if may_later[n] and not units.isdisjoint(folded.makes[n]):
                     units.update(folded.reads[n])
-                    if now[n]:
+                    if may_now[n]:
                         nodes.append(n)
             yield units, nodes
 
@@ -186,13 +186,13 @@ class CutMilp:
                 touched.update(folded.reads[n], folded.makes[n])
         keep: dict[int, int] = {}
         for u in sorted(units):
-            sure = p in folded.uses[u] or folded.is_pinned(u, p) or not folded.unit_bytes[u]
+            must_keep = p in folded.uses[u] or folded.is_pinned(u, p) or not folded.unit_bytes[u]
             if u in before and u not in touched:
                 keep[u] = before[u]
-                program.least[keep[u]] = max(program.least[keep[u]], float(sure))
+                program.least[keep[u]] = max(program.least[keep[u]], float(must_keep))
             else:
-                keep[u] = program.variable(least=float(sure))
-        self._add_away(p, keep)
+                keep[u] = program.variable(least=float(must_keep))
+        self._add_fetch_columns(p, keep)
         recompute = {n: program.variable(cost=self._time_share[n]) for n in sorted(nodes)}
         for u, column in keep.items():
             if u in before and column != before[u]:
@@ -203,7 +203,7 @@ class CutMilp:
         self.keep.append(keep)
         self.recompute.append(recompute)
 
-    def _add_away(self, p: int, keep: Mapping[int, int]) -> None:
+    def _add_fetch_columns(self, p: int, keep: Mapping[int, int]) -> None:
         """Add no columns: nothing is in host memory in a step without copies."""
 
     def _add_totals(self) -> None:
@@ -245,19 +245,19 @@ class CutMilp:
                 self._cover(u, keep, recompute, (column,))
 
     def _cover(
-        self, u: int, keep: Mapping[int, int], made: Mapping[int, int], readers: tuple[int, ...]
+        self, u: int, keep: Mapping[int, int], rerun: Mapping[int, int], readers: tuple[int, ...]
     ) -> None:
         """Unit u is kept, fetched or recomputed if the reader's column is 1 (no reader: always)."""
         maker = self.folded.maker[u]
         columns = [keep[u]]
-        columns += [self.away[u]] if u in self.away else []
-        columns += [made[maker]] if maker in made else []
+        columns += [self.fetch[u]] if u in self.fetch else []
+        columns += [rerun[maker]] if maker in rerun else []
         values = [1.0] * len(columns) + [-1.0] * len(readers)
         self.program.row([*columns, *readers], values, lower=0.0 if readers else 1.0)
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
-        folded, room = self.folded, self.room(p)
-        counted = self.counted(keep, p)
+        folded, room = self.folded, self.room_bytes(p)
+        counted = self.counted_units(keep, p)
         for u in counted:
             # Excluded explicitly: the solver's tolerance on a row of gigabytes lets bytes pass.
             if folded.unit_bytes[u] > room and not self.program.least[keep[u]]:
@@ -269,30 +269,30 @@ class CutMilp:
         values = [each / self._scale for each in size_bytes.values()]
         self.program.row([*size_bytes], values, upper=room_bytes / self._scale)
 
-    def counted(self, units: Iterable[int], p: int) -> list[int]:
+    def counted_units(self, units: Iterable[int], p: int) -> list[int]:
         """Those of the units that the byte row at p counts."""
         folded = self.folded
         return [u for u in units if not folded.is_pinned(u, p) and folded.unit_bytes[u]]
 
     def _within_room(self, units: frozenset[int], p: int) -> frozenset[int]:
         """Drop the smallest units if the solver's tolerance let more pass than the room holds."""
-        counted = sorted(self.counted(units, p), key=lambda u: (self.folded.unit_bytes[u], u))
-        over = sum(self.folded.unit_bytes[u] for u in counted) - self.room(p)
+        counted = sorted(self.counted_units(units, p), key=lambda u: (self.folded.unit_bytes[u], u))
+        over_bytes = sum(self.folded.unit_bytes[u] for u in counted) - self.room_bytes(p)
         dropped: set[int] = set()
         for u in counted:
-            if over <= 0:
+            if over_bytes <= 0:
                 break
             if p not in self.folded.uses[u]:
                 dropped.add(u)
-                over -= self.folded.unit_bytes[u]
+                over_bytes -= self.folded.unit_bytes[u]
         return units - dropped
 
-    def room(self, p: int) -> int:
+    def room_bytes(self, p: int) -> int:
         """Bytes left at position p for units that are not pinned."""
         room = self.budget_bytes - self._allowance_bytes.get(p, 0)
         return room - int(self.folded.held_bytes[p]) - int(self.folded.own_bytes[p])
 
-    def read(self, answer: Answer) -> Cuts:
+    def to_cuts(self, answer: Answer) -> Cuts:
         """Turn the solver's answer into Cuts; an LP's fractions are rounded."""
         kept, cost_share = None, math.inf
         if answer.values is not None:
@@ -310,18 +310,18 @@ class CutMilp:
     def lost_share(self, answer: Answer) -> float:
         return max(0.0, answer.bound - self.program.constant - TIME_ERROR)
 
-    def rounded(self) -> Cuts:
+    def solve_lp_and_round(self) -> Cuts:
         """An integer solution of a single cut: units by their LP fractions, while bytes last.
 
         A vertex of this LP has few fractions, mostly of one block out of many equal ones, on which
         a MILP search would spend a minute. cost_share: inf if a unit left out cannot be recomputed.
         """
         (keep,), (recompute,), (p,) = self.keep, self.recompute, self.positions
-        answer = self.program.solve(whole=False, deadline=self._deadline)
+        answer = self.program.solve(as_milp=False, deadline=self._deadline)
         lost_share = self.lost_share(answer)
         if answer.values is None:
             return Cuts(self.positions, lost_share, None, timed_out=answer.timed_out)
-        folded, kept = self.folded, self.by_shares(answer.values)
+        folded, kept = self.folded, self.units_by_share(answer.values)
         missing = [u for u in keep if u not in kept and any(use > p for use in folded.uses[u])]
         needed: set[int] = set()
         while missing:
@@ -329,16 +329,16 @@ class CutMilp:
             if maker not in needed:
                 needed.add(maker)
                 missing += [u for u in folded.reads[maker] if u not in kept]
-        possible = needed <= recompute.keys() and all(
+        is_possible = needed <= recompute.keys() and all(
             u in kept for u in keep if p in folded.uses[u]
         )
-        cost_share = math.fsum(self._time_share[n] for n in needed) if possible else math.inf
+        cost_share = math.fsum(self._time_share[n] for n in needed) if is_possible else math.inf
         return Cuts(self.positions, lost_share, (kept,), answer.timed_out, cost_share)
 
-    def by_shares(self, shares: Floats) -> frozenset[int]:
+    def units_by_share(self, shares: Floats) -> frozenset[int]:
         """Units of a single cut, by their fractions, the largest first, while bytes last."""
         (keep,), (p,) = self.keep, self.positions
-        room, kept = self.room(p), set()
+        room, kept = self.room_bytes(p), set()
         for u in sorted(keep, key=lambda u: (-shares[keep[u]], u)):
             size_bytes = 0 if self.folded.is_pinned(u, p) else self.folded.unit_bytes[u]
             if shares[keep[u]] > TIME_ERROR and size_bytes <= room:
@@ -352,13 +352,13 @@ def solve_cuts(
     *,
     positions: Sequence[int],
     budget_bytes: int,
-    whole: bool,
+    as_milp: bool,
     allowance_bytes: Mapping[int, int] | None = None,
     gap: float = 5e-4,
     node_limit: int = 10_000,
     deadline: Deadline = NEVER,
 ) -> Cuts:
-    """Solve the cuts at these positions as one LP (milliseconds) or, if `whole`, as a MILP.
+    """Solve the cuts at these positions as one LP (milliseconds) or, if `as_milp`, as a MILP.
 
     gap: the MILP stops when its bound is within this share of the baseline's time. For a single cut
         it is skipped if the LP rounds to within the larger of that and ROUNDED_GAP.
@@ -376,23 +376,23 @@ def solve_cuts(
         return Cuts(tuple(positions), 0.0, None, timed_out=True)
     affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, program.n_columns) ** 2
     n_nodes = most_nodes = min(node_limit, max(1, affordable))
-    if whole and len(positions) == 1:
-        cuts = program.rounded()
-        close = cuts.cost_share - cuts.lost_share <= max(gap, ROUNDED_GAP)
-        if close or math.isinf(cuts.lost_share) or not affordable:
+    if as_milp and len(positions) == 1:
+        cuts = program.solve_lp_and_round()
+        is_close = cuts.cost_share - cuts.lost_share <= max(gap, ROUNDED_GAP)
+        if is_close or math.isinf(cuts.lost_share) or not affordable:
             return cuts
         n_nodes = min(most_nodes, NODES_BEFORE_COUNTS)
 
-    def solved(limit: int) -> Cuts:
-        answer = program.program.solve(whole=whole, gap=gap, node_limit=limit, deadline=deadline)
-        return program.read(answer)
+    def solve_up_to(n: int) -> Cuts:
+        answer = program.program.solve(as_milp=as_milp, gap=gap, node_limit=n, deadline=deadline)
+        return program.to_cuts(answer)
 
-    cuts = solved(n_nodes)
-    left = cuts.cost_share - cuts.lost_share
-    if n_nodes == most_nodes or cuts.timed_out or left <= gap + TIME_ERROR:
+    cuts = solve_up_to(n_nodes)
+    gap_left = cuts.cost_share - cuts.lost_share
+    if n_nodes == most_nodes or cuts.timed_out or gap_left <= gap + TIME_ERROR:
         return cuts
-    program.count_alike()
-    counted = solved(most_nodes)
+    program.count_equal_columns()
+    counted = solve_up_to(most_nodes)
     return replace(
         min(cuts, counted, key=lambda each: each.cost_share),
         lost_share=max(cuts.lost_share, counted.lost_share),

@@ -11,10 +11,10 @@ the *span graph*, a step with one micro-batch in flight:
 - The others hold (m - 1) * least_bytes until the optimizer runs. This is a resident tensor or, if
   there is an optimizer, one that a node before all others makes and a node after all backward nodes
   reads.
-- A node between forward and backward pass (TURN) takes as workspace what the budget has left beside
-  that and most_bytes, so that no more than most_bytes can be saved.
+- A node between forward and backward pass (FORWARD_END) takes as workspace what the budget has left
+  beside that and most_bytes, so that no more than most_bytes can be saved.
 - Gradients that all micro-batches add to are on the device while later micro-batches run. By how
-  much `Graph.awaited_bytes` exceeds most_bytes, TURN makes tensors, and has that much less
+  much `Graph.awaited_bytes` exceeds most_bytes, FORWARD_END makes tensors, and has that much less
   workspace. A later node reads one of them for the last time wherever awaited_bytes falls. What
   `Graph.summed_bytes` adds is workspace of the later nodes.
 
@@ -39,7 +39,7 @@ from graphs.graph import Graph, Node, Tensor
 from solver.bound.storage_graph import Bytes, StorageGraph
 from solver.schedule import Compute, Schedule, name_in
 
-OTHERS, BEGIN, TURN, LATE, END = (
+OTHER_MICRO_BATCHES, BEGIN, FORWARD_END, AWAITED, BACKWARD_END = (
     f"in_flight.{name}" for name in ("others", "begin", "turn", "late", "end")
 )
 
@@ -111,33 +111,50 @@ def span_graph(
     if others_bytes is None:
         others_bytes = (graph.n_in_flight - 1) * span.least_bytes
     spare_bytes = budget_bytes - graph.resident_bytes - others_bytes - span.most_bytes
-    outside = any(node.phase == "outside" for node in graph.nodes)
-    late, summed = _late_bytes(graph, span), _sum_bytes(graph, span)
-    made = tuple(Tensor(f"{LATE}.{index}", size_bytes) for index, size_bytes in late.items())
-    turn = Node(
-        name=TURN,
-        op=TURN,
+    has_outside = any(node.phase == "outside" for node in graph.nodes)
+    awaited_bytes, sum_bytes = (
+        _awaited_bytes_freed_after(graph, span),
+        _sum_workspace_bytes(graph, span),
+    )
+    awaited_tensors = tuple(
+        Tensor(f"{AWAITED}.{index}", size_bytes) for index, size_bytes in awaited_bytes.items()
+    )
+    forward_end = Node(
+        name=FORWARD_END,
+        op=FORWARD_END,
         inputs=(),
-        outputs=tuple(tensor.name for tensor in made),
+        outputs=tuple(tensor.name for tensor in awaited_tensors),
         time_s=0.0,
-        workspace_bytes=max(0, spare_bytes - sum(late.values())),
-        phase="outside" if outside else "backward",
+        workspace_bytes=max(0, spare_bytes - sum(awaited_bytes.values())),
+        phase="outside" if has_outside else "backward",
         recomputable=False,
     )
-    later = [
-        _beside(node, f"{LATE}.{index}" if index in late else None, summed.get(index, 0))
+    later_nodes = [
+        _with_extra_input_and_workspace(
+            node, f"{AWAITED}.{index}" if index in awaited_bytes else None, sum_bytes.get(index, 0)
+        )
         for index, node in enumerate(graph.later_nodes)
         if node.phase != "optimizer"
     ]
     optimizer = [node for node in graph.later_nodes if node.phase == "optimizer"]
     before, after = [], []
     if optimizer:
-        before.append(Node(BEGIN, BEGIN, (), (OTHERS,), 0.0, recomputable=False))
-        after.append(Node(END, END, (OTHERS,), (), 0.0, phase="backward", recomputable=False))
+        before.append(Node(BEGIN, BEGIN, (), (OTHER_MICRO_BATCHES,), 0.0, recomputable=False))
+        after.append(
+            Node(
+                BACKWARD_END,
+                BACKWARD_END,
+                (OTHER_MICRO_BATCHES,),
+                (),
+                0.0,
+                phase="backward",
+                recomputable=False,
+            )
+        )
     return dataclasses.replace(
         graph,
-        nodes=(*before, *graph.forward_nodes, turn, *later, *after, *optimizer),
-        tensors=(*graph.tensors, *made, Tensor(OTHERS, others_bytes)),
+        nodes=(*before, *graph.forward_nodes, forward_end, *later_nodes, *after, *optimizer),
+        tensors=(*graph.tensors, *awaited_tensors, Tensor(OTHER_MICRO_BATCHES, others_bytes)),
         n_in_flight=1,
         accumulated=(),
         others_bytes=0,
@@ -145,14 +162,14 @@ def span_graph(
     )
 
 
-def _late_bytes(graph: Graph, span: Span) -> dict[int, int]:
+def _awaited_bytes_freed_after(graph: Graph, span: Span) -> dict[int, int]:
     """Index of a later node -> awaited bytes above most_bytes that are gone after it."""
-    above = [max(0, each - span.most_bytes) for each in graph.awaited_bytes]
-    differences = enumerate(itertools.pairwise([*above, 0]))
+    excess_bytes = [max(0, each - span.most_bytes) for each in graph.awaited_bytes]
+    differences = enumerate(itertools.pairwise([*excess_bytes, 0]))
     return {index: now - then for index, (now, then) in differences if now > then}
 
 
-def _sum_bytes(graph: Graph, span: Span) -> dict[int, int]:
+def _sum_workspace_bytes(graph: Graph, span: Span) -> dict[int, int]:
     """Index of a later node -> workspace for the sums that it completes, beyond awaited bytes."""
     both = zip(graph.awaited_bytes, graph.summed_bytes, strict=True)
     found = {
@@ -162,16 +179,18 @@ def _sum_bytes(graph: Graph, span: Span) -> dict[int, int]:
     return {index: size_bytes for index, size_bytes in found.items() if size_bytes}
 
 
-def _beside(node: Node, late: str | None, workspace_bytes: int) -> Node:
-    """The node with one more input, `late`, and more workspace."""
+def _with_extra_input_and_workspace(
+    node: Node, extra_input: str | None, workspace_bytes: int
+) -> Node:
+    """The node with one more input, `extra_input`, and more workspace."""
     return dataclasses.replace(
         node,
-        inputs=node.inputs if late is None else (*node.inputs, late),
+        inputs=node.inputs if extra_input is None else (*node.inputs, extra_input),
         workspace_bytes=node.workspace_bytes + workspace_bytes,
     )
 
 
-def of_step(graph: Graph, schedule: Schedule) -> Schedule:
+def without_span_nodes(graph: Graph, schedule: Schedule) -> Schedule:
     """A schedule of a span graph as one of the step itself, without the added nodes and tensors."""
     ops = tuple(
         op

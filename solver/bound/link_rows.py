@@ -56,7 +56,7 @@ MOST_COPY_SHARE = 100.0
 class LinkRows:
     """Adds these rows to a program.
 
-    keep, away, recompute: the columns x and h of units, and r of nodes.
+    keep, fetch, recompute: the columns x and h of units, and r of nodes.
     just_in_time: assume that nodes are recomputed right before their outputs are read, so that only
         those due before a fetch can hide it.
     """
@@ -65,15 +65,15 @@ class LinkRows:
     position: int
     program: Milp
     keep: Mapping[int, int]
-    away: Mapping[int, int]
+    fetch: Mapping[int, int]
     recompute: Mapping[int, int]
     host: Place
     disk: Place | None
     just_in_time: bool
 
     def add(self) -> None:
-        lost = partial(self.program.variable, cost=1.0, most=math.inf, whole=False)
-        b, a = lost(), lost()
+        add_lost_time = partial(self.program.variable, cost=1.0, most=math.inf, integer=False)
+        b, a = add_lost_time(), add_lost_time()
         self._add_stores(b)
         self._add_fetches(a)
         if self.disk is not None:
@@ -92,71 +92,75 @@ class LinkRows:
     def _time_share(self, n: int) -> float:
         return self.folded.time_s[n] / self._baseline_s
 
-    def _share(self, time_s: float) -> float:
+    def _copy_share(self, time_s: float) -> float:
         return min(time_s / self._baseline_s, MOST_COPY_SHARE)
 
     def _add_stores(self, b: int) -> None:
         """Add F by unit, in the order of making; the last store is over when p starts."""
         folded, program = self.folded, self.program
-        link, last = self.host.link, None
-        for u in sorted(self.away, key=lambda u: (folded.maker[u], u)):
-            over = program.variable(most=math.inf, whole=False)
-            cost = self._share(link.out_s(folded.unit_bytes[u]))
-            made = self._start_share[folded.maker[u] + 1]
-            program.row([over, self.away[u]], [1.0, -cost], lower=made)
-            if last is not None:
-                program.row([over, last, self.away[u]], [1.0, -1.0, -cost], lower=0.0)
-            last = over
-        if last is not None:
-            start = self._start_share[self.position]
-            program.row([last, b], [1.0, -1.0], upper=start)
+        link, last_store_end = self.host.link, None
+        for u in sorted(self.fetch, key=lambda u: (folded.maker[u], u)):
+            store_end = program.variable(most=math.inf, integer=False)
+            cost = self._copy_share(link.out_s(folded.unit_bytes[u]))
+            made_share = self._start_share[folded.maker[u] + 1]
+            program.row([store_end, self.fetch[u]], [1.0, -cost], lower=made_share)
+            if last_store_end is not None:
+                program.row(
+                    [store_end, last_store_end, self.fetch[u]], [1.0, -1.0, -cost], lower=0.0
+                )
+            last_store_end = store_end
+        if last_store_end is not None:
+            start_share = self._start_share[self.position]
+            program.row([last_store_end, b], [1.0, -1.0], upper=start_share)
 
     def _add_fetches(self, a: int) -> None:
         """For each node q at which units are due, limit the fetches up to q by the time up to q."""
         folded, program, p = self.folded, self.program, self.position
         jobs: dict[int, list[tuple[int, float]]] = {}
-        made_of = self._find_made_of()
-        for u, column in self.away.items():
-            cost = self._share(self.host.link.in_s(folded.unit_bytes[u]))
+        recomputed_from = self._find_recomputed_from()
+        for u, column in self.fetch.items():
+            cost = self._copy_share(self.host.link.in_s(folded.unit_bytes[u]))
             due = next((use for use in folded.uses[u] if use > p), folded.n_nodes)
             # A part of u may be due early: it moves from the jobs at `due` to those at `early`.
-            early, part = self._early(u, due, made_of)
+            early, part = self._early_part(u, due, recomputed_from)
             jobs.setdefault(due, []).append((column, cost))
             if part is not None:
                 jobs.setdefault(due, []).append((part, -cost))
                 jobs.setdefault(early, []).append((part, cost))
         # The running sum of fetches up to q is at most the time from p to q plus what is lost.
-        lost = self._lost_by(jobs)
-        done = self._start_share[min(p + 1, folded.n_nodes)]
-        fetched: int | None = None
+        lost_terms = self._recompute_terms_before(jobs)
+        start_share = self._start_share[min(p + 1, folded.n_nodes)]
+        fetched_before: int | None = None
         for q in sorted(jobs):
-            so_far = program.variable(most=math.inf, whole=False)
-            row = dict.fromkeys([so_far], 1.0) | ({} if fetched is None else {fetched: -1.0})
+            fetched_by_now = program.variable(most=math.inf, integer=False)
+            row = dict.fromkeys([fetched_by_now], 1.0) | (
+                {} if fetched_before is None else {fetched_before: -1.0}
+            )
             for column, cost in jobs[q]:
                 row[column] = row.get(column, 0.0) - cost
             program.row(list(row), list(row.values()), lower=0.0)
-            row = {so_far: 1.0, a: -1.0, **lost[q]}
-            program.row(list(row), list(row.values()), upper=self._start_share[q] - done)
-            fetched = so_far
+            row = {fetched_by_now: 1.0, a: -1.0, **lost_terms[q]}
+            program.row(list(row), list(row.values()), upper=self._start_share[q] - start_share)
+            fetched_before = fetched_by_now
 
-    def _lost_by(self, jobs: Iterable[int]) -> dict[int, dict[int, float]]:
+    def _recompute_terms_before(self, jobs: Iterable[int]) -> dict[int, dict[int, float]]:
         """By node q: the columns, and their coefficients, that subtract recomputation before q."""
-        program, due = self.program, self._due_of_runs()
-        lost: dict[int, dict[int, float]] = {}
+        program, due = self.program, self._due_by_node()
+        terms: dict[int, dict[int, float]] = {}
         total: int | None = None
-        left = sorted(self.recompute, key=lambda n: (due[n], n))
+        remaining = sorted(self.recompute, key=lambda n: (due[n], n))
         for q in sorted(jobs):
-            new = [n for n in left if due[n] <= q]
-            if new:
-                left = left[len(new) :]
-                before, total = total, program.variable(most=math.inf, whole=False)
-                row = {total: -1.0} | ({} if before is None else {before: 1.0})
-                row |= {self.recompute[n]: self._time_share(n) for n in new}
+            newly_due = [n for n in remaining if due[n] <= q]
+            if newly_due:
+                remaining = remaining[len(newly_due) :]
+                total_before, total = total, program.variable(most=math.inf, integer=False)
+                row = {total: -1.0} | ({} if total_before is None else {total_before: 1.0})
+                row |= {self.recompute[n]: self._time_share(n) for n in newly_due}
                 program.row(list(row), list(row.values()), lower=0.0)
-            lost[q] = {} if total is None else {total: -1.0}
-        return lost
+            terms[q] = {} if total is None else {total: -1.0}
+        return terms
 
-    def _due_of_runs(self) -> dict[int, int]:
+    def _due_by_node(self) -> dict[int, int]:
         """By recomputable node, the first node before which it may be recomputed."""
         p = self.position
         if not self.just_in_time:
@@ -173,8 +177,8 @@ class LinkRows:
             due[n] = min([self.folded.n_nodes, *uses, *(due[m] for m in readers[n])])
         return due
 
-    def _early(
-        self, v: int, due: int, made_of: Mapping[int, list[tuple[int, int]]]
+    def _early_part(
+        self, v: int, due: int, recomputed_from: Mapping[int, list[tuple[int, int]]]
     ) -> tuple[int, int | None]:
         """Where v is needed early, to recompute something made from it that is due before v.
 
@@ -182,49 +186,51 @@ class LinkRows:
         Without such a node: (due, None).
         """
         found: tuple[int, int] | None = None
-        for w, q in made_of.get(v, ()):
+        for w, q in recomputed_from.get(v, ()):
             if q < due and (found is None or q < found[0]):
                 found = q, w
         if found is None:
             return due, None
         q, w = found
-        part = self.program.variable(whole=False)
-        columns = [part, self.away[v], self.keep[w]]
+        part = self.program.variable(integer=False)
+        columns = [part, self.fetch[v], self.keep[w]]
         values = [1.0, -1.0, 1.0]
-        if w in self.away:
-            columns.append(self.away[w])
+        if w in self.fetch:
+            columns.append(self.fetch[w])
             values.append(1.0)
         self.program.row(columns, values, lower=0.0)
-        self.program.row([part, self.away[v]], [1.0, -1.0], upper=0.0)
+        self.program.row([part, self.fetch[v]], [1.0, -1.0], upper=0.0)
         return q, part
 
-    def _find_made_of(self) -> dict[int, list[tuple[int, int]]]:
+    def _find_recomputed_from(self) -> dict[int, list[tuple[int, int]]]:
         """By unit v: (w, q) for each unit w that may be recomputed from it and is due at q."""
-        made_of: dict[int, list[tuple[int, int]]] = {}
+        recomputed_from: dict[int, list[tuple[int, int]]] = {}
         p = self.position
         for n in self.recompute:
             for w in self.folded.makes[n]:
                 q = next((use for use in self.folded.uses[w] if use > p), None)
                 if q is not None and w in self.keep and p not in self.folded.uses[w]:
                     for v in self.folded.reads[n]:
-                        made_of.setdefault(v, []).append((w, q))
-        return made_of
+                        recomputed_from.setdefault(v, []).append((w, q))
+        return recomputed_from
 
     def _add_disk(self, disk: Place, b: int, a: int) -> None:
         """Add the disk's rows, for bytes away that do not fit on the host."""
-        p, ends = self.position, self._start_share
-        after = {column: self._time_share(n) for n, column in self.recompute.items()}
-        self._disk_row(disk.link.out_bytes_per_s, {b: 1.0}, ends[p])
-        window = ends[-1] - ends[min(p + 1, self.folded.n_nodes)]
-        self._disk_row(disk.link.in_bytes_per_s, {a: 1.0, **after}, window)
+        p, start_share = self.position, self._start_share
+        recompute_terms = {column: self._time_share(n) for n, column in self.recompute.items()}
+        self._add_disk_row(disk.link.out_bytes_per_s, {b: 1.0}, start_share[p])
+        window = start_share[-1] - start_share[min(p + 1, self.folded.n_nodes)]
+        self._add_disk_row(disk.link.in_bytes_per_s, {a: 1.0, **recompute_terms}, window)
 
-    def _disk_row(self, bytes_per_s: float, lost: Mapping[int, float], window: float) -> None:
+    def _add_disk_row(
+        self, bytes_per_s: float, lost_terms: Mapping[int, float], window: float
+    ) -> None:
         """Add: bytes away <= host capacity + rate * (window + lost time).
 
         All in shares of the baseline's time.
         """
         size_bytes = self.folded.unit_bytes
-        row = {c: self._share(size_bytes[u] / bytes_per_s) for u, c in self.away.items()}
-        row |= {column: -value for column, value in lost.items()}
+        row = {c: self._copy_share(size_bytes[u] / bytes_per_s) for u, c in self.fetch.items()}
+        row |= {column: -value for column, value in lost_terms.items()}
         upper = window + self.host.capacity_bytes / bytes_per_s / self._baseline_s
         self.program.row(list(row), list(row.values()), upper=upper)

@@ -57,8 +57,10 @@ def lower_bound_s(
     deadline = Deadline.after(time_limit_s)
     places = None if places is None else places.beside(graph.host_state_bytes)
     if places is not None and places.host is not None:
-        free = StorageGraph.of(graph, may_leave=True)
-        copies = binding_copies(free, budget_bytes=budget_bytes, places=places, deadline=deadline)
+        offloadable = StorageGraph.of(graph, may_offload=True)
+        copies = binding_copy_cut(
+            offloadable, budget_bytes=budget_bytes, places=places, deadline=deadline
+        )
         return least_time_s(graph, lost_share=copies.lost_share)
     found = binding_cut(StorageGraph.of(graph), budget_bytes=budget_bytes, deadline=deadline)
     return least_time_s(graph, lost_share=found.lost_share)
@@ -76,30 +78,32 @@ def proven_least_budget_bytes(
     """Bytes below which provably no schedule fits, and the position that proves it."""
     p = int(np.argmax(folded.least_bytes))
     proven_bytes = int(folded.least_bytes[p])
-    fixed = (
+    must_keep = (
         not folded.recomputable[n] and any(folded.uses[u] for u in folded.makes[n])
         for n in range(folded.n_forward)
     )
-    if not any(fixed):
+    if not any(must_keep):
         return proven_bytes, p
     # A node that cannot be recomputed may have to be kept to recompute others: only a cut sees it.
-    lost = _first_infeasible(folded, budget_bytes=proven_bytes, deadline=deadline)
-    if lost is None:
+    infeasible = _first_infeasible_position(folded, budget_bytes=proven_bytes, deadline=deadline)
+    if infeasible is None:
         return proven_bytes, p
-    low, high, p = proven_bytes + 1, int(np.max(folded.baseline_bytes)), lost
+    low, high, p = proven_bytes + 1, int(np.max(folded.baseline_bytes)), infeasible
     while high - low > PROOF_TOLERANCE * high and not deadline.passed:
         middle = (low + high) // 2
-        lost = _first_infeasible(folded, budget_bytes=middle, deadline=deadline)
-        if lost is None:
+        infeasible = _first_infeasible_position(folded, budget_bytes=middle, deadline=deadline)
+        if infeasible is None:
             high = middle
         else:
-            low, p = middle + 1, lost
+            low, p = middle + 1, infeasible
     return low, p
 
 
-def _first_infeasible(folded: StorageGraph, *, budget_bytes: int, deadline: Deadline) -> int | None:
+def _first_infeasible_position(
+    folded: StorageGraph, *, budget_bytes: int, deadline: Deadline
+) -> int | None:
     """The first of the fullest positions whose cut's LP is infeasible; None: none is known."""
-    for p in fullest(folded, budget_bytes=budget_bytes):
+    for p in fullest_positions(folded, budget_bytes=budget_bytes):
         if math.isinf(_lp_share(folded, p, budget_bytes, deadline)):
             return p
     return None
@@ -108,7 +112,7 @@ def _first_infeasible(folded: StorageGraph, *, budget_bytes: int, deadline: Dead
 def _lp_share(folded: StorageGraph, p: int, budget_bytes: int, deadline: Deadline) -> float:
     """The lost share that the LP of the single cut at p proves; inf: infeasible."""
     return solve_cuts(
-        folded, positions=[p], budget_bytes=budget_bytes, whole=False, deadline=deadline
+        folded, positions=[p], budget_bytes=budget_bytes, as_milp=False, deadline=deadline
     ).lost_share
 
 
@@ -121,7 +125,7 @@ def relaxed_bound(
     """
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return math.inf
-    positions = fullest(folded, budget_bytes=budget_bytes)[:n_positions]
+    positions = fullest_positions(folded, budget_bytes=budget_bytes)[:n_positions]
     return max((_lp_share(folded, p, budget_bytes, deadline) for p in positions), default=0.0)
 
 
@@ -130,12 +134,12 @@ class Binding:
     """The strongest single cut found.
 
     lost_share: proven, as a share of the baseline's time (inf: nothing fits).
-    ranked: positions with the lost share that their LP proves, the largest first.
+    ranked_positions: positions with the lost share that their LP proves, the largest first.
     cuts: the MILP's answer at the best position (None: not solved).
     """
 
     lost_share: float
-    ranked: tuple[tuple[int, float], ...]
+    ranked_positions: tuple[tuple[int, float], ...]
     cuts: Cuts | None
     timed_out: bool = False
 
@@ -146,29 +150,36 @@ def binding_cut(
     """Search for the position whose cut loses the most time, as the module describes."""
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return Binding(math.inf, (), None)
-    bound: dict[int, float] = {}
-    for p in fullest(folded, budget_bytes=budget_bytes):
+    lp_shares: dict[int, float] = {}
+    for p in fullest_positions(folded, budget_bytes=budget_bytes):
         if deadline.passed:
             break
-        bound[p] = _lp_share(folded, p, budget_bytes, deadline)
-    ranked = tuple(sorted(bound.items(), key=lambda item: (-item[1], item[0])))
-    if not ranked or math.isinf(ranked[0][1]):
-        lost_share = ranked[0][1] if ranked else 0.0
-        return Binding(lost_share, ranked, None, timed_out=not ranked and deadline.passed)
-    lost_share, first, timed_out = ranked[0][1], None, False
-    for p, lp_share in ranked[:2]:
+        lp_shares[p] = _lp_share(folded, p, budget_bytes, deadline)
+    ranked_positions = tuple(sorted(lp_shares.items(), key=lambda item: (-item[1], item[0])))
+    if not ranked_positions or math.isinf(ranked_positions[0][1]):
+        lost_share = ranked_positions[0][1] if ranked_positions else 0.0
+        return Binding(
+            lost_share, ranked_positions, None, timed_out=not ranked_positions and deadline.passed
+        )
+    lost_share, best_cuts, timed_out = ranked_positions[0][1], None, False
+    for p, lp_share in ranked_positions[:2]:
         # A second MILP is only worth solving where the LP proves nearly as much as the best.
-        if lp_share < 0.98 * ranked[0][1] or deadline.passed:
+        if lp_share < 0.98 * ranked_positions[0][1] or deadline.passed:
             break
         cuts = solve_cuts(
-            folded, positions=[p], budget_bytes=budget_bytes, whole=True, gap=gap, deadline=deadline
+            folded,
+            positions=[p],
+            budget_bytes=budget_bytes,
+            as_milp=True,
+            gap=gap,
+            deadline=deadline,
         )
         timed_out = timed_out or cuts.timed_out
-        if first is None or cuts.lost_share > lost_share:
-            first = cuts
+        if best_cuts is None or cuts.lost_share > lost_share:
+            best_cuts = cuts
         lost_share = max(lost_share, cuts.lost_share)
     timed_out = timed_out or deadline.passed
-    return Binding(lost_share, ranked, first, timed_out=timed_out)
+    return Binding(lost_share, ranked_positions, best_cuts, timed_out=timed_out)
 
 
 @dataclass(frozen=True)
@@ -176,45 +187,45 @@ class CopyBinding:
     """What the LPs of single cuts with copies prove.
 
     lost_share: proven, as a share of the baseline's time (inf: nothing fits).
-    ranked: the cuts, the strongest first.
+    ranked_cuts: the cuts, the strongest first.
     """
 
     lost_share: float
-    ranked: tuple[CopyCut, ...]
+    ranked_cuts: tuple[CopyCut, ...]
 
 
-def binding_copies(
+def binding_copy_cut(
     folded: StorageGraph, *, budget_bytes: int, places: Places, deadline: Deadline = NEVER
 ) -> CopyBinding:
     """Search for the position whose cut with copies loses the most time.
 
-    folded: folded with `may_leave`.
+    folded: folded with `may_offload`.
     """
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return CopyBinding(math.inf, ())
     cuts = []
-    for p in fullest(folded, budget_bytes=budget_bytes):
+    for p in fullest_positions(folded, budget_bytes=budget_bytes):
         if deadline.passed:
             break
         program = CopyMilp(folded, position=p, budget_bytes=budget_bytes, places=places)
-        cuts.append(program.solve(whole=False, deadline=deadline))
-    ranked = tuple(sorted(cuts, key=lambda cut: (-cut.lost_share, cut.position)))
-    return CopyBinding(ranked[0].lost_share if ranked else 0.0, ranked)
+        cuts.append(program.solve(as_milp=False, deadline=deadline))
+    ranked_cuts = tuple(sorted(cuts, key=lambda cut: (-cut.lost_share, cut.position)))
+    return CopyBinding(ranked_cuts[0].lost_share if ranked_cuts else 0.0, ranked_cuts)
 
 
-def fullest(folded: StorageGraph, *, budget_bytes: int) -> list[int]:
+def fullest_positions(folded: StorageGraph, *, budget_bytes: int) -> list[int]:
     """Positions to try: local peaks of the baseline's memory above the budget.
 
     Half of them are the highest peaks, half are spread over the step; among them is also the
     position above the budget at which any schedule needs most. Empty if the baseline fits.
     """
     live = folded.baseline_bytes
-    over = live > budget_bytes
-    around = np.maximum(np.r_[0, live[:-1]], np.r_[live[1:], 0])
-    peaks = np.flatnonzero(over & (live >= around))
+    is_over = live > budget_bytes
+    neighbours = np.maximum(np.r_[0, live[:-1]], np.r_[live[1:], 0])
+    peaks = np.flatnonzero(is_over & (live >= neighbours))
     if not len(peaks):
         return []
     highest = peaks[np.argsort(-live[peaks], kind="stable")][: N_POSITIONS // 2]
     spread = peaks[np.linspace(0, len(peaks) - 1, N_POSITIONS // 2).astype(int)]
-    tightest = np.argmax(np.where(over, folded.least_bytes, -1))
+    tightest = np.argmax(np.where(is_over, folded.least_bytes, -1))
     return [int(p) for p in dict.fromkeys([*highest, tightest, *spread])]

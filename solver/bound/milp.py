@@ -20,14 +20,14 @@ class Milp:
     """Minimise cost·x + constant over rows lower <= A x <= upper and least <= x <= most.
 
     Columns and rows are added one by one. In a MILP the variables are integers, except those added
-    with whole=False.
+    with integer=False.
     """
 
     constant: float = 0.0
     cost: list[float] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
     _row_starts: list[int] = field(default_factory=lambda: [0])
     _columns: list[int] = field(default_factory=list)
     _values: list[float] = field(default_factory=list)
@@ -36,16 +36,16 @@ class Milp:
     _has_counts: bool = False
 
     def variable(
-        self, *, cost: float = 0.0, least: float = 0.0, most: float = 1.0, whole: bool = True
+        self, *, cost: float = 0.0, least: float = 0.0, most: float = 1.0, integer: bool = True
     ) -> int:
         """Add a variable; returns its column."""
         self.cost.append(cost)
         self.least.append(least)
         self.most.append(most)
-        self.whole.append(whole)
+        self.integer.append(integer)
         return len(self.cost) - 1
 
-    def count(self, columns: list[int]) -> None:
+    def add_count_of(self, columns: list[int]) -> None:
         """Add a variable that equals the sum of these columns.
 
         It excludes no solution. Where many columns are alike, a search that branches on how many of
@@ -84,7 +84,7 @@ class Milp:
         self.cost += [weight * each for each in other.cost]
         self.least += other.least
         self.most += other.most
-        self.whole += other.whole
+        self.integer += other.integer
         self._has_counts = self._has_counts or other._has_counts
         limits = zip(pairwise(other._row_starts), other._lower, other._upper, strict=True)
         for (start, end), lower, upper in limits:
@@ -95,12 +95,12 @@ class Milp:
     def solve(
         self,
         *,
-        whole: bool,
+        as_milp: bool,
         gap: float = 0.0,
         node_limit: int | None = None,
         deadline: Deadline = NEVER,
     ) -> Answer:
-        """Solve as a MILP (`whole`) or as its LP relaxation.
+        """Solve as a MILP (`as_milp`) or as its LP relaxation.
 
         gap: a MILP stops when its bound is within this share of the objective's value, constant
             included.
@@ -114,9 +114,9 @@ class Milp:
         from scipy.optimize import Bounds, LinearConstraint, milp  # here: slow to import
         from scipy.sparse import csr_array
 
-        whole = whole and bool(self.cost)  # without columns HiGHS reports no dual bound
-        # Presolve would substitute the sums for the variables of `count`.
-        presolve = not (whole and self._has_counts)
+        as_milp = as_milp and bool(self.cost)  # without columns HiGHS reports no dual bound
+        # Presolve would substitute the sums for the variables of `add_count_of`.
+        presolve = not (as_milp and self._has_counts)
         options: dict[str, float | int | bool] = {"presolve": presolve, "mip_rel_gap": gap}
         if node_limit is not None:
             options["node_limit"] = node_limit
@@ -130,7 +130,7 @@ class Milp:
         run = partial(
             milp,
             c=np.array([*self.cost, self.constant]),
-            integrality=np.array([*self.whole, False], dtype=int) if whole else None,
+            integrality=np.array([*self.integer, False], dtype=int) if as_milp else None,
             bounds=Bounds(np.array([*self.least, 1.0]), np.array([*self.most, 1.0])),
             constraints=LinearConstraint(matrix, np.array(self._lower), np.array(self._upper))
             if self._lower
@@ -142,7 +142,7 @@ class Milp:
         except OutOfTimeError:
             return Answer(values=None, bound=-math.inf, timed_out=True)
         values = None if result.x is None else np.asarray(result.x[:-1], dtype=np.float64)
-        if whole:
+        if as_milp:
             bound = result.mip_dual_bound
             bound = -math.inf if bound is None or math.isnan(bound) else float(bound)
         else:

@@ -23,25 +23,25 @@ from collections.abc import Sequence
 from solver.bound.cut import CutMilp
 
 
-def round_bytes(cuts: CutMilp) -> None:
+def add_rounded_byte_rows(cuts: CutMilp) -> None:
     """Add the row of the module at each position of the program."""
     program = cuts.program
     for p, keep in zip(cuts.positions, cuts.keep, strict=True):
-        size_bytes = {keep[u]: cuts.folded.unit_bytes[u] for u in cuts.counted(keep, p)}
+        size_bytes = {keep[u]: cuts.folded.unit_bytes[u] for u in cuts.counted_units(keep, p)}
         undecided = {x: b for x, b in size_bytes.items() if not program.least[x]}
-        room = cuts.room(p) - (sum(size_bytes.values()) - sum(undecided.values()))
+        room = cuts.room_bytes(p) - (sum(size_bytes.values()) - sum(undecided.values()))
         if room < 0:  # its byte row already makes the program infeasible
             continue
         fitting = {x: b for x, b in undecided.items() if b <= room}
         for x in undecided.keys() - fitting.keys():
             program.most[x] = 0.0
         if sum(fitting.values()) > room:
-            times, most = rounded(list(fitting.values()), room)
-            values = {x: float(n) for x, n in zip(fitting, times, strict=True) if n}
+            coefficients, most = round_down_row(list(fitting.values()), room)
+            values = {x: float(n) for x, n in zip(fitting, coefficients, strict=True) if n}
             program.row([*values], [*values.values()], upper=float(most))
 
 
-def rounded(sizes_bytes: Sequence[int], room: int) -> tuple[list[int], int]:
+def round_down_row(sizes_bytes: Sequence[int], room: int) -> tuple[list[int], int]:
     """Divide the row by one of the sizes and round down.
 
     sizes_bytes: each above 0 and at most the room; their sum exceeds the room.
@@ -50,8 +50,8 @@ def rounded(sizes_bytes: Sequence[int], room: int) -> tuple[list[int], int]:
     that leaves the smallest limit relative to the sum of all coefficients.
     """
 
-    def left(divisor: int) -> float:
+    def limit_share(divisor: int) -> float:
         return room // divisor / sum(b // divisor for b in sizes_bytes)
 
-    divisor = min(sorted(set(sizes_bytes)), key=left)
+    divisor = min(sorted(set(sizes_bytes)), key=limit_share)
     return [b // divisor for b in sizes_bytes], room // divisor

@@ -71,10 +71,10 @@ class StorageGraph:
     pinned: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
-    def of(cls, graph: Graph, *, may_leave: bool = False) -> StorageGraph:
+    def of(cls, graph: Graph, *, may_offload: bool = False) -> StorageGraph:
         """Fold the graph, in time linear in its size.
 
-        may_leave: storages may be away, in host memory or on disk, and come back by a copy. Then
+        may_offload: storages may be away, in host memory or on disk, and come back by a copy. Then
             nothing is pinned, and since an alias may be away while its storage is recomputed, every
             recomputable node may be recomputed at any time.
         """
@@ -88,39 +88,40 @@ class StorageGraph:
         maker = tuple(p for _, p in roots)
         n_forward = len(graph.forward_nodes)
 
-        def units(names: Iterable[str]) -> tuple[int, ...]:
+        def units_of(names: Iterable[str]) -> tuple[int, ...]:
             found = (unit.get(graph.root(name)) for name in names)
             return tuple(dict.fromkeys(u for u in found if u is not None))
 
-        reads = [units(graph.needs[node.name]) for node in graph.nodes]
+        reads = [units_of(graph.needs[node.name]) for node in graph.nodes]
         makes = tuple(
-            units(name for name in node.outputs if graph.root(name) == name) for node in graph.nodes
+            units_of(name for name in node.outputs if graph.root(name) == name)
+            for node in graph.nodes
         )
         uses: list[list[int]] = [[] for _ in roots]
         for p, read in enumerate(reads):
             for u in read:
                 uses[u].append(p)
-        for u in units(graph.outputs):
+        for u in units_of(graph.outputs):
             uses[u].append(len(graph.nodes))
         recomputable = tuple(map(may_run_again, graph.nodes))
         # What cannot be recomputed stays from the end of its maker to its last use.
         pinned = [
             [(p + 1, uses[u][-1])]
-            if not may_leave and not recomputable[p] and uses[u] and uses[u][-1] > p
+            if not may_offload and not recomputable[p] and uses[u] and uses[u][-1] > p
             else []
             for u, p in enumerate(maker)
         ]
         no_recompute: dict[int, list[tuple[int, int]]] = {}
-        for span in () if may_leave else find_no_recompute_spans(graph):
+        for span in () if may_offload else find_no_recompute_spans(graph):
             no_recompute.setdefault(span.maker, []).append((span.first + 1, span.last))
             # The maker's other outputs stay up to their last use in the span, as if the node that
             # makes the alias read them.
             for u in makes[span.maker]:
-                held = [use for use in uses[u] if span.first < use <= span.last]
+                read_in_span = [use for use in uses[u] if span.first < use <= span.last]
                 if u == unit[span.root]:
                     pinned[u].append((span.first + 1, span.last))
-                elif held:
-                    pinned[u].append((span.first + 1, held[-1]))
+                elif read_in_span:
+                    pinned[u].append((span.first + 1, read_in_span[-1]))
                     if u not in reads[span.first]:
                         reads[span.first] += (u,)
                         insort(uses[u], span.first)
@@ -137,7 +138,7 @@ class StorageGraph:
             unit_bytes=tuple(graph.tensor_by_name[name].size_bytes for name, _ in roots),
             maker=maker,
             uses=tuple(tuple(positions) for positions in uses),
-            pinned=tuple(map(_disjoint, pinned)),
+            pinned=tuple(map(_merge_spans, pinned)),
         )
 
     @property
@@ -219,12 +220,12 @@ class StorageGraph:
         known = {self.unit_of[name] for name in names if name in self.unit_of}
         return [*names, *(self.unit_names[u] for u in self.reads[p] if u not in known)]
 
-    def must_be_there(self, u: int, p: int) -> bool:
+    def must_be_on_device(self, u: int, p: int) -> bool:
         """Whether unit u is on the device while node p runs in every schedule."""
         return self.is_pinned(u, p) or (p < self.n_nodes and u in self.reads[p])
 
     @cached_property
-    def last_need(self) -> tuple[int, ...]:
+    def last_useful_position(self) -> tuple[int, ...]:
         """By forward node: the last position for which its outputs can be of use.
 
         That is directly, or through any number of recomputations.
@@ -245,19 +246,19 @@ class StorageGraph:
         """By forward node: whether any schedule can recompute it between these two positions.
 
         A recomputation runs between two first runs, beside what is held from one to the next, and
-        at a position before `last_need`. If it fits at none of these, the node's outputs are kept
-        or never used again.
+        at a position before `last_useful_position`. If it fits at none of these, the node's outputs
+        are kept or never used again.
         before: n_nodes + 1 for up to the end of the step.
         """
         may = np.array(self.recomputable[: self.n_forward], dtype=bool)
-        least_gap: Bytes = np.minimum.accumulate(self.held_bytes[after + 1 : before + 1])
+        least_held: Bytes = np.minimum.accumulate(self.held_bytes[after + 1 : before + 1])
         for n in range(self.n_forward):
             if not may[n]:
                 continue
             # The least bytes held at any position at which the run can still be of use.
-            window = min(self.last_need[n], before) - after - 1
-            window = min(window, len(least_gap) - 1)
-            may[n] = window >= 0 and least_gap[window] + self.run_bytes[n] <= budget_bytes
+            window = min(self.last_useful_position[n], before) - after - 1
+            window = min(window, len(least_held) - 1)
+            may[n] = window >= 0 and least_held[window] + self.run_bytes[n] <= budget_bytes
             if may[n] and n in self.no_recompute:
                 fits = self.held_bytes[: after + window + 2] + self.run_bytes[n] <= budget_bytes
                 for first, last in self.no_recompute[n]:
@@ -282,7 +283,7 @@ class StorageGraph:
         )
 
 
-def _disjoint(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _merge_spans(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Merge spans that overlap or touch, so that no byte is counted twice."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):

@@ -32,7 +32,7 @@ from dataclasses import replace
 from typing import Any
 
 from solver.bound.cut import CutMilp
-from solver.bound.rounded_byte_rows import round_bytes
+from solver.bound.rounded_byte_rows import add_rounded_byte_rows
 from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
@@ -92,17 +92,17 @@ class WindowCuts(CutMilp):
                     total[n] = columns[0]
                 elif columns != [total.get(n)]:
                     if n not in total:
-                        total[n] = program.variable(whole=False)
+                        total[n] = program.variable(integer=False)
                     values = [1.0] * len(columns)
                     program.row([*columns, total[n]], [*values, -1.0], lower=0.0)
                     for column in columns:
                         program.row([total[n], column], [1.0, -1.0], lower=0.0)
-        due = (u for u in keep if any(p < use < end for use in folded.uses[u]))
-        self._cover_all(due, p, keep, total)
+        due_units = (u for u in keep if any(p < use < end for use in folded.uses[u]))
+        self._cover_all(due_units, p, keep, total)
         return total
 
 
-def windows_share(
+def lost_share_by_windows(
     folded: StorageGraph,
     *,
     budget_bytes: int,
@@ -114,7 +114,7 @@ def windows_share(
     base: a position that becomes a mark, such as that of the strongest single cut.
     """
     coarse = large_units_only(folded, budget_bytes)
-    positions, marks = _positions(coarse, budget_bytes=budget_bytes, base=base)
+    positions, marks = _positions_and_marks(coarse, budget_bytes=budget_bytes, base=base)
     if len(marks) < 2:
         return 0.0
     try:
@@ -125,10 +125,10 @@ def windows_share(
             budget_bytes=budget_bytes,
             deadline=deadline,
         )
-        round_bytes(program)
+        add_rounded_byte_rows(program)
     except OutOfTimeError:
         return 0.0
-    return program.read(program.program.solve(whole=False, deadline=deadline)).lost_share
+    return program.to_cuts(program.program.solve(as_milp=False, deadline=deadline)).lost_share
 
 
 def large_units_only(folded: StorageGraph, budget_bytes: int) -> StorageGraph:
@@ -156,30 +156,30 @@ def without_small(folded: StorageGraph, *, small_bytes: int) -> StorageGraph:
     )
 
 
-def _positions(
+def _positions_and_marks(
     folded: StorageGraph, *, budget_bytes: int, base: int | None
 ) -> tuple[list[int], list[int]]:
     """Choose the positions and marks: those where what any schedule needs leaves the least room."""
-    over = [
+    over_budget = [
         p
         for p in range(folded.n_forward, folded.n_nodes)
         if folded.baseline_bytes[p] > budget_bytes
     ]
-    tightest = sorted(over, key=lambda p: (-int(folded.least_bytes[p]), p))
-    first = [] if base is None else [base]
+    tightest = sorted(over_budget, key=lambda p: (-int(folded.least_bytes[p]), p))
+    base_position = [] if base is None else [base]
     makes = folded.makes[: folded.n_forward]
     n_nodes = max(1, sum(any(folded.unit_bytes[u] for u in made) for made in makes))
     n_marks = next(
         m for m in range(MAX_MARKS, -1, -1) if n_nodes * m * (m + 1) <= 2 * MAX_WINDOW_CELLS
     )
-    marks, near = (
-        _apart([*first, *tightest], n, distance=len(over) // max(1, 2 * n))
-        for n in (n_marks, min(len(over), MAX_CELLS // n_nodes))
+    marks, other_positions = (
+        _spread_out([*base_position, *tightest], n, distance=len(over_budget) // max(1, 2 * n))
+        for n in (n_marks, min(len(over_budget), MAX_CELLS // n_nodes))
     )
-    return sorted({*marks, *near}), marks
+    return sorted({*marks, *other_positions}), marks
 
 
-def _apart(candidates: Sequence[int], n_most: int, *, distance: int) -> list[int]:
+def _spread_out(candidates: Sequence[int], n_most: int, *, distance: int) -> list[int]:
     """Up to n_most of the candidates that are more than `distance` apart, the first ones first.
 
     They are returned in ascending order.

@@ -20,7 +20,7 @@ from solver.chain.problem import (
     ForwardKeepingAll,
     ForwardKeepingInput,
     ForwardKeepingOutput,
-    keeping_everything,
+    ops_keeping_everything,
     simulate_chain,
 )
 from solver.chain.rotor import solve_chain

@@ -43,7 +43,7 @@ def n_extra_steps(*, n_steps: int, n_snapshots: int) -> int:
     In total `n_steps` more forward steps run, since each step also runs once to be reversed. The
     snapshot of x_0 is one of `n_snapshots`. Raises ValueError unless both are integers from 1 on.
     """
-    _check(n_steps, n_snapshots)
+    _check_positive_ints(n_steps, n_snapshots)
     r = _repetitions(n_steps, n_snapshots)
     return r * n_steps - comb(n_snapshots + r, r - 1) if r else 0
 
@@ -63,12 +63,12 @@ def reversal(*, n_steps: int, n_snapshots: int) -> Iterator[Action]:
     none at the end. The advances add up to `n_extra_steps`. Memory is O(n_snapshots), regardless of
     `n_steps`. Raises ValueError, when called, unless both are integers from 1 on.
     """
-    _check(n_steps, n_snapshots)
+    _check_positive_ints(n_steps, n_snapshots)
     # Flattened in C: one Python frame resumes per action, not two as with `yield from`.
-    return chain.from_iterable(_parts(n_steps, n_snapshots))
+    return chain.from_iterable(_actions_of_parts(n_steps, n_snapshots))
 
 
-def _parts(n_steps: int, n_snapshots: int) -> Iterator[Iterable[Action]]:
+def _actions_of_parts(n_steps: int, n_snapshots: int) -> Iterator[Iterable[Action]]:
     """Split the current steps, put the left part aside, continue with the right part.
 
     start, stop: the current steps, start .. stop-1; x_start is present and has a snapshot.
@@ -92,14 +92,18 @@ def _parts(n_steps: int, n_snapshots: int) -> Iterator[Iterable[Action]]:
             left.append((start, split, s, r - 1, b - c, c - right_c))
             yield (("advance", start, split), ("store", split, split))
             start, s, b, c = split, s - 1, c, right_c
-        yield _one_snapshot(start, stop) if s == 1 else _snapshot_each(start, stop)
+        yield (
+            _actions_with_one_snapshot(start, stop)
+            if s == 1
+            else _actions_with_all_snapshots(start, stop)
+        )
         if not left:
             return
         start, stop, s, r, b, c = left.pop()
         yield (("restore", start, start),)
 
 
-def _snapshot_each(start: int, stop: int) -> Iterator[Action]:
+def _actions_with_all_snapshots(start: int, stop: int) -> Iterator[Action]:
     """Take a snapshot of every state but the last, so that no step runs twice without saving."""
     last = stop - 1
     for i in range(start + 1, last):
@@ -117,7 +121,7 @@ def _snapshot_each(start: int, stop: int) -> Iterator[Action]:
     yield ("reverse", start + 1, start)
 
 
-def _one_snapshot(start: int, stop: int) -> Iterator[Action]:
+def _actions_with_one_snapshot(start: int, stop: int) -> Iterator[Action]:
     """With only the snapshot of x_start: run forward from it to every step."""
     for i in range(stop - 1, start, -1):
         yield ("advance", start, i)
@@ -139,7 +143,7 @@ def _repetitions(n_steps: int, n_snapshots: int) -> int:
     )
 
 
-def _check(n_steps: int, n_snapshots: int) -> None:
+def _check_positive_ints(n_steps: int, n_snapshots: int) -> None:
     for name, value in (("n_steps", n_steps), ("n_snapshots", n_snapshots)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{name} is {value!r}; it must be an int, 1 or more")

@@ -77,7 +77,7 @@ class Blocks:
         return len(self.forward)
 
     @cached_property
-    def handed_on(self) -> tuple[tuple[str, ...], ...]:
+    def crossing_without_companions(self) -> tuple[tuple[str, ...], ...]:
         """The storages that cross each cut, without companions."""
         return tuple(
             tuple(name for name in names if name not in self.companions) for names in self.crossing
@@ -92,7 +92,7 @@ class Storage:
     born: position of the node that makes it.
     last_read: position of the last forward node that reads a tensor on it (`born` if none does).
     read_later: whether a later node reads it.
-    held: whether an output of the graph is on it, so that it stays to the end.
+    is_output: whether an output of the graph is on it, so that it stays to the end.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Storage:
     born: int
     last_read: int
     read_later: bool
-    held: bool
+    is_output: bool
 
 
 def split_into_blocks(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
@@ -126,14 +126,14 @@ def split_into_blocks(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
     widths, humps = _widths(storages, companions, len(names))
     cuts = _bottlenecks(widths, humps)
     if max_blocks is not None and len(cuts) >= max_blocks:
-        cuts = _coarsened(storages, cuts, widths, max_blocks)
+        cuts = _fewer_cuts(storages, cuts, widths, max_blocks)
     bounds = [0, *cuts, len(names)] if names else [0]
     read_outside = {
         graph.root(name) for n in graph.later_nodes if n.phase == "outside" for name in n.inputs
     }
     return Blocks(
         forward=tuple(tuple(names[start:stop]) for start, stop in pairwise(bounds)),
-        backward=_backward(graph, storages, companions, cuts),
+        backward=_backward_segments(graph, storages, companions, cuts),
         after=tuple(node.name for node in graph.later_nodes if node.phase == "optimizer"),
         crossing=(
             *_crossings(storages, bounds[:-1]),
@@ -158,7 +158,7 @@ def forward_storages(graph: Graph) -> tuple[Storage, ...]:
     read_later = {
         owner[name] for node in graph.later_nodes for name in node.inputs if name in owner
     }
-    held = {graph.root(name) for name in graph.outputs}
+    output_storages = {graph.root(name) for name in graph.outputs}
     return tuple(
         Storage(
             name=name,
@@ -166,7 +166,7 @@ def forward_storages(graph: Graph) -> tuple[Storage, ...]:
             born=position,
             last_read=max(position, last_read.get(name, position)),
             read_later=name in read_later,
-            held=name in held,
+            is_output=name in output_storages,
         )
         for name, position in born.items()
     )
@@ -192,7 +192,7 @@ def _widths(
     change = [0] * (n_nodes + 1)
     made = [0] * n_nodes
     for storage in storages:
-        if storage.name not in ignored and not storage.held:
+        if storage.name not in ignored and not storage.is_output:
             made[storage.born] += storage.size_bytes
             change[storage.born + 1] += storage.size_bytes
             if storage.last_read < n_nodes:
@@ -204,33 +204,35 @@ def _widths(
 def _bottlenecks(widths: Sequence[int], humps: Sequence[int]) -> list[int]:
     """The positions to cut: bottlenecks that are not much wider than both their neighbours."""
     positions = range(1, len(widths))
-    from_left = _rises(positions, widths, [humps[p - 1] for p in positions])
-    from_right = _rises(positions[::-1], widths, [humps[p] for p in positions[::-1]])
+    from_left = _highest_hump_to_narrower(positions, widths, [humps[p - 1] for p in positions])
+    from_right = _highest_hump_to_narrower(
+        positions[::-1], widths, [humps[p] for p in positions[::-1]]
+    )
     found = [p for p in positions if min(from_left[p], from_right[p]) >= BOTTLENECK * widths[p]]
     inner = zip(found, found[1:], found[2:], strict=False)
     wide = {p for a, p, b in inner if widths[p] >= max(1, MUCH_WIDER * max(widths[a], widths[b]))}
     return [p for p in found if p not in wide]
 
 
-def _rises(
+def _highest_hump_to_narrower(
     positions: Iterable[int], widths: Sequence[int], humps: Iterable[int]
 ) -> dict[int, float]:
     """The highest hump between each position and the nearest narrower one before it in `positions`.
 
     humps: the one just before each position. Infinite where no narrower position comes before.
     """
-    rises: dict[int, float] = {}
+    highest_before: dict[int, float] = {}
     stack: list[tuple[int, float]] = []  # (ascending widths, the highest hump since the last)
     for position, hump in zip(positions, humps, strict=True):
-        highest: float = hump
+        highest_hump: float = hump
         while stack and stack[-1][0] >= widths[position]:
-            highest = max(highest, stack.pop()[1])
-        rises[position] = highest if stack else float("inf")
-        stack.append((widths[position], highest))
-    return rises
+            highest_hump = max(highest_hump, stack.pop()[1])
+        highest_before[position] = highest_hump if stack else float("inf")
+        stack.append((widths[position], highest_hump))
+    return highest_before
 
 
-def _coarsened(
+def _fewer_cuts(
     storages: Sequence[Storage], cuts: Sequence[int], widths: Sequence[int], max_blocks: int
 ) -> list[int]:
     """Fewer cuts: the narrowest near each multiple of an equal share of what the blocks would save.
@@ -240,12 +242,12 @@ def _coarsened(
     """
     saved = [0] * len(widths)
     for storage in storages:
-        if storage.read_later and not storage.held:
+        if storage.read_later and not storage.is_output:
             saved[storage.born] += storage.size_bytes
-    before = list(accumulate(saved if any(saved) else [1] * len(widths), initial=0))
+    saved_before = list(accumulate(saved if any(saved) else [1] * len(widths), initial=0))
     chosen: dict[int, tuple[int, float, int]] = {}
     for position in cuts:
-        share = before[position] * max_blocks / before[-1]
+        share = saved_before[position] * max_blocks / saved_before[-1]
         nearest = round(share)
         if 1 <= nearest < max_blocks:
             candidate = (widths[position], abs(share - nearest), position)
@@ -253,7 +255,7 @@ def _coarsened(
     return sorted(position for _, _, position in chosen.values())
 
 
-def _backward(
+def _backward_segments(
     graph: Graph, storages: Sequence[Storage], companions: frozenset[str], cuts: Sequence[int]
 ) -> tuple[tuple[str, ...], ...]:
     """Assign each backward node to a block, going from the last block to the first.
@@ -269,19 +271,23 @@ def _backward(
         for root in map(graph.root, node.inputs):
             if root not in graph.producer:
                 readers.setdefault(root, set()).add(bisect_right(cuts, position))
-    home = {root: blocks.pop() for root, blocks in readers.items() if len(blocks) == 1}
-    home.update(
+    block_of_storage = {root: blocks.pop() for root, blocks in readers.items() if len(blocks) == 1}
+    block_of_storage.update(
         (s.name, bisect_right(cuts, s.last_read)) for s in storages if s.name not in companions
     )
     nodes = [node for node in graph.later_nodes if node.phase == "backward"]
     earliest = {}  # index in nodes -> the earliest block from which it reads
     for index, node in enumerate(nodes):
-        if homes := [home[root] for root in map(graph.root, node.inputs) if root in home]:
-            earliest[index] = min(homes)
-    telling = list(earliest)  # nodes that read something of a block
+        if blocks_read := [
+            block_of_storage[root]
+            for root in map(graph.root, node.inputs)
+            if root in block_of_storage
+        ]:
+            earliest[index] = min(blocks_read)
+    nodes_with_block = list(earliest)  # nodes that read something of a block
     block_from = {
-        telling[place]: earliest[telling[place]]
-        for place in _longest_descent([earliest[index] for index in telling])
+        nodes_with_block[place]: earliest[nodes_with_block[place]]
+        for place in _longest_descent([earliest[index] for index in nodes_with_block])
     }
     n_blocks = len(cuts) + 1 if graph.forward_nodes else 0
     segments: list[list[str]] = [[] for _ in range(n_blocks + 1)]

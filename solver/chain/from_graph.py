@@ -43,7 +43,7 @@ def to_chain(graph: Graph, blocks: Blocks) -> Chain:
 def constant_bytes(graph: Graph, blocks: Blocks) -> int:
     """Bytes on the device besides the chain: resident tensors, companions, forward-made outputs."""
     return graph.resident_bytes + sum(
-        s.size_bytes for s in forward_storages(graph) if s.held or s.name in blocks.companions
+        s.size_bytes for s in forward_storages(graph) if s.is_output or s.name in blocks.companions
     )
 
 
@@ -56,18 +56,18 @@ class _Model:
         self._storages = {
             s.name: s
             for s in forward_storages(graph)
-            if not s.held and s.name not in blocks.companions
+            if not s.is_output and s.name not in blocks.companions
         }
         self._starts = [0, *accumulate(len(names) for names in blocks.forward)]
-        self._made: list[list[Storage]] = [[] for _ in range(blocks.n_blocks + 1)]
+        self._made_by_block: list[list[Storage]] = [[] for _ in range(blocks.n_blocks + 1)]
         for storage in self._storages.values():
-            self._made[bisect_right(self._starts, storage.born)].append(storage)
+            self._made_by_block[bisect_right(self._starts, storage.born)].append(storage)
         self.crossing = [
             frozenset(name for name in names if name in self._storages) for names in blocks.crossing
         ]
         self.saved = [
             crossing.union(s.name for s in made if s.read_later)
-            for crossing, made in zip(self.crossing, self._made, strict=True)
+            for crossing, made in zip(self.crossing, self._made_by_block, strict=True)
         ]
         self._later_bytes = _later_live_bytes(graph)
 
@@ -83,28 +83,28 @@ class _Model:
         This is its peak beyond its input and output, or beyond its input and everything that it
         saves; the larger of the two.
         """
-        beside = self.bytes_of(self.crossing[block - 1])
+        input_bytes = self.bytes_of(self.crossing[block - 1])
         return max(
             0,
             *(
-                self._forward_peak_bytes(block, stays=stays) - beside - self.bytes_of(stays)
-                for stays in (self.crossing[block], self.saved[block])
+                self._forward_peak_bytes(block, kept=kept) - input_bytes - self.bytes_of(kept)
+                for kept in (self.crossing[block], self.saved[block])
             ),
         )
 
-    def _forward_peak_bytes(self, block: int, *, stays: frozenset[str]) -> int:
-        arriving: defaultdict[int, int] = defaultdict(int)
-        leaving: defaultdict[int, int] = defaultdict(int)
-        for storage in self._made[block]:
-            arriving[storage.born] += storage.size_bytes
-            if storage.name not in stays:
-                leaving[storage.last_read] += storage.size_bytes
+    def _forward_peak_bytes(self, block: int, *, kept: frozenset[str]) -> int:
+        made_bytes: defaultdict[int, int] = defaultdict(int)
+        freed_bytes: defaultdict[int, int] = defaultdict(int)
+        for storage in self._made_by_block[block]:
+            made_bytes[storage.born] += storage.size_bytes
+            if storage.name not in kept:
+                freed_bytes[storage.last_read] += storage.size_bytes
         live = self.bytes_of(self.crossing[block - 1])
         peak = live
         for position, name in enumerate(self._blocks.forward[block - 1], self._starts[block - 1]):
-            live += arriving[position]
+            live += made_bytes[position]
             peak = max(peak, live + self._graph.node_by_name[name].workspace_bytes)
-            live -= leaving[position]
+            live -= freed_bytes[position]
         return peak
 
     def backward_workspace_bytes(self, block: int) -> int:
@@ -116,8 +116,8 @@ class _Model:
         """
         segment = self._blocks.backward[block - 1]
         is_loss = block > self._blocks.n_blocks
-        there = self.crossing[block - 1] | (frozenset() if is_loss else self.saved[block])
-        unread = set(there)  # going backwards: not read by any node further on, so freed there
+        readable = self.crossing[block - 1] | (frozenset() if is_loss else self.saved[block])
+        unread = set(readable)  # going backwards: not read by any node further on, so freed there
         live = peak = 0
         for name in reversed(segment):
             for storage in map(self._graph.root, self._graph.node_by_name[name].inputs):
@@ -125,10 +125,10 @@ class _Model:
                     unread.discard(storage)
                     live += self._storages[storage].size_bytes
             peak = max(peak, live + self._later_bytes[name])
-        beside = 2 * self.bytes_of(self.crossing[block - 1])
+        other_bytes = 2 * self.bytes_of(self.crossing[block - 1])
         if not is_loss:
-            beside += self.bytes_of(self.saved[block]) + self.bytes_of(self.crossing[block])
-        return max(0, peak - beside)
+            other_bytes += self.bytes_of(self.saved[block]) + self.bytes_of(self.crossing[block])
+        return max(0, peak - other_bytes)
 
 
 def _later_live_bytes(graph: Graph) -> dict[str, int]:
@@ -139,17 +139,17 @@ def _later_live_bytes(graph: Graph) -> dict[str, int]:
     last_read: dict[str, str] = {}
     for node in graph.later_nodes:
         last_read.update((graph.root(name), node.name) for name in (*node.inputs, *node.outputs))
-    stays = {graph.root(name) for name in graph.outputs}
-    leaving: defaultdict[str, int] = defaultdict(int)
+    kept = {graph.root(name) for name in graph.outputs}
+    freed_bytes: defaultdict[str, int] = defaultdict(int)
     live = 0
-    during: dict[str, int] = {}
+    bytes_during: dict[str, int] = {}
     for node in graph.later_nodes:
         for name in node.outputs:
             tensor = graph.tensor_by_name[name]
             if tensor.alias_of is None:
                 live += tensor.size_bytes
-                if name not in stays:
-                    leaving[last_read[name]] += tensor.size_bytes
-        during[node.name] = live + node.workspace_bytes
-        live -= leaving[node.name]
-    return during
+                if name not in kept:
+                    freed_bytes[last_read[name]] += tensor.size_bytes
+        bytes_during[node.name] = live + node.workspace_bytes
+        live -= freed_bytes[node.name]
+    return bytes_during

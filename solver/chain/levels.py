@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 from solver.chain.binomial import Action, n_extra_steps
 
-MAX_TURNS = 5
+MAX_ITERATIONS = 5
 """Maximum iterations of `multistage`."""
 Floats = npt.NDArray[np.float64]
 
@@ -82,8 +82,8 @@ def hrevolve(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | N
 
 def disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[Action, ...] | None:
     """`hrevolve` for a disk that holds any number of snapshots; `disk.n_snapshots` is ignored."""
-    endless = replace(disk, n_snapshots=n_steps)
-    return hrevolve(n_steps=n_steps, levels=(memory, endless))
+    unlimited = replace(disk, n_snapshots=n_steps)
+    return hrevolve(n_steps=n_steps, levels=(memory, unlimited))
 
 
 def periodic_disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[Action, ...] | None:
@@ -94,10 +94,10 @@ def periodic_disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[
     snapshots.
     """
     distance = period(memory=memory, disk=disk, n_steps=n_steps)
-    once = _Tables(max(n_steps, distance), (memory, Level(1, disk.write_cost, disk.read_cost)))
+    tables = _Tables(max(n_steps, distance), (memory, Level(1, disk.write_cost, disk.read_cost)))
     costs = [
-        n * (disk.write_cost + distance + disk.read_cost + once.after_write[distance])
-        + once.least[n_steps - n * distance]
+        n * (disk.write_cost + distance + disk.read_cost + tables.least_cost_after_write[distance])
+        + tables.least_cost[n_steps - n * distance]
         for n in range((n_steps - 1) // distance + 1)
     ]
     n_periods = int(np.argmin(costs))
@@ -108,10 +108,10 @@ def periodic_disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[
     for start in starts:
         found += (("store", start, 1), ("advance", start, start + distance))
     start = distance * n_periods
-    found += once.stream(("start", 1, start, n_steps - start, 1))
+    found += tables.stream(("start", 1, start, n_steps - start, 1))
     for start in reversed(starts):
         found.append(("restore", start, 1))
-        found += once.stream(("stored", 1, start, distance, 0))
+        found += tables.stream(("stored", 1, start, distance, 0))
     return tuple(found)
 
 
@@ -120,11 +120,12 @@ def period(*, memory: Level, disk: Level, n_steps: int) -> int:
 
     n_steps: the largest distance tried. Of equally good ones the largest is returned.
     """
-    once = _Tables(n_steps, (memory, Level(1, disk.write_cost, disk.read_cost)))
-    each = [
-        (disk.write_cost + disk.read_cost + once.after_write[m]) / m for m in range(1, n_steps + 1)
+    tables = _Tables(n_steps, (memory, Level(1, disk.write_cost, disk.read_cost)))
+    cost_per_step = [
+        (disk.write_cost + disk.read_cost + tables.least_cost_after_write[m]) / m
+        for m in range(1, n_steps + 1)
     ]
-    return n_steps - int(np.argmin(each[::-1]))
+    return n_steps - int(np.argmin(cost_per_step[::-1]))
 
 
 def multistage(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | None:
@@ -140,20 +141,20 @@ def multistage(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] |
     n_places = min(sum(level.n_snapshots for level in levels), n_steps)
     if n_places == 0:
         return None
-    of_rank = [k for k, level in enumerate(levels) for _ in range(level.n_snapshots)]
+    level_of_rank = [k for k, level in enumerate(levels) for _ in range(level.n_snapshots)]
     level_of = [len(levels) - 1] * n_places
     best: tuple[float, tuple[Action, ...]] | None = None
-    for _ in range(MAX_TURNS):
-        on_places = [levels[k] for k in level_of]
-        actions = tuple(_Stack(n_steps, on_places).actions())
-        used = [0.0] * n_places
+    for _ in range(MAX_ITERATIONS):
+        place_levels = [levels[k] for k in level_of]
+        actions = tuple(_Stack(n_steps, place_levels).actions())
+        io_cost = [0.0] * n_places
         for kind, _, place in actions:
             if kind in ("store", "restore"):
                 slow = levels[-1]
-                used[place] += slow.write_cost if kind == "store" else slow.read_cost
-        order = sorted(range(n_places), key=lambda place: (-used[place], place))
+                io_cost[place] += slow.write_cost if kind == "store" else slow.read_cost
+        order = sorted(range(n_places), key=lambda place: (-io_cost[place], place))
         level_of = [0] * n_places
-        for place, k in zip(order, of_rank, strict=False):
+        for place, k in zip(order, level_of_rank, strict=False):
             level_of[place] = k
         found = tuple(
             (kind, i, stop if kind in ("advance", "reverse") else level_of[stop])
@@ -170,13 +171,13 @@ def multistage(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] |
 class _Stack:
     """Of the reversals with the fewest forward steps, the one with the least writing and reading.
 
-    on_places: by place in the stack of snapshots, what writing and reading costs there.
-    used[d]: by number of steps, the cost with their first state in place d.
+    place_levels: by place in the stack of snapshots, what writing and reading costs there.
+    io_cost[d]: by number of steps, the cost with their first state in place d.
     """
 
-    def __init__(self, n_steps: int, on_places: Sequence[Level]) -> None:
-        self.n_steps, self.on_places = n_steps, on_places
-        n_places = len(on_places)
+    def __init__(self, n_steps: int, place_levels: Sequence[Level]) -> None:
+        self.n_steps, self.place_levels = n_steps, place_levels
+        n_places = len(place_levels)
         # by number of free places (counting that of the first state) and number of steps
         fewest = np.full((n_places + 1, n_steps + 1), math.inf)
         fewest[:, :2] = 0.0
@@ -184,19 +185,19 @@ class _Stack:
             for n in range(2, n_steps + 1):
                 fewest[n_free, n] = n_extra_steps(n_steps=n, n_snapshots=n_free)
         self._fewest = fewest
-        self.used = np.zeros((n_places + 1, n_steps + 1))
+        self.io_cost = np.zeros((n_places + 1, n_steps + 1))
         for place in reversed(range(n_places)):
             for n in range(2, n_steps + 1):
-                self.used[place, n] = np.min(self._splits(place, n))
+                self.io_cost[place, n] = np.min(self._split_costs(place, n))
 
-    def _splits(self, place: int, n: int) -> Floats:
+    def _split_costs(self, place: int, n: int) -> Floats:
         """The cost of each split, with 1 .. n - 1 steps on the left; inf if it runs extra steps."""
-        n_free, level = len(self.on_places) - place, self.on_places[place]
+        n_free, level = len(self.place_levels) - place, self.place_levels[place]
         left, right = np.arange(1, n), np.arange(n - 1, 0, -1)
         forward = left + self._fewest[n_free - 1, right] + self._fewest[n_free, left]
-        costs = level.read_cost + self.used[place, left]
+        costs = level.read_cost + self.io_cost[place, left]
         if n_free > 1:
-            next_cost = self.on_places[place + 1].write_cost + self.used[place + 1, right]
+            next_cost = self.place_levels[place + 1].write_cost + self.io_cost[place + 1, right]
             costs = costs + np.where(right > 1, next_cost, 0.0)
         return np.where(forward == self._fewest[n_free, n], costs, math.inf)
 
@@ -214,7 +215,7 @@ class _Stack:
                 yield ("drop", start, place)
                 yield ("reverse", start + 1, start)
                 continue
-            middle = start + 1 + int(np.argmin(self._splits(place, n)))
+            middle = start + 1 + int(np.argmin(self._split_costs(place, n)))
             yield ("advance", start, middle)
             tasks += [("stored", place, start, middle - start), ("restore", start, place)]
             n_right = start + n - middle
@@ -239,17 +240,17 @@ class _Tables:
                 f"n_steps is {n_steps} and levels are {levels}; at least one of each is needed"
             )
         self.n_steps, self.levels = n_steps, levels
-        none = np.full(n_steps + 1, math.inf)
-        none[:2] = 0.0  # a single step needs no snapshot
-        self._below: Floats = none
+        without_snapshots = np.full(n_steps + 1, math.inf)
+        without_snapshots[:2] = 0.0  # a single step needs no snapshot
+        self._no_level: Floats = without_snapshots
         self.start: list[list[Floats]] = []
         self.stored: list[list[Floats]] = []
         for level in levels:
-            lower = self.start[-1][-1] if self.start else none
+            lower = self.start[-1][-1] if self.start else without_snapshots
             start, stored = [lower], list[Floats]()
             n_snapshots = min(level.n_snapshots, n_steps)
             for m in range(n_snapshots):
-                stored.append(self._stored(lower, start[m], level))
+                stored.append(self._costs_if_stored(lower, start[m], level))
                 start.append(np.minimum(lower, level.write_cost + stored[m]))
                 if np.array_equal(start[m], start[m + 1]):  # then more snapshots do not help either
                     stored += [stored[m]] * (n_snapshots - len(stored))
@@ -259,16 +260,16 @@ class _Tables:
             self.stored.append(stored)
 
     @property
-    def least(self) -> Floats:
+    def least_cost(self) -> Floats:
         """The least cost, by number of steps."""
         return self.start[-1][-1]
 
     @property
-    def after_write(self) -> Floats:
+    def least_cost_after_write(self) -> Floats:
         """The least cost, by number of steps, if x_start has the slowest level's only snapshot."""
         return self.stored[-1][0]
 
-    def _stored(self, lower: Floats, right: Floats, level: Level) -> Floats:
+    def _costs_if_stored(self, lower: Floats, right: Floats, level: Level) -> Floats:
         """V_k(., m) from U_{k-1} and U_k(., m)."""
         found, read = lower.copy(), right + level.read_cost
         for j in range(1, self.n_steps):  # found[j] is final: the case of j steps on the left
@@ -277,7 +278,7 @@ class _Tables:
         return found
 
     def actions(self) -> tuple[Action, ...] | None:
-        if math.isinf(self.least[self.n_steps]):
+        if math.isinf(self.least_cost[self.n_steps]):
             return None
         top = len(self.levels) - 1
         m = len(self.start[top]) - 1
@@ -295,9 +296,9 @@ class _Tables:
             if len(each) == 3:
                 yield each
                 continue
-            what, k, start, n, m = each
-            has_snapshot = what == "stored"
-            lower = self.start[k - 1][-1] if k else self._below
+            kind, k, start, n, m = each
+            has_snapshot = kind == "stored"
+            lower = self.start[k - 1][-1] if k else self._no_level
             if n == 1 or lower[n] <= (self.stored if has_snapshot else self.start)[k][m][n]:
                 if has_snapshot:
                     yield ("drop", start, k)

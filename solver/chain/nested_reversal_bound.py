@@ -97,7 +97,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from solver.bound import TIME_ERROR, StorageGraph
 from solver.chain.blocks import Blocks
-from solver.chain.nested_reversal_levels import MAX_SLOTS, Levels, levels_of
+from solver.chain.nested_reversal_levels import MAX_SLOTS, Levels, divisions_into_levels
 from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 Floats = npt.NDArray[np.float64]
@@ -118,7 +118,7 @@ def reversal_bound(
         return 0.0
     proven_s = 0.0
     with contextlib.suppress(OutOfTimeError):
-        for levels in levels_of(folded, blocks, budget_bytes, deadline=deadline):
+        for levels in divisions_into_levels(folded, blocks, budget_bytes, deadline=deadline):
             proven_s = max(proven_s, least_recompute_s(levels, deadline=deadline))
     return max(0.0, proven_s / baseline_s - TIME_ERROR)
 
@@ -132,29 +132,29 @@ def least_recompute_s(levels: Levels, *, deadline: Deadline = NEVER) -> float:
     n_slots = max(0, n_slots)
     steps = n * n * (1 + n_slots)
     if n * steps <= MAX_CELLS:
-        return _unequal(levels, n_slots, deadline)
-    run = equal_run(levels)
-    proven_s = 0.0 if run is None else equal_s(levels, run, deadline=deadline)
+        return _unequal_bound_s(levels, n_slots, deadline)
+    run = longest_equal_run(levels)
+    proven_s = 0.0 if run is None else equal_bound_s(levels, run, deadline=deadline)
     if steps <= MAX_STEPS:
         weaker = replace(levels, arrival=None)
-        proven_s = max(proven_s, _unequal(weaker, n_slots, deadline))
+        proven_s = max(proven_s, _unequal_bound_s(weaker, n_slots, deadline))
     return proven_s
 
 
-def _unequal(levels: Levels, n_slots: int, deadline: Deadline) -> float:
+def _unequal_bound_s(levels: Levels, n_slots: int, deadline: Deadline) -> float:
     """T(0, n, 0) by the recursion, with m = 0, w, 2 w .. from the largest down."""
     n, width = levels.n_levels, levels.width_bytes
     costs = [_Costs.at(levels, slot, deadline) for slot in range(n_slots + 2)]
     above: _Table | None = None
-    whole = np.zeros(0)
+    whole_s = np.zeros(0)
     for slot in reversed(range(n_slots + 1)):
-        kept = _where_it_fits(levels, (slot + 1) * width)
-        table = _Table(levels, costs[slot], costs[slot + 1], above, kept)
+        has_room = _has_room_at_checks(levels, (slot + 1) * width)
+        table = _Table(levels, costs[slot], costs[slot + 1], above, has_room)
         for length in range(1, n + 1):
             deadline.check()
             table.fill(length)
-        above, whole = table, table.whole(whole)
-    return float(whole[0])
+        above, whole_s = table, table.whole_step_s(whole_s)
+    return float(whole_s[0])
 
 
 @dataclass(frozen=True)
@@ -162,25 +162,25 @@ class _Costs:
     """s and s' by level, if lower levels have m bytes."""
 
     saving_s: Floats
-    alone_s: Floats
+    unaided_s: Floats
 
     @classmethod
     def at(cls, levels: Levels, slot: int, deadline: Deadline) -> _Costs:
-        saving, alone = [0.0], [0.0]
+        saving, unaided = [0.0], [0.0]
         for k in range(1, levels.n_levels):
             deadline.check()
             left_bytes = levels.room_bytes[k] - slot * levels.width_bytes
             saving.append(levels.saving_s(k, left_bytes))
-            alone.append(levels.alone_s(k, left_bytes))
-        return cls(np.array([*saving, 0.0]), np.array([*alone, 0.0]))
+            unaided.append(levels.unaided_saving_s(k, left_bytes))
+        return cls(np.array([*saving, 0.0]), np.array([*unaided, 0.0]))
 
 
 class _Table:
     """A and P for one m, by i and j - i.
 
-    served: A.
-    reached: P.
-    tail: min(s' + A, s + P) at (i, k - 1], by k - i.
+    run_s: A.
+    due_run_s: P.
+    last_term_s: min(s' + A, s + P) at (i, k - 1], by k - i.
     """
 
     def __init__(
@@ -189,73 +189,74 @@ class _Table:
         costs: _Costs,
         costs_above: _Costs,
         above: _Table | None,
-        kept: npt.NDArray[np.bool_],
+        has_room: npt.NDArray[np.bool_],
     ) -> None:
         n = levels.n_levels
-        self._n, self._above, self._kept = n, above, kept
-        self._saving = costs.saving_s, costs.alone_s
-        self._more_s = costs_above.saving_s
+        self._n, self._above, self._has_room = n, above, has_room
+        self._savings_s = costs.saving_s, costs.unaided_s
+        self._saved_above_s = costs_above.saving_s
         self._arrival = levels.arrival
-        self.served = np.zeros((n + 1, n + 1))
-        self.reached = np.zeros((n + 1, n + 1))
-        self.tail = np.zeros((n + 1, n + 1))
+        self.run_s = np.zeros((n + 1, n + 1))
+        self.due_run_s = np.zeros((n + 1, n + 1))
+        self.last_term_s = np.zeros((n + 1, n + 1))
         arrival = levels.arrival
-        self._first = _sums(levels.forward_s, levels.one_unit_s)
-        self._first_reached = self._first
+        self._first_s = _range_times_s(levels.forward_s, levels.one_unit_s)
+        self._first_due_s = self._first_s
         if arrival is not None:
-            self._first_reached = _sums(arrival.forward_s, arrival.one_unit_s)
+            self._first_due_s = _range_times_s(arrival.forward_s, arrival.one_unit_s)
         if above is not None:
-            self._served_above = _by_end(above.served, kept, 0)
-            self._reached_above = _by_end(above.reached, kept, 1)
+            self._run_above_s = _by_end(above.run_s, has_room, 0)
+            self._due_run_above_s = _by_end(above.due_run_s, has_room, 1)
 
     def fill(self, length: int) -> None:
         """A and P for the ranges of this length, from those of shorter ranges."""
         rows = slice(0, self._n + 1 - length)
-        self._fill_tail(length)
-        self.served[rows, length] = self._first[rows, length] + self.served[rows, length - 1]
+        self._fill_last_term(length)
+        self.run_s[rows, length] = self._first_s[rows, length] + self.run_s[rows, length - 1]
         if self._above is not None:
-            least = self._split(self._first, self._served_above, length, length - 1)
-            self.served[rows, length] = np.minimum(self.served[rows, length], least)
+            least = self._least_split(self._first_s, self._run_above_s, length, length - 1)
+            self.run_s[rows, length] = np.minimum(self.run_s[rows, length], least)
         if self._arrival is None:
             return
-        self.reached[rows, length] = self._first_reached[rows, length] + self.served[rows, length]
+        self.due_run_s[rows, length] = self._first_due_s[rows, length] + self.run_s[rows, length]
         if self._above is not None:
-            least = self._split(self._first_reached, self._reached_above, length, length)
-            self.reached[rows, length] = np.minimum(self.reached[rows, length], least)
-        at_least = self.reached[rows, length], self.served[rows, length]
-        self.reached[rows, length] = np.maximum(*at_least)
+            least = self._least_split(self._first_due_s, self._due_run_above_s, length, length)
+            self.due_run_s[rows, length] = np.minimum(self.due_run_s[rows, length], least)
+        at_least = self.due_run_s[rows, length], self.run_s[rows, length]
+        self.due_run_s[rows, length] = np.maximum(*at_least)
 
-    def whole(self, above: Floats) -> Floats:
+    def whole_step_s(self, above: Floats) -> Floats:
         """T by i, from T for m + w."""
         n = self._n
-        whole = np.zeros(n + 1)
+        whole_s = np.zeros(n + 1)
         for i in range(n - 1, -1, -1):
-            whole[i] = self.served[i, n - 1 - i]
-            k = np.flatnonzero(self._kept[i + 1 : n, n]) + i + 1
+            whole_s[i] = self.run_s[i, n - 1 - i]
+            k = np.flatnonzero(self._has_room[i + 1 : n, n]) + i + 1
             if self._above is not None and len(k):
-                least = (above[k] + self.tail[i, k - i]).min()
-                served = self.served[i, k - i - 1]
-                pairs = np.maximum(above[k] + self._more_s[k], above[k - 1]) + served
-                whole[i] = min(whole[i], least, pairs[k > i + 1].min(initial=math.inf))
-        return whole
+                least = (above[k] + self.last_term_s[i, k - i]).min()
+                run_s = self.run_s[i, k - i - 1]
+                pairs = np.maximum(above[k] + self._saved_above_s[k], above[k - 1]) + run_s
+                whole_s[i] = min(whole_s[i], least, pairs[k > i + 1].min(initial=math.inf))
+        return whole_s
 
-    def _fill_tail(self, length: int) -> None:
+    def _fill_last_term(self, length: int) -> None:
         rows, ends = slice(0, self._n + 1 - length), slice(length, self._n + 1)
-        served, reached = self.served[rows, length - 1], self.reached[rows, length - 1]
-        saving_s, alone_s = (each[ends] for each in self._saving)
+        run_s, due_run_s = self.run_s[rows, length - 1], self.due_run_s[rows, length - 1]
+        saving_s, unaided_s = (each[ends] for each in self._savings_s)
         if self._arrival is None:
-            self.tail[rows, length] = saving_s + served
+            self.last_term_s[rows, length] = saving_s + run_s
             return
         always, if_read = (
-            np.array([False, *each])[ends] for each in (self._arrival.always, self._arrival.if_read)
+            np.array([False, *each])[ends]
+            for each in (self._arrival.always_due, self._arrival.due_if_read)
         )
-        self.tail[rows, length] = np.minimum(
-            alone_s + np.where(always, reached, served),
-            saving_s + np.where(always | if_read, reached, served),
+        self.last_term_s[rows, length] = np.minimum(
+            unaided_s + np.where(always, due_run_s, run_s),
+            saving_s + np.where(always | if_read, due_run_s, run_s),
         )
 
-    def _split(
-        self, first: Floats, above: tuple[Floats, Floats], length: int, longest: int
+    def _least_split(
+        self, first_s: Floats, above: tuple[Floats, Floats], length: int, longest: int
     ) -> Floats:
         """The least of a(k) and b(k) over k = i + 1 .. i + longest, by i."""
         rows, ends = slice(0, self._n + 1 - length), slice(length, self._n + 1)
@@ -263,63 +264,61 @@ class _Table:
         if longest < 1:
             return np.full(self._n + 1 - length, np.inf)
         k = slice(1, longest + 1)
-        least: Floats = (first[rows, k] + self.tail[rows, k] + fits[:, k]).min(axis=1)
+        least: Floats = (first_s[rows, k] + self.last_term_s[rows, k] + fits[:, k]).min(axis=1)
         if longest > 1 and self._arrival is not None:
             k, before = slice(2, longest + 1), slice(1, longest)
-            more_s = sliding_window_view(self._more_s, longest - 1)[2 : self._n + 3 - length]
-            one = first[rows, k] + fits[:, k] + more_s
-            other = first[rows, before] + plain[:, before]
-            again = self.served[rows, before]
-            least = np.minimum(least, (np.maximum(one, other) + again).min(axis=1))
+            saved = sliding_window_view(self._saved_above_s, longest - 1)[2 : self._n + 3 - length]
+            one = first_s[rows, k] + fits[:, k] + saved
+            other = first_s[rows, before] + plain[:, before]
+            lower_run_s = self.run_s[rows, before]
+            least = np.minimum(least, (np.maximum(one, other) + lower_run_s).min(axis=1))
         return least
 
 
-def _sums(level_s: Sequence[float], one_unit_s: float) -> Floats:
+def _range_times_s(level_s: Sequence[float], one_unit_s: float) -> Floats:
     """[i, j - i]: the time of the levels in (i, j], less that of one unit."""
     n = len(level_s)
-    reached = np.concatenate(([0.0], np.cumsum(level_s), np.zeros(n)))
-    ends = sliding_window_view(reached, n + 1)[: n + 1]
-    sums: Floats = np.maximum(0.0, ends - reached[: n + 1, np.newaxis] - one_unit_s)
+    prefix_s = np.concatenate(([0.0], np.cumsum(level_s), np.zeros(n)))
+    ends = sliding_window_view(prefix_s, n + 1)[: n + 1]
+    sums: Floats = np.maximum(0.0, ends - prefix_s[: n + 1, np.newaxis] - one_unit_s)
     return sums
 
 
-def _by_end(table: Floats, kept: npt.NDArray[np.bool_], checks_more: int) -> tuple[Floats, Floats]:
-    """The table by j and j - k: with inf where m + w does not fit at all checks up to j +
-    checks_more, and without.
-    """
+def _by_end(table: Floats, room: npt.NDArray[np.bool_], checks_more: int) -> tuple[Floats, Floats]:
+    """By j and j - k: inf where m + w does not fit up to check j + checks_more; and without inf."""
     n = len(table) - 1
     plain = np.full((n + 1, n + 1), np.inf)
     fits = np.full((n + 1, n + 1), np.inf)
     for j in range(n + 1 - checks_more):
         k = np.arange(j, -1, -1)
         plain[j, : j + 1] = table[k, j - k]
-        fits[j, : j + 1] = np.where(kept[k, j + checks_more], plain[j, : j + 1], np.inf)
+        fits[j, : j + 1] = np.where(room[k, j + checks_more], plain[j, : j + 1], np.inf)
     return fits, plain
 
 
-def _where_it_fits(levels: Levels, held_bytes: int) -> npt.NDArray[np.bool_]:
+def _has_room_at_checks(levels: Levels, held_bytes: int) -> npt.NDArray[np.bool_]:
     """[k, j]: whether these bytes fit at all checks in (k, j]."""
     n = levels.n_levels
     fits = np.array([True, *(room >= held_bytes for room in levels.room_bytes)])
     last_bad = np.maximum.accumulate(np.where(fits, -1, np.arange(n + 1)))
-    kept: npt.NDArray[np.bool_] = last_bad[np.newaxis, :] <= np.arange(n + 1)[:, np.newaxis]
-    return kept
+    has_room: npt.NDArray[np.bool_] = last_bad[np.newaxis, :] <= np.arange(n + 1)[:, np.newaxis]
+    return has_room
 
 
-def equal_run(levels: Levels) -> tuple[int, int] | None:
+def longest_equal_run(levels: Levels) -> tuple[int, int] | None:
     """The longest run (first, last) of levels with no more room than usual, in slots of w."""
     slots = [room // levels.width_bytes for room in levels.room_bytes]
-    usual = max(set(slots), key=lambda each: (slots.count(each), each))
+    usual_slots = max(set(slots), key=lambda each: (slots.count(each), each))
     best, start = (1, 0), 1
     for level, each in enumerate(slots, start=1):
-        if each > usual:
+        if each > usual_slots:
             start = level + 1
         elif level - start > best[1] - best[0]:
             best = start, level
     return best if best[1] > best[0] else None
 
 
-def equal_s(levels: Levels, run: tuple[int, int], *, deadline: Deadline = NEVER) -> float:
+def equal_bound_s(levels: Levels, run: tuple[int, int], *, deadline: Deadline = NEVER) -> float:
     """T if all of these levels are as the cheapest, and all their checks have the largest room.
 
     Raises OutOfTimeError.
@@ -327,23 +326,23 @@ def equal_s(levels: Levels, run: tuple[int, int], *, deadline: Deadline = NEVER)
     first, last = run
     n, width = last - first + 1, levels.width_bytes
     room_bytes = max(levels.room_bytes[first - 1 : last])
-    equal = _Equal(levels, first, last)
+    equal = _EqualTable(levels, first, last)
     for slot in reversed(range(max(0, room_bytes // width) + 1)):
         left_bytes = room_bytes - slot * width
-        saving_s = alone_s = math.inf
+        saving_s = unaided_s = math.inf
         for k in range(first, last):
             deadline.check()
             saving_s = min(saving_s, levels.saving_s(k, left_bytes))
-            alone_s = min(alone_s, levels.alone_s(k, left_bytes))
-        equal.next_slot(saving_s, alone_s)
+            unaided_s = min(unaided_s, levels.unaided_saving_s(k, left_bytes))
+        equal.next_slot(saving_s, unaided_s)
         for length in range(1, n + 1):
             deadline.check()
             equal.fill(length)
-    return float(equal.whole[n])
+    return float(equal.whole_step_s[n])
 
 
-class _Equal:
-    """A, P, T and the tail of `_Table` by j - i, for one m after the other."""
+class _EqualTable:
+    """A, P, T and `last_term_s` of `_Table` by j - i, for one m after the other."""
 
     def __init__(self, levels: Levels, first: int, last: int) -> None:
         def sums(level_s: Sequence[float], one_unit_s: float) -> Floats:
@@ -352,49 +351,49 @@ class _Equal:
             return less_s
 
         self._n = n = last - first + 1
-        self._first = sums(levels.forward_s, levels.one_unit_s)
+        self._first_s = sums(levels.forward_s, levels.one_unit_s)
         self._nothing = np.zeros(n + 1)
         arrival = self._arrival = levels.arrival
-        self._always = self._if_read = False
+        self._always_due = self._due_if_read = False
         if arrival is not None:
-            self._first_reached = sums(arrival.forward_s, arrival.one_unit_s)
-            always, if_read = arrival.always[first:last], arrival.if_read[first:last]
-            self._always = all(always)
-            self._if_read = all(map(any, zip(always, if_read, strict=True)))
-        self.served = self.reached = self.whole = np.full(n + 1, np.inf)
-        self._saving_s = self._alone_s = 0.0
+            self._first_due_s = sums(arrival.forward_s, arrival.one_unit_s)
+            always, if_read = arrival.always_due[first:last], arrival.due_if_read[first:last]
+            self._always_due = all(always)
+            self._due_if_read = all(map(any, zip(always, if_read, strict=True)))
+        self.run_s = self.due_run_s = self.whole_step_s = np.full(n + 1, np.inf)
+        self._saving_s = self._unaided_s = 0.0
 
-    def next_slot(self, saving_s: float, alone_s: float) -> None:
-        self._above = self.served, self.reached, self.whole
-        self._more_s, self._saving_s, self._alone_s = self._saving_s, saving_s, alone_s
-        self.served, self.reached, self.whole, self._tail = (
+    def next_slot(self, saving_s: float, unaided_s: float) -> None:
+        self._above = self.run_s, self.due_run_s, self.whole_step_s
+        self._saved_above_s, self._saving_s, self._unaided_s = self._saving_s, saving_s, unaided_s
+        self.run_s, self.due_run_s, self.whole_step_s, self._last_term_s = (
             np.zeros(self._n + 1) for _ in range(4)
         )
 
     def fill(self, length: int) -> None:
-        served, reached = self.served[length - 1], self.reached[length - 1]
-        self._tail[length] = min(
-            self._alone_s + (reached if self._always else served),
-            self._saving_s + (reached if self._if_read else served),
+        run_s, due_run_s = self.run_s[length - 1], self.due_run_s[length - 1]
+        self._last_term_s[length] = min(
+            self._unaided_s + (due_run_s if self._always_due else run_s),
+            self._saving_s + (due_run_s if self._due_if_read else run_s),
         )
-        served_above, reached_above, whole_above = self._above
-        least = self._split(self._first, served_above, length, length - 1)
-        self.served[length] = min(self._first[length] + served, least)
-        self.reached[length] = self.served[length]
+        run_above_s, due_run_above_s, whole_above_s = self._above
+        least = self._least_split(self._first_s, run_above_s, length, length - 1)
+        self.run_s[length] = min(self._first_s[length] + run_s, least)
+        self.due_run_s[length] = self.run_s[length]
         if self._arrival is not None:
-            least = self._split(self._first_reached, reached_above, length, length)
-            arrived = min(self._first_reached[length] + self.served[length], least)
-            self.reached[length] = max(self.served[length], arrived)
-        least = self._split(self._nothing, whole_above, length, length - 1)
-        self.whole[length] = min(served, least)
+            least = self._least_split(self._first_due_s, due_run_above_s, length, length)
+            if_due_s = min(self._first_due_s[length] + self.run_s[length], least)
+            self.due_run_s[length] = max(self.run_s[length], if_due_s)
+        least = self._least_split(self._nothing, whole_above_s, length, length - 1)
+        self.whole_step_s[length] = min(run_s, least)
 
-    def _split(self, first: Floats, above: Floats, length: int, longest: int) -> float:
+    def _least_split(self, first_s: Floats, above: Floats, length: int, longest: int) -> float:
         """The least of a(k) and b(k) over k - i = 1 .. longest."""
         rest = above[length::-1]
         k = slice(1, longest + 1)
-        least = float((first[k] + self._tail[k] + rest[k]).min(initial=math.inf))
+        least = float((first_s[k] + self._last_term_s[k] + rest[k]).min(initial=math.inf))
         k, before = slice(2, longest + 1), slice(1, longest)
-        one = first[k] + rest[k] + self._more_s
-        other = first[before] + rest[before]
-        pairs = np.maximum(one, other) + self.served[before]
+        one = first_s[k] + rest[k] + self._saved_above_s
+        other = first_s[before] + rest[before]
+        pairs = np.maximum(one, other) + self.run_s[before]
         return min(least, float(pairs.min(initial=math.inf)))

@@ -58,11 +58,11 @@ class Levels:
 
     def saving_s(self, level: int, held_bytes: int) -> float:
         """s: the least time of the level's nodes to make its demand from so many bytes of units."""
-        return self.programs.saving_s(self.stretches[level - 1], held_bytes, alone=False)
+        return self.programs.saving_s(self.stretches[level - 1], held_bytes, unaided=False)
 
-    def alone_s(self, level: int, held_bytes: int) -> float:
+    def unaided_saving_s(self, level: int, held_bytes: int) -> float:
         """s': the same if no node may read more of the previous level than later nodes do."""
-        return self.programs.saving_s(self.stretches[level - 1], held_bytes, alone=True)
+        return self.programs.saving_s(self.stretches[level - 1], held_bytes, unaided=True)
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Arrival:
     """What is needed of a level in the window of the next one.
 
     forward_s, one_unit_s: f' by level, and d'.
-    always: by level, whether the previous level is due in its window in any case.
-    if_read: by level, whether the previous level is due when the level's nodes read it.
+    always_due: by level, whether the previous level is due in its window in any case.
+    due_if_read: by level, whether the previous level is due when the level's nodes read it.
     """
 
     forward_s: tuple[float, ...]
     one_unit_s: float
-    always: tuple[bool, ...]
-    if_read: tuple[bool, ...]
+    always_due: tuple[bool, ...]
+    due_if_read: tuple[bool, ...]
 
 
 @dataclass
@@ -90,13 +90,13 @@ class Programs:
     n_columns: int = 0
     known_s: dict[tuple[object, int, bool], float] = field(default_factory=dict)
 
-    def saving_s(self, stretch: Stretch, held_bytes: int, *, alone: bool) -> float:
+    def saving_s(self, stretch: Stretch, held_bytes: int, *, unaided: bool) -> float:
         held_bytes = min(max(0, held_bytes), sum(stretch.unit_bytes.values()))
-        key = stretch.signature, held_bytes, alone
+        key = stretch.signature, held_bytes, unaided
         if key not in self.known_s:
             self.n_columns += len(stretch.nodes) + len(stretch.unit_bytes)
-            enough = self.n_columns <= MAX_COLUMNS
-            self.known_s[key] = stretch.saving_s(held_bytes, alone=alone) if enough else 0.0
+            may_solve = self.n_columns <= MAX_COLUMNS
+            self.known_s[key] = stretch.saving_s(held_bytes, unaided=unaided) if may_solve else 0.0
         return self.known_s[key]
 
 
@@ -131,29 +131,29 @@ class Stretch:
         sizes = tuple(self.unit_bytes[u] for u in sorted(self.unit_bytes))
         return nodes, sizes, tuple(sorted(number[u] for u in self.demand))
 
-    def needed(self, wanted: Units, held: int | None) -> tuple[float, Units]:
+    def time_and_reads_for(self, wanted: Units, held: int | None) -> tuple[float, Units]:
         """Time of the nodes that make the wanted units if unit `held` is on the device.
 
         Also returns the units of the previous level that these nodes read.
         """
         missing = set(wanted) - {held}
-        time_s, before = 0.0, set[int]()
+        time_s, read_of_previous = 0.0, set[int]()
         for node_s, made, read, read_before in reversed(self.nodes):
             if not missing.isdisjoint(made):
                 time_s += node_s
                 missing |= read - {held}
-                before |= read_before
-        return time_s, frozenset(before)
+                read_of_previous |= read_before
+        return time_s, frozenset(read_of_previous)
 
     @property
     def read_before(self) -> Units:
         """Units of the previous level that the level's nodes read and later nodes there do not."""
         return frozenset[int]().union(*(before for *_, before in self.nodes)) - self.later
 
-    def saving_s(self, held_bytes: int, *, alone: bool = False) -> float:
+    def saving_s(self, held_bytes: int, *, unaided: bool = False) -> float:
         """The LP of a knapsack: units to hold within held_bytes, and nodes to run for the rest.
 
-        alone: none of the nodes that read `read_before` may run; inf if that is impossible.
+        unaided: none of the nodes that read `read_before` may run; inf if that is impossible.
         """
         program = Milp()
         keep = {
@@ -163,7 +163,7 @@ class Stretch:
         scale = max(self.unit_bytes.values(), default=0) or 1
         run: dict[int, int] = {}
         for node_s, made, _, before in self.nodes:
-            most = float(not alone or before <= self.later)
+            most = float(not unaided or before <= self.later)
             run.update(dict.fromkeys(made, program.variable(cost=node_s, most=most)))
         for u in self.demand:
             program.row([keep[u], run[u]], [1.0, 1.0], lower=1.0)
@@ -173,21 +173,21 @@ class Stretch:
                 program.row([keep[u], run[u], reader], [1.0, 1.0, -1.0], lower=0.0)
         sizes = [size / scale for size in self.unit_bytes.values()]
         program.row(list(keep.values()), sizes, upper=held_bytes / scale)
-        return max(0.0, program.solve(whole=False).bound)
+        return max(0.0, program.solve(as_milp=False).bound)
 
 
-def levels_of(
+def divisions_into_levels(
     folded: StorageGraph, blocks: Blocks, budget_bytes: int, *, deadline: Deadline = NEVER
 ) -> Iterator[Levels]:
     """Divisions of the graph into levels that may give a bound. Raises OutOfTimeError."""
     programs = Programs()
     starts = [0, *accumulate(len(names) for names in blocks.forward)]
-    tight = list(_tight_segments(folded, blocks, budget_bytes))
-    if len(tight) < 2:
+    tight_segments = list(_tight_segments(folded, blocks, budget_bytes))
+    if len(tight_segments) < 2:
         return
-    checks = [p for _, p in tight]
-    begin = [starts[block - 1] for block, _ in tight]
-    end = [starts[block] for block, _ in tight]
+    checks = [p for _, p in tight_segments]
+    begin = [starts[block - 1] for block, _ in tight_segments]
+    end = [starts[block] for block, _ in tight_segments]
     room_bytes = budget_bytes - min(int(folded.least_bytes[p]) for p in checks)
     for bounds in ((*begin, starts[-1]), (0, *end)):
         deadline.check()
@@ -269,7 +269,7 @@ def divide(
     if sorted(set(later)) != later or sorted(set(bounds)) != list(bounds):
         raise ValueError("bounds must ascend, and checks descend among the later nodes")
     level = [_level_of(folded, u, bounds, width_bytes) for u in range(folded.n_units)]
-    stretches = tuple(_stretch(folded, k, bounds, checks, level) for k in range(1, n + 1))
+    stretches = tuple(_make_stretch(folded, k, bounds, checks, level) for k in range(1, n + 1))
     deadline.check()
     times = _level_times(stretches, width_bytes, deadline=deadline)
     if times is None:
@@ -288,14 +288,14 @@ def _level_of(folded: StorageGraph, u: int, bounds: Sequence[int], width_bytes: 
     return 0 if reads and bisect_right(bounds, reads[-1]) > level + 1 else level
 
 
-def _stretch(
+def _make_stretch(
     folded: StorageGraph,
     k: int,
     bounds: Sequence[int],
     checks: Sequence[int],
     level: Sequence[int],
 ) -> Stretch:
-    def of(units: Sequence[int], wanted: int) -> Units:
+    def on_level(units: Sequence[int], wanted: int) -> Units:
         return frozenset(u for u in units if wanted and level[u] == wanted)
 
     after = checks[k] if k < len(checks) else folded.n_forward - 1
@@ -305,15 +305,15 @@ def _stretch(
         nodes=tuple(
             (
                 folded.time_s[v],
-                of(folded.makes[v], k),
-                of(folded.reads[v], k),
-                of(folded.reads[v], k - 1),
+                on_level(folded.makes[v], k),
+                on_level(folded.reads[v], k),
+                on_level(folded.reads[v], k - 1),
             )
             for v in nodes
         ),
-        unit_bytes={u: folded.unit_bytes[u] for v in nodes for u in of(folded.makes[v], k)},
-        demand=of(sorted(read), k),
-        later=of(sorted(read), k - 1),
+        unit_bytes={u: folded.unit_bytes[u] for v in nodes for u in on_level(folded.makes[v], k)},
+        demand=on_level(sorted(read), k),
+        later=on_level(sorted(read), k - 1),
     )
 
 
@@ -325,26 +325,26 @@ def _arrival(
     The previous level is due if what is read of it is neither nothing nor one unit of less than w.
     """
 
-    def is_enough(units: Units, below: Stretch) -> bool:
+    def fits_empty_range(units: Units, below: Stretch) -> bool:
         return not units or (len(units) == 1 and below.unit_bytes[min(units)] < width_bytes)
 
-    always, if_read = [False], [False]
+    always_due, due_if_read = [False], [False]
     wanted: list[set[Units]] = []
     for below, stretch in pairwise(stretches):
         reads = [stretch.later | {u} for u in sorted(stretch.read_before)]
-        always.append(not is_enough(stretch.later, below))
-        if_read.append(not any(is_enough(each, below) for each in reads))
-        wanted.append({stretch.later} if always[-1] else set(reads if if_read[-1] else ()))
+        always_due.append(not fits_empty_range(stretch.later, below))
+        due_if_read.append(not any(fits_empty_range(each, below) for each in reads))
+        wanted.append({stretch.later} if always_due[-1] else set(reads if due_if_read[-1] else ()))
     times = _level_times(stretches, width_bytes, [*wanted, set()], deadline=deadline)
     if times is None:
         return None
-    return Arrival(times[0], times[1], tuple(always), tuple(if_read))
+    return Arrival(times[0], times[1], tuple(always_due), tuple(due_if_read))
 
 
 def _level_times(
     stretches: Sequence[Stretch],
     width_bytes: int,
-    wanted_too: Sequence[set[Units]] = (),
+    extra_demands: Sequence[set[Units]] = (),
     *,
     deadline: Deadline,
 ) -> tuple[tuple[float, ...], float] | None:
@@ -352,7 +352,7 @@ def _level_times(
 
     Going down from the last level, collect all sets of units that may be needed of a level: what is
     demanded of it, and what the level above reads, with no unit of the levels above held or with
-    one. wanted_too: by level, sets that are demanded besides.
+    one. extra_demands: by level, sets that are demanded besides.
     """
     none_held: set[Units] = set()
     one_held: set[Units] = set()
@@ -362,19 +362,19 @@ def _level_times(
         deadline.check()
         stretch = stretches[k - 1]
         none_held.add(stretch.demand)
-        none_held |= wanted_too[k - 1] if wanted_too else set()
+        none_held |= extra_demands[k - 1] if extra_demands else set()
         if not stretch.demand or len(none_held) + len(one_held) > MAX_NEEDED_SETS:
             return None
         none_below, one_below = set[Units](), set[Units]()
         level_s, with_one_s = list[float](), list[float]()
         for wanted in none_held | one_held:
-            time_s, before = stretch.needed(wanted, None)
+            time_s, before = stretch.time_and_reads_for(wanted, None)
             level_s.append(time_s)
             (none_below if wanted in none_held else one_below).add(before)
         for wanted in none_held:
             for u, size_bytes in stretch.unit_bytes.items():
                 if size_bytes < width_bytes:
-                    time_s, before = stretch.needed(wanted, u)
+                    time_s, before = stretch.time_and_reads_for(wanted, u)
                     with_one_s.append(time_s)
                     one_below.add(before)
         if k > 1 and frozenset() in none_below | one_below:
@@ -387,7 +387,7 @@ def _level_times(
 
 def _room(folded: StorageGraph, k: int, p: int, level: Sequence[int], budget_bytes: int) -> int:
     """M: bytes left at check k, position p, for units of lower levels."""
-    there = int(folded.held_bytes[p]) + int(folded.own_bytes[p])
+    taken_bytes = int(folded.held_bytes[p]) + int(folded.own_bytes[p])
     reads = (u for u in folded.reads[p] if not folded.is_pinned(u, p))
-    there += sum(folded.unit_bytes[u] for u in reads if not 1 <= level[u] < k)
-    return budget_bytes - there
+    taken_bytes += sum(folded.unit_bytes[u] for u in reads if not 1 <= level[u] < k)
+    return budget_bytes - taken_bytes

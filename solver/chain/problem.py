@@ -170,7 +170,7 @@ class IllegalChainError(ValueError):
         super().__init__(f"illegal chain operations, {where}: {reason}")
 
 
-def keeping_everything(chain: Chain) -> tuple[ChainOp, ...]:
+def ops_keeping_everything(chain: Chain) -> tuple[ChainOp, ...]:
     """No checkpointing: every block runs forward once and saves everything."""
     blocks = range(1, chain.n_blocks + 1)
     return (
@@ -239,13 +239,13 @@ class _Device:
         if block in self.saved:
             raise self._illegal(f"all that block {block} saves is there already")
         if isinstance(op, ForwardKeepingAll):
-            self._count(chain.saved_bytes[block] + chain.forward_workspace_bytes[block - 1])
+            self._update_peak(chain.saved_bytes[block] + chain.forward_workspace_bytes[block - 1])
             self.saved.add(block)
             self.outputs.discard(block)
         else:
             if block in self.outputs:
                 raise self._illegal(f"the output of block {block} is there already")
-            self._count(chain.input_bytes[block] + chain.forward_workspace_bytes[block - 1])
+            self._update_peak(chain.input_bytes[block] + chain.forward_workspace_bytes[block - 1])
             self.outputs.add(block)
         if isinstance(op, ForwardKeepingOutput):
             self.outputs.discard(block - 1)
@@ -259,7 +259,7 @@ class _Device:
         if block <= chain.n_blocks and block not in self.saved:
             raise self._illegal(f"what block {block} saves is not there for its backward")
         self._must_have_output(block - 1, f"the backward of block {block}")
-        self._count(chain.input_bytes[block - 1] + chain.backward_workspace_bytes[block - 1])
+        self._update_peak(chain.input_bytes[block - 1] + chain.backward_workspace_bytes[block - 1])
         self.times_s.append(chain.backward_s[block - 1])
         self.saved.discard(block)
         self.outputs.discard(block - 1)
@@ -269,7 +269,7 @@ class _Device:
         if block not in self.outputs and block not in self.saved:
             raise self._illegal(f"{reader} reads x_{block}, which is not there")
 
-    def _count(self, made_bytes: int) -> None:
+    def _update_peak(self, made_bytes: int) -> None:
         """Update the peak: what an op makes counts together with everything that is live."""
         held_bytes = sum(self.chain.input_bytes[i] for i in self.outputs)
         held_bytes += sum(self.chain.saved_bytes[i] for i in self.saved)

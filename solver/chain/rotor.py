@@ -18,8 +18,8 @@ then the blocks before it, starting from x_{s-1} once more:
     f_s + .. + f_{k-1}  +  E(k, t, m - x_{s-1})  +  E(s, k-1, m).
 
 A segment of one block costs nothing. Each case needs what its first operations hold at once: see
-`_Bytes`. Since m includes x_{s-1}, both differences depend on s alone, so that for a fixed s all
-splits k and all m are one sum and one minimum of matrices.
+`_SegmentBytes`. Since m includes x_{s-1}, both differences depend on s alone, so that for a fixed s
+all splits k and all m are one sum and one minimum of matrices.
 
 *Slots.* m is counted in slots. If all sizes are multiples of a unit that divides the budget into at
 most `n_slots`, that unit is the slot, and the answer is exact. Otherwise sizes round up to slots
@@ -56,7 +56,7 @@ from solver.chain.problem import (
     ForwardKeepingAll,
     ForwardKeepingInput,
     ForwardKeepingOutput,
-    keeping_everything,
+    ops_keeping_everything,
     simulate_chain,
 )
 
@@ -68,7 +68,7 @@ precision is twice as fast.
 SPLITS_AT_ONCE = 64
 """Splits whose sums stay in the processor's cache while their minimum is taken."""
 
-REACH = (5, 4)
+TABLE_PER_BUDGET = (5, 4)
 """Where sizes are rounded, the table covers this multiple of the budget (a fraction)."""
 
 STARTS_AT_ONCE = 16
@@ -90,23 +90,23 @@ def solve_chain(chain: Chain, *, budget_bytes: int, n_slots: int = 500) -> Chain
     for name, value, least in (("budget_bytes", budget_bytes, 0), ("n_slots", n_slots, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r:.60}; it must be an int, {least} or more")
-    solution = _simulated(chain, keeping_everything(chain))
+    solution = _simulate(chain, ops_keeping_everything(chain))
     if solution.peak_bytes <= budget_bytes:
         return solution
     table = _Table(chain, budget_bytes=budget_bytes, n_slots=n_slots)
     best = table.solution(table.slots.n_safe)
-    fits, overruns = table.slots.n_safe, table.slots.n_slots + 1
-    while overruns - fits > 1:
-        m = (fits + overruns) // 2
+    n_fitting, n_overrunning = table.slots.n_safe, table.slots.n_slots + 1
+    while n_overrunning - n_fitting > 1:
+        m = (n_fitting + n_overrunning) // 2
         found = table.solution(m)
         if found is not None and found.peak_bytes > budget_bytes:
-            overruns = m
+            n_overrunning = m
         else:
-            fits, best = m, found
+            n_fitting, best = m, found
     return best
 
 
-def _simulated(chain: Chain, ops: tuple[ChainOp, ...]) -> ChainSolution:
+def _simulate(chain: Chain, ops: tuple[ChainOp, ...]) -> ChainSolution:
     cost_s, peak_bytes = simulate_chain(chain, ops)
     return ChainSolution(cost_s=cost_s, peak_bytes=peak_bytes, ops=ops)
 
@@ -135,20 +135,20 @@ class _Slots:
         n_units = budget_bytes // unit
         if n_units <= n_slots:
             return _Slots(n_slots=n_units, n_safe=n_units, numerator=unit, denominator=1)
-        more, than = REACH
+        numerator, denominator = TABLE_PER_BUDGET
         return _Slots(
             n_slots=n_slots,
-            n_safe=n_slots * than // more,
-            numerator=budget_bytes * more,
-            denominator=n_slots * than,
+            n_safe=n_slots * denominator // numerator,
+            numerator=budget_bytes * numerator,
+            denominator=n_slots * denominator,
         )
 
-    def up(self, size_bytes: int) -> int:
+    def needed_for(self, size_bytes: int) -> int:
         """Slots that these bytes need, rounded up."""
         return -(-size_bytes * self.denominator // self.numerator)
 
 
-class _Bytes:
+class _SegmentBytes:
     """What the operations of a segment hold at once, in bytes; blocks count from 1 to L + 1.
 
     The loss saves nothing, its forward takes nothing, and the gradient of its output has no bytes.
@@ -163,7 +163,7 @@ class _Bytes:
         for i in range(1, len(self.x)):
             self.running[i] = self.x[i - 1] + self.x[i] + self.forward_workspace[i]
 
-    def saving(self, s: int, t: int) -> int:
+    def bytes_to_save(self, s: int, t: int) -> int:
         """Bytes while block s runs forward and saves, beside the gradient of x_t, or runs backward.
 
         The backward reads the gradient of x_s and makes that of x_{s-1}.
@@ -172,7 +172,7 @@ class _Bytes:
         backward = self.x[s] + self.x[s - 1] + self.backward_workspace[s]
         return self.x[s - 1] + self.saved[s] + max(forward, backward)
 
-    def passing(self, s: int) -> list[int]:
+    def bytes_to_pass(self, s: int) -> list[int]:
         """For t = s + 1 .. L + 1: bytes while s .. t - 1 run forward without saving.
 
         Beside them are x_{s-1} and the gradient of x_t. All of these blocks run once beside these
@@ -190,13 +190,13 @@ class _Table:
         self.chain = chain
         self.last = chain.n_blocks + 1
         self.slots = _Slots.of(chain, budget_bytes=budget_bytes, n_slots=n_slots)
-        self.bytes = _Bytes(chain)
+        self.bytes = _SegmentBytes(chain)
         x, saved = self.bytes.x, self.bytes.saved
-        held = [0, *(self.slots.up(x[s - 1]) for s in range(1, self.last + 1))]
+        held = [0, *(self.slots.needed_for(x[s - 1]) for s in range(1, self.last + 1))]
         self.held_keeping_input = held
         self.held_saving = [
             0,
-            *(self.slots.up(x[s - 1] + saved[s] - x[s]) for s in range(1, self.last + 1)),
+            *(self.slots.needed_for(x[s - 1] + saved[s] - x[s]) for s in range(1, self.last + 1)),
         ]
         self.reached_s = np.array([0.0, *accumulate(chain.forward_s), 0.0])  # f_1 + .. + f_i
         width = self.slots.n_slots + 1
@@ -214,35 +214,50 @@ class _Table:
 
         left[k]: for one start s, the forwards from x_{s-1} to x_{k-1} plus E(s, k-1, m), for the k
         filled so far.
-        full: by t, the slots at which s .. t can save everything.
+        slots_to_save_all: by t, the slots at which s .. t can save everything.
         """
         lefts = np.empty((STARTS_AT_ONCE, self.last + 1, self.slots.n_slots + 1), self.dtype)
-        full = [0] * (self.last + 1)
+        slots_to_save_all = [0] * (self.last + 1)
         for top in range(self.last, 0, -STARTS_AT_ONCE):
             starts = range(top, max(top - STARTS_AT_ONCE, 0), -1)
-            passing = [[0, *map(self.slots.up, self.bytes.passing(s))] for s in starts]
+            slots_to_pass = [
+                [0, *map(self.slots.needed_for, self.bytes.bytes_to_pass(s))] for s in starts
+            ]
             for t in range(starts[-1], self.last + 1):
-                for s, passing_s, left in zip(starts, passing, lefts, strict=False):
+                for s, to_pass, left in zip(starts, slots_to_pass, lefts, strict=False):
                     if s <= t:
-                        saving = self.slots.up(self.bytes.saving(s, t))
-                        full[t] = max(saving, self.held_saving[s] + full[t] if s < t else 0)
-                        self._segment(s, t, saving, passing_s[t - s], full[t], left)
+                        slots_to_save = self.slots.needed_for(self.bytes.bytes_to_save(s, t))
+                        slots_to_save_all[t] = max(
+                            slots_to_save,
+                            self.held_saving[s] + slots_to_save_all[t] if s < t else 0,
+                        )
+                        self._fill_segment(
+                            s, t, slots_to_save, to_pass[t - s], slots_to_save_all[t], left
+                        )
 
-    def _segment(self, s: int, t: int, saving: int, passing: int, full: int, left: Array) -> None:
-        """Fill E(s, t, m) from its two cases; `saving` and `passing` are the least m for them."""
+    def _fill_segment(
+        self,
+        s: int,
+        t: int,
+        slots_to_save: int,
+        slots_to_pass: int,
+        slots_to_save_all: int,
+        left: Array,
+    ) -> None:
+        """Fill E(s, t, m); `slots_to_save` and `slots_to_pass` are the least m of its two cases."""
         extra_s = self.columns[t][s - 1]
-        end = min(full, len(extra_s))
+        end = min(slots_to_save_all, len(extra_s))
         extra_s[:end] = math.inf
         extra_s[end:] = 0.0
-        if s < t and saving < end:
+        if s < t and slots_to_save < end:
             held = self.held_saving[s]
-            extra_s[saving:end] = self.columns[t][s, saving - held : end - held]
-        if s < t and passing < end:
-            self._split(s, t, passing, end, left)
+            extra_s[slots_to_save:end] = self.columns[t][s, slots_to_save - held : end - held]
+        if s < t and slots_to_pass < end:
+            self._take_best_split(s, t, slots_to_pass, end, left)
         if t < self.last:
             np.add(extra_s, self.reached_s[t] - self.reached_s[s - 1], out=left[t + 1])
 
-    def _split(self, s: int, t: int, start: int, end: int, left: Array) -> None:
+    def _take_best_split(self, s: int, t: int, start: int, end: int, left: Array) -> None:
         """Lower E(s, t, m) to the case of a split, for start <= m < end.
 
         Sums run over whole rows as one flat array, several times faster than row by row. The slots
@@ -266,7 +281,7 @@ class _Table:
         """The fastest schedule for m slots, simulated; None if there is none."""
         if math.isinf(self.columns[self.last][0, m]):
             return None
-        return _simulated(self.chain, tuple(self._ops(m)))
+        return _simulate(self.chain, tuple(self._ops(m)))
 
     def _ops(self, n_slots: int) -> list[ChainOp]:
         """The operations of the fastest schedule, found by walking back through the table."""
@@ -296,13 +311,13 @@ class _Table:
     def _best_split(self, s: int, t: int, m: int) -> int | None:
         """The block at which the segment is split in the best case; None: block s saves instead.
 
-        Where E(s, t, m) is finite, m is enough for `passing`, since a segment whose block s saves
-        needs no less for what follows.
+        Where E(s, t, m) is finite, m is enough for `bytes_to_pass`, since a segment whose block s
+        saves needs no less for what follows.
         """
         if s == t:
             return None
         saving_s = math.inf
-        if m >= self.slots.up(self.bytes.saving(s, t)):
+        if m >= self.slots.needed_for(self.bytes.bytes_to_save(s, t)):
             saving_s = float(self.columns[t][s, m - self.held_saving[s]])
         left = np.array([self.columns[j][s - 1, m] for j in range(s, t)])
         right = self.columns[t][s:t, m - self.held_keeping_input[s]]

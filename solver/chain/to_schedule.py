@@ -60,7 +60,7 @@ def chain_to_schedule(
             case Backward(block):
                 step.run_later(blocks.backward[block - 1])
                 step.saved_blocks.discard(block)
-                step.release(block)
+                step.release_cut(block)
     deadline.check()
     step.run_later(blocks.after)
     step.order += missing_computes(graph, lost_views(graph, step.order), step.available)
@@ -72,15 +72,15 @@ def reversal_ops(n_blocks: int, actions: Iterable[Action]) -> Iterator[ChainOp]:
 
     Snapshots of all levels count as kept on the device.
     """
-    held = Counter[int]()  # by step, on how many levels
+    n_levels_holding = Counter[int]()  # by step, on how many levels
     for kind, start, stop in actions:
         if kind == "store":
-            held[start] += 1
+            n_levels_holding[start] += 1
         elif kind == "drop":
-            held[start] -= 1
+            n_levels_holding[start] -= 1
         elif kind == "advance":
             for step in range(start, stop):
-                keeping = ForwardKeepingInput if held[step] else ForwardKeepingOutput
+                keeping = ForwardKeepingInput if n_levels_holding[step] else ForwardKeepingOutput
                 yield keeping(step + 1)
         elif kind == "reverse":
             yield ForwardKeepingAll(start)
@@ -103,12 +103,12 @@ class _Step:
         self.saved_blocks: set[int] = set()
         self._graph = graph
         self._blocks = blocks
-        self._ran: set[int] = set()
+        self._ran_blocks: set[int] = set()
         # without companions: they are pinned below, computed once and never dropped
-        self._crossing = blocks.handed_on
+        self._crossing = blocks.crossing_without_companions
         self._held_cuts: set[int] = set()
-        self._n_holding: Counter[str] = Counter()  # storage -> how many held cuts it crosses
-        self._hold(0)
+        self._n_cuts_holding: Counter[str] = Counter()  # storage -> how many held cuts it crosses
+        self._hold_cut(0)
         self._block_of = {
             name: index
             for index, names in enumerate(blocks.forward, start=1)
@@ -127,16 +127,20 @@ class _Step:
 
     def forward(self, block: int, *, drop_input: bool) -> None:
         """Run the block. Afterwards its output is available, and its input unless dropped."""
-        if block in self._ran:
-            nodes = tuple(missing_computes(self._graph, self._at_cut(block), self.available))
+        if block in self._ran_blocks:
+            nodes = tuple(
+                missing_computes(self._graph, self._tensors_crossing(block), self.available)
+            )
             self.order += nodes
         else:
             nodes = self._run_first(block)
-        self._hold(block)
-        self._forget(name for node in nodes for name in self._graph.node_by_name[node].outputs)
+        self._hold_cut(block)
+        self._make_unavailable(
+            name for node in nodes for name in self._graph.node_by_name[node].outputs
+        )
         if drop_input:
-            self.release(block - 1)
-            self._forget(self._at_cut(block - 1))
+            self.release_cut(block - 1)
+            self._make_unavailable(self._tensors_crossing(block - 1))
 
     def forward_keeping_all(self, block: int) -> None:
         """Run the block, and drop nothing of it until its backward has run.
@@ -145,8 +149,8 @@ class _Step:
         they miss.
         """
         self.saved_blocks.add(block)
-        self._hold(block)
-        if block not in self._ran:
+        self._hold_cut(block)
+        if block not in self._ran_blocks:
             self._run_first(block)
 
     def run_later(self, nodes: Iterable[str]) -> None:
@@ -159,21 +163,21 @@ class _Step:
             self.order.append(name)
             self.available.update(node.outputs)
 
-    def release(self, cut: int) -> None:
+    def release_cut(self, cut: int) -> None:
         """Stop holding the storages that cross this cut."""
         if cut in self._held_cuts:
             self._held_cuts.remove(cut)
-            self._n_holding.subtract(self._crossing[cut])
+            self._n_cuts_holding.subtract(self._crossing[cut])
 
     def _run_first(self, block: int) -> tuple[str, ...]:
         nodes = self._blocks.forward[block - 1]
-        self._ran.add(block)
+        self._ran_blocks.add(block)
         self.order += nodes
         for node in nodes:
             self.available.update(self._graph.node_by_name[node].outputs)
         return nodes
 
-    def _at_cut(self, cut: int) -> list[str]:
+    def _tensors_crossing(self, cut: int) -> list[str]:
         """Tensors of blocks up to the cut, on the storages that cross it, without companions."""
         return [
             name
@@ -182,17 +186,17 @@ class _Step:
             if self._block_of[name] <= cut
         ]
 
-    def _hold(self, cut: int) -> None:
+    def _hold_cut(self, cut: int) -> None:
         if cut not in self._held_cuts:
             self._held_cuts.add(cut)
-            self._n_holding.update(self._crossing[cut])
+            self._n_cuts_holding.update(self._crossing[cut])
 
-    def _forget(self, names: Iterable[str]) -> None:
+    def _make_unavailable(self, names: Iterable[str]) -> None:
         """Make these tensors unavailable, except those that a held cut or a saved block needs."""
         self.available.difference_update(
             name
             for name in names
             if name not in self._pinned
-            and not self._n_holding[self._graph.root(name)]
+            and not self._n_cuts_holding[self._graph.root(name)]
             and self._block_of[name] not in self.saved_blocks
         )

@@ -8,5 +8,10 @@ from solver.methods.ilp_variables import MissingSolverError, TooLargeError
 from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
-from solver.methods.reuse_known_plan import AS_IT_IS, KnownPlan, reused, transferred
+from solver.methods.reuse_known_plan import (
+    WITHOUT_RECOMPUTATION,
+    KnownPlan,
+    reuse_plan,
+    transfer_schedule,
+)
 from solver.methods.sqrt import segment_counts

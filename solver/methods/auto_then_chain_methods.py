@@ -13,11 +13,11 @@ from graphs.graph import Graph
 from solver.methods.auto import auto
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
-from solver.methods.storage_levels import METHODS_ON_LEVELS, Known
+from solver.methods.storage_levels import METHODS_ON_LEVELS, KnownResults
 from solver.schedule import OPTIMAL_GAP, Places
 from solver.sizes_deadlines_progress import Deadline
 
-TRIED = ("hrevolve", "disk_revolve")
+CHAIN_METHODS = ("hrevolve", "disk_revolve")
 """Methods tried after `auto`."""
 AUTO_SHARE = 0.85
 """Maximum share of the time limit for `auto` if other methods may be tried after it."""
@@ -31,7 +31,7 @@ def auto_then_chain_methods(
     places: Places | None = None,
     **options: Any,
 ) -> Proposal:
-    """The best schedule of `auto` and the methods in TRIED.
+    """The best schedule of `auto` and the methods in CHAIN_METHODS.
 
     options: the other arguments of `solver.methods.auto.auto`.
     """
@@ -46,8 +46,8 @@ def auto_then_chain_methods(
     )
     if proposal.schedule is not None:
         search.fits(proposal.schedule)
-    known: Known = {}
-    for name in TRIED:
+    known: KnownResults = {}
+    for name in CHAIN_METHODS:
         least_s = proposal.lower_bound_s + OPTIMAL_GAP * graph.baseline_time_s
         if search.best is not None and search.best[1].time_s <= least_s:
             break

@@ -18,7 +18,7 @@ from solver.schedule import (
 )
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 
-ANY = (0.0, math.inf)
+ANY_TIME = (0.0, math.inf)
 """A `worth_between_s` for which every schedule is worth a simulation."""
 
 
@@ -41,7 +41,7 @@ class BestSoFar:
         budget_bytes: int,
         time_limit_s: float,
         places: Places | None = None,
-        worth_between_s: tuple[float, float] = ANY,
+        worth_between_s: tuple[float, float] = ANY_TIME,
     ) -> None:
         self.graph = graph
         self.worth_between_s = worth_between_s
@@ -65,7 +65,7 @@ class BestSoFar:
         An illegal schedule does not fit.
         """
         try:
-            return self.keep(schedule, simulate(self.graph, schedule, places=self.places))
+            return self.keep_if_best(schedule, simulate(self.graph, schedule, places=self.places))
         except IllegalScheduleError:
             return False
 
@@ -81,7 +81,7 @@ class BestSoFar:
         is_slow = self.time_s(order) > self.worth_between_s[1]
         return self.may_fit(order) and (is_slow or self.fits(schedule()))
 
-    def keep(self, schedule: Schedule, simulation: Simulation) -> bool:
+    def keep_if_best(self, schedule: Schedule, simulation: Simulation) -> bool:
         """Whether the schedule fits, with its copies laid out in memory; kept if it is the best."""
         places = self.places or Places()
         if simulation.host_peak_bytes - self.graph.host_state_bytes > places.host_bytes:

@@ -30,7 +30,7 @@ from solver.chain import (
     split_into_blocks,
     to_chain,
 )
-from solver.methods.best_so_far import ANY, BestSoFar
+from solver.methods.best_so_far import ANY_TIME, BestSoFar
 from solver.methods.proposal import Proposal
 from solver.methods.sqrt import sqrt
 from solver.schedule import baseline
@@ -47,7 +47,7 @@ def dp(
     budget_bytes: int,
     time_limit_s: float,
     seed: int,
-    worth_between_s: tuple[float, float] = ANY,
+    worth_between_s: tuple[float, float] = ANY_TIME,
 ) -> Proposal:
     """The optimal persistent schedule of the chain, for the best chain budget. No randomness.
 
@@ -60,15 +60,15 @@ def dp(
             return search.proposal()
         search.deadline.check()
         left_s = search.deadline.left_s
-        plain = sqrt(
+        by_sqrt = sqrt(
             graph,
             budget_bytes=budget_bytes,
             time_limit_s=left_s,
             seed=seed,
             worth_between_s=worth_between_s,
         )
-        if plain.schedule:
-            search.fits(plain.schedule)
+        if by_sqrt.schedule:
+            search.fits(by_sqrt.schedule)
         blocks = split_into_blocks(graph, max_blocks=DP_MAX_BLOCKS)
         guess_bytes = budget_bytes - constant_bytes(graph, blocks)
         if blocks.n_blocks and guess_bytes > 0:
@@ -89,11 +89,11 @@ def _raise_budget(
         chain_to_schedule, search.graph, blocks, keep_inputs=keep_inputs, deadline=search.deadline
     )
 
-    usual = median_low([size for size in chain.input_bytes if size] or [1])
+    median_bytes = median_low([size for size in chain.input_bytes if size] or [1])
 
     def fits(size_bytes: int) -> bool:
         # With the median input a whole number of slots, rounding costs less.
-        n_slots = size_bytes * (N_SLOTS * usual // size_bytes) // usual or N_SLOTS
+        n_slots = size_bytes * (N_SLOTS * median_bytes // size_bytes) // median_bytes or N_SLOTS
         solution = solve_chain(chain, budget_bytes=size_bytes, n_slots=n_slots)
         if solution is None:
             return True

@@ -21,7 +21,7 @@ from solver.bound import StorageGraph
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Gate:
     """A unit to recompute right before the first run of node `since`, and hold up to `until`."""
 
     unit: int
@@ -29,7 +29,7 @@ class Ahead:
     until: int
 
 
-def ahead_of(folded: StorageGraph, q: int, *, budget_bytes: int) -> Iterator[Ahead]:
+def gates_for(folded: StorageGraph, q: int, *, budget_bytes: int) -> Iterator[Gate]:
     """Yield gates for the inputs of node q, the smallest first; none if everything has room.
 
     Gates for nodes that do not fit even alone come before those for nodes that do not fit beside
@@ -44,21 +44,21 @@ def ahead_of(folded: StorageGraph, q: int, *, budget_bytes: int) -> Iterator[Ahe
         if folded.maker[u] < folded.n_forward and not folded.is_pinned(u, q)
     ]
     nodes = _nodes_for(folded, wanted, q)
-    for beside in ([], wanted):
-        large = set()
+    for held in ([], wanted):
+        without_room = set()
         for n in nodes:
-            others = {*beside}.difference(folded.reads[n], folded.makes[n])
-            if int(folded.run_bytes[n]) + sum(folded.unit_bytes[u] for u in others) > room:
-                large.add(n)
-        gates = _gates(folded, nodes, wanted, large) if large else ()
-        for u in sorted(gates, key=lambda u: (folded.unit_bytes[u], u)):
-            since = _since(folded, u, q, budget_bytes)
-            if since is not None and large.isdisjoint(_nodes_for(folded, wanted, q, held=u)):
-                yield Ahead(u, since, q)
+            held_besides = {*held}.difference(folded.reads[n], folded.makes[n])
+            if int(folded.run_bytes[n]) + sum(folded.unit_bytes[u] for u in held_besides) > room:
+                without_room.add(n)
+        gate_units = _units_of_gates(folded, nodes, wanted, without_room) if without_room else ()
+        for u in sorted(gate_units, key=lambda u: (folded.unit_bytes[u], u)):
+            since = _last_position_with_room(folded, u, q, budget_bytes)
+            if since is not None and without_room.isdisjoint(_nodes_for(folded, wanted, q, held=u)):
+                yield Gate(u, since, q)
 
 
-def _gates(
-    folded: StorageGraph, nodes: Collection[int], wanted: Iterable[int], large: Iterable[int]
+def _units_of_gates(
+    folded: StorageGraph, nodes: Collection[int], wanted: Iterable[int], without_room: Iterable[int]
 ) -> list[int]:
     """Units made by nodes through which all paths from the wanted units to a large node lead."""
     import networkx  # here: takes 0.1 s, and few searches need it
@@ -68,24 +68,24 @@ def _gates(
     for n in nodes:
         makers = (folded.maker[u] for u in folded.reads[n])
         reads.add_edges_from((n, maker) for maker in makers if maker in nodes)
-    reads.add_edges_from((n, end) for n in large)
-    above = networkx.immediate_dominators(reads, start)
+    reads.add_edges_from((n, end) for n in without_room)
+    dominators = networkx.immediate_dominators(reads, start)
     gates: list[int] = []
-    n = above[end]
+    n = dominators[end]
     while n != start:
         gates += (u for u in folded.makes[n] if folded.uses[u])
-        n = above[n]
+        n = dominators[n]
     return gates
 
 
-def _since(folded: StorageGraph, u: int, q: int, budget_bytes: int) -> int | None:
+def _last_position_with_room(folded: StorageGraph, u: int, q: int, budget_bytes: int) -> int | None:
     """The last position before q with room to recompute u and to hold it from there on.
 
     All of u's inputs may be missing then. None: there is no such position in the backward pass.
     """
     run_bytes = max((folded.run_bytes[n] for n in _nodes_for(folded, [u], q)), default=0)
     for p in range(q - 1, folded.n_forward - 1, -1):
-        held_bytes = 0 if folded.must_be_there(u, p) else folded.unit_bytes[u]
+        held_bytes = 0 if folded.must_be_on_device(u, p) else folded.unit_bytes[u]
         if folded.least_bytes[p] + held_bytes > budget_bytes:
             return None
         if folded.held_bytes[p] + run_bytes <= budget_bytes:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from solver.bound import StorageGraph
-from solver.methods.early_recompute import Ahead, ahead_of
+from solver.methods.early_recompute import Gate, gates_for
 from solver.schedule import Schedule, free_after_last_use, without_dead_computes
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
@@ -52,21 +52,21 @@ def evict(
     n_restarts: how often to start again with one more unit recomputed ahead of time.
     deadline: when it passes, the search ends without a schedule.
     """
-    work, ahead = 0, list[Ahead]()
+    work, gates = 0, list[Gate]()
     for _ in range(1 + n_restarts):
-        run = _Run(folded, budget_bytes, dict(guide or {}), patience, deadline, ahead)
-        fits = run.all()
+        run = _Run(folded, budget_bytes, dict(guide or {}), patience, deadline, gates)
+        is_done = run.run_step()
         work += run.work
-        if fits:
+        if is_done:
             order = without_dead_computes(folded.graph, run.order)
             return free_after_last_use(folded.graph, order), work
         if deadline.passed:
             break
-        gates = ahead_of(folded, run.now, budget_bytes=budget_bytes)
-        gate = next((gate for gate in gates if gate not in ahead), None)
+        candidates = gates_for(folded, run.now, budget_bytes=budget_bytes)
+        gate = next((gate for gate in candidates if gate not in gates), None)
         if gate is None:
             break
-        ahead.append(gate)
+        gates.append(gate)
     return None, work
 
 
@@ -75,7 +75,7 @@ class _Run:
     """One attempt to run the step.
 
     budget_bytes, guide, patience, deadline: as in `evict`.
-    ahead: units to recompute ahead of time.
+    gates: units to recompute ahead of time.
     order: names of the nodes run so far.
     """
 
@@ -84,47 +84,47 @@ class _Run:
     guide: dict[int, Collection[int]]
     patience: float
     deadline: Deadline
-    ahead: Sequence[Ahead]
+    gates: Sequence[Gate]
     order: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         folded, graph = self.folded, self.folded.graph
-        self.members: list[list[str]] = [[] for _ in range(folded.n_units)]
+        self.tensors_of: list[list[str]] = [[] for _ in range(folded.n_units)]
         for name, u in folded.unit_of.items():
-            self.members[u].append(name)
+            self.tensors_of[u].append(name)
         self.available = {tensor.name for tensor in graph.resident}
         self.live: set[int] = set()
-        self._dies_at: dict[int, list[int]] = {}
+        self._droppable_after: dict[int, list[int]] = {}
         for u, n in enumerate(folded.maker):
             if n < folded.n_forward and not folded.recomputable[n]:
-                self._dies_at.setdefault(folded.last_need[n], []).append(u)
+                self._droppable_after.setdefault(folded.last_useful_position[n], []).append(u)
         self.bytes = graph.resident_bytes
         self.now = 0
-        self._above = [  # by forward node, the units that it reads, with their makers
+        self._inputs_of = [  # by forward node, the units that it reads, with their makers
             (n, [(u, folded.maker[u]) for u in folded.reads[n] if folded.maker[u] < n])
             for n in range(folded.n_forward)
         ]
-        self._next = [0] * folded.n_units
-        self._positions = sorted(self.guide)
-        self._age = 0
-        self._costs_then: list[float] = []
+        self._next_use = [0] * folded.n_units
+        self._guide_positions = sorted(self.guide)
+        self._n_evictions = 0
+        self._ranking_costs: list[float] = []
         self._ranked: list[int] = []
-        self._held: dict[int, int] = {}  # units recomputed ahead of time, and until when
+        self._held_until: dict[int, int] = {}  # units recomputed ahead of time, and until when
         self.work = 0
 
-    def all(self) -> bool:
+    def run_step(self) -> bool:
         """Run the whole step; False if stuck."""
         folded = self.folded
         for p in range(folded.n_nodes):
             self.now = p
-            begin = [each for each in self.ahead if each.since == p]
-            if not self._bring([folded.unit_names[each.unit] for each in begin]):
+            starting_gates = [each for each in self.gates if each.since == p]
+            if not self._make_available([folded.unit_names[each.unit] for each in starting_gates]):
                 return False
-            for each in begin:
-                self._held[each.unit] = max(each.until, self._held.get(each.unit, 0))
-            if not self._bring(folded.needed_names(p)):
+            for each in starting_gates:
+                self._held_until[each.unit] = max(each.until, self._held_until.get(each.unit, 0))
+            if not self._make_available(folded.needed_names(p)):
                 return False
-            self._held = {u: until for u, until in self._held.items() if until > p}
+            self._held_until = {u: until for u, until in self._held_until.items() if until > p}
             if not self._compute(p, frozenset(), ()):
                 return False
             # Outputs of nodes that run only once are dropped when they are of no more use. What can
@@ -132,22 +132,22 @@ class _Run:
             for u in (*folded.reads[p], *folded.makes[p]):
                 if folded.maker[u] >= folded.n_forward and not any(q > p for q in folded.uses[u]):
                     self._drop(u)
-            for u in self._dies_at.get(p, ()):
+            for u in self._droppable_after.get(p, ()):
                 self._drop(u)
         self.now = folded.n_nodes
-        return self._bring(folded.graph.outputs)
+        return self._make_available(folded.graph.outputs)
 
     def _drop(self, u: int) -> None:
         if u in self.live:
             self.live.discard(u)
             self.bytes -= self.folded.unit_bytes[u]
-            self.available.difference_update(self.members[u])
+            self.available.difference_update(self.tensors_of[u])
 
-    def _bring(self, names: Collection[str]) -> bool:
+    def _make_available(self, names: Collection[str]) -> bool:
         """Make all of these tensors available at the same time."""
         unit_of = self.folded.unit_of
         wanted = frozenset(unit_of[name] for name in names if name in unit_of)
-        most = min(
+        max_runs = min(
             MAX_RUNS * self.folded.n_nodes + 1000,
             len(self.order) + MAX_RUNS_BEFORE * self.folded.n_forward + 100,
         )
@@ -157,13 +157,13 @@ class _Run:
                 return True
             stack = [missing[0]]
             while stack:
-                if len(self.order) > most or self.deadline.passed:
+                if len(self.order) > max_runs or self.deadline.passed:
                     return False
                 name = stack[-1]
                 if name in self.available:
                     stack.pop()
                     continue
-                n = self._maker(name)
+                n = self._maker_of(name)
                 if not self.folded.recomputable[n] or self.folded.cannot_recompute(n, self.now):
                     return False
                 graph = self.folded.graph
@@ -176,7 +176,7 @@ class _Run:
                     return False
                 stack.pop()
 
-    def _maker(self, name: str) -> int:
+    def _maker_of(self, name: str) -> int:
         return self.folded.position[self.folded.graph.producer[name].name]
 
     def _compute(self, n: int, wanted: frozenset[int], stack: Sequence[str]) -> bool:
@@ -188,11 +188,11 @@ class _Run:
         """
         folded = self.folded
         # Outputs that are still live from the last run are replaced: nothing reads them again.
-        left = (folded.unit_bytes[u] for u in folded.makes[n] if u in self.live)
-        need_bytes = int(folded.own_bytes[n]) - sum(left)
+        replaced_bytes = (folded.unit_bytes[u] for u in folded.makes[n] if u in self.live)
+        need_bytes = int(folded.own_bytes[n]) - sum(replaced_bytes)
         if self.bytes + need_bytes > self.budget_bytes:
             locked = {*folded.reads[n], *folded.makes[n]}
-            pending = {u for name in stack for u in folded.reads[self._maker(name)]}
+            pending = {u for name in stack for u in folded.reads[self._maker_of(name)]}
             # Give up what is needed soon only if dropping everything else is not enough.
             for spared in (locked | wanted | pending, locked | wanted, locked):
                 self._make_room(need_bytes, spared)
@@ -213,12 +213,12 @@ class _Run:
     def _make_room(self, need_bytes: int, locked: set[int]) -> None:
         if self.bytes + need_bytes <= self.budget_bytes:
             return
-        fresh = self._age % (1 + self.folded.n_forward // REFRESH) == 0
-        self._age += 1
-        if fresh:
-            self._costs_then = self._costs()
+        is_fresh = self._n_evictions % (1 + self.folded.n_forward // REFRESH) == 0
+        self._n_evictions += 1
+        if is_fresh:
+            self._ranking_costs = self._costs()
             self._rank()
-        if not self._drop_ranked(need_bytes, locked) and not fresh:
+        if not self._drop_ranked(need_bytes, locked) and not is_fresh:
             self._rank()
             self._drop_ranked(need_bytes, locked)
 
@@ -233,34 +233,34 @@ class _Run:
             and folded.recomputable[folded.maker[u]]
         ]
         self.work += len(self.live) + len(candidates)
-        ahead = [p for p in self._positions if p >= self.now] or self._positions[-1:]
-        guide = self.guide[ahead[0]] if ahead else ()
+        coming = [p for p in self._guide_positions if p >= self.now] or self._guide_positions[-1:]
+        guide = self.guide[coming[0]] if coming else ()
         scored = []
         for u in candidates:
-            uses, i = folded.uses[u], self._next[u]
+            uses, i = folded.uses[u], self._next_use[u]
             while i < len(uses) and uses[i] < self.now:
                 i += 1
-            self._next[u] = i
+            self._next_use[u] = i
             distance = (uses[i] if i < len(uses) else 2 * folded.n_nodes) - self.now + 1
-            lost = self._costs_then[folded.maker[u]]
-            score = lost / (folded.unit_bytes[u] * distance**self.patience)
+            cost_s = self._ranking_costs[folded.maker[u]]
+            score = cost_s / (folded.unit_bytes[u] * distance**self.patience)
             scored.append((u in guide and i < len(uses), score, u))
         self._ranked = [u for *_, u in sorted(scored)]
 
     def _drop_ranked(self, need_bytes: int, locked: set[int]) -> bool:
         """Drop units in the order of the ranking until the bytes suffice; whether they do."""
-        folded, left = self.folded, []
+        folded, not_dropped = self.folded, []
         for i, u in enumerate(self._ranked):
             if self.bytes + need_bytes <= self.budget_bytes:
-                left += self._ranked[i:]
+                not_dropped += self._ranked[i:]
                 break
             pinned = folded.pinned[u] and folded.is_pinned(u, self.now)
-            if u in self.live and u not in locked and u not in self._held and not pinned:
+            if u in self.live and u not in locked and u not in self._held_until and not pinned:
                 self._drop(u)
             else:
-                left.append(u)
-        self.work += len(self._ranked) - len(left)
-        self._ranked = left
+                not_dropped.append(u)
+        self.work += len(self._ranked) - len(not_dropped)
+        self._ranked = not_dropped
         return self.bytes + need_bytes <= self.budget_bytes
 
     def _costs(self) -> list[float]:
@@ -269,9 +269,9 @@ class _Run:
         self.work += folded.n_forward
         costs = list(folded.time_s[: folded.n_forward])
         live = self.live
-        for n, above in self._above:
+        for n, inputs in self._inputs_of:
             missing_s = 0.0
-            for u, maker in above:
+            for u, maker in inputs:
                 if u not in live and costs[maker] > missing_s:
                     missing_s = costs[maker]
             costs[n] += missing_s

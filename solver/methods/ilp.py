@@ -109,7 +109,7 @@ def ilp(
                     folded,
                     positions=range(1, folded.n_nodes + 1),
                     budget_bytes=budget_bytes,
-                    whole=True,
+                    as_milp=True,
                     gap=GAP,
                     deadline=deadline,
                 )
@@ -118,13 +118,13 @@ def ilp(
                     return Proposal(None, math.inf)
             if search.best_share <= lost_share + 10 * TIME_ERROR:
                 break
-            schedule, late = solve_stages(
+            schedule, timed_out = solve_stages(
                 stages,
                 lost_share=lost_share,
                 most_share=search.best_share - 10 * TIME_ERROR,
                 deadline=deadline,
             )
-            search.timed_out = search.timed_out or late
+            search.timed_out = search.timed_out or timed_out
             if schedule is not None and search.is_faster(schedule.order):
                 search.fits(schedule)  # it may not fit, because of the solver's tolerances
     bound_s = least_time_s(graph, lost_share=lost_share)
@@ -140,13 +140,13 @@ class _Sweep:
     """One sweep's variables.
 
     last: whether it ends with the first run of node p.
-    there: by item, whether it is on the device when the sweep begins (S).
+    on_device: by item, whether it is on the device when the sweep begins (S).
     recompute: by node, whether it is recomputed (R).
     """
 
     stage: Stage
     last: bool
-    there: dict[int, pulp.LpVariable]
+    on_device: dict[int, pulp.LpVariable]
     recompute: dict[int, pulp.LpVariable]
 
 
@@ -182,9 +182,9 @@ class _Model:
         for stage in stages.stages:
             n_sweeps = stages.n_sweeps if stage.recompute else 1
             for w in range(n_sweeps):
-                there = {i: self._variable("Binary") for i in stage.needed}
+                on_device = {i: self._variable("Binary") for i in stage.needed}
                 recompute = {n: self._variable("Binary") for n in stage.recompute}
-                self.sweeps.append(_Sweep(stage, w == n_sweeps - 1, there, recompute))
+                self.sweeps.append(_Sweep(stage, w == n_sweeps - 1, on_device, recompute))
         baseline_s = self.folded.graph.baseline_time_s or 1.0
         self.lost = pulp.lpSum(
             column * (self.folded.time_s[n] / baseline_s)
@@ -199,8 +199,8 @@ class _Model:
         for k, sweep in enumerate(self.sweeps):
             deadline.check()
             following = self.sweeps[k + 1] if k + 1 < len(self.sweeps) else None
-            self._presence(sweep, following)
-            self._memory(sweep, following)
+            self._add_presence_rows(sweep, following)
+            self._add_memory_rows(sweep, following)
 
     def _variable(self, kind: str = "Continuous", *, most: int | None = None) -> pulp.LpVariable:
         self._n_names += 1
@@ -208,16 +208,16 @@ class _Model:
 
     def _cover(self, sweep: _Sweep, i: int, by: pulp.LpVariable | int) -> None:
         """Add the row: item i is there when the sweep begins, or recomputed in it, if `by` is 1."""
-        supply = sweep.there[i] + sweep.recompute.get(self.items[i].maker, 0)
+        supply = sweep.on_device[i] + sweep.recompute.get(self.items[i].maker, 0)
         self.problem += supply >= by
 
-    def _presence(self, sweep: _Sweep, following: _Sweep | None) -> None:
+    def _add_presence_rows(self, sweep: _Sweep, following: _Sweep | None) -> None:
         """Add the rows of what is on the device: aliases, pinned items, inputs of what runs."""
         p = sweep.stage.p
-        for i, column in sweep.there.items():
+        for i, column in sweep.on_device.items():
             root = self.items[i].root
             if root != i:
-                self.problem += column <= sweep.there[root]
+                self.problem += column <= sweep.on_device[root]
             # A storage is not recomputed while an alias that another node made holds it.
             maker = self.items[root].maker
             if maker in sweep.recompute and self.items[i].maker != maker:
@@ -227,14 +227,14 @@ class _Model:
         for n, column in sweep.recompute.items():
             for i in self.stages.reads[n]:
                 self._cover(sweep, i, column)
-        for i in self._due(sweep):
+        for i in self._items_due_in(sweep):
             self._cover(sweep, i, 1)
         if following is not None:
-            for i, column in following.there.items():
-                if i in sweep.there:
+            for i, column in following.on_device.items():
+                if i in sweep.on_device:
                     self._cover(sweep, i, column)
 
-    def _due(self, sweep: _Sweep) -> Sequence[int]:
+    def _items_due_in(self, sweep: _Sweep) -> Sequence[int]:
         """Items read when the sweep ends, by the first run of node p or by the end of the step."""
         if not sweep.last:
             return ()
@@ -242,31 +242,36 @@ class _Model:
             return self.stages.reads[sweep.stage.p]
         return [i for i, item in enumerate(self.items) if item.uses[-1:] == (self.folded.n_nodes,)]
 
-    def _memory(self, sweep: _Sweep, following: _Sweep | None) -> None:
+    def _add_memory_rows(self, sweep: _Sweep, following: _Sweep | None) -> None:
         """Add the rows for the bytes on the device, from run to run, each within the budget."""
         room_bytes = self.stages.budget_bytes - sweep.stage.constant_bytes
-        now = self._sum((i, column) for i, column in sweep.there.items())
+        held_digits = self._add_sum_by_digit((i, column) for i, column in sweep.on_device.items())
         for n, column in sweep.recompute.items():
             own = self._digits(int(self.folded.own_bytes[n]) // self.unit_bytes)
-            self._at_most([held + k * column for held, k in zip(now, own, strict=True)], room_bytes)
-            change = [(i, -self._freed(sweep, following, i, n)) for i in self._touched(sweep, n)]
+            self._add_limit_rows(
+                [held + k * column for held, k in zip(held_digits, own, strict=True)], room_bytes
+            )
+            change = [
+                (i, -self._freed_after(sweep, following, i, n))
+                for i in self._items_touched_by(sweep, n)
+            ]
             for i in self.stages.made[n]:
                 # An output that is there already does not count again after the run.
-                if i in sweep.there and self.items[i].size_bytes:
-                    twice = self._variable(most=1)
-                    self.problem += twice <= sweep.there[i]
-                    self.problem += twice <= column
-                    change.append((i, column - twice))
-            now = self._sum(change, start=now)
+                if i in sweep.on_device and self.items[i].size_bytes:
+                    counted_twice = self._variable(most=1)
+                    self.problem += counted_twice <= sweep.on_device[i]
+                    self.problem += counted_twice <= column
+                    change.append((i, column - counted_twice))
+            held_digits = self._add_sum_by_digit(change, start=held_digits)
         own_bytes = int(self.folded.own_bytes[sweep.stage.p]) if sweep.last else 0
-        self._at_most(now, room_bytes - own_bytes)
+        self._add_limit_rows(held_digits, room_bytes - own_bytes)
 
     def _digits(self, units: int) -> list[int]:
         """The digits of a number of units, the lowest first."""
         low = [units >> DIGIT_BITS * d & (1 << DIGIT_BITS) - 1 for d in range(self.n_digits - 1)]
         return [*low, units >> DIGIT_BITS * len(low)]
 
-    def _sum(
+    def _add_sum_by_digit(
         self, terms: Iterable[tuple[int, Expression]], start: Sequence[Expression] = ()
     ) -> list[pulp.LpVariable]:
         """By digit, a new variable equal to `start` plus all items' sizes times their factors."""
@@ -278,7 +283,7 @@ class _Model:
             self.problem += column == pulp.lpSum([*start[d : d + 1], *change])
         return total
 
-    def _at_most(self, held: Sequence[Expression], room_bytes: int) -> None:
+    def _add_limit_rows(self, held: Sequence[Expression], room_bytes: int) -> None:
         """Add the rows: the number with these digits is at most the room."""
         room = min(room_bytes // self.unit_bytes, self.most_units)
         if room < 0:
@@ -291,22 +296,22 @@ class _Model:
             self.problem += amount + carry <= most + up * (1 << DIGIT_BITS)
             carry = up
 
-    def _touched(self, sweep: _Sweep, n: int) -> list[int]:
+    def _items_touched_by(self, sweep: _Sweep, n: int) -> list[int]:
         """Items with bytes that node n makes, or reads directly or through an alias."""
         names = [*self.stages.reads[n], *self.stages.made[n]]
         roots = dict.fromkeys(self.items[i].root for i in names)
-        return [i for i in roots if i in sweep.there and self.items[i].size_bytes]
+        return [i for i in roots if i in sweep.on_device and self.items[i].size_bytes]
 
-    def _freed(
+    def _freed_after(
         self, sweep: _Sweep, following: _Sweep | None, i: int, n: int
     ) -> pulp.LpVariable | int:
         """F[i,n]: the storage is freed right after n, its last use in this sweep."""
-        if any(self.items[j].root == i for j in self._due(sweep)):
+        if any(self.items[j].root == i for j in self._items_due_in(sweep)):
             return 0
         freed = self._variable(most=1)
         self.problem += freed <= sweep.recompute[n]
-        if following is not None and i in following.there:
-            self.problem += freed + following.there[i] <= 1
+        if following is not None and i in following.on_device:
+            self.problem += freed + following.on_device[i] <= 1
         for m, column in sweep.recompute.items():
             if m > n and any(self.items[j].root == i for j in self.stages.reads[m]):
                 self.problem += freed + column <= 1
@@ -346,14 +351,14 @@ def solve_stages(
         deadline.check()
         time_limit_s = deadline.left_s
         has_highs = importlib.util.find_spec("highspy") is not None  # CBC comes with PuLP
-        kind = pulp.HiGHS if has_highs else pulp.PULP_CBC_CMD
-        solver = kind(msg=False, threads=1, timeLimit=time_limit_s, gapRel=GAP)
+        solver_class = pulp.HiGHS if has_highs else pulp.PULP_CBC_CMD
+        solver = solver_class(msg=False, threads=1, timeLimit=time_limit_s, gapRel=GAP)
         interruptible(partial(model.problem.solve, solver))
-    late = deadline.left_s <= 0.05 * time_limit_s
+    timed_out = deadline.left_s <= 0.05 * time_limit_s
     if pulp.LpStatus[model.problem.status] == "Infeasible":
         return None, False
     found = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     values = [column.value() for sweep in model.sweeps for column in sweep.recompute.values()]
     if model.problem.sol_status not in found or None in values:
-        return None, late
-    return free_after_last_use(graph, without_dead_computes(graph, model.order())), late
+        return None, timed_out
+    return free_after_last_use(graph, without_dead_computes(graph, model.order())), timed_out

@@ -95,8 +95,8 @@ class Stages:
         self.stages: list[Stage] = []
         for p in range(first, folded.n_nodes + 1):
             deadline.check()
-            self.stages.append(self._stage(p, allowed=p > first))
-        self.pinned = frozenset(self._pinned())
+            self.stages.append(self._make_stage(p, may_recompute=p > first))
+        self.pinned = frozenset(self._find_pinned())
         if self.n_variables > MAX_VARIABLES:
             raise TooLargeError(
                 f"the integer program of {len(nodes)} nodes would have {self.n_variables} "
@@ -110,34 +110,36 @@ class Stages:
             for stage in self.stages
         )
 
-    def _stage(self, p: int, *, allowed: bool) -> Stage:
+    def _make_stage(self, p: int, *, may_recompute: bool) -> Stage:
         """The stage with what can be of use at p: read later, or by what may be recomputed."""
         folded, items = self.folded, self.items
-        before = min(p, folded.n_forward)
-        may = folded.may_recompute(
+        n_run = min(p, folded.n_forward)
+        may_ever_recompute = folded.may_recompute(
             after=p - 1, before=folded.n_nodes + 1, budget_bytes=self.budget_bytes
         )
         needed = {
-            i for i, item in enumerate(items) if item.maker < before and item.uses[-1:] >= (p,)
+            i for i, item in enumerate(items) if item.maker < n_run and item.uses[-1:] >= (p,)
         }
         for u, name in enumerate(folded.unit_names):  # an alias that a later node made may hold it
-            if folded.maker[u] < before and folded.is_pinned(u, p) and name in self._index:
+            if folded.maker[u] < n_run and folded.is_pinned(u, p) and name in self._index:
                 needed.add(self._index[name])
         needed |= {items[i].root for i in needed}
         recompute = []
-        for n in range(before - 1, -1, -1):
-            if may[n] and not needed.isdisjoint(self.made[n]):
+        for n in range(n_run - 1, -1, -1):
+            if may_ever_recompute[n] and not needed.isdisjoint(self.made[n]):
                 recompute.append(n)
                 needed.update(self.reads[n], (items[i].root for i in self.reads[n]))
         constant_bytes = folded.graph.resident_bytes + sum(
             folded.unit_bytes[u]
             for u in range(folded.n_units)
-            if folded.maker[u] >= folded.n_forward and folded.must_be_there(u, p)
+            if folded.maker[u] >= folded.n_forward and folded.must_be_on_device(u, p)
         )
-        now = sorted(n for n in recompute if allowed and not folded.cannot_recompute(n, p))
-        return Stage(p, tuple(sorted(needed)), tuple(now), constant_bytes)
+        recomputable_now = sorted(
+            n for n in recompute if may_recompute and not folded.cannot_recompute(n, p)
+        )
+        return Stage(p, tuple(sorted(needed)), tuple(recomputable_now), constant_bytes)
 
-    def _pinned(self) -> Iterator[tuple[int, int]]:
+    def _find_pinned(self) -> Iterator[tuple[int, int]]:
         for i, item in enumerate(self.items):
             if not self.folded.recomputable[item.maker] and item.uses:
                 yield from ((p, i) for p in range(item.maker + 1, item.uses[-1] + 1))

@@ -21,10 +21,10 @@ from solver.bound import (
     Span,
     StorageGraph,
     least_in_flight_bytes,
-    of_step,
     proven_least_budget_bytes,
     span_graph,
     whole_span,
+    without_span_nodes,
 )
 from solver.methods.evict import evict
 from solver.methods.proposal import Method
@@ -49,7 +49,7 @@ LEAST_PATIENCE = (1.0, 0.5, 0.25, 2.0)
 """Exponents tried for the minimum budget."""
 SAVED_SHARES = (0.25, 0.0, 0.5, 0.1, 0.75)
 """The caps that are tried, as shares of what a step can save within a budget."""
-LATE_S = 0.5
+OVERTIME_S = 0.5
 """Seconds for the search if the deadline has already passed; else only the baseline is found."""
 BASE_WORK, WORK_PER_NODE = 15_000_000, 3_000
 """Limit on the work of all evictions together, as `evict` counts it: five seconds, and 1 ms per
@@ -70,12 +70,12 @@ def find_obstacle(
 
     method: the method that has to reach it (None: any).
     above_bytes: reached budgets below this are of no interest.
-    deadline: the obstacle is what was proven and found by then, or within LATE_S if it has already
-        passed, and is marked as cut short.
+    deadline: the obstacle is what was proven and found by then, or within OVERTIME_S if it has
+        already passed, and is marked as cut short.
     places: where schedules may copy to. Then only what a single op needs is proven, and the reached
         budget is that of schedules without copies.
     """
-    folded = needed = StorageGraph.of(graph)
+    folded = requirements = StorageGraph.of(graph)
     places = None if places is None else places.beside(graph.host_state_bytes)
     if graph.n_in_flight > 1:
         least_bytes = least_in_flight_bytes(folded)
@@ -84,42 +84,42 @@ def find_obstacle(
     elif places is None or places.host is None:
         proven_bytes, p = proven_least_budget_bytes(folded, deadline=deadline)
     else:
-        needed = StorageGraph.of(graph, may_leave=True)
-        p = int(np.argmax(needed.least_bytes))
-        proven_bytes = int(needed.least_bytes[p])
+        requirements = StorageGraph.of(graph, may_offload=True)
+        p = int(np.argmax(requirements.least_bytes))
+        proven_bytes = int(requirements.least_bytes[p])
     schedule = None
     if graph.n_in_flight > 1:
         schedule, reached_bytes = _least_in_flight(graph, proven_bytes, deadline=deadline)
     elif method is None or method.reaches_least_budget:
-        search_by = Deadline.after(LATE_S) if deadline.passed else deadline
+        search_deadline = Deadline.after(OVERTIME_S) if deadline.passed else deadline
         schedule, reached_bytes = least_schedule(
-            folded, proven_bytes=proven_bytes, deadline=search_by
+            folded, proven_bytes=proven_bytes, deadline=search_deadline
         )
     else:
 
-        def by_method(budget_bytes: int) -> Schedule | None:
+        def schedule_by_method(budget_bytes: int) -> Schedule | None:
             left_s = deadline.left_s
             return method(graph, budget_bytes=budget_bytes, time_limit_s=left_s, seed=seed).schedule
 
-        _, reached_bytes = _search_down(
+        _, reached_bytes = _bisect_budget(
             graph,
-            by_method,
+            schedule_by_method,
             proven_bytes=max(proven_bytes, above_bytes),
-            more=lambda: not deadline.passed,
+            has_work_left=lambda: not deadline.passed,
         )
     # What is on the device at p in every schedule.
-    here = [
+    on_device = [
         (folded.unit_names[u], folded.unit_bytes[u])
         for u in range(folded.n_units)
-        if needed.must_be_there(u, p) or (p < folded.n_nodes and u in folded.makes[p])
+        if requirements.must_be_on_device(u, p) or (p < folded.n_nodes and u in folded.makes[p])
     ]
-    here += [(t.name, t.size_bytes) for t in graph.resident if t.alias_of is None]
+    on_device += [(t.name, t.size_bytes) for t in graph.resident if t.alias_of is None]
     return Obstacle(
         proven_bytes=proven_bytes,
         reached_bytes=reached_bytes,
         schedule=schedule,
         op=graph.nodes[p].name if p < folded.n_nodes else "",
-        on_device=tuple(sorted(here, key=lambda item: (-item[1], item[0]))),
+        on_device=tuple(sorted(on_device, key=lambda item: (-item[1], item[0]))),
         cut_short=deadline.passed,
     )
 
@@ -149,10 +149,10 @@ def least_schedule(
     work, max_work = 0, BASE_WORK + WORK_PER_NODE * folded.n_nodes
     patiences = list(LEAST_PATIENCE)  # the latest that found a schedule comes first
 
-    def attempt(budget_bytes: int) -> Schedule | None:
+    def find_schedule(budget_bytes: int) -> Schedule | None:
         nonlocal work
         for patience in tuple(patiences):
-            if more():
+            if has_work_left():
                 schedule, spent = evict(
                     folded, budget_bytes=budget_bytes, patience=patience, deadline=deadline
                 )
@@ -163,11 +163,15 @@ def least_schedule(
                     return schedule
         return None
 
-    def more() -> bool:
+    def has_work_left() -> bool:
         return work < max_work and not deadline.passed
 
-    return _search_down(
-        graph, attempt, proven_bytes=proven_bytes, more=more, known=(best, least_bytes)
+    return _bisect_budget(
+        graph,
+        find_schedule,
+        proven_bytes=proven_bytes,
+        has_work_left=has_work_left,
+        known=(best, least_bytes),
     )
 
 
@@ -177,58 +181,66 @@ def _least_in_flight(
     """`least_schedule` for a step with several micro-batches in flight, by eviction alone."""
     work, max_work = 0, BASE_WORK + WORK_PER_NODE * len(graph.nodes)
 
-    def more() -> bool:
+    def has_work_left() -> bool:
         return work < max_work and not deadline.passed
 
-    def attempt(budget_bytes: int) -> Schedule | None:
+    def find_schedule(budget_bytes: int) -> Schedule | None:
         nonlocal work
-        whole = whole_span(graph, budget_bytes=budget_bytes)
-        for share in SAVED_SHARES if whole.width_bytes >= 0 else ():
-            cap_bytes = whole.least_bytes + int(share * whole.width_bytes)
+        whole_savings = whole_span(graph, budget_bytes=budget_bytes)
+        for share in SAVED_SHARES if whole_savings.width_bytes >= 0 else ():
+            cap_bytes = whole_savings.least_bytes + int(share * whole_savings.width_bytes)
             span = Span(0.0, cap_bytes, cap_bytes)
-            alone = StorageGraph.of(span_graph(graph, span, budget_bytes=budget_bytes))
-            if not more():
+            capped = StorageGraph.of(span_graph(graph, span, budget_bytes=budget_bytes))
+            if not has_work_left():
                 break
-            schedule, spent = evict(alone, budget_bytes=budget_bytes, deadline=deadline)
+            schedule, spent = evict(capped, budget_bytes=budget_bytes, deadline=deadline)
             work += spent
-            found = _with_peak(graph, None if schedule is None else of_step(graph, schedule))
+            found = _with_peak(
+                graph, None if schedule is None else without_span_nodes(graph, schedule)
+            )
             if found is not None and found[1] <= budget_bytes:
                 return found[0]
         return None
 
-    return _search_down(graph, attempt, proven_bytes=proven_bytes, more=more)
+    return _bisect_budget(
+        graph, find_schedule, proven_bytes=proven_bytes, has_work_left=has_work_left
+    )
 
 
-def _search_down(
+def _bisect_budget(
     graph: Graph,
-    attempt: Callable[[int], Schedule | None],
+    find_schedule: Callable[[int], Schedule | None],
     *,
     proven_bytes: int,
-    more: Callable[[], bool],
+    has_work_left: Callable[[], bool],
     known: tuple[Schedule, int] | None = None,
 ) -> tuple[Schedule, int]:
-    """Bisect for the schedule with the smallest peak that `attempt` finds.
+    """Bisect for the schedule with the smallest peak that `find_schedule` finds.
 
-    attempt: returns a schedule for a budget, or None.
-    more: whether there is work left.
+    find_schedule: returns a schedule for a budget, or None.
+    has_work_left: whether there is work left.
     known: a schedule and its peak, which are kept if the bisection finds nothing smaller.
     """
     best = baseline(graph)
     high = simulate(graph, best).peak_bytes
     low = proven_bytes  # nothing is found below low, `best` reaches high
-    while high - low > TOLERANCE * proven_bytes and more():
-        tried = (low + high) // 2
-        found = _with_peak(graph, attempt(tried))
+    while high - low > TOLERANCE * proven_bytes and has_work_left():
+        tried_bytes = (low + high) // 2
+        found = _with_peak(graph, find_schedule(tried_bytes))
         if found is None:
-            low = tried + 1
+            low = tried_bytes + 1
         else:
             best, high = found
     if known is not None and known[1] <= high:
         best, high = known
     # A smaller budget may have a schedule although a larger one had none: try some more.
     for share in RETRIES:
-        tried = proven_bytes + int(share * (high - proven_bytes))
-        found = _with_peak(graph, attempt(tried)) if tried < high and more() else None
+        tried_bytes = proven_bytes + int(share * (high - proven_bytes))
+        found = (
+            _with_peak(graph, find_schedule(tried_bytes))
+            if tried_bytes < high and has_work_left()
+            else None
+        )
         if found is not None:
             best, high = found
     return best, high

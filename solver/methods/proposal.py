@@ -78,9 +78,9 @@ class Method:
         """
         if places is not None:
             places = places.beside(graph.host_state_bytes)
-        common = {"budget_bytes": budget_bytes, "time_limit_s": time_limit_s, "seed": seed}
+        common_options = {"budget_bytes": budget_bytes, "time_limit_s": time_limit_s, "seed": seed}
         options = {"starts": starts, "quick": quick} if self.takes_starts else {}
         if places is not None and not self.takes_places:
             raise ValueError("a host is given, and this method copies nothing to it")
-        beside = {} if places is None else {"places": places}
-        return self.propose(graph, **common, **options, **beside)
+        places_option = {} if places is None else {"places": places}
+        return self.propose(graph, **common_options, **options, **places_option)

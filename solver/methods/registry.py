@@ -33,7 +33,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
 
 METHODS: Mapping[str, Method] = {
     "auto": Method(
-        in_flight(auto_then_chain_methods, replays=True),
+        in_flight(auto_then_chain_methods, uses_milps=True),
         proves_bound=True,
         takes_starts=True,
         reaches_least_budget=True,

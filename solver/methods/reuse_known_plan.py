@@ -56,11 +56,11 @@ class KnownPlan:
         return cls(plan.schedule, plan.rewrites, gap)
 
 
-AS_IT_IS = KnownPlan(Schedule(ops=(), graph_id=""), rewrites=(), gap=0.0)
+WITHOUT_RECOMPUTATION = KnownPlan(Schedule(ops=(), graph_id=""), rewrites=(), gap=0.0)
 """The plan that recomputes nothing; it applies to any step."""
 
 
-def transferred(graph: Graph, schedule: Schedule) -> Schedule:
+def transfer_schedule(graph: Graph, schedule: Schedule) -> Schedule:
     """Recompute on this graph what another graph's schedule recomputes before the same ops.
 
     If this graph lacks an operator, the recomputation before it moves to the next one that exists.
@@ -69,19 +69,21 @@ def transferred(graph: Graph, schedule: Schedule) -> Schedule:
     """
     known = graph.node_by_name
     ran: set[str] = set()
-    again: list[str] = []
-    before: dict[str, list[str]] = {}
+    to_recompute: list[str] = []
+    recompute_before: dict[str, list[str]] = {}
     for name in schedule.order:
         if name in known and name in ran:
-            again += [name] if known[name].recomputable else []
+            to_recompute += [name] if known[name].recomputable else []
         elif name in known:
-            before[name], again = again, []
+            recompute_before[name], to_recompute = to_recompute, []
         ran.add(name)
-    order = [each for node in graph.nodes for each in (*before.get(node.name, ()), node.name)]
-    return free_after_last_use(graph, (*order, *again))
+    order = [
+        each for node in graph.nodes for each in (*recompute_before.get(node.name, ()), node.name)
+    ]
+    return free_after_last_use(graph, (*order, *to_recompute))
 
 
-def reused(variants: Variants, known: KnownPlan, request: Request) -> Solution | None:
+def reuse_plan(variants: Variants, known: KnownPlan, request: Request) -> Solution | None:
     """Apply the known plan's decisions to the step, of which a single variant is planned.
 
     Returns None if they do not fit, or if a search may find a plan that is faster by more than
@@ -92,7 +94,10 @@ def reused(variants: Variants, known: KnownPlan, request: Request) -> Solution |
     deadline, budget_bytes = Deadline.after(request.time_limit_s), request.available_bytes
     folded = StorageGraph.of(graph)
     schedule = drop_recomputation(
-        folded, transferred(graph, known.schedule), budget_bytes=budget_bytes, deadline=deadline
+        folded,
+        transfer_schedule(graph, known.schedule),
+        budget_bytes=budget_bytes,
+        deadline=deadline,
     )
     try:
         simulation = simulate(graph, schedule)

@@ -23,7 +23,7 @@ from solver.chain import (
     reversal_ops,
     split_into_blocks,
 )
-from solver.methods.best_so_far import ANY, BestSoFar
+from solver.methods.best_so_far import ANY_TIME, BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, baseline
 from solver.sizes_deadlines_progress import NEVER, Deadline
@@ -41,7 +41,7 @@ def revolve(
     budget_bytes: int,
     time_limit_s: float,
     seed: int,
-    worth_between_s: tuple[float, float] = ANY,
+    worth_between_s: tuple[float, float] = ANY_TIME,
 ) -> Proposal:
     """The reversal with the most snapshots that fit. No randomness.
 
@@ -57,7 +57,7 @@ def revolve(
         for blocks in (coarse, fine) if fine.n_blocks > coarse.n_blocks else (coarse,):
 
             def fits(n_snapshots: int, blocks: Blocks = blocks) -> bool:
-                if is_long(blocks, n_snapshots):
+                if recomputes_too_often(blocks, n_snapshots):
                     return True
                 schedule = reversal_to_schedule(graph, blocks, n_snapshots, search.deadline)
                 return search.try_larger(schedule.order, lambda: schedule)
@@ -82,18 +82,18 @@ def _is_slow(graph: Graph, blocks: Blocks, search: BestSoFar) -> bool:
 def reversals(graph: Graph, *, deadline: Deadline = NEVER) -> Iterator[Schedule]:
     """Yield reversals of all blocks with more and more snapshots, starting with the smallest peaks.
 
-    Those that are long (`is_long`) are left out. Raises OutOfTimeError.
+    Those for which `recomputes_too_often` holds are left out. Raises OutOfTimeError.
     """
     deadline.check()
     blocks = split_into_blocks(graph)
     n_snapshots = 1
     while n_snapshots < blocks.n_blocks:
-        if not is_long(blocks, n_snapshots):
+        if not recomputes_too_often(blocks, n_snapshots):
             yield reversal_to_schedule(graph, blocks, n_snapshots, deadline)
         n_snapshots += 1 + n_snapshots // 2
 
 
-def is_long(blocks: Blocks, n_snapshots: int) -> bool:
+def recomputes_too_often(blocks: Blocks, n_snapshots: int) -> bool:
     """Whether the reversal recomputes blocks more than MAX_RUNS times on average."""
     n_steps = blocks.n_blocks
     return n_extra_steps(n_steps=n_steps, n_snapshots=n_snapshots) > MAX_RUNS * n_steps

@@ -23,7 +23,7 @@ from functools import partial
 
 from graphs.graph import Graph
 from solver.chain import Blocks, checkpoints, split_into_blocks
-from solver.methods.best_so_far import ANY, BestSoFar
+from solver.methods.best_so_far import ANY_TIME, BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import free_after_last_use, keep_order
 
@@ -37,7 +37,7 @@ def sqrt(
     budget_bytes: int,
     time_limit_s: float,
     seed: int,
-    worth_between_s: tuple[float, float] = ANY,
+    worth_between_s: tuple[float, float] = ANY_TIME,
 ) -> Proposal:
     """The fastest schedule that fits, over the numbers of segments. No randomness.
 

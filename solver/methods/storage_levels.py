@@ -4,7 +4,7 @@ The graph is split into a chain of blocks as for `revolve`; its snapshots are th
 two blocks. `solver.chain` reverses the chain with snapshots on several levels. The number of
 snapshots on the device is the largest that fits, found by bisection; some other numbers are tried
 too. A tensor that is only on a slow level whenever a block is reversed is copied there, and back in
-time for its use (`auto.place_side_by_side`).
+time for its use (`auto.place_within_layout`).
 
 - `hrevolve` (Herrmann, Pallez 2020): device, host and disk.
 - `disk_revolve` (Aupy, Herrmann, Hovland, Robert 2016), `periodic_disk_revolve` (Aupy, Herrmann
@@ -41,31 +41,31 @@ from solver.chain import (
     reversal_ops,
     split_into_blocks,
 )
-from solver.methods.auto import Gap, find_gaps, place_side_by_side
+from solver.methods.auto import Gap, find_gaps, place_within_layout
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
 from solver.schedule import Places, Schedule, baseline
 
 MAX_BLOCKS = 128
-IN_PASSING = 2
+N_TRANSIT_SNAPSHOTS = 2
 """If there is a disk, the host keeps room for so many snapshots on their way to or from it."""
 
 Actions = tuple[Action, ...]
 Reverse = Callable[[int, Sequence[Level]], Actions | None]
 """From the number of steps and the levels to the actions; None: not enough snapshots."""
-Known = dict[tuple[Actions, tuple[bool, ...]], bool]
+KnownResults = dict[tuple[Actions, tuple[bool, ...]], bool]
 """Whether schedules fit, by their actions and by which slow levels are on disk."""
 
 
 @dataclass(frozen=True)
-class Storage:
+class SlowLevel:
     """A slow level of the chain, and whether it is the disk or the host."""
 
     level: Level
     on_disk: bool = False
 
 
-def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Proposal]:
+def method_on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Proposal]:
     """The method that plans with these actions.
 
     two_levels: use only the device and the slowest level.
@@ -78,7 +78,7 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
         time_limit_s: float,
         seed: int,
         places: Places | None = None,
-        known: Known | None = None,
+        known: KnownResults | None = None,
     ) -> Proposal:
         """Find the best reversal. Without places all snapshots are on the device. No randomness.
 
@@ -92,18 +92,18 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
             if search.fits(baseline(graph)):
                 return search.proposal()
             blocks = split_into_blocks(graph, max_blocks=MAX_BLOCKS)
-            slow = _slow_levels(graph, blocks, places or Places())
-            slow = slow[-1:] if two_levels else slow
-            on_disk = tuple(storage.on_disk for storage in slow)
+            slow_levels = _slow_levels(graph, blocks, places or Places())
+            slow_levels = slow_levels[-1:] if two_levels else slow_levels
+            on_disk = tuple(each.on_disk for each in slow_levels)
 
             @functools.cache
             def fits(n_snapshots: int) -> bool:
-                levels = (Level(n_snapshots), *(storage.level for storage in slow))
+                levels = (Level(n_snapshots), *(each.level for each in slow_levels))
                 actions = reverse(blocks.n_blocks, levels)
                 if actions is None:  # more snapshots may be enough
                     return True
                 if (actions, on_disk) not in tried:
-                    schedule = _scheduled(search, blocks, actions, slow, places)
+                    schedule = _make_schedule(search, blocks, actions, slow_levels, places)
                     tried[actions, on_disk] = search.fits(schedule)
                 return tried[actions, on_disk]
 
@@ -118,28 +118,30 @@ def on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Pr
     return method
 
 
-def _with_disk(reverse: Callable[..., Actions | None]) -> Reverse:
+def _adapt_to_disk(reverse: Callable[..., Actions | None]) -> Reverse:
     """Adapt a method for memory and disk; with memory only, it is the best reversal in memory."""
 
-    def either(n_steps: int, levels: Sequence[Level]) -> Actions | None:
+    def reverse_with_or_without_disk(n_steps: int, levels: Sequence[Level]) -> Actions | None:
         if len(levels) == 1:
             return hrevolve(n_steps=n_steps, levels=levels)
         return reverse(n_steps=n_steps, memory=levels[0], disk=levels[-1])
 
-    return either
+    return reverse_with_or_without_disk
 
 
 METHODS_ON_LEVELS = {
-    "disk_revolve": on_levels(_with_disk(disk_revolve), two_levels=True),
-    "periodic_disk_revolve": on_levels(_with_disk(periodic_disk_revolve), two_levels=True),
-    "hrevolve": on_levels(lambda n, levels: hrevolve(n_steps=n, levels=levels)),
-    "multistage": on_levels(lambda n, levels: multistage(n_steps=n, levels=levels)),
+    "disk_revolve": method_on_levels(_adapt_to_disk(disk_revolve), two_levels=True),
+    "periodic_disk_revolve": method_on_levels(
+        _adapt_to_disk(periodic_disk_revolve), two_levels=True
+    ),
+    "hrevolve": method_on_levels(lambda n, levels: hrevolve(n_steps=n, levels=levels)),
+    "multistage": method_on_levels(lambda n, levels: multistage(n_steps=n, levels=levels)),
 }
 
 
-def _slow_levels(graph: Graph, blocks: Blocks, places: Places) -> list[Storage]:
+def _slow_levels(graph: Graph, blocks: Blocks, places: Places) -> list[SlowLevel]:
     """Host and disk as levels for the largest snapshot, with costs in average forward steps."""
-    snapshots = blocks.handed_on
+    snapshots = blocks.crossing_without_companions
     sizes = (sum(graph.tensor_by_name[name].size_bytes for name in names) for names in snapshots)
     size_bytes = max(sizes, default=0)
     forward_s = sum(node.time_s for node in graph.forward_nodes)
@@ -147,46 +149,46 @@ def _slow_levels(graph: Graph, blocks: Blocks, places: Places) -> list[Storage]:
     if places.host is None or not size_bytes:
         return []
     host, disk, n_steps = places.host, places.disk, blocks.n_blocks
-    n_on_host = host.capacity_bytes // size_bytes - (0 if disk is None else IN_PASSING)
+    n_on_host = host.capacity_bytes // size_bytes - (0 if disk is None else N_TRANSIT_SNAPSHOTS)
     out_s, in_s = host.link.out_s(size_bytes), host.link.in_s(size_bytes)
-    levels = [Storage(Level(max(0, min(n_on_host, n_steps)), out_s / step_s, in_s / step_s))]
+    levels = [SlowLevel(Level(max(0, min(n_on_host, n_steps)), out_s / step_s, in_s / step_s))]
     if disk is not None:
         out_s, in_s = out_s + disk.link.out_s(size_bytes), in_s + disk.link.in_s(size_bytes)
         n_on_disk = min(disk.capacity_bytes // size_bytes, n_steps)
-        levels.append(Storage(Level(n_on_disk, out_s / step_s, in_s / step_s), on_disk=True))
+        levels.append(SlowLevel(Level(n_on_disk, out_s / step_s, in_s / step_s), on_disk=True))
     return levels
 
 
-def _scheduled(
+def _make_schedule(
     search: BestSoFar,
     blocks: Blocks,
     actions: Actions,
-    slow: Sequence[Storage],
+    slow_levels: Sequence[SlowLevel],
     places: Places | None,
 ) -> Schedule:
     """The actions as a schedule of the graph, with copies to slow levels. Raises OutOfTimeError."""
     graph = search.graph
-    plain = chain_to_schedule(
+    recompute_only = chain_to_schedule(
         graph, blocks, reversal_ops(blocks.n_blocks, actions), deadline=search.deadline
     )
-    if places is None or not slow:
-        return plain
-    storages = StorageGraph.of(graph)
-    away = list(_away(storages, plain.order, blocks, actions))
-    on_disk = frozenset(gap.unit for gap, level in away if slow[level - 1].on_disk)
-    size_bytes = storages.unit_bytes
-    return place_side_by_side(
-        storages,
-        plain.order,
-        [gap for gap, _ in away],
+    if places is None or not slow_levels:
+        return recompute_only
+    folded = StorageGraph.of(graph)
+    gaps = list(_gaps_on_slow_levels(folded, recompute_only.order, blocks, actions))
+    on_disk = frozenset(gap.unit for gap, level in gaps if slow_levels[level - 1].on_disk)
+    size_bytes = folded.unit_bytes
+    return place_within_layout(
+        folded,
+        recompute_only.order,
+        [gap for gap, _ in gaps],
         budget_bytes=search.budget_bytes,
         places=places,
         to_disk=lambda within: frozenset(u for u in on_disk if size_bytes[u] <= within.disk_bytes),
     ).schedule
 
 
-def _away(
-    storages: StorageGraph, order: Sequence[str], blocks: Blocks, actions: Actions
+def _gaps_on_slow_levels(
+    folded: StorageGraph, order: Sequence[str], blocks: Blocks, actions: Actions
 ) -> Iterator[tuple[Gap, int]]:
     """Yield the gaps to spend on a slow level, and that level.
 
@@ -195,28 +197,28 @@ def _away(
     position = {name: i for i, name in enumerate(order)}  # later nodes run only once
     # (position where a block is reversed, cut -> the fastest level with its snapshot)
     anchors: list[tuple[int, dict[int, int]]] = []
-    held: dict[int, list[int]] = {}
+    levels_of_cut: dict[int, list[int]] = {}
     for kind, start, level in actions:
         if kind == "store":
-            held.setdefault(start, []).append(level)
+            levels_of_cut.setdefault(start, []).append(level)
         elif kind == "drop":
-            held[start].remove(level)
+            levels_of_cut[start].remove(level)
         elif kind == "reverse" and blocks.backward[start - 1]:
-            fastest = {cut: min(levels) for cut, levels in held.items() if levels}
+            fastest = {cut: min(levels) for cut, levels in levels_of_cut.items() if levels}
             anchors.append((position[blocks.backward[start - 1][0]], fastest))
     cuts_of: dict[str, list[int]] = {}
     for cut, names in enumerate(blocks.crossing):
         for name in names:
             if name not in blocks.companions:
                 cuts_of.setdefault(name, []).append(cut)
-    places_of_anchors = [at for at, _ in anchors]
-    for gap in find_gaps(storages, order):
+    places_of_anchors = [position_of_anchor for position_of_anchor, _ in anchors]
+    for gap in find_gaps(folded, order):
         first = bisect_left(places_of_anchors, gap.first)
-        inside = anchors[first : bisect_left(places_of_anchors, gap.last)]
-        cuts = cuts_of.get(storages.unit_names[gap.unit], [])
+        anchors_inside = anchors[first : bisect_left(places_of_anchors, gap.last)]
+        cuts = cuts_of.get(folded.unit_names[gap.unit], [])
         levels = [
             min((fastest[cut] for cut in cuts if cut in fastest), default=0)
-            for _, fastest in inside
+            for _, fastest in anchors_inside
         ]
         if levels and min(levels) > 0:
             yield gap, max(levels)

@@ -28,7 +28,7 @@ from solver.chain import (
     ChainOp,
     ForwardKeepingAll,
     ForwardKeepingOutput,
-    keeping_everything,
+    ops_keeping_everything,
     simulate_chain,
     solve_chain,
 )
@@ -113,7 +113,7 @@ def best_in_loop(
         return plan, least_bytes
     best: RegionPlan | None = None
     # Bisect the chain's budget: the graph needs other bytes than the chain.
-    low, high = 0, simulate_chain(steps.chain, keeping_everything(steps.chain))[1]
+    low, high = 0, simulate_chain(steps.chain, ops_keeping_everything(steps.chain))[1]
     for _ in range(N_BUDGETS):
         middle = (low + high) // 2
         answer = solve_chain(steps.chain, budget_bytes=middle, n_slots=N_SLOTS)

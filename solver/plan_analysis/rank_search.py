@@ -33,7 +33,7 @@ import numpy as np
 from graphs.graph import Graph
 from graphs.pipeline import Pipeline
 from graphs.rewrites import Variants
-from solver.bound import RankCuts, Span, StorageGraph, alone, of_step, span_graph
+from solver.bound import RankCuts, Span, StorageGraph, one_in_flight, span_graph, without_span_nodes
 from solver.methods import METHODS, fold_simulation, schedule_from_cuts
 from solver.plan_analysis.planned_stages import optimizer_s
 from solver.plan_analysis.rank_peak import StageBytes, held_in_flight, peak_of, resident_bytes
@@ -52,7 +52,7 @@ GAP = 5e-4
 N_BOXES = 16
 """How many boxes are planned at most."""
 N_TOGETHER = 4
-"""How many positions of a stage the cuts have at most, besides TURN."""
+"""How many positions of a stage the cuts have at most, besides FORWARD_END."""
 
 Saved = tuple[int, ...]
 """Bytes that each stage saves for backward per micro-batch."""
@@ -142,7 +142,7 @@ class Stage:
         proven_s = proposal.lower_bound_s - optimizer_s(graph)
         self._proven_s[key] = max(self.plain[variant].time_s, proven_s)
         if proposal.schedule is not None:
-            self._know(StagePlan.of(graph, of_step(graph, proposal.schedule)))
+            self._know(StagePlan.of(graph, without_span_nodes(graph, proposal.schedule)))
         return proposal.timed_out
 
     def replay(
@@ -154,8 +154,8 @@ class Stage:
         kept: position of each cut -> the units held there.
         """
         graph = self.plain[variant].graph
-        folded = StorageGraph.of(alone(graph, room_bytes=room_bytes))
-        schedule = of_step(graph, schedule_from_cuts(folded, kept))
+        folded = StorageGraph.of(one_in_flight(graph, room_bytes=room_bytes))
+        schedule = without_span_nodes(graph, schedule_from_cuts(folded, kept))
         try:
             played = fold_simulation(StorageGraph.of(graph), schedule)
         except IllegalScheduleError:
@@ -273,7 +273,7 @@ class RankSearch:
         if any(map(operator.gt, box.least, most)):
             return
         found = self._cuts_of(box.variants).bound(
-            box.least, most, whole=whole, gap=GAP / 2, deadline=self._deadline
+            box.least, most, as_milp=whole, gap=GAP / 2, deadline=self._deadline
         )
         stages = list(zip(self.stages, box.variants, most, strict=True))
         plain_s = math.fsum(stage.plain[at].time_s for stage, at, _ in stages)

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from graphs.graph import Graph
-from solver.methods import Proposal, transferred
+from solver.methods import Proposal, transfer_schedule
 from solver.schedule import IllegalScheduleError, Request, Schedule, Solution, simulate
 from solver.sizes_deadlines_progress import Deadline, now_s
 from solver.solving.answers import fastest, judged, time_s
@@ -60,7 +60,7 @@ def _carried_over(schedule: Schedule, answer: Solution, *, most_s: float) -> Sol
     """
     if schedule is answer.schedule:
         return answer
-    moved = transferred(answer.graph, schedule)
+    moved = transfer_schedule(answer.graph, schedule)
     try:
         simulation = simulate(answer.graph, moved)
     except IllegalScheduleError:

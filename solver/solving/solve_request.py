@@ -14,7 +14,7 @@ from graphs.graph import Graph
 from graphs.host_state import with_state_on_device
 from graphs.rewrites import Variants, is_stock
 from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
-from solver.methods import METHODS, find_obstacle, transferred
+from solver.methods import METHODS, find_obstacle, transfer_schedule
 from solver.schedule import Request, Schedule, Solution, simulate
 from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
 from solver.solving.answers import best, excess_bytes, fastest, judged, time_s
@@ -151,7 +151,9 @@ def _attempt(
                 continue
         known = [s for s in starts if s.graph_id == graph.graph_id]
         if method.takes_starts:
-            known += [transferred(graph, schedule) for schedule in _near_their_bounds(answers)]
+            known += [
+                transfer_schedule(graph, schedule) for schedule in _near_their_bounds(answers)
+            ]
         is_last = all(later.graph_id == graph.graph_id for later, _ in ranked[index:])
         due = planned_by if is_last else planned_by.earlier(LATER_SHARE * planned_by.left_s)
         answers.append(

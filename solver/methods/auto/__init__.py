@@ -1,6 +1,6 @@
 """The default method: cuts, eviction and recombination, with a proven bound."""
 
-from solver.methods.auto.copy_placement import Gap, find_gaps, place_side_by_side
+from solver.methods.auto.copy_placement import Gap, find_gaps, place_within_layout
 from solver.methods.auto.entry import auto
 from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
 from solver.methods.auto.last_proof import prove_more

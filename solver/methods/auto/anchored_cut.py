@@ -41,7 +41,7 @@ def offer_anchored(search: Search, *, base: int) -> None:
         units = {u for u, name in enumerate(search.folded.unit_names) if name in anchors}
         less_bytes = 0
         for _ in range(MAX_ROUNDS):
-            if search.done:
+            if search.is_done:
                 break
             program = CutMilp(
                 search.folded,
@@ -50,16 +50,16 @@ def offer_anchored(search: Search, *, base: int) -> None:
                 allowance_bytes={base: less_bytes},
                 deadline=search.deadline,
             )
-            program.hold(units)
-            cuts = program.rounded()
+            program.keep_everywhere(units)
+            cuts = program.solve_lp_and_round()
             found = None if cuts.kept is None else search.offer_cuts({base: cuts.kept[0]})
             if found is None:
                 break
             over_bytes = found.simulation.peak_bytes - search.budget_bytes
-            if over_bytes <= 0 and not search.close:
+            if over_bytes <= 0 and not search.is_close:
                 search.offer_improved(found.schedule)
-            if over_bytes <= 0 or search.close:
+            if over_bytes <= 0 or search.is_close:
                 break
             less_bytes += over_bytes
-        if search.close:
+        if search.is_close:
             return

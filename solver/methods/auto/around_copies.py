@@ -55,13 +55,13 @@ branch-and-bound nodes.
 class Visit:
     """A unit's stay on the host between the first runs of two nodes.
 
-    gone: the position right before which it is still on the device.
-    back: the position right before which it is on the device again.
+    leaves_at: the position right before which it is still on the device.
+    returns_at: the position right before which it is on the device again.
     """
 
     unit: int
-    gone: int
-    back: int
+    leaves_at: int
+    returns_at: int
 
 
 def recompute_around(search: CopySearch) -> None:
@@ -76,16 +76,16 @@ def recompute_around(search: CopySearch) -> None:
     )
     never = {u for u, maker in enumerate(folded.maker) if n_made[maker, u] != 1}
     never |= never_copied(folded)
-    for cut in search.binding.ranked[:N_CUTS]:
+    for cut in search.binding.ranked_cuts[:N_CUTS]:
         barred = set(never)
         for _ in range(N_CHOICES):
-            if search.done or search.gap <= (MORE_GAP if tried else OPTIMAL_GAP):
+            if search.is_done or search.gap <= (MORE_GAP if tried else OPTIMAL_GAP):
                 return
             tried = True
-            order, gaps = _fetched_by_cut(search, cut.position, barred, near_lp=True)
+            order, gaps = _order_and_gaps_of_cut(search, cut.position, barred, near_lp=True)
             if not gaps:  # the LP fetches only fractions of large units
-                order, gaps = _fetched_by_cut(search, cut.position, barred, near_lp=False)
-            found = _replanned(search, order, gaps) if gaps else None
+                order, gaps = _order_and_gaps_of_cut(search, cut.position, barred, near_lp=False)
+            found = _replan_around(search, order, gaps) if gaps else None
             if found is None:
                 break
             search.offer(search.place(*found).schedule)
@@ -95,7 +95,7 @@ def recompute_around(search: CopySearch) -> None:
             barred.add(max(waits_s, key=lambda u: (waits_s[u], u)))
 
 
-def _fetched_by_cut(
+def _order_and_gaps_of_cut(
     search: CopySearch, position: int, barred: Collection[int], *, near_lp: bool
 ) -> tuple[Sequence[str], list[Gap]]:
     """The order with the cut's recomputation, and the gaps of what the cut fetches.
@@ -103,22 +103,22 @@ def _fetched_by_cut(
     barred: units that must not be fetched.
     near_lp: solve near the LP's solution, else the whole MILP.
     """
-    program = search.program(position, allowance_bytes=0)
-    program.forbid(barred)
-    solve = program.solve_near_lp if near_lp else partial(program.solve, whole=True)
-    node_limit = search.nodes_of(program, CUT_NODES)
+    program = search.program_at(position, allowance_bytes=0)
+    program.forbid_fetches(barred)
+    solve = program.solve_near_lp if near_lp else partial(program.solve, as_milp=True)
+    node_limit = search.node_limit_for(program, CUT_NODES)
     cut = solve(gap=CUT_GAP, node_limit=node_limit, deadline=search.deadline)
-    if cut.kept is None or cut.away is None:
+    if cut.kept is None or cut.fetched is None:
         return (), []
-    return search.written_out(position, kept=cut.kept, away=cut.away)
+    return search.order_and_gaps_of_cut(position, kept=cut.kept, fetched=cut.fetched)
 
 
-def _replanned(
+def _replan_around(
     search: CopySearch, order: Sequence[str], gaps: Iterable[Gap]
 ) -> tuple[Sequence[str], list[Gap]] | None:
     """Another order around the same copies, with its gaps; None: none was found."""
-    assert search.to.host is not None
-    folded, link = search.folded, search.to.host.link
+    assert search.copy_places.host is not None
+    folded, link = search.folded, search.copy_places.host.link
     visits = find_visits(folded, order, gaps, link)
     if not visits:
         return None
@@ -145,32 +145,32 @@ def find_visits(
         longest[gap.unit] = gap
     # start of each run of the order, and of each node's first run
     run_s = list(accumulate((folded.time_s[folded.position[name]] for name in order), initial=0.0))
-    at_s = [math.inf] * folded.n_nodes
-    for name, begin_s in zip(reversed(order), reversed(run_s[:-1]), strict=True):
-        at_s[folded.position[name]] = begin_s
-    gone, over_s = {}, 0.0
+    first_run_s = [math.inf] * folded.n_nodes
+    for name, start_s in zip(reversed(order), reversed(run_s[:-1]), strict=True):
+        first_run_s[folded.position[name]] = start_s
+    leaves_at, store_end_s = {}, 0.0
     for u in sorted(longest, key=lambda u: (folded.maker[u], u)):
-        made_s = at_s[folded.maker[u]] + folded.time_s[folded.maker[u]]
-        over_s = max(over_s, made_s) + link.out_s(folded.unit_bytes[u])
-        gone[u] = bisect_left(at_s, over_s)
-    visits, begin_s = [], math.inf
+        made_s = first_run_s[folded.maker[u]] + folded.time_s[folded.maker[u]]
+        store_end_s = max(store_end_s, made_s) + link.out_s(folded.unit_bytes[u])
+        leaves_at[u] = bisect_left(first_run_s, store_end_s)
+    visits, start_s = [], math.inf
     for u in sorted(longest, key=lambda u: (-longest[u].last, u)):
-        begin_s = min(begin_s, run_s[longest[u].last]) - link.in_s(folded.unit_bytes[u])
-        back = bisect_right(at_s, begin_s) - 1
-        if gone[u] < back:
-            visits.append(Visit(u, gone[u], back))
+        start_s = min(start_s, run_s[longest[u].last]) - link.in_s(folded.unit_bytes[u])
+        returns_at = bisect_right(first_run_s, start_s) - 1
+        if leaves_at[u] < returns_at:
+            visits.append(Visit(u, leaves_at[u], returns_at))
     return visits
 
 
 def with_fetches(folded: StorageGraph, visits: Iterable[Visit], link: Link) -> Graph:
     """The modified step of the module, in which these units come back by fetches."""
     graph, names = folded.graph, folded.unit_names
-    by_maker: dict[int, list[int]] = {}
+    units_by_maker: dict[int, list[int]] = {}
     marks: dict[int, list[Node]] = {}  # by position, nodes that only read the storage
     for visit in visits:
-        by_maker.setdefault(folded.maker[visit.unit], []).append(visit.unit)
+        units_by_maker.setdefault(folded.maker[visit.unit], []).append(visit.unit)
         name = names[visit.unit]
-        for word, p in (("gone", visit.gone), ("back", visit.back)):
+        for word, p in (("gone", visit.leaves_at), ("back", visit.returns_at)):
             mark = Node(
                 name=f"{word}.{name}",
                 op="on the device",
@@ -183,19 +183,19 @@ def with_fetches(folded: StorageGraph, visits: Iterable[Visit], link: Link) -> G
             marks.setdefault(p, []).append(mark)
     nodes: list[Node] = []
     for n, node in enumerate(graph.nodes):
-        units = by_maker.get(n, ())
-        left = tuple(name for name in node.outputs if name not in {names[u] for u in units})
+        units = units_by_maker.get(n, ())
+        kept_outputs = tuple(name for name in node.outputs if name not in {names[u] for u in units})
         if units:
             node = replace(
                 node,
-                outputs=left,
+                outputs=kept_outputs,
                 workspace_bytes=node.workspace_bytes + sum(folded.unit_bytes[u] for u in units),
-                recomputable=node.recomputable and bool(left),
+                recomputable=node.recomputable and bool(kept_outputs),
             )
         nodes += (*marks.get(n, ()), node)
         nodes += (
             Node(
-                name=fetch_of(names[u]),
+                name=fetch_name_of(names[u]),
                 op="fetch",
                 inputs=(),
                 outputs=(names[u],),
@@ -206,23 +206,27 @@ def with_fetches(folded: StorageGraph, visits: Iterable[Visit], link: Link) -> G
     return replace(graph, nodes=tuple(nodes))
 
 
-def fetch_of(storage: str) -> str:
+def fetch_name_of(storage: str) -> str:
     """The name of the node that brings the storage back. No traced name has a dot in that place."""
     return f"fetch.{storage}"
 
 
 def without_fetches(folded: StorageGraph, order: Sequence[str]) -> tuple[Sequence[str], list[Gap]]:
     """The order on the graph itself, and the gaps that end where a fetched unit is read again."""
-    fetches: Mapping[str, int] = {fetch_of(name): u for u, name in enumerate(folded.unit_names)}
-    left: list[str] = []
-    stored, coming, ends = set[int](), set[int](), set[tuple[int, int]]()
+    fetches: Mapping[str, int] = {
+        fetch_name_of(name): u for u, name in enumerate(folded.unit_names)
+    }
+    nodes: list[str] = []
+    stored, awaiting_read, gap_ends = set[int](), set[int](), set[tuple[int, int]]()
     for name in order:
         if name in fetches:
             u = fetches[name]
-            (coming if u in stored else stored).add(u)
+            (awaiting_read if u in stored else stored).add(u)
         elif name in folded.position:
-            back = coming.intersection(folded.reads[folded.position[name]])
-            ends |= {(u, len(left)) for u in back}
-            coming -= back
-            left.append(name)
-    return tuple(left), [gap for gap in find_gaps(folded, left) if (gap.unit, gap.last) in ends]
+            read_now = awaiting_read.intersection(folded.reads[folded.position[name]])
+            gap_ends |= {(u, len(nodes)) for u in read_now}
+            awaiting_read -= read_now
+            nodes.append(name)
+    return tuple(nodes), [
+        gap for gap in find_gaps(folded, nodes) if (gap.unit, gap.last) in gap_ends
+    ]

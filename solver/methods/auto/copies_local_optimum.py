@@ -20,7 +20,7 @@ from solver.schedule import missing_computes, without_dead_computes
 LEAST_GAIN = 1e-9
 """A step faster by less than this share of its time is not an improvement."""
 
-Place: TypeAlias = Callable[[Sequence[str]], "Attempt | None"]
+PlaceCopies: TypeAlias = Callable[[Sequence[str]], "Attempt | None"]
 """An order, with copies where it exceeds the budget; None: it does not fit."""
 
 
@@ -39,11 +39,11 @@ class Attempt:
     time_s: float
 
 
-def climb(folded: StorageGraph, place: Place, start: Attempt, *, max_work: int) -> Attempt:
+def climb(folded: StorageGraph, place: PlaceCopies, start: Attempt, *, max_work: int) -> Attempt:
     """The best attempt that single changes lead to, within max_work."""
     best, work = start, 0
     while True:
-        for order in _neighbours(folded, best):
+        for order in _neighbouring_orders(folded, best):
             work += len(order)
             if work > max_work:
                 return best
@@ -57,19 +57,19 @@ def climb(folded: StorageGraph, place: Place, start: Attempt, *, max_work: int) 
             return best
 
 
-def _neighbours(folded: StorageGraph, best: Attempt) -> Iterator[Sequence[str]]:
+def _neighbouring_orders(folded: StorageGraph, best: Attempt) -> Iterator[Sequence[str]]:
     """Yield orders without one of the recomputations, then orders that recompute a copied storage.
 
     The storage is recomputed right before the use for which it would be fetched.
     """
     graph, order = folded.graph, best.order
     seen: set[str] = set()
-    again = []
+    repeats = []
     for i, name in enumerate(order):
         if name in seen:
-            again.append(i)
+            repeats.append(i)
         seen.add(name)
-    for i in sorted(again, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
+    for i in sorted(repeats, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
         # without_dead_computes also removes what was recomputed only for it
         yield without_dead_computes(graph, [*order[:i], *order[i + 1 :]])
     for gap in sorted(best.gaps, key=lambda gap: (-best.waits_s.get(gap.unit, 0.0), gap)):
@@ -77,11 +77,11 @@ def _neighbours(folded: StorageGraph, best: Attempt) -> Iterator[Sequence[str]]:
         if maker >= folded.n_forward or not folded.recomputable[maker]:
             continue
         storage = folded.unit_names[gap.unit]
-        members = {storage, *graph.views.get(storage, ())}
+        tensors_on_storage = {storage, *graph.views.get(storage, ())}
         before, after = order[: gap.last], order[gap.last :]
         made = {name for node in before for name in graph.node_by_name[node].outputs}
         read = {name for node in after for name in graph.needs[node]}
         # its inputs are tensors that are live there, or are recomputed too
-        there = {tensor.name for tensor in graph.resident} | (made & read) - members
-        back = missing_computes(graph, sorted(members & read & made), there)
-        yield [*before, *back, *after]
+        available = {tensor.name for tensor in graph.resident} | (made & read) - tensors_on_storage
+        recomputation = missing_computes(graph, sorted(tensors_on_storage & read & made), available)
+        yield [*before, *recomputation, *after]

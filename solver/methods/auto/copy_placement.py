@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph
-from solver.methods.auto.copy_placement_state import Beside, goes_to_disk
+from solver.methods.auto.copy_placement_state import HostAndDisk, goes_to_disk
 from solver.schedule import (
     Compute,
     Free,
@@ -46,11 +46,11 @@ from solver.schedule import (
     simulate,
 )
 
-N_LOOKED_AT = 4
+N_FETCH_CANDIDATES = 4
 """Fetches, by deadline, among which one that fits is sought."""
 MAX_LAYOUTS = 4
 """Maximum times that copies are placed, each time with less of the host."""
-LOADED_AHEAD = 2.0
+LOAD_LEAD = 2.0
 """How long before its use a storage is loaded, in times from the disk to the device."""
 
 
@@ -86,20 +86,20 @@ def never_copied(folded: StorageGraph) -> frozenset[int]:
 
 def find_gaps(folded: StorageGraph, order: Sequence[str]) -> list[Gap]:
     """All gaps with at least one run inside, of units that may be copied."""
-    stays = never_copied(folded)
+    not_copied = never_copied(folded)
     made: dict[int, int] = {}
     used: dict[int, int] = {}
     gaps = []
 
-    def use(u: int, i: int) -> None:
-        if i > used[u] + 1 and folded.unit_bytes[u] and u not in stays:
+    def record_use(u: int, i: int) -> None:
+        if i > used[u] + 1 and folded.unit_bytes[u] and u not in not_copied:
             gaps.append(Gap(made[u], used[u], i, u))
         used[u] = i
 
     for i, name in enumerate(order):
         n = folded.position[name]
         for u in folded.reads[n]:
-            use(u, i)
+            record_use(u, i)
         for u in folded.makes[n]:
             made[u] = used[u] = i
     return gaps
@@ -134,7 +134,7 @@ def place_copies(
     return sweep.run()
 
 
-def place_side_by_side(
+def place_within_layout(
     folded: StorageGraph,
     order: Sequence[str],
     gaps: Sequence[Gap],
@@ -147,26 +147,26 @@ def place_side_by_side(
 
     to_disk: for given capacities, the units that go on to the disk.
     """
-    within = places
+    reduced = places
     for _ in range(MAX_LAYOUTS):
         placed = place_copies(
             folded,
             order,
             gaps,
             budget_bytes=budget_bytes,
-            places=within,
-            to_disk=to_disk(within),
+            places=reduced,
+            to_disk=to_disk(reduced),
         )
         layout = copy_layout(folded.graph, placed.schedule, places)
-        host = _smaller(within.host, layout.host_bytes - places.host_bytes)
-        disk = _smaller(within.disk, layout.disk_bytes - places.disk_bytes)
-        if host is None or (host, disk) == (within.host, within.disk):
+        host = _with_less_capacity(reduced.host, layout.host_bytes - places.host_bytes)
+        disk = _with_less_capacity(reduced.disk, layout.disk_bytes - places.disk_bytes)
+        if host is None or (host, disk) == (reduced.host, reduced.disk):
             break
-        within = Places(host, disk)
+        reduced = Places(host, disk)
     return placed
 
 
-def _smaller(place: Place | None, over_bytes: int) -> Place | None:
+def _with_less_capacity(place: Place | None, over_bytes: int) -> Place | None:
     """The place with over_bytes less; None: nothing is left."""
     if place is None or over_bytes <= 0:
         return place
@@ -219,24 +219,24 @@ class _Sweep:
         )
         self.live = np.append(live_bytes_by_run(graph, order), end_bytes)
         self.time_s = [graph.node_by_name[name].time_s for name in order]
-        self.since_s = list(accumulate(self.time_s, initial=0.0))
-        self.begins: dict[int, list[Gap]] = {}
+        self.start_s = list(accumulate(self.time_s, initial=0.0))
+        self.gaps_from: dict[int, list[Gap]] = {}
         self.stored_at: dict[int, list[int]] = {}
         self.last_gap: dict[tuple[int, int], int] = {}
         for gap in sorted(gaps):
             self.live[gap.first + 1 : gap.last] -= folded.unit_bytes[gap.unit]
-            self.begins.setdefault(gap.first, []).append(gap)
+            self.gaps_from.setdefault(gap.first, []).append(gap)
             if (gap.unit, gap.made) not in self.last_gap:
                 self.stored_at.setdefault(gap.made, []).append(gap.unit)
             self.last_gap[gap.unit, gap.made] = gap.last
-        self.members: dict[int, list[str]] = {}
+        self.names: dict[int, list[str]] = {}
         for name, u in folded.unit_of.items():
-            self.members.setdefault(u, []).append(name)
+            self.names.setdefault(u, []).append(name)
         self.ops: list[Op] = []
-        self.on: set[str] = set()  # tensors that a node made and that are on the device
+        self.device: set[str] = set()  # tensors that a node made and that are on the device
         self.ran: set[str] = set()
         self.now_s = 0.0
-        self.beside = Beside(
+        self.offload = HostAndDisk(
             places,
             names=folded.unit_names,
             unit_bytes=folded.unit_bytes,
@@ -244,110 +244,110 @@ class _Sweep:
             ops=self.ops,
         )
         self.last_store = max(self.stored_at, default=-1)
-        self.fetched_s: dict[int, float] = {}
+        self.fetch_end_s: dict[int, float] = {}
         self.wanted: dict[Gap, frozenset[str]] = {}  # tensors of the unit that are used after it
-        self.staying: dict[int, tuple[Gap, int]] = {}  # and up to where `live` counts the unit
-        self.away: list[tuple[int, int, Gap]] = []
-        self.due: dict[int, list[Gap]] = {}
-        self.back: set[Gap] = set()
+        self.leaving: dict[int, tuple[Gap, int]] = {}  # and up to where `live` counts the unit
+        self.offloaded: list[tuple[int, int, Gap]] = []
+        self.due_gaps: dict[int, list[Gap]] = {}
+        self.fetched: set[Gap] = set()
         self.over_bytes: dict[int, int] = {}
         self.waits_s: dict[int, float] = {}
 
     def run(self) -> Placed:
         for i, name in enumerate(self.order):
-            self._before(i)
+            self._before_run(i)
             self._compute(i, name)
-            self._after(i)
-        self._before(len(self.order))
+            self._after_run(i)
+        self._before_run(len(self.order))
         schedule = Schedule(tuple(self.ops), self.folded.graph.graph_id)
-        return Placed(schedule, self.over_bytes, self.waits_s, max(self.now_s, self.beside.end_s))
+        return Placed(schedule, self.over_bytes, self.waits_s, max(self.now_s, self.offload.end_s))
 
-    def _before(self, i: int) -> None:
+    def _before_run(self, i: int) -> None:
         """Let units leave, and fetch others, before the run at i."""
         self._store_waiting()
-        for gap in self.due.get(i, ()):
-            if self.staying.get(gap.unit, (None,))[0] == gap:  # it could not leave in time
-                del self.staying[gap.unit]
-                self.back.add(gap)
-        for u, (gap, until) in list(self.staying.items()):
-            if self.beside.stored_s.get(u, math.inf) <= self.now_s:
-                self._leave(u, i)
+        for gap in self.due_gaps.get(i, ()):
+            if self.leaving.get(gap.unit, (None,))[0] == gap:  # it could not leave in time
+                del self.leaving[gap.unit]
+                self.fetched.add(gap)
+        for u, (gap, until) in list(self.leaving.items()):
+            if self.offload.stored_s.get(u, math.inf) <= self.now_s:
+                self._take_off_device(u, i)
             elif until <= i:
                 self.live[i] += self.folded.unit_bytes[u]
-                self.staying[u] = gap, i + 1
+                self.leaving[u] = gap, i + 1
         self._make_room(i)
-        for gap in self.due.get(i, ()):
-            if gap not in self.back:
+        for gap in self.due_gaps.get(i, ()):
+            if gap not in self.fetched:
                 self._fetch(gap, i)
         if i < len(self.order):
             self._prefetch(i)
 
     def _make_room(self, i: int) -> None:
         while self.live[i] > self.budget_bytes:
-            stored_s = self.beside.stored_s
-            stored = [u for u in self.staying if u in stored_s]
+            stored_s = self.offload.stored_s
+            stored = [u for u in self.leaving if u in stored_s]
             if not stored:
-                if self.beside.store_at_once(self.staying, self.now_s):
+                if self.offload.store_one_now(self.leaving, self.now_s):
                     continue
                 self.over_bytes[i] = int(self.live[i]) - self.budget_bytes
                 return
             u = min(stored, key=lambda u: (stored_s[u], u))
             self._wait(u, stored_s[u])
-            self._leave(u, i)
+            self._take_off_device(u, i)
 
-    def _leave(self, u: int, i: int) -> None:
-        gap, until = self.staying.pop(u)
+    def _take_off_device(self, u: int, i: int) -> None:
+        gap, until = self.leaving.pop(u)
         self.live[i:until] -= self.folded.unit_bytes[u]
         self._wait_for_copies(u)
-        for name in self.members[u]:
-            if name in self.on:
+        for name in self.names[u]:
+            if name in self.device:
                 self.ops.append(Free(name))
-                self.on.discard(name)
-        self.away.append((gap.last, u, gap))
+                self.device.discard(name)
+        self.offloaded.append((gap.last, u, gap))
 
     def _prefetch(self, i: int) -> None:
         end_s = self.now_s + self.time_s[i]
         self._load_ahead(i, end_s)
-        while self.away and self.beside.fetches_end_s < end_s:
-            on_host = (each for each in self.away if self.beside.is_on_host(each[1]))
-            for last, _, gap in heapq.nsmallest(N_LOOKED_AT, on_host):
+        while self.offloaded and self.offload.fetches_end_s < end_s:
+            on_host = (each for each in self.offloaded if self.offload.is_on_host(each[1]))
+            for last, _, gap in heapq.nsmallest(N_FETCH_CANDIDATES, on_host):
                 size_bytes = self.folded.unit_bytes[gap.unit]
-                if gap in self.back or self._fits(i, last, size_bytes):
+                if gap in self.fetched or self._fetch_fits(i, last, size_bytes):
                     break
             else:
                 return
-            self.away.remove((gap.last, gap.unit, gap))
-            if gap not in self.back:
+            self.offloaded.remove((gap.last, gap.unit, gap))
+            if gap not in self.fetched:
                 self._fetch(gap, i)
 
     def _load_ahead(self, i: int, end_s: float) -> None:
         """Load units from the disk to the host, by deadline."""
-        all_stored = i > self.last_store and not self.beside.waiting
-        on_disk = (each for each in self.away if not self.beside.is_on_host(each[1]))
+        all_stored = i > self.last_store and not self.offload.waiting_to_store
+        on_disk = (each for each in self.offloaded if not self.offload.is_on_host(each[1]))
         for last, u, gap in sorted(on_disk):
-            if gap in self.back:
+            if gap in self.fetched:
                 continue
-            left_s = self.since_s[last] - self.since_s[i]
-            is_time = all_stored or left_s <= LOADED_AHEAD * self.beside.back_s(u)
-            if not is_time or self.beside.loads_end_s >= end_s:
+            left_s = self.start_s[last] - self.start_s[i]
+            is_time = all_stored or left_s <= LOAD_LEAD * self.offload.disk_to_device_s(u)
+            if not is_time or self.offload.loads_end_s >= end_s:
                 return
-            if not self.beside.load(u, self.now_s, at_once=False):
+            if not self.offload.load(u, self.now_s, make_room=False):
                 return
 
-    def _fits(self, i: int, last: int, size_bytes: int) -> bool:
+    def _fetch_fits(self, i: int, last: int, size_bytes: int) -> bool:
         return last <= i or int(self.live[i:last].max()) + size_bytes <= self.budget_bytes
 
     def _fetch(self, gap: Gap, i: int) -> None:
         u = gap.unit
         size_bytes = self.folded.unit_bytes[u]
-        self.back.add(gap)
+        self.fetched.add(gap)
         self.live[i : gap.last] += size_bytes
-        self.fetched_s[u] = self.beside.fetch(u, self.now_s)
+        self.fetch_end_s[u] = self.offload.fetch(u, self.now_s)
         wanted = self.wanted[gap]
-        for name in self.members[u]:
+        for name in self.names[u]:
             if self.folded.graph.producer[name].name in self.ran:
                 if name in wanted:
-                    self.on.add(name)
+                    self.device.add(name)
                 else:
                     self.ops.append(Free(name))
 
@@ -355,46 +355,46 @@ class _Sweep:
         node = self.folded.graph.node_by_name[name]
         n = self.folded.position[name]
         for u in self.folded.reads[n]:
-            self._wait(u, self.fetched_s.get(u, 0.0))
+            self._wait(u, self.fetch_end_s.get(u, 0.0))
         self.ops.append(Compute(name))
         self.ran.add(name)
         self.now_s += self.time_s[i]
-        self.on.update(node.outputs)
+        self.device.update(node.outputs)
 
-    def _after(self, i: int) -> None:
-        for gap in self.due.pop(i, ()):
+    def _after_run(self, i: int) -> None:
+        for gap in self.due_gaps.pop(i, ()):
             if self.last_gap[gap.unit, gap.made] == gap.last:
-                self.beside.forget(gap.unit)
+                self.offload.delete_copies(gap.unit)
         for name in self.frees[i]:
             self.ops.append(Free(name))
-            self.on.discard(name)
+            self.device.discard(name)
             u = self.folded.unit_of.get(name)
-            if u is not None and self.on.isdisjoint(self.members[u]):
+            if u is not None and self.device.isdisjoint(self.names[u]):
                 self._wait_for_copies(u)
-        self.beside.waiting.extend(self.stored_at.get(i, ()))
+        self.offload.waiting_to_store.extend(self.stored_at.get(i, ()))
         self._store_waiting()
-        for gap in self.begins.get(i, ()):
-            self._begin(gap, i)
+        for gap in self.gaps_from.get(i, ()):
+            self._begin_gap(gap, i)
 
     def _wait_for_copies(self, u: int) -> None:
-        self._wait(u, max(self.fetched_s.pop(u, 0.0), self.beside.busy_s.pop(u, 0.0)))
+        self._wait(u, max(self.fetch_end_s.pop(u, 0.0), self.offload.free_after_s.pop(u, 0.0)))
 
     def _wait(self, u: int, until_s: float) -> None:
         if until_s > self.now_s:
             self.waits_s[u] = self.waits_s.get(u, 0.0) + until_s - self.now_s
             self.now_s = until_s
 
-    def _begin(self, gap: Gap, i: int) -> None:
+    def _begin_gap(self, gap: Gap, i: int) -> None:
         u = gap.unit
-        self.wanted[gap] = frozenset(name for name in self.members[u] if name in self.on)
+        self.wanted[gap] = frozenset(name for name in self.names[u] if name in self.device)
         until = i + 1
-        over_s = self.beside.stored_s.get(u)
-        if over_s is not None:
-            until = bisect_left(self.since_s, over_s - self.now_s + self.since_s[i + 1])
+        store_end_s = self.offload.stored_s.get(u)
+        if store_end_s is not None:
+            until = bisect_left(self.start_s, store_end_s - self.now_s + self.start_s[i + 1])
             until = max(i + 1, min(until, gap.last))
         self.live[i + 1 : until] += self.folded.unit_bytes[u]
-        self.staying[u] = gap, until
-        self.due.setdefault(gap.last, []).append(gap)
+        self.leaving[u] = gap, until
+        self.due_gaps.setdefault(gap.last, []).append(gap)
 
     def _store_waiting(self) -> None:
-        self.beside.store_waiting(self.now_s, lambda u: not self.on.isdisjoint(self.members[u]))
+        self.offload.store_waiting(self.now_s, lambda u: not self.device.isdisjoint(self.names[u]))

@@ -16,14 +16,14 @@ from itertools import accumulate
 from solver.schedule import Delete, Drop, Fetch, Load, Op, Places, Spill, Store
 
 
-class Beside:
+class HostAndDisk:
     """Host and disk memory and the copy streams.
 
     ops: where the copies are appended.
     fetches_end_s, loads_end_s: when these streams end, as far as known so far.
-    waiting: units to be stored, in their order.
+    waiting_to_store: units to be stored, in their order.
     stored_s: by unit on the host or the disk, the end of the copy that took it off the device.
-    busy_s: the same, until the code that frees the unit removes the entry.
+    free_after_s: the same, until the code that frees the unit removes the entry.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Beside:
         # by unit: when its copy is complete, and when no stream reads or writes it any more
         self._on_host: dict[int, tuple[float, float]] = {}
         self._on_disk: dict[int, tuple[float, float]] = {}
-        self._wanted: set[int] = set()  # loaded, to be fetched
-        self.waiting: list[int] = []
+        self._awaiting_fetch: set[int] = set()  # loaded, to be fetched
+        self.waiting_to_store: list[int] = []
         self.stored_s: dict[int, float] = {}
-        self.busy_s: dict[int, float] = {}
+        self.free_after_s: dict[int, float] = {}
 
     @property
     def end_s(self) -> float:
@@ -64,7 +64,7 @@ class Beside:
     def is_on_host(self, u: int) -> bool:
         return u in self._on_host
 
-    def back_s(self, u: int) -> float:
+    def disk_to_device_s(self, u: int) -> float:
         """Seconds to copy the unit from the disk to the device."""
         assert self.disk is not None
         size_bytes = self.unit_bytes[u]
@@ -77,63 +77,63 @@ class Beside:
         """
         self._give_up_passing(now_s)
         blocked: set[bool] = set()
-        for u in tuple(self.waiting):
+        for u in tuple(self.waiting_to_store):
             if not on_device(u):
-                self.waiting.remove(u)
+                self.waiting_to_store.remove(u)
             elif (u in self.to_disk) not in blocked:
                 if self._has_room(u):
                     self._store(u, now_s)
                 else:
                     blocked.add(u in self.to_disk)
 
-    def store_at_once(self, units: Collection[int], now_s: float) -> bool:
+    def store_one_now(self, units: Collection[int], now_s: float) -> bool:
         """Store the first of these units that waits, giving up passing copies; False: none fits."""
-        for u in tuple(self.waiting):
-            may = u in units and (u in self.to_disk or self._may_stay(u))
-            if may and self._make_room(self.unit_bytes[u]):
+        for u in tuple(self.waiting_to_store):
+            is_eligible = u in units and (u in self.to_disk or self._may_stay_on_host(u))
+            if is_eligible and self._make_room(self.unit_bytes[u]):
                 self._store(u, now_s)
                 return True
         return False
 
-    def load(self, u: int, now_s: float, *, at_once: bool) -> bool:
+    def load(self, u: int, now_s: float, *, make_room: bool) -> bool:
         """Copy a unit from the disk to the host; False: there is no room.
 
-        at_once: give up passing copies for room.
+        make_room: give up passing copies for room.
         """
         assert self.disk is not None
         size_bytes = self.unit_bytes[u]
         self._give_up_passing(now_s)
-        if at_once:
+        if make_room:
             self._make_room(size_bytes)
         if self._host_bytes + size_bytes > self.host.capacity_bytes:
             return False
-        whole_s, busy_s = self._on_disk[u]
-        start_s = max(self.loads_end_s, now_s, whole_s, self._host_free_s)
+        complete_s, busy_s = self._on_disk[u]
+        start_s = max(self.loads_end_s, now_s, complete_s, self._host_free_s)
         self.loads_end_s = end_s = start_s + self.disk.link.in_s(size_bytes)
-        self._on_disk[u] = whole_s, max(busy_s, end_s)
+        self._on_disk[u] = complete_s, max(busy_s, end_s)
         self._on_host[u] = end_s, end_s
         self._host_bytes += size_bytes
-        self._wanted.add(u)
+        self._awaiting_fetch.add(u)
         self.ops.append(Load(self.names[u]))
         return True
 
     def fetch(self, u: int, now_s: float) -> float:
         """Copy a unit back to the device, from the disk if necessary; returns when it is there."""
         if u not in self._on_host:
-            self.load(u, now_s, at_once=True)
-        whole_s, busy_s = self._on_host[u]
-        self.fetches_end_s = max(self.fetches_end_s, now_s, whole_s) + self.host.link.in_s(
+            self.load(u, now_s, make_room=True)
+        complete_s, busy_s = self._on_host[u]
+        self.fetches_end_s = max(self.fetches_end_s, now_s, complete_s) + self.host.link.in_s(
             self.unit_bytes[u]
         )
-        self._on_host[u] = whole_s, max(busy_s, self.fetches_end_s)
-        self._wanted.discard(u)
+        self._on_host[u] = complete_s, max(busy_s, self.fetches_end_s)
+        self._awaiting_fetch.discard(u)
         self.ops.append(Fetch(self.names[u]))
         return self.fetches_end_s
 
-    def forget(self, u: int) -> None:
+    def delete_copies(self, u: int) -> None:
         """Delete the unit's copies: it need not come back any more."""
-        if u in self.waiting:
-            self.waiting.remove(u)
+        if u in self.waiting_to_store:
+            self.waiting_to_store.remove(u)
         self.stored_s.pop(u, None)
         if u in self._on_host:
             self._drop(u)
@@ -141,19 +141,19 @@ class Beside:
             self._disk_free_s = max(self._disk_free_s, self._on_disk.pop(u)[1])
             self.ops.append(Delete(self.names[u]))
 
-    def _may_stay(self, u: int) -> bool:
+    def _may_stay_on_host(self, u: int) -> bool:
         return self._kept_bytes + self.unit_bytes[u] <= self._most_kept_bytes
 
     def _has_room(self, u: int) -> bool:
         fits = self._host_bytes + self.unit_bytes[u] <= self.host.capacity_bytes
-        return fits and (u in self.to_disk or self._may_stay(u))
+        return fits and (u in self.to_disk or self._may_stay_on_host(u))
 
     def _store(self, u: int, now_s: float) -> None:
         size_bytes = self.unit_bytes[u]
-        self.waiting.remove(u)
+        self.waiting_to_store.remove(u)
         start_s = max(self._stores_end_s, now_s, self._host_free_s)
         end_s = self._stores_end_s = start_s + self.host.link.out_s(size_bytes)
-        self.stored_s[u] = self.busy_s[u] = end_s
+        self.stored_s[u] = self.free_after_s[u] = end_s
         self._host_bytes += size_bytes
         self._on_host[u] = end_s, end_s
         self.ops.append(Store(self.names[u]))
@@ -167,20 +167,20 @@ class Beside:
         self._on_host[u] = end_s, self._spills_end_s
         self.ops.append(Spill(self.names[u]))
 
-    def _passing(self) -> list[int]:
+    def _passing_units(self) -> list[int]:
         """Units whose copy on the host may be given up, those that no fetch waits for first."""
         found = [u for u in self._on_host if u in self._on_disk]
-        return sorted(found, key=lambda u: (u in self._wanted, self._on_host[u][1], u))
+        return sorted(found, key=lambda u: (u in self._awaiting_fetch, self._on_host[u][1], u))
 
     def _give_up_passing(self, now_s: float) -> None:
         """Give up the copies of what the disk has by now and of what has been fetched."""
-        for u in self._passing():
-            if u not in self._wanted and self._on_host[u][1] <= now_s:
+        for u in self._passing_units():
+            if u not in self._awaiting_fetch and self._on_host[u][1] <= now_s:
                 self._drop(u)
 
     def _make_room(self, size_bytes: int) -> bool:
         """Give up passing copies until there is room, however long their copies still take."""
-        for u in self._passing():
+        for u in self._passing_units():
             if self._host_bytes + size_bytes <= self.host.capacity_bytes:
                 break
             self._drop(u)
@@ -191,7 +191,7 @@ class Beside:
         self._host_free_s = max(self._host_free_s, self._on_host.pop(u)[1])
         self._host_bytes -= size_bytes
         self._kept_bytes -= 0 if u in self.to_disk else size_bytes
-        self._wanted.discard(u)
+        self._awaiting_fetch.discard(u)
         self.ops.append(Drop(self.names[u]))
 
 
@@ -217,12 +217,12 @@ def goes_to_disk(
         chosen = frozenset(candidates[:n_chosen])
         passing_bytes = 2 * max((unit_bytes[u] for u in chosen), default=0)
         kept = [stay for stay in stays if stay[2] not in chosen]
-        return _most_at_once(kept, unit_bytes) + passing_bytes <= most_bytes
+        return _peak_bytes(kept, unit_bytes) + passing_bytes <= most_bytes
 
     return frozenset(candidates[: bisect_left(range(len(candidates)), True, key=fits)])
 
 
-def _most_at_once(stays: Sequence[tuple[int, int, int]], unit_bytes: Sequence[int]) -> int:
+def _peak_bytes(stays: Sequence[tuple[int, int, int]], unit_bytes: Sequence[int]) -> int:
     """The most bytes that are away at the same time."""
     change: dict[int, int] = {}
     for first, last, u in stays:

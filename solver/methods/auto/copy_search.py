@@ -12,7 +12,7 @@ from solver.methods.auto.copy_placement import (
     Placed,
     find_gaps,
     longest_to_disk,
-    place_side_by_side,
+    place_within_layout,
 )
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.search import DONE_GAP
@@ -30,7 +30,7 @@ class CopySearch(BestSoFar):
     """The best schedule and the best bound so far.
 
     folded: the step on the device alone.
-    free: the step in which storages may leave the device.
+    offloadable: the step in which storages may leave the device.
     starts: known schedules of this graph.
     quick: skip the slow stages if the others have found a schedule.
     cut_short: the time limit has ended one part of the search, and another part has followed.
@@ -47,42 +47,42 @@ class CopySearch(BestSoFar):
         quick: bool,
     ) -> None:
         super().__init__(graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places)
-        self.to: Places = places
+        self.copy_places: Places = places
         self.starts, self.quick = starts, quick
         self.folded = StorageGraph.of(graph)
-        self.free = StorageGraph.of(graph, may_leave=True)
+        self.offloadable = StorageGraph.of(graph, may_offload=True)
         self.binding = CopyBinding(0.0, ())
         self.cut_short = False
-        self.unclimbed: list[Schedule] = []  # where the local search starts, besides the best
-        self.climbed: Schedule | None = None  # where the local search has ended
+        self.climb_starts: list[Schedule] = []  # where the local search starts, besides the best
+        self.climb_end: Schedule | None = None  # where the local search has ended
 
     def offer(self, schedule: Schedule) -> Simulation | None:
         """Simulate the schedule and keep it if it is the best; None: it is illegal."""
         try:
-            simulation = simulate(self.graph, schedule, places=self.to)
+            simulation = simulate(self.graph, schedule, places=self.copy_places)
         except IllegalScheduleError:
             return None
-        self.keep(schedule, simulation)
+        self.keep_if_best(schedule, simulation)
         return simulation
 
-    def adopt(self, proposal: Proposal) -> None:
+    def offer_proposal(self, proposal: Proposal) -> None:
         """Offer the schedule of another search, such as one with fewer places."""
         self.timed_out = self.timed_out or proposal.timed_out
         if proposal.schedule is not None:
             self.offer(proposal.schedule)
 
     @contextlib.contextmanager
-    def part_of_time(self, share: float) -> Iterator[None]:
+    def with_time_share(self, share: float) -> Iterator[None]:
         """Within this context the search has only this share of the remaining time."""
-        whole = self.deadline
-        self.deadline = whole.earlier((1 - share) * whole.left_s)
+        full_deadline = self.deadline
+        self.deadline = full_deadline.earlier((1 - share) * full_deadline.left_s)
         yield
-        self.deadline = whole
+        self.deadline = full_deadline
         self.cut_short = self.timed_out
-        self.timed_out = whole.passed or interrupted()
+        self.timed_out = full_deadline.passed or interrupted()
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.time_is_up() or self.gap <= DONE_GAP
 
     def recompute_only(self, budget_bytes: int, *, quick: bool) -> Proposal:
@@ -95,53 +95,55 @@ class CopySearch(BestSoFar):
             quick=quick,
         )
 
-    def program(self, position: int, *, allowance_bytes: int | None = None) -> CopyMilp:
+    def program_at(self, position: int, *, allowance_bytes: int | None = None) -> CopyMilp:
         """The program of the cut at this position.
 
         allowance_bytes: if given, recomputation counts only where it is needed (`just_in_time`),
             and the program proves nothing.
         """
         return CopyMilp(
-            self.free,
+            self.offloadable,
             position=position,
             budget_bytes=self.budget_bytes,
-            places=self.to,
+            places=self.copy_places,
             just_in_time=allowance_bytes is not None,
             allowance_bytes=allowance_bytes or 0,
         )
 
-    def nodes_of(self, program: CopyMilp, n_nodes: int) -> int:
+    def node_limit_for(self, program: CopyMilp, n_nodes: int) -> int:
         """Branch-and-bound nodes for this program: n_nodes, or fewer if it is large."""
         return max(1, min(n_nodes, n_nodes * COLUMNS // len(program.program.cost)))
 
-    def written_out(
-        self, position: int, *, kept: frozenset[int], away: frozenset[int]
+    def order_and_gaps_of_cut(
+        self, position: int, *, kept: frozenset[int], fetched: frozenset[int]
     ) -> tuple[Sequence[str], list[Gap]]:
         """The order of nodes with the cut's recomputation, and the gaps around p that are copied.
 
         position: p.
-        kept, away: the units that the cut keeps on the device, and those that it fetches later.
+        kept, fetched: the units that the cut keeps on the device, and those that it fetches later.
         """
-        schedule = schedule_from_cuts(self.folded, {position: kept | away}, deadline=self.deadline)
+        schedule = schedule_from_cuts(
+            self.folded, {position: kept | fetched}, deadline=self.deadline
+        )
         order = schedule.order
         if position == len(self.graph.nodes):  # the end: no node follows that could read a fetch
             return order, []
-        here = order.index(self.graph.nodes[position].name)
+        at = order.index(self.graph.nodes[position].name)
         gaps = [
             gap
             for gap in find_gaps(self.folded, order)
-            if gap.unit in away and gap.first < here < gap.last
+            if gap.unit in fetched and gap.first < at < gap.last
         ]
         return order, gaps
 
     def place(self, order: Sequence[str], gaps: Iterable[Gap]) -> Placed:
         """Place copies for these gaps in the order; what is away longest goes on to the disk."""
         gaps = tuple(gaps)
-        return place_side_by_side(
+        return place_within_layout(
             self.folded,
             order,
             gaps,
             budget_bytes=self.budget_bytes,
-            places=self.to,
+            places=self.copy_places,
             to_disk=lambda places: longest_to_disk(self.folded, gaps, places),
         )

@@ -36,12 +36,12 @@ def schedule_from_cuts(
     """
     graph = folded.graph
     available = {tensor.name for tensor in graph.resident}
-    order = just_in_time(folded, kept, range(folded.n_nodes), available, deadline=deadline)
+    order = order_just_in_time(folded, kept, range(folded.n_nodes), available, deadline=deadline)
     order.extend(missing_computes(graph, graph.outputs, available))
     return free_after_last_use(graph, without_dead_computes(graph, order))
 
 
-def just_in_time(
+def order_just_in_time(
     folded: StorageGraph,
     kept: Mapping[int, Collection[int]],
     positions: range,
@@ -64,14 +64,14 @@ def just_in_time(
             # Recompute what is held here before the inputs for that are dropped.
             held = [folded.unit_names[u] for u in sorted(kept[p])]
             order.extend(missing_computes(graph, held, available))
-            available.difference_update(names_let_go(folded, kept[p], p))
+            available.difference_update(droppable_names(folded, kept[p], p))
         order.extend(missing_computes(graph, folded.needed_names(p), available))
         order.append(node.name)
         available.update(node.outputs)
     return order
 
 
-def names_let_go(folded: StorageGraph, kept: Collection[int], p: int) -> Iterator[str]:
+def droppable_names(folded: StorageGraph, kept: Collection[int], p: int) -> Iterator[str]:
     """Names of the tensors that can be dropped at position p if these forward units are held."""
     for u, maker in enumerate(folded.maker):
         if maker >= min(p, folded.n_forward):
@@ -96,19 +96,19 @@ class FoldedSimulation:
     stage_bytes: tuple[int, ...]
     recomputed: frozenset[tuple[int, int]]
 
-    def overflowing(
-        self, budget_bytes: int, *, n_most: int, distance: int, but: Collection[int] = ()
+    def overflowing_positions(
+        self, budget_bytes: int, *, n_most: int, distance: int, excluded: Collection[int] = ()
     ) -> list[int]:
         """Positions above the budget, the fullest first, at most n_most.
 
         distance: the positions are further apart than this.
-        but: positions to leave out.
+        excluded: positions to leave out.
         """
         chosen: list[int] = []
         for p in sorted(range(len(self.stage_bytes)), key=lambda p: (-self.stage_bytes[p], p)):
             if self.stage_bytes[p] <= budget_bytes or len(chosen) == n_most:
                 break
-            if p not in but and all(abs(p - q) > distance for q in chosen):
+            if p not in excluded and all(abs(p - q) > distance for q in chosen):
                 chosen.append(p)
         return chosen
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 
 from graphs.graph import Graph
-from solver.bound import Cuts, StorageGraph, WindowCuts, large_units_only, round_bytes
+from solver.bound import Cuts, StorageGraph, WindowCuts, add_rounded_byte_rows, large_units_only
 from solver.chain import split_into_blocks
 from solver.methods.auto.nested_reversals import prove_by_reversals
 from solver.methods.auto.search import Search
@@ -66,7 +66,7 @@ def prove_more(
     with search:
         search.prove(proven_s / baseline_s - 1.0)
         prove_by_reversals(search, split_into_blocks(graph))
-        if not (search.is_nested or search.done):
+        if not (search.is_nested or search.is_done):
             single_cut(search)
             _add_positions(search)
     return search.proposal()
@@ -74,13 +74,13 @@ def prove_more(
 
 def _add_positions(search: Search) -> None:
     """Solve programs with more and more positions, each of which may sharpen the bound."""
-    if not search.binding.ranked:
+    if not search.binding.ranked_positions:
         return
     folded, coarse = search.folded, large_units_only(search.folded, search.budget_bytes)
     small = [u for u in range(folded.n_units) if folded.uses[u] and not coarse.uses[u]]
-    positions = {search.binding.ranked[0][0]}
+    positions = {search.binding.ranked_positions[0][0]}
     proven_before = 0.0
-    while not search.done:
+    while not search.is_done:
         cuts = _solve(search, coarse, sorted(positions))
         if cuts is None:
             break
@@ -96,11 +96,11 @@ def _add_positions(search: Search) -> None:
         found = search.offer_cuts(kept)
         if found is None:
             break
-        new = found.overflowing(
+        new = found.overflowing_positions(
             search.budget_bytes,
             n_most=N_NEW_POSITIONS,
             distance=LEAST_DISTANCE,
-            but={*positions, folded.n_nodes},
+            excluded={*positions, folded.n_nodes},
         )
         if not new:
             break
@@ -118,12 +118,12 @@ def _solve(search: Search, coarse: StorageGraph, positions: list[int]) -> Cuts |
     )
     if program.n_columns > MAX_COLUMNS:
         return None
-    round_bytes(program)
+    add_rounded_byte_rows(program)
     answer = program.program.solve(
-        whole=True,
+        as_milp=True,
         gap=GAP,
         node_limit=max(1, NODES_TIMES_COLUMNS // max(1, program.n_columns)),
         deadline=search.deadline,
     )
     search.timed_out = search.timed_out or answer.timed_out
-    return program.read(answer)
+    return program.to_cuts(answer)

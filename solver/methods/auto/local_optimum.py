@@ -57,27 +57,27 @@ def _one_pass(
     order = schedule.order
     live = live_bytes(schedule, simulation)
     runs = Runs(folded, order)
-    gone: set[int] = set()
+    removed: set[int] = set()
     for i in sorted(runs.repeats, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
         if deadline.passed:
             return None
-        held = runs.held_instead(i)
-        if held is None:
+        held_instead = runs.to_hold_instead_of(i)
+        if held_instead is None:
             continue
         # Holding the outputs adds their bytes from their last use before i up to i.
-        first = min((start for _, start in held), default=i)
-        more = np.zeros(i - first, dtype=np.int64)
-        for u, start in held:
-            more[start - first :] += folded.unit_bytes[u]
-        if len(more) and int((live[first:i] + more).max()) > budget_bytes:
+        first = min((start for _, start in held_instead), default=i)
+        added_bytes = np.zeros(i - first, dtype=np.int64)
+        for u, start in held_instead:
+            added_bytes[start - first :] += folded.unit_bytes[u]
+        if len(added_bytes) and int((live[first:i] + added_bytes).max()) > budget_bytes:
             continue
-        live[first:i] += more
-        gone.add(i)
-        runs.take_out(i)
-    if not gone or deadline.passed:
+        live[first:i] += added_bytes
+        removed.add(i)
+        runs.remove_run(i)
+    if not removed or deadline.passed:
         return None
-    left = [name for i, name in enumerate(order) if i not in gone]
-    shorter = free_after_last_use(graph, without_dead_computes(graph, left))
+    remaining = [name for i, name in enumerate(order) if i not in removed]
+    shorter = free_after_last_use(graph, without_dead_computes(graph, remaining))
     try:
         fits = simulate(graph, shorter).peak_bytes <= budget_bytes
     except IllegalScheduleError:

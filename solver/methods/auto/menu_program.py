@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from solver.bound import TIME_ERROR, CutMilp, StorageGraph, round_bytes
+from solver.bound import TIME_ERROR, CutMilp, StorageGraph, add_rounded_byte_rows
 from solver.methods.auto.from_cuts import fold_simulation
 from solver.methods.auto.search import Search
 from solver.sizes_deadlines_progress import Deadline
@@ -59,16 +59,16 @@ def menu_program(
         allowance_bytes=allowance_bytes,
         deadline=search.deadline,
     )
-    round_bytes(program)
+    add_rounded_byte_rows(program)
     return program
 
 
 def _positions(folded: StorageGraph, menu: Menu, *, base: int, budget_bytes: int) -> list[int]:
     """Where something on the menu is recomputed, and where the baseline exceeds the budget."""
-    full = {p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes}
-    places = {q for _, p in menu for q in (p - 1, p) if q >= 0}
+    over_budget = {p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes}
+    menu_positions = {q for _, p in menu for q in (p - 1, p) if q >= 0}
     first = min(folded.n_forward, base)
-    return sorted({p for p in full | places if p >= first} | {base})
+    return sorted({p for p in over_budget | menu_positions if p >= first} | {base})
 
 
 def recomputed_by_best(search: Search) -> Menu:
@@ -97,7 +97,7 @@ class MenuMilp(CutMilp):
         folded = self.folded
         allowed: list[set[int]] = [set() for _ in self.positions]
         for n, p in self._menu:
-            k = self._before(p)
+            k = self._last_position_before(p)
             if n < self.positions[k]:
                 allowed[k].add(n)
         read_later: set[int] = set()
@@ -105,12 +105,12 @@ class MenuMilp(CutMilp):
         for p, nodes in zip(reversed(self.positions), reversed(allowed), strict=True):
             self._deadline.check()
             read_later.update(u for n in nodes for u in folded.reads[n])
-            made = min(p, folded.n_forward)
+            n_run = min(p, folded.n_forward)
             units.append(
                 [
                     u
                     for u, uses in enumerate(folded.uses)
-                    if folded.maker[u] < made and uses and (uses[-1] >= p or u in read_later)
+                    if folded.maker[u] < n_run and uses and (uses[-1] >= p or u in read_later)
                 ]
             )
         yield from zip(reversed(units), allowed, strict=True)
@@ -128,11 +128,11 @@ class MenuMilp(CutMilp):
         return Menu(
             (n, p)
             for n, p in self._menu
-            if n in self.recompute[self._before(p)]
-            and values[self.recompute[self._before(p)][n]] > LEAST_VALUE
+            if n in self.recompute[self._last_position_before(p)]
+            and values[self.recompute[self._last_position_before(p)][n]] > LEAST_VALUE
         )
 
-    def _before(self, p: int) -> int:
+    def _last_position_before(self, p: int) -> int:
         """The index of the last of the program's positions before p."""
         return max(0, bisect_left(self.positions, p) - 1)
 
@@ -147,7 +147,7 @@ def kept_by_best(
     """
     program = cuts.program
     answer = program.solve(
-        whole=True,
+        as_milp=True,
         gap=GAP,
         node_limit=max(1, NODES_TIMES_COLUMNS_SQUARED // max(1, cuts.n_columns) ** 2),
         deadline=deadline,

@@ -15,8 +15,8 @@ positions in the first half of the middle go on to the next size; if something i
 positions of the stretch go back to the size below.
 
 In the manner of Shaw 1998, "Using constraint programming and local search methods to solve vehicle
-routing problems". The search ends when no middle loses enough, or after MAX_IN_VAIN work without
-gain. It proves nothing.
+routing problems". The search ends when no middle loses enough, or after MAX_VAIN_WORK work
+without gain. It proves nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, Simulation
 from solver.sizes_deadlines_progress import at_once
 
-ENTRIES = (150, 300, 600, 1200)
+MAX_ENTRIES = (150, 300, 600, 1200)
 """Maximum size of a middle's menu, nodes times positions, by the middle's size."""
 MAX_NODES = 5_000
 """Maximum nodes of a middle of one position, at any size: 1000 residual blocks recompute 3000 at
@@ -47,7 +47,7 @@ once.
 """
 N_NEAR = (0, 4, 8, 12)
 """By size: positions before the middle, and after it, whose recomputation may change too."""
-AT_ONCE = 4
+N_PARALLEL = 4
 """Stretches solved in parallel, regardless of the number of processors, so that results do not
 depend on it.
 """
@@ -55,7 +55,7 @@ LOSS_PER_SIZE = 2**1.5
 """How many times as much a middle must lose as one of the size below to be as urgent."""
 MAX_WORK = 500_000_000
 """Limit on the sum of squared columns over all programs, about a minute."""
-MAX_IN_VAIN = 150_000_000
+MAX_VAIN_WORK = 150_000_000
 """The same over programs in a row without gain, after which the search ends."""
 LEAST_GAIN = 2e-4
 """A smaller share of the baseline's time does not count as a gain. On the LSTM of 200 steps, seven
@@ -63,7 +63,7 @@ gains made 0.06 points.
 """
 WORTH_GAP = 0.05
 """With a gap below this share of the baseline's time the search does not start."""
-WORTH_A_STRETCH = 2e-3
+LEAST_STRETCH_LOSS = 2e-3
 """Middles that lose less than this share of the baseline's time are not solved."""
 
 
@@ -90,35 +90,35 @@ def refine(
 
 def search_neighbourhoods(search: Search) -> None:
     """Replan stretches of the best schedule, as the module describes, and offer the results."""
-    work, in_vain = 0, 0
+    work, vain_work = 0, 0
     sizes: dict[int, int] = defaultdict(int)  # by position, the smallest size still to be tried
     large = large_units_only(search.folded, search.budget_bytes)
     plan: _Plan | None = None
-    while not search.close and search.best and work <= MAX_WORK and in_vain <= MAX_IN_VAIN:
+    while not search.is_close and search.best and work <= MAX_WORK and vain_work <= MAX_VAIN_WORK:
         if plan is None or plan.schedule is not search.best[0]:
             plan = _Plan(search.folded, large, *search.best)
         middles = plan.next_middles(sizes)
         if not middles:
             return
-        solved = at_once([partial(_solved, search, plan, middle) for middle in middles])
+        solved = at_once([partial(_solve_middle, search, plan, middle) for middle in middles])
         for middle, (program, kept) in zip(middles, solved, strict=True):
             before, cost = search.best_share, program.n_columns**2
             was_best = search.best[0]
             if kept is not None:
                 _offer_spliced(search, program, kept)
             work += cost
-            in_vain = 0 if search.best_share <= before - LEAST_GAIN else in_vain + cost
+            vain_work = 0 if search.best_share <= before - LEAST_GAIN else vain_work + cost
             # After a gain, try smaller sizes around it again; otherwise a larger size here.
             if search.best[0] is not was_best:
                 for p in range(middle.stretch.first, middle.stretch.last + 1):
                     sizes[p] = min(sizes[p], max(0, middle.size - 1))
             # If another stretch has changed the plan meanwhile, this one may be tried again.
             elif kept is None or was_best is plan.schedule:
-                for p in middle.menu_at[: (len(middle.menu_at) + 1) // 2]:
+                for p in middle.menu_positions[: (len(middle.menu_positions) + 1) // 2]:
                     sizes[p] = max(sizes[p], middle.size + 1)
 
 
-def _solved(
+def _solve_middle(
     search: Search, plan: _Plan, middle: _Middle
 ) -> tuple[StretchMilp, dict[int, frozenset[int]] | None]:
     """Solve the middle's stretch. Returns the program, and what the best solution found keeps."""
@@ -131,7 +131,7 @@ def _solved(
         budget_bytes=search.budget_bytes,
         deadline=search.deadline,
     )
-    return program, program.kept(below=plan.lost_share(stretch.first, stretch.last))
+    return program, program.find_kept(below=plan.lost_share(stretch.first, stretch.last))
 
 
 def _offer_spliced(
@@ -139,7 +139,7 @@ def _offer_spliced(
 ) -> None:
     """Put the solution in the place of its stretch in the best schedule, which may be newer."""
     assert search.best is not None
-    found = program.spliced(kept, Runs(search.folded, search.best[0].order))
+    found = program.splice_into(kept, Runs(search.folded, search.best[0].order))
     if search.is_faster(found.order):
         search.offer_improved(found)
 
@@ -148,12 +148,12 @@ def _offer_spliced(
 class _Middle:
     """A part of the step in which recomputation is planned freely.
 
-    menu_at: positions right before which all nodes that matter there may be recomputed.
-    size: index into ENTRIES.
+    menu_positions: positions right before which all nodes that matter there may be recomputed.
+    size: index into MAX_ENTRIES.
     stretch: the middle and the positions near it.
     """
 
-    menu_at: tuple[int, ...]
+    menu_positions: tuple[int, ...]
     size: int
     stretch: Stretch
 
@@ -197,7 +197,7 @@ class _Plan:
         return float(self._lost_share_until[last] - self._lost_share_until[first - 1])
 
     def next_middles(self, sizes: Mapping[int, int]) -> list[_Middle]:
-        """The middles that lose the most and whose stretches do not overlap, at most AT_ONCE.
+        """The middles that lose the most and whose stretches do not overlap, at most N_PARALLEL.
 
         sizes: by position, the smallest size to try. Returns an empty list if none is worth
             solving.
@@ -207,43 +207,47 @@ class _Plan:
         for middle in ranked:
             if all(_are_apart(middle.stretch, other.stretch) for other in found):
                 found.append(middle)
-            if len(found) == AT_ONCE:
+            if len(found) == N_PARALLEL:
                 break
         return found
 
     def _urgency(self, middle: _Middle) -> tuple[float, int]:
         """Sort key: the loss relative to the size; if equal, the earlier middle is more urgent."""
-        return self._lost_share_in(middle) / LOSS_PER_SIZE**middle.size, -middle.menu_at[0]
+        return self._lost_share_in(middle) / LOSS_PER_SIZE**middle.size, -middle.menu_positions[0]
 
     def _smallest_worth_solving(self, sizes: Mapping[int, int]) -> Iterator[_Middle]:
         """Yield for each position the middle of the smallest size that loses enough."""
         for p in self.recompute_at:
-            for size in range(sizes[p], len(ENTRIES)):
+            for size in range(sizes[p], len(MAX_ENTRIES)):
                 if (p, size) not in self._middles:
-                    self._middles[p, size] = self._middle(p, size)
+                    self._middles[p, size] = self._longest_middle(p, size)
                 middle = self._middles[p, size]
-                if middle is not None and self._lost_share_in(middle) >= WORTH_A_STRETCH:
+                if middle is not None and self._lost_share_in(middle) >= LEAST_STRETCH_LOSS:
                     yield middle
                     break
 
     def _lost_share_in(self, middle: _Middle) -> float:
-        return self.lost_share(middle.menu_at[0], middle.menu_at[-1])
+        return self.lost_share(middle.menu_positions[0], middle.menu_positions[-1])
 
-    def _middle(self, first: int, size: int) -> _Middle | None:
+    def _longest_middle(self, first: int, size: int) -> _Middle | None:
         """The middle from this position on, as long as its size allows; None: too many nodes."""
-        wanted = set[int]()
-        menu_at: tuple[int, ...] = ()
+        wanted_nodes = set[int]()
+        positions: tuple[int, ...] = ()
         nodes: tuple[int, ...] = ()
         for p in range(first, self._large.n_nodes):
-            here = {*self._makers_read(p), *self._recomputed.get(p, ())}
-            if not here:
+            nodes_here = {*self._makers_read(p), *self._recomputed.get(p, ())}
+            if not nodes_here:
                 continue
-            wanted |= here
-            longer = self._with_makers(wanted)
-            if (len(menu_at) + 1) * len(longer) > (ENTRIES[size] if menu_at else MAX_NODES):
+            wanted_nodes |= nodes_here
+            longer = self._with_makers(wanted_nodes)
+            if (len(positions) + 1) * len(longer) > (MAX_ENTRIES[size] if positions else MAX_NODES):
                 break
-            menu_at, nodes = (*menu_at, p), longer
-        return _Middle(menu_at, size, self._around(menu_at, nodes, size)) if menu_at else None
+            positions, nodes = (*positions, p), longer
+        return (
+            _Middle(positions, size, self._stretch_around(positions, nodes, size))
+            if positions
+            else None
+        )
 
     def _makers_read(self, p: int) -> Iterator[int]:
         """Forward nodes whose outputs node p reads."""
@@ -256,13 +260,21 @@ class _Plan:
         earliest = min(wanted)
         return tuple(sorted(n for n in found if n >= earliest and self._large.recomputable[n]))
 
-    def _around(self, menu_at: Sequence[int], nodes: tuple[int, ...], size: int) -> Stretch:
+    def _stretch_around(
+        self, positions: Sequence[int], nodes: tuple[int, ...], size: int
+    ) -> Stretch:
         """The middle with the positions near it at which the schedule recomputes."""
-        n_near, places = N_NEAR[size], self.recompute_at
-        before, after = bisect_left(places, menu_at[0]), bisect_right(places, menu_at[-1])
-        near = [*places[max(0, before - n_near) : before], *places[after : after + n_near]]
+        n_near, recompute_at = N_NEAR[size], self.recompute_at
+        before, after = (
+            bisect_left(recompute_at, positions[0]),
+            bisect_right(recompute_at, positions[-1]),
+        )
+        near = [
+            *recompute_at[max(0, before - n_near) : before],
+            *recompute_at[after : after + n_near],
+        ]
         menu = {p: tuple(sorted(set(self._recomputed[p]))) for p in near}
-        menu |= dict.fromkeys(menu_at, nodes)
+        menu |= dict.fromkeys(positions, nodes)
         return Stretch(min(menu), max(menu), menu)
 
 

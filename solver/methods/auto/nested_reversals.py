@@ -13,7 +13,7 @@ from solver.bound import relaxed_bound
 from solver.chain import Blocks, reversal_bound, split_into_blocks
 from solver.methods.auto.replay import replay_within
 from solver.methods.auto.search import Search
-from solver.methods.revolve import is_long, reversal_to_schedule
+from solver.methods.revolve import recomputes_too_often, reversal_to_schedule
 
 MAX_SNAPSHOTS = 32
 """Reversals with fewer snapshots than this are tried."""
@@ -41,7 +41,7 @@ def nested_reversals(search: Search) -> None:
 def prove_by_reversals(search: Search, blocks: Blocks) -> bool:
     """Prove the bound of nested reversals. Returns whether it is far above that of cuts."""
     folded, budget_bytes = search.folded, search.budget_bytes
-    if search.done or int(folded.least_bytes.max()) > budget_bytes:
+    if search.is_done or int(folded.least_bytes.max()) > budget_bytes:
         return False
     lost_share = reversal_bound(folded, blocks, budget_bytes=budget_bytes, deadline=search.deadline)
     search.prove(lost_share)
@@ -59,7 +59,7 @@ def _replay_reversals(search: Search, blocks: Blocks) -> None:
     """Offer reversals with more and more snapshots, and replays of those that exceed the budget."""
     folded, n_replayed = search.folded, 0
     for n_snapshots in range(1, min(MAX_SNAPSHOTS, blocks.n_blocks)):
-        if is_long(blocks, n_snapshots):
+        if recomputes_too_often(blocks, n_snapshots):
             continue
         schedule = reversal_to_schedule(search.graph, blocks, n_snapshots, search.deadline)
         found = search.offer(schedule)

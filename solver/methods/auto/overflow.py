@@ -8,18 +8,18 @@ from solver.bound import StorageGraph
 from solver.methods.auto.copy_placement import Gap, find_gaps, live_bytes_by_run
 
 
-def overflowing(
-    folded: StorageGraph, order: Sequence[str], budget_bytes: int, *, away: Iterable[Gap] = ()
+def gaps_to_offload(
+    folded: StorageGraph, order: Sequence[str], budget_bytes: int, *, offloaded: Iterable[Gap] = ()
 ) -> list[Gap]:
     """Gaps to spend on the host so that the order fits, the longest first.
 
     If it cannot fit, all gaps that help.
-    away: gaps that are spent on the host already.
+    offloaded: gaps that are spent on the host already.
     """
     live = live_bytes_by_run(folded.graph, order)
-    for gap in away:
+    for gap in offloaded:
         live[gap.first + 1 : gap.last] -= folded.unit_bytes[gap.unit]
-    gaps = sorted(set(find_gaps(folded, order)).difference(away))
+    gaps = sorted(set(find_gaps(folded, order)).difference(offloaded))
     gaps.sort(key=lambda gap: gap.first - gap.last)
     chosen = []
     for gap in gaps:

@@ -36,12 +36,12 @@ from solver.methods.auto.menu_program import (
 )
 from solver.methods.auto.search import Search
 
-SHORT, LONG = 150, 2.5
-"""A menu of whole schedules has no more entries than SHORT, or than LONG times those of the best
-schedule. Without SHORT the U-Net with rewrites at 20 %, whose best schedule was short and of
-another step, lost 21.2 % instead of 20.3.
+MAX_MENU_ENTRIES, MAX_MENU_MULTIPLE = 150, 2.5
+"""A menu of whole schedules has no more entries than MAX_MENU_ENTRIES, or than MAX_MENU_MULTIPLE
+times those of the best schedule. Without MAX_MENU_ENTRIES the U-Net with rewrites at 20 %, whose
+best schedule was short and of another step, lost 21.2 % instead of 20.3.
 """
-WHOLE = 400
+MAX_FULL_MENU = 400
 """Entries up to which the menu of all schedules is solved first. Short menus alone led the U-Net
 with rewrites at its minimum budget to 64.0 % instead of 62.9. A program of twice as many takes half
 a minute (ResNet-50).
@@ -51,7 +51,7 @@ MAX_ROUNDS = 4
 
 MAX_WORK = 12_000_000
 """Limit on the sum of squared columns over all programs, about ten seconds."""
-N_ROUNDS, WORTH_A_ROUND = 2, 2e-3
+N_ROUNDS, LEAST_ROUND_GAIN = 2, 2e-3
 """Maximum rounds of menus; another follows only if one gained this share of the baseline's time."""
 
 GROWTH = 2
@@ -63,61 +63,63 @@ def recombine(search: Search, *, base: int) -> None:
 
     base: the binding position.
     """
-    work, in_vain = 0, set[Menu]()
+    work, without_gain = 0, set[Menu]()
     for menu in _menus(search, base):
-        if search.close or work > MAX_WORK:
+        if search.is_close or work > MAX_WORK:
             return
-        if menu not in in_vain:
+        if menu not in without_gain:
             before = search.best_share
             work += _offer_best(search, menu, base)
             if search.best_share == before:
-                in_vain.add(menu)
+                without_gain.add(menu)
 
 
 def _menus(search: Search, base: int) -> Iterator[Menu]:
     """Menus that contain the best schedule so far; again if the first round gained enough."""
     everything = recomputed_by_best(search).union(*search.menus)
-    if len(everything) <= WHOLE:
+    if len(everything) <= MAX_FULL_MENU:
         yield everything
     for _ in range(N_ROUNDS):
         before = search.best_share
-        yield from _next_to_the_best(search)
-        yield from _used_by_all(search, base)
-        if search.best_share > before - WORTH_A_ROUND:
+        yield from _menus_of_similar_schedules(search)
+        yield from _menus_from_lp(search, base)
+        if search.best_share > before - LEAST_ROUND_GAIN:
             return
 
 
-def _next_to_the_best(search: Search) -> Iterator[Menu]:
+def _menus_of_similar_schedules(search: Search) -> Iterator[Menu]:
     """Longer and longer menus of whole schedules, those most similar to the best first."""
-    left, length = list(search.menus), 0
+    remaining, length = list(search.menus), 0
     while True:
         menu = best = recomputed_by_best(search)
-        left = [each for each in left if not each <= best]
-        for each in sorted(left, key=lambda each: len(each - best)):
+        remaining = [each for each in remaining if not each <= best]
+        for each in sorted(remaining, key=lambda each: len(each - best)):
             menu |= each  # the one that adds the least to what the best recomputes
             if len(menu) >= GROWTH * length:
                 break
-        if not left or (best and len(menu) > max(SHORT, LONG * len(best))):
+        if not remaining or (
+            best and len(menu) > max(MAX_MENU_ENTRIES, MAX_MENU_MULTIPLE * len(best))
+        ):
             return
-        left, length = [each for each in left if not each <= menu], len(menu)
+        remaining, length = [each for each in remaining if not each <= menu], len(menu)
         yield menu
 
 
-def _used_by_all(search: Search, base: int) -> Iterator[Menu]:
+def _menus_from_lp(search: Search, base: int) -> Iterator[Menu]:
     """Menus of what the LP of all schedules' recomputation uses, until they no longer gain."""
-    left = Menu().union(*search.menus)
+    remaining = Menu().union(*search.menus)
     before = math.inf
     while search.best_share < before - GAP or not search.best:
         best, before = recomputed_by_best(search), search.best_share
-        if len(left | best) > MAX_MENU:
+        if len(remaining | best) > MAX_MENU:
             return
-        program = menu_program(search, left | best, base=base)
-        values = program.program.solve(whole=False, deadline=search.deadline).values
+        program = menu_program(search, remaining | best, base=base)
+        values = program.program.solve(as_milp=False, deadline=search.deadline).values
         used = Menu() if values is None else program.entries(values)
         if used <= best:
             return
         yield used | best
-        left -= used | best
+        remaining -= used | best
 
 
 def _offer_best(search: Search, menu: Menu, base: int) -> int:
@@ -131,7 +133,7 @@ def _offer_best(search: Search, menu: Menu, base: int) -> int:
     work = 0
     for _ in range(MAX_ROUNDS):
         program = menu_program(search, menu, base=base, allowance_bytes=allowance_bytes)
-        if search.done:
+        if search.is_done:
             break
         work += program.n_columns**2
         guide = kept_by_best(program, below=search.best_share, deadline=search.deadline)

@@ -67,9 +67,7 @@ class _Span:
             if folded.unit_bytes[u] and not self._is_held(u)
         ]
         self._needed = {u: self._add_needed(u) for u in self.movable}
-        self._since_before = {
-            u: self._add_since_before(u) for u in self.movable if u in cuts.keep[k]
-        }
+        self._since_start = {u: self._add_since_start(u) for u in self.movable if u in cuts.keep[k]}
 
     def _is_held(self, u: int) -> bool:
         spans = self._cuts.folded.pinned[u]
@@ -84,10 +82,10 @@ class _Span:
         for n in reversed(self._readers.get(u, [])):
             own = self._recompute[n]
             later = columns[-1]
-            columns.append(own if later is None else self._at_least_each([own, later]))
+            columns.append(own if later is None else self._max_column([own, later]))
         return columns[::-1]
 
-    def _add_since_before(self, u: int) -> int | None:
+    def _add_since_start(self, u: int) -> int | None:
         """A column that is 1 if u must be on the device since the start of the span.
 
         That is so if it is needed in the span or afterwards and its maker is not recomputed.
@@ -96,14 +94,14 @@ class _Span:
         if needed is None or maker not in self._recompute:
             return needed
         program = self._cuts.program
-        column = program.variable(whole=False)
+        column = program.variable(integer=False)
         program.row([column, needed, self._recompute[maker]], [1.0, -1.0, 1.0], lower=0.0)
         return column
 
-    def _at_least_each(self, columns: Iterable[int]) -> int:
+    def _max_column(self, columns: Iterable[int]) -> int:
         """A new column that is at least as large as each of these."""
         program = self._cuts.program
-        most = program.variable(whole=False)
+        most = program.variable(integer=False)
         for column in columns:
             program.row([most, column], [1.0, -1.0], lower=0.0)
         return most
@@ -111,26 +109,26 @@ class _Span:
     def add_row(self, n: int) -> None:
         """Add the row: what is on the device while node n is recomputed fits the budget."""
         cuts, folded, recomputed = self._cuts, self._cuts.folded, self._recompute[n]
-        own = {*folded.reads[n], *folded.makes[n]}
+        own_units = {*folded.reads[n], *folded.makes[n]}
         own_bytes = int(folded.own_bytes[n]) + sum(
             folded.unit_bytes[u] for u in folded.reads[n] if not self._is_held(u)
         )
         room = cuts.budget_bytes - self.held_bytes
-        beside: dict[int, int] = {}
+        bytes_of_columns: dict[int, int] = {}
         for u in self.movable:
-            column = None if u in own else self._there(u, n)
+            column = None if u in own_units else self._presence_column(u, n)
             if column == recomputed:
                 own_bytes += folded.unit_bytes[u]
             elif column is not None:
-                beside[column] = beside.get(column, 0) + folded.unit_bytes[u]
+                bytes_of_columns[column] = bytes_of_columns.get(column, 0) + folded.unit_bytes[u]
         if own_bytes > room:
             cuts.program.most[recomputed] = cuts.program.least[recomputed]
-        elif own_bytes + sum(beside.values()) > room:
-            cuts.add_byte_row({**beside, recomputed: own_bytes}, room)
+        elif own_bytes + sum(bytes_of_columns.values()) > room:
+            cuts.add_byte_row({**bytes_of_columns, recomputed: own_bytes}, room)
 
-    def _there(self, u: int, n: int) -> int | None:
+    def _presence_column(self, u: int, n: int) -> int | None:
         """A column that is 1 if unit u is on the device while n is recomputed; None: never."""
         if self._cuts.folded.maker[u] > n:
-            return self._since_before.get(u)
+            return self._since_start.get(u)
         readers = self._readers.get(u, [])
         return self._needed[u][sum(reader <= n for reader in readers)]

@@ -49,7 +49,7 @@ def replay_within(
     Raises OutOfTimeError.
     """
     run = _Replay(folded, order, budget_bytes, max_work, deadline)
-    fits = run.all()
+    fits = run.run_order()
     if not fits:
         return None, run.work
     names = [folded.graph.nodes[n].name for n in run.ran]
@@ -88,12 +88,12 @@ class _Replay:
         self._next_event: dict[int, int] = defaultdict(int)
         self._live: set[int] = set()
         self._bytes = folded.graph.resident_bytes
-        self._n_first = 0
+        self._n_first_runs = 0
         self.now = 0
         self.ran: list[int] = []
         self.work = 0
 
-    def all(self) -> bool:
+    def run_order(self) -> bool:
         """Run the whole order; False if stuck."""
         folded, seen = self._folded, set[int]()
         for place, n in enumerate(self._order):
@@ -102,18 +102,18 @@ class _Replay:
             made = folded.makes[n]
             if n in seen and made and self._live.issuperset(made):
                 continue
-            if not self._bring(folded.reads[n]) or not self._run(n, ()):
+            if not self._make_available(folded.reads[n]) or not self._run(n, ()):
                 return False
-            self._n_first += n not in seen
+            self._n_first_runs += n not in seen
             seen.add(n)
             self.now = place + 1
             self._drop_unread((*folded.reads[n], *made))
-        return self._bring(tuple(u for u in range(folded.n_units) if folded.is_output(u)))
+        return self._make_available(tuple(u for u in range(folded.n_units) if folded.is_output(u)))
 
-    def _bring(self, wanted: Sequence[int]) -> bool:
+    def _make_available(self, wanted: Sequence[int]) -> bool:
         """Have these units on the device at the same time; False if stuck."""
         folded = self._folded
-        while missing := self._missing(wanted):
+        while missing := self._nodes_to_recompute(wanted):
             if len(self.ran) > self._max_ran or self.work > self._max_work:
                 return False
             if not all(map(self._may_run_again, missing)):
@@ -133,7 +133,7 @@ class _Replay:
                         self._drop_unread((u,))
         return True
 
-    def _missing(self, wanted: Sequence[int]) -> list[int]:
+    def _nodes_to_recompute(self, wanted: Sequence[int]) -> list[int]:
         """Nodes to recompute so that all of these units are on the device, in order."""
         folded, found, unchecked = self._folded, set[int](), list(wanted)
         while unchecked:
@@ -147,15 +147,15 @@ class _Replay:
 
     def _may_run_again(self, n: int) -> bool:
         folded = self._folded
-        again = n < folded.n_forward and folded.recomputable[n]
-        return again and not folded.cannot_recompute(n, self._n_first)
+        is_repeatable = n < folded.n_forward and folded.recomputable[n]
+        return is_repeatable and not folded.cannot_recompute(n, self._n_first_runs)
 
     def _run(self, n: int, spared: Collection[int]) -> bool:
         """Run node n after making room; False if there is none."""
         folded = self._folded
         made = folded.makes[n]
-        left_bytes = sum(folded.unit_bytes[u] for u in made if u in self._live)
-        need_bytes = int(folded.own_bytes[n]) - left_bytes
+        replaced_bytes = sum(folded.unit_bytes[u] for u in made if u in self._live)
+        need_bytes = int(folded.own_bytes[n]) - replaced_bytes
         if not self._make_room(need_bytes, {*folded.reads[n], *made, *spared}):
             return False
         for u in made:
@@ -175,16 +175,16 @@ class _Replay:
             maker = folded.maker[u]
             if u in locked or not folded.unit_bytes[u] or not self._may_run_again(maker):
                 continue
-            if not folded.is_pinned(u, self._n_first):
+            if not folded.is_pinned(u, self._n_first_runs):
                 candidates.append(u)
         self.work += len(self._live)
         while self._bytes + need_bytes > self._budget_bytes:
-            dearest, cheapest = math.inf, None
+            least_cost, cheapest = math.inf, None
             for u in candidates:
                 size_bytes = folded.unit_bytes[u]
-                cost = self._cost_s(u, dearest * size_bytes) / size_bytes
-                if cost < dearest:
-                    dearest, cheapest = cost, u
+                cost = self._cost_s(u, least_cost * size_bytes) / size_bytes
+                if cost < least_cost:
+                    least_cost, cheapest = cost, u
             if cheapest is None:
                 return False
             candidates.remove(cheapest)

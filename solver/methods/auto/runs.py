@@ -48,7 +48,7 @@ class Runs:
             if uses and uses[-1] == folded.n_nodes:
                 self.last[u][-1] = len(order)
 
-    def held_instead(self, i: int) -> list[tuple[int, int]] | None:
+    def to_hold_instead_of(self, i: int) -> list[tuple[int, int]] | None:
         """What has to be held if the run at i is removed: (unit, run after its last use).
 
         Only units that are read later are listed. Returns None if the run cannot be removed: it is
@@ -63,7 +63,7 @@ class Runs:
                 held.append((u, self.last[u][k - 1] + 1))
         return held if self.folded.makes[self.nodes[i]] else None
 
-    def take_out(self, i: int) -> None:
+    def remove_run(self, i: int) -> None:
         """Remove the run at i: previous lifetimes of its units extend to the removed ones' ends."""
         for u in self.folded.makes[self.nodes[i]]:
             k, last = self.made[u].index(i), self.last[u]
@@ -79,6 +79,6 @@ class Runs:
         made = bisect_right(self.made[u], i)
         return self.last[u][made - 1] if made else -1
 
-    def there_after(self, i: int) -> frozenset[int]:
+    def needed_after(self, i: int) -> frozenset[int]:
         """Units that are made by the end of run i and read later."""
         return frozenset(u for u in range(len(self.made)) if self.last_read(u, i) > i)

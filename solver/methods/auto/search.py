@@ -67,7 +67,7 @@ class Search(BestSoFar):
             found = fold_simulation(self.folded, schedule)
         except IllegalScheduleError:
             return None
-        self.keep(schedule, found.simulation)
+        self.keep_if_best(schedule, found.simulation)
         if on_menu or (self.best is not None and self.best[0] is schedule):
             self.menus[found.recomputed] = None
         return found
@@ -94,15 +94,15 @@ class Search(BestSoFar):
         self.lost_share = max(self.lost_share, lost_share)
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the time is up, the gap is DONE_GAP, or no schedule of interest can exist."""
         is_lost = math.isinf(self.lost_share) or self.lost_share >= self._worth_below_share
         return self.time_is_up() or self.gap <= DONE_GAP or is_lost
 
     @property
-    def close(self) -> bool:
-        """Whether more search is not worth its time: the schedule counts as optimal, or `done`."""
-        return self.done or self.gap <= OPTIMAL_GAP
+    def is_close(self) -> bool:
+        """Whether more search is not worth its time: the gap counts as closed, or `is_done`."""
+        return self.is_done or self.gap <= OPTIMAL_GAP
 
     def proposal(self) -> Proposal:
         return Proposal(

@@ -23,7 +23,7 @@ MAX_COLUMNS = 2_000
 """Maximum columns of the program: with more, one solve takes ten seconds and more."""
 NODES_TIMES_COLUMNS = 30_000
 """Branch-and-bound nodes times columns of one full solve."""
-FAR_BELOW = 0.1
+FAR_BELOW_GAP = 0.1
 """If windows have proven more than cuts by this share of the baseline's time, a program is solved
 in full only if its root comes closer than that. On the U-Net at its minimum budget this takes 8 s
 instead of 14.
@@ -48,22 +48,22 @@ def offer_several_cuts(
     """
     allowance_bytes = dict.fromkeys(cuts.positions, 0)
     proven_guide: dict[int, frozenset[int]] = {}
-    by_cuts = search.binding.lost_share  # not search.lost_share: other stages may prove more
+    proven_by_cuts = search.binding.lost_share  # not search.lost_share: other stages may prove more
     for _ in range(MAX_ROUNDS):
         if cuts.kept is None:
             break
         guide = dict(zip(cuts.positions, cuts.kept, strict=True))
         if not any(allowance_bytes.values()):
             proven_guide = guide
-        played = search.offer_cuts(guide)
-        if played is None or search.close:
+        simulated = search.offer_cuts(guide)
+        if simulated is None or search.is_close:
             break
-        over = played.overflowing(
+        over_budget = simulated.overflowing_positions(
             search.budget_bytes, n_most=N_NEW_POSITIONS, distance=LEAST_DISTANCE
         )
-        for p in over:
+        for p in over_budget:
             if p in allowance_bytes:
-                allowance_bytes[p] += played.stage_bytes[p] - search.budget_bytes
+                allowance_bytes[p] += simulated.stage_bytes[p] - search.budget_bytes
             else:
                 allowance_bytes[p] = 0
         program = CutMilp(
@@ -74,34 +74,34 @@ def offer_several_cuts(
             deadline=search.deadline,
         )
         too_large = len(allowance_bytes) > MAX_POSITIONS or program.n_columns > max_columns
-        if not over or too_large:
+        if not over_budget or too_large:
             break
         proves = not any(allowance_bytes.values())
-        cuts = _solve(search, program, by_cuts, proves=proves)
-        if not any(allowance_bytes.values()) and cuts.lost_share < by_cuts + LEAST_GAIN:
+        cuts = _solve(search, program, proven_by_cuts, proves=proves)
+        if not any(allowance_bytes.values()) and cuts.lost_share < proven_by_cuts + LEAST_GAIN:
             break
-        by_cuts = max(by_cuts, cuts.lost_share)
+        proven_by_cuts = max(proven_by_cuts, cuts.lost_share)
     return proven_guide
 
 
-def _solve(search: Search, program: CutMilp, by_cuts: float, *, proves: bool) -> Cuts:
+def _solve(search: Search, program: CutMilp, proven_by_cuts: float, *, proves: bool) -> Cuts:
     """Solve the program, briefly if it is unlikely to sharpen the bound.
 
-    by_cuts: the share of the baseline's time that cuts have proven before.
+    proven_by_cuts: the share of the baseline's time that cuts have proven before.
     proves: whether the program has no allowances, so that its bound holds for the budget.
     """
 
-    def solved(node_limit: int) -> Cuts:
+    def solve_up_to(node_limit: int) -> Cuts:
         answer = program.program.solve(
-            whole=True, gap=GAP, node_limit=node_limit, deadline=search.deadline
+            as_milp=True, gap=GAP, node_limit=node_limit, deadline=search.deadline
         )
-        return program.read(answer)
+        return program.to_cuts(answer)
 
     n_nodes = max(1, NODES_TIMES_COLUMNS // max(1, program.n_columns))
-    hopeless = search.lost_share - FAR_BELOW
-    cuts = solved(1 if by_cuts < hopeless else n_nodes)
-    if by_cuts < hopeless < cuts.lost_share and proves:
-        cuts = solved(n_nodes)
+    far_below_share = search.lost_share - FAR_BELOW_GAP
+    cuts = solve_up_to(1 if proven_by_cuts < far_below_share else n_nodes)
+    if proven_by_cuts < far_below_share < cuts.lost_share and proves:
+        cuts = solve_up_to(n_nodes)
     if proves:
         search.prove(cuts.lost_share)
     search.timed_out = search.timed_out or cuts.timed_out

@@ -51,9 +51,9 @@ from graphs.graph import Graph
 from solver.bound import (
     StorageGraph,
     binding_cut,
+    lost_share_by_windows,
     proven_least_budget_bytes,
     solve_cuts,
-    windows_share,
 )
 from solver.methods.auto.anchored_cut import offer_anchored
 from solver.methods.auto.nested_reversals import nested_reversals
@@ -87,12 +87,12 @@ less than several cuts, which are solved as MILPs: U-Net at 10 % 25.4 % instead 
 """
 MAX_LAST_WORK = 15_000_000
 """Limit on the work of evictions with restarts, if nothing has been found: about five seconds."""
-LAST_SHARE, LAST_S = 0.1, 1.0
+FALLBACK_SHARE, FALLBACK_S = 0.1, 1.0
 """Time beyond the time limit for one eviction if there was no time for any: a share of the limit,
-and at least LAST_S seconds if there is no schedule at all. One takes 0.3 s on 761 operators, 0.7 s
-on 3,500.
+and at least FALLBACK_S seconds if there is no schedule at all. One takes 0.3 s on 761 operators,
+0.7 s on 3,500.
 """
-OTHERS = (revolve, dp)
+OTHER_METHODS = (revolve, dp)
 """`dp` includes `sqrt` and what `every_block` does. `none` is tried first of all."""
 
 
@@ -128,7 +128,7 @@ def recompute_only(
         # 10 %, 32.5 % overhead instead of 29.6.
         search.menus.clear()
         for stage in (*CHEAP_STAGES, *(QUICK_STAGES if quick else STAGES)):
-            if search.done or (search.close and stage not in CHEAP_STAGES):
+            if search.is_done or (search.is_close and stage not in CHEAP_STAGES):
                 break
             if search.is_nested and search.best is not None:
                 break
@@ -136,11 +136,11 @@ def recompute_only(
         if search.best is not None:  # stages end as soon as it is near the bound: improve it once
             search.offer_improved(search.best[0])
     if search.time_is_up() and not quick:
-        _in_no_time(search, time_limit_s=time_limit_s)
+        _fallback_after_time_limit(search, time_limit_s=time_limit_s)
     return search.proposal()
 
 
-def _in_no_time(search: Search, *, time_limit_s: float) -> None:
+def _fallback_after_time_limit(search: Search, *, time_limit_s: float) -> None:
     """Offer one eviction, and a checkpoint per block, if there was no time for evictions.
 
     The time limit may end a search in its first stage, with no schedule or with one that loses
@@ -149,8 +149,8 @@ def _in_no_time(search: Search, *, time_limit_s: float) -> None:
     is_enough = search.best is not None and (search.work > 0 or search.gap <= OPTIMAL_GAP)
     if is_enough or math.isinf(search.lost_share):
         return
-    last_s = LAST_SHARE * time_limit_s
-    deadline = Deadline.after(max(LAST_S, last_s) if search.best is None else last_s)
+    fallback_s = FALLBACK_SHARE * time_limit_s
+    deadline = Deadline.after(max(FALLBACK_S, fallback_s) if search.best is None else fallback_s)
     budget_bytes = search.budget_bytes
     evicted, _ = evict(search.folded, budget_bytes=budget_bytes, n_restarts=0, deadline=deadline)
     by_block = every_block(
@@ -168,14 +168,14 @@ def single_cut(search: Search) -> None:
     )
     search.prove(search.binding.lost_share)
     cuts = search.binding.cuts
-    if not search.done and cuts is not None and cuts.kept is not None:
+    if not search.is_done and cuts is not None and cuts.kept is not None:
         search.offer_cuts(dict(zip(cuts.positions, cuts.kept, strict=True)))
 
 
 def anchored_cut(search: Search) -> None:
     """Stage 2: offer the schedules of the strongest cut with anchors."""
-    if search.binding.ranked:
-        offer_anchored(search, base=search.binding.ranked[0][0])
+    if search.binding.ranked_positions:
+        offer_anchored(search, base=search.binding.ranked_positions[0][0])
 
 
 def other_methods(search: Search) -> None:
@@ -183,7 +183,7 @@ def other_methods(search: Search) -> None:
 
     They only simulate what may fit and beat the best schedule, which saves most of their time.
     """
-    for method in OTHERS:
+    for method in OTHER_METHODS:
         proposal = method(
             search.graph,
             budget_bytes=search.budget_bytes,
@@ -219,11 +219,11 @@ def several_cuts(search: Search, **limits: int) -> None:
 
 def windows(search: Search) -> None:
     """Stage 5, first part: sharpen the bound if the best schedule is far from it."""
-    if search.binding.ranked and WIDE_GAP <= search.gap < math.inf:
-        lost_share = windows_share(
+    if search.binding.ranked_positions and WIDE_GAP <= search.gap < math.inf:
+        lost_share = lost_share_by_windows(
             search.folded,
             budget_bytes=search.budget_bytes,
-            base=search.binding.ranked[0][0],
+            base=search.binding.ranked_positions[0][0],
             deadline=search.deadline,
         )
         search.prove(lost_share)
@@ -231,18 +231,18 @@ def windows(search: Search) -> None:
 
 def recombination(search: Search) -> None:
     """Stages 6 and 7: solve a tiny graph completely, or recombine the schedules found so far."""
-    if not search.binding.ranked or _solved_whole(search):
+    if not search.binding.ranked_positions or _solve_tiny_graph(search):
         return
-    folded, base = search.folded, search.binding.ranked[0][0]
-    rest = int(folded.held_bytes[base] + folded.own_bytes[base])
+    folded, base = search.folded, search.binding.ranked_positions[0][0]
+    other_bytes = int(folded.held_bytes[base] + folded.own_bytes[base])
     for share in ROOM_SHARES:
-        if search.done:
+        if search.is_done:
             break
         cuts = solve_cuts(
             folded,
             positions=[base],
-            budget_bytes=rest + int(share * (search.budget_bytes - rest)),
-            whole=True,
+            budget_bytes=other_bytes + int(share * (search.budget_bytes - other_bytes)),
+            as_milp=True,
             node_limit=5,
             deadline=search.deadline,
         )
@@ -254,19 +254,19 @@ def recombination(search: Search) -> None:
 
 def _evict(search: Search) -> None:
     """Offer the schedule of each patience, taken to its local optimum, while there is work left."""
-    most = max(MAX_WORK, WORK_PER_NODE * len(search.graph.nodes))
-    _evict_each(search, PATIENCE, max_work=most)
+    max_work = max(MAX_WORK, WORK_PER_NODE * len(search.graph.nodes))
+    _evict_each(search, PATIENCE, max_work=max_work)
     if search.best is None:
         # Restarts only here: recomputing ahead of time costs more, and only lengthens the menu.
-        most = search.work + MAX_LAST_WORK
-        _evict_each(search, LEAST_PATIENCE, max_work=most, n_restarts=MAX_RESTARTS)
+        max_work = search.work + MAX_LAST_WORK
+        _evict_each(search, LEAST_PATIENCE, max_work=max_work, n_restarts=MAX_RESTARTS)
 
 
 def _evict_each(
     search: Search, patiences: Iterable[float], *, max_work: int, n_restarts: int = 0
 ) -> None:
     for patience in patiences:
-        if search.close or (search.work >= max_work and search.best is not None):
+        if search.is_close or (search.work >= max_work and search.best is not None):
             continue
         schedule, work = evict(
             search.folded,
@@ -303,7 +303,7 @@ QUICK_STAGES: tuple[Callable[[Search], None], ...] = (
 """Run instead of STAGES if `quick`."""
 
 
-def _solved_whole(search: Search) -> bool:
+def _solve_tiny_graph(search: Search) -> bool:
     """Solve the integer program of the whole step, if small; whether it was solved to the end."""
     if search.folded.n_nodes > SMALL_NODES or find_spec("pulp") is None:
         return False

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from graphs.graph import Graph
-from solver.bound import CutMilp, StorageGraph, round_bytes
-from solver.methods.auto.from_cuts import just_in_time, names_let_go
+from solver.bound import CutMilp, StorageGraph, add_rounded_byte_rows
+from solver.methods.auto.from_cuts import droppable_names, order_just_in_time
 from solver.methods.auto.menu_program import kept_by_best
 from solver.methods.auto.recompute_rows import add_recompute_rows
 from solver.methods.auto.runs import Runs
@@ -77,13 +77,13 @@ class StretchMilp(CutMilp):
         self._stretch, self._runs, self._live_bytes = stretch, runs, live_bytes
         self.last_before = runs.first_run[stretch.first - 1]
         self.last_inside = runs.first_run[stretch.last]
-        self._there = runs.there_after(self.last_before)
-        self._read_after = runs.there_after(self.last_inside)
+        self._on_device_before = runs.needed_after(self.last_before)
+        self._needed_after = runs.needed_after(self.last_inside)
         positions = range(stretch.first - 1, stretch.last + 1)
         super().__init__(folded, positions=positions, budget_bytes=budget_bytes, deadline=deadline)
-        self.held_since = self._may_have_stayed()
+        self.held_since = self._units_that_could_stay()
         self._add_ends()
-        round_bytes(self)
+        add_rounded_byte_rows(self)
         add_recompute_rows(self, deadline=deadline)
 
     def _end(self, k: int) -> int:
@@ -91,14 +91,14 @@ class StretchMilp(CutMilp):
 
     def _candidates(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
         folded = self.folded
-        wanted = set(self._read_after)
+        wanted = set(self._needed_after)
         found = []
         for p in reversed(self.positions):
-            made = min(p, folded.n_forward)
+            n_run = min(p, folded.n_forward)
             menu = self._stretch.menu.get(p + 1, ()) if p < self._stretch.last else ()
-            nodes = [n for n in menu if n < made and not folded.cannot_recompute(n, p + 1)]
+            nodes = [n for n in menu if n < n_run and not folded.cannot_recompute(n, p + 1)]
             wanted.update(folded.reads[p], *(folded.reads[n] for n in nodes))
-            found.append(([u for u in wanted if folded.maker[u] < made], nodes))
+            found.append(([u for u in wanted if folded.maker[u] < n_run], nodes))
         yield from reversed(found)
 
     def _add_totals(self) -> None:
@@ -107,13 +107,13 @@ class StretchMilp(CutMilp):
         With them DenseNet-121 and ViT-B lose the same after 40 s, to within 0.1 points.
         """
 
-    def _may_have_stayed(self) -> Mapping[int, int]:
+    def _units_that_could_stay(self) -> Mapping[int, int]:
         """Find `held_since`: units that fit beside what the schedule holds after their last use."""
         folded, p = self.folded, self.positions[0]
         # by run, the maximum from there up to the stretch
         most = np.maximum.accumulate(self._live_bytes[self.last_before :: -1])[::-1]
         held_since = {}
-        for u in sorted(self.keep[0].keys() - self._there):
+        for u in sorted(self.keep[0].keys() - self._on_device_before):
             since = self._runs.last_read(u, self.last_before) + 1
             room = self.budget_bytes - folded.unit_bytes[u]
             fits = since > self.last_before or most[since] <= room
@@ -125,16 +125,20 @@ class StretchMilp(CutMilp):
         """Add the rows for what is on the device when the stretch begins, and when it ends."""
         program, folded, begin = self.program, self.folded, self.keep[0]
         for u, column in begin.items():
-            if folded.unit_bytes[u] and u not in self._there and u not in self.held_since:
+            if (
+                folded.unit_bytes[u]
+                and u not in self._on_device_before
+                and u not in self.held_since
+            ):
                 program.most[column] = program.least[column]
-        for u in self._read_after & self.keep[-1].keys():
+        for u in self._needed_after & self.keep[-1].keys():
             program.least[self.keep[-1][u]] = 1.0
         for since, until in pairwise(sorted({*self.held_since.values(), self.last_before + 1})):
             held = {begin[u]: folded.unit_bytes[u] for u, s in self.held_since.items() if s < until}
             room = self.budget_bytes - int(self._live_bytes[since:until].max())
             self.add_byte_row(held, room)
 
-    def kept(self, *, below: float) -> dict[int, frozenset[int]] | None:
+    def find_kept(self, *, below: float) -> dict[int, frozenset[int]] | None:
         """By position, the units that the best solution found holds.
 
         Returns None if no solution is found that loses less than `below` in the stretch, as a share
@@ -142,7 +146,7 @@ class StretchMilp(CutMilp):
         """
         return kept_by_best(self, below=below, deadline=self._deadline)
 
-    def spliced(self, kept: Mapping[int, frozenset[int]], runs: Runs) -> Schedule:
+    def splice_into(self, kept: Mapping[int, frozenset[int]], runs: Runs) -> Schedule:
         """Put the solution in the place of the stretch in these runs.
 
         runs: those of the schedule, or of a newer one.
@@ -159,16 +163,16 @@ class StretchMilp(CutMilp):
             for output in graph.node_by_name[name].outputs:
                 available.difference_update(graph.views.get(output, ()))
             available.update(graph.node_by_name[name].outputs)
-        available.difference_update(names_let_go(folded, kept[begin], begin))
+        available.difference_update(droppable_names(folded, kept[begin], begin))
         positions = range(self._stretch.first, self._stretch.last + 1)
-        inside = just_in_time(folded, kept, positions, available, deadline=self._deadline)
+        inside = order_just_in_time(folded, kept, positions, available, deadline=self._deadline)
         # Recomputing a storage drops its views, so some may be missing.
-        inside += missing_computes(graph, _read_first(graph, after), available)
+        inside += missing_computes(graph, _tensors_read_first(graph, after), available)
         order = without_dead_computes(graph, [*before, *inside, *after])
         return free_after_last_use(graph, order)
 
 
-def _read_first(graph: Graph, names: Iterable[str]) -> list[str]:
+def _tensors_read_first(graph: Graph, names: Iterable[str]) -> list[str]:
     """Tensors that these nodes, or the end of the step, read before these nodes make them."""
     made, found = set[str](), dict[str, None]()
     for name in names:

@@ -59,7 +59,7 @@ def cells(kind: str, part: int) -> Iterator[tuple[Graph, int, HostLink]]:
     while True:
         graph, rng = KINDS[kind][0](seed), random.Random(f"cells {seed}")
         seed += 1
-        folded = StorageGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_offload=True)
         if folded.n_units > MOST_UNITS or folded.n_nodes > MOST_NODES:
             continue
         total_bytes, total_s = sum(folded.unit_bytes) or 1, graph.baseline_time_s or 1.0
@@ -107,12 +107,12 @@ def test_every_position_bounds_the_truth(kind: str, part: int) -> None:
     for graph, budget_bytes, host, truth in islice(solved(cells(kind, part)), CELLS_EACH):
         check_truth(graph, budget_bytes, places_of(host), truth)
         lost = truth.time_s / graph.baseline_time_s - 1 if graph.baseline_time_s else 0.0
-        folded = StorageGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_offload=True)
         for p in range(1, folded.n_nodes + 1):
             program = CopyMilp(
                 folded, position=p, budget_bytes=budget_bytes, places=places_of(host)
             )
-            assert program.solve(whole=True).lost_share <= lost + 1e-9  # no less than its LP
+            assert program.solve(as_milp=True).lost_share <= lost + 1e-9  # no less than its LP
 
 
 DISK_UNITS, DISK_NODES = 5, 6
@@ -122,7 +122,7 @@ DISK_UNITS, DISK_NODES = 5, 6
 def cells_with_disk(kind: str, part: int) -> Iterator[tuple[Graph, int, HostLink, HostLink]]:
     """A host that has room for a part, and a disk that is slower, or as fast."""
     for n, (graph, budget_bytes, host) in enumerate(cells(kind, part)):
-        folded = StorageGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_offload=True)
         if folded.n_units > DISK_UNITS or folded.n_nodes > DISK_NODES:
             continue
         rng, sizes = random.Random(f"disk {kind} {part} {n}"), [*filter(None, folded.unit_bytes), 1]
@@ -159,10 +159,10 @@ def test_every_position_bounds_the_truth_with_a_disk(kind: str, part: int) -> No
         n_solved += 1
         check_truth(graph, budget_bytes, places, truth)
         lost = truth.time_s / graph.baseline_time_s - 1 if graph.baseline_time_s else 0.0
-        folded = StorageGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_offload=True)
         for p in range(1, folded.n_nodes + 1):
             program = CopyMilp(folded, position=p, budget_bytes=budget_bytes, places=places)
-            assert program.solve(whole=True).lost_share <= lost + 1e-9
+            assert program.solve(as_milp=True).lost_share <= lost + 1e-9
         if n_solved == CELLS_EACH:
             return
 
@@ -206,12 +206,12 @@ def test_every_position_bounds_random_schedules(first_seed: int) -> None:
     for graph, schedule, places in schedules(30, first_seed=first_seed):
         simulation = simulate(graph, schedule, places=places)
         lost = simulation.time_s / graph.baseline_time_s - 1 if graph.baseline_time_s else math.inf
-        folded = StorageGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_offload=True)
         for p in range(1, folded.n_nodes + 1):
             program = CopyMilp(
                 folded, position=p, budget_bytes=simulation.peak_bytes, places=places
             )
-            assert program.solve(whole=False).lost_share <= lost + 1e-9
+            assert program.solve(as_milp=False).lost_share <= lost + 1e-9
 
 
 # Of two blocks the first one's output waits for long and the second one's comes back at once.
@@ -234,9 +234,9 @@ def host(bytes_per_s: float, capacity_bytes: int = 100) -> Places:
 
 
 def lost_s(places: Places, position: int, graph: Graph = CHAIN) -> float:
-    folded = StorageGraph.of(graph, may_leave=True)
+    folded = StorageGraph.of(graph, may_offload=True)
     program = CopyMilp(folded, position=position, budget_bytes=12, places=places)
-    return CHAIN.baseline_time_s * program.solve(whole=True).lost_share
+    return CHAIN.baseline_time_s * program.solve(as_milp=True).lost_share
 
 
 def test_what_has_time_to_leave_and_to_come_back_costs_nothing() -> None:
@@ -263,9 +263,9 @@ def test_without_places_the_bound_is_that_of_the_cut() -> None:
         graph = larger_dag(seed)
         if any(graph.views.values()):
             continue  # what a lock proves is left out here
-        folded, free = StorageGraph.of(graph), StorageGraph.of(graph, may_leave=True)
+        folded, free = StorageGraph.of(graph), StorageGraph.of(graph, may_offload=True)
         budget_bytes = int(free.least_bytes.max()) + seed % 5
         for p in range(1, folded.n_nodes):
-            cut = solve_cuts(folded, positions=[p], budget_bytes=budget_bytes, whole=False)
+            cut = solve_cuts(folded, positions=[p], budget_bytes=budget_bytes, as_milp=False)
             program = CopyMilp(free, position=p, budget_bytes=budget_bytes, places=Places())
-            assert program.solve(whole=False).lost_share <= cut.lost_share + 1e-6
+            assert program.solve(as_milp=False).lost_share <= cut.lost_share + 1e-6

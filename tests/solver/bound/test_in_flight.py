@@ -14,7 +14,14 @@ import pytest
 from checkpoint_solver.cli.command import Exit, main
 from graphs.graph import Graph, GraphError
 from graphs.synthetic.nets import chain
-from solver.bound import bounded, halves, of_step, sharpened, span_graph, whole_span
+from solver.bound import (
+    bound_by_lps,
+    bound_by_milp,
+    halves,
+    span_graph,
+    whole_span,
+    without_span_nodes,
+)
 from solver.methods import METHODS, Proposal, find_obstacle
 from solver.methods.in_flight import in_flight
 from solver.schedule import Compute, Free, Schedule, Solution, baseline, simulate
@@ -143,13 +150,13 @@ def test_every_cover_by_spans_is_below_the_truth(seed: int) -> None:
                 assert spans[0].least_bytes <= held_bytes <= spans[0].most_bytes
             base_s = graph.baseline_time_s
             for _ in range(4):
-                cuts = [bounded(graph, span, budget_bytes=budget_bytes) for span in spans]
+                cuts = [bound_by_lps(graph, span, budget_bytes=budget_bytes) for span in spans]
                 spans = [cut.span for cut in cuts]
                 several = [
                     dataclasses.replace(cut, positions=some_positions(graph, rng)) for cut in cuts
                 ]
                 whole = [
-                    sharpened(graph, cut, budget_bytes=budget_bytes, gap=0.0).span
+                    bound_by_milp(graph, cut, budget_bytes=budget_bytes, gap=0.0).span
                     for cut in (*cuts, *several)
                 ]
                 for of_cover in (spans, whole[: len(cuts)], whole[len(cuts) :]):
@@ -235,7 +242,7 @@ def test_a_span_graph_is_the_step_of_one_micro_batch() -> None:
         assert alone.n_in_flight == 1
         schedule = baseline(alone)
         assert simulate(alone, schedule).peak_bytes <= peak_bytes
-        assert simulate(graph, of_step(graph, schedule)).peak_bytes <= peak_bytes
+        assert simulate(graph, without_span_nodes(graph, schedule)).peak_bytes <= peak_bytes
 
 
 @pytest.mark.slow

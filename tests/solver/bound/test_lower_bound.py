@@ -69,7 +69,7 @@ def test_every_set_of_moments_bounds(seed: int) -> None:
         for positions in (every, sorted(rng.sample(every, 2)), [rng.choice(every)]):
             for whole in (True, False):
                 cuts = solve_cuts(
-                    folded, positions=positions, budget_bytes=budget_bytes, whole=whole, gap=0.0
+                    folded, positions=positions, budget_bytes=budget_bytes, as_milp=whole, gap=0.0
                 )
                 assert cuts.lost_share <= lost + 1e-9
 
@@ -79,7 +79,7 @@ def test_all_moments_bound_at_least_as_much_as_each() -> None:
         folded = StorageGraph.of(graph)
         budget_bytes = least_peak_bytes(graph)
         every = range(1, folded.n_nodes + 1)
-        options = {"budget_bytes": budget_bytes, "whole": True, "gap": 0.0}
+        options = {"budget_bytes": budget_bytes, "as_milp": True, "gap": 0.0}
         together = solve_cuts(folded, positions=every, **options)
         alone = max(solve_cuts(folded, positions=[p], **options).lost_share for p in every)
         assert together.lost_share >= alone - 1e-5
@@ -111,9 +111,9 @@ def test_counting_what_is_alike_bounds_as_before(seed: int) -> None:
                     program = CutMilp(folded, positions=[p], budget_bytes=budget_bytes)
                     if counted:
                         n_columns = program.n_columns
-                        program.count_alike()
+                        program.count_equal_columns()
                         assert program.n_columns > n_columns
-                    lost.append(program.read(program.program.solve(whole=True)).lost_share)
+                    lost.append(program.to_cuts(program.program.solve(as_milp=True)).lost_share)
                 assert lost[0] == pytest.approx(lost[1], abs=1e-6)
                 assert lost[0] <= truth.time_s / graph.baseline_time_s - 1 + 1e-9
 
@@ -125,12 +125,12 @@ def test_equal_blocks_are_proven_in_few_nodes() -> None:
     least_bytes = find_obstacle(graph).reached_bytes
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     folded, budget_bytes = StorageGraph.of(graph), (least_bytes + peak_bytes) // 2
-    position, _ = binding_cut(folded, budget_bytes=budget_bytes).ranked[0]
+    position, _ = binding_cut(folded, budget_bytes=budget_bytes).ranked_positions[0]
     cuts = solve_cuts(
         folded,
         positions=[position],
         budget_bytes=budget_bytes,
-        whole=True,
+        as_milp=True,
         gap=GAP,
         node_limit=200,
     )
@@ -273,7 +273,7 @@ def test_what_a_cut_keeps_fits_to_the_byte() -> None:
     for n_wide in range(4, 30, 6):
         budget_bytes = int(folded.least_bytes[p]) + (n_wide << 31) + sum(small_bytes) // 3
         for whole in (False, True):
-            kept = solve_cuts(folded, positions=[p], budget_bytes=budget_bytes, whole=whole).kept
+            kept = solve_cuts(folded, positions=[p], budget_bytes=budget_bytes, as_milp=whole).kept
             if kept is None:
                 continue
             n_kept += 1

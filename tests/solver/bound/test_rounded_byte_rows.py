@@ -5,7 +5,7 @@ import random
 import pytest
 
 from solver.bound.cut import CutMilp
-from solver.bound.rounded_byte_rows import round_bytes, rounded
+from solver.bound.rounded_byte_rows import add_rounded_byte_rows, round_down_row
 from solver.bound.storage_graph import StorageGraph
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -15,7 +15,7 @@ from tests.support.nets import chain, random_dag
 
 
 def solved(program: CutMilp, *, whole: bool) -> float:
-    return program.read(program.program.solve(whole=whole)).lost_share
+    return program.to_cuts(program.program.solve(as_milp=whole)).lost_share
 
 
 def test_every_set_of_units_within_the_room_keeps_to_the_row() -> None:
@@ -25,7 +25,7 @@ def test_every_set_of_units_within_the_room_keeps_to_the_row() -> None:
         scale = rng.choice((1, 7, 1000))
         sizes = [scale * rng.randint(1, 12) + rng.randrange(scale) for _ in range(6)]
         room = rng.randint(max(sizes), sum(sizes) - 1)
-        times, most = rounded(sizes, room)
+        times, most = round_down_row(sizes, room)
         held = [
             sum(n for i, n in enumerate(times) if chosen >> i & 1)
             for chosen in range(2**6)
@@ -57,7 +57,7 @@ def test_they_are_below_the_truth_and_leave_the_integer_program_as_it_is(seed: i
             positions = sorted(rng.sample(every, n_positions))
             program = CutMilp(folded, positions=positions, budget_bytes=budget_bytes)
             plain = {whole: solved(program, whole=whole) for whole in (True, False)}
-            round_bytes(program)
+            add_rounded_byte_rows(program)
             rounded = {whole: solved(program, whole=whole) for whole in (True, False)}
             assert rounded[True] == pytest.approx(plain[True], abs=1e-5)
             assert plain[False] - 1e-5 <= rounded[False] <= truth + 1e-9
@@ -73,7 +73,7 @@ def test_the_linear_program_of_equal_units_is_whole() -> None:
         p = int(folded.baseline_bytes.argmax())
         program = CutMilp(folded, positions=[p], budget_bytes=budget_bytes)
         whole, before = solved(program, whole=True), solved(program, whole=False)
-        round_bytes(program)
+        add_rounded_byte_rows(program)
         after = solved(program, whole=False)
         closed += before < whole - 1e-4 and after > whole - 1e-4
     assert closed
@@ -85,5 +85,5 @@ def test_where_what_must_be_there_exceeds_the_budget_nothing_is_added() -> None:
     budget_bytes = int(folded.least_bytes[p]) - 1
     program = CutMilp(folded, positions=[p], budget_bytes=budget_bytes)
     most = [*program.program.most]
-    round_bytes(program)
+    add_rounded_byte_rows(program)
     assert [*program.program.most] == most

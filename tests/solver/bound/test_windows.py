@@ -8,9 +8,9 @@ import pytest
 from graphs.graph import Graph
 from graphs.synthetic.tape import Tape
 from solver.bound.cut import solve_cuts
-from solver.bound.rounded_byte_rows import round_bytes
+from solver.bound.rounded_byte_rows import add_rounded_byte_rows
 from solver.bound.storage_graph import StorageGraph
-from solver.bound.windows import WindowCuts, windows_share, without_small
+from solver.bound.windows import WindowCuts, lost_share_by_windows, without_small
 from solver.methods.least_budget import find_obstacle
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -60,7 +60,7 @@ def test_windows_are_below_the_truth(seed: int) -> None:
         peak_bytes = simulate(graph, baseline(graph)).peak_bytes
         budget_bytes = rng.choice((least_bytes, (3 * least_bytes + peak_bytes) // 4))
         truth = lost(graph, fastest(graph, budget_bytes=budget_bytes).time_s)
-        assert windows_share(folded, budget_bytes=budget_bytes) <= truth + 1e-9
+        assert lost_share_by_windows(folded, budget_bytes=budget_bytes) <= truth + 1e-9
         every = range(1, folded.n_nodes + 1)
         small_bytes = rng.choice((0, 2, 4))
         coarse = without_small(folded, small_bytes=small_bytes)
@@ -70,11 +70,11 @@ def test_windows_are_below_the_truth(seed: int) -> None:
                 program = WindowCuts(
                     coarse, positions=positions, marks=marks, budget_bytes=budget_bytes
                 )
-                answer = program.program.solve(whole=whole)
-                assert program.read(answer).lost_share <= truth + 1e-9
-                round_bytes(program)
-                answer = program.program.solve(whole=whole)
-                assert program.read(answer).lost_share <= truth + 1e-9
+                answer = program.program.solve(as_milp=whole)
+                assert program.to_cuts(answer).lost_share <= truth + 1e-9
+                add_rounded_byte_rows(program)
+                answer = program.program.solve(as_milp=whole)
+                assert program.to_cuts(answer).lost_share <= truth + 1e-9
 
 
 @pytest.mark.slow
@@ -86,10 +86,10 @@ def test_windows_bound_at_least_as_much_as_the_cut_at_each_mark() -> None:
             program = WindowCuts(
                 folded, positions=positions, marks=marks, budget_bytes=budget_bytes
             )
-            together = program.read(program.program.solve(whole=False)).lost_share
+            together = program.to_cuts(program.program.solve(as_milp=False)).lost_share
             for p in marks:
                 alone = solve_cuts(
-                    folded, positions=[p], budget_bytes=budget_bytes, whole=False
+                    folded, positions=[p], budget_bytes=budget_bytes, as_milp=False
                 ).lost_share
                 assert together >= alone - 1e-5
 
@@ -100,7 +100,7 @@ def test_windows_see_stretches_that_are_recomputed_again_and_again(graph: Graph)
     folded = StorageGraph.of(graph)
     budget_bytes = find_obstacle(graph).reached_bytes
     single = max(
-        solve_cuts(folded, positions=[p], budget_bytes=budget_bytes, whole=True).lost_share
+        solve_cuts(folded, positions=[p], budget_bytes=budget_bytes, as_milp=True).lost_share
         for p in range(folded.n_forward, folded.n_nodes)
     )
-    assert windows_share(folded, budget_bytes=budget_bytes) > 1.2 * single
+    assert lost_share_by_windows(folded, budget_bytes=budget_bytes) > 1.2 * single

@@ -19,7 +19,11 @@ from solver.chain import (
     reversal_bound,
     split_into_blocks,
 )
-from solver.chain.nested_reversal_bound import equal_run, equal_s, least_recompute_s
+from solver.chain.nested_reversal_bound import (
+    equal_bound_s,
+    least_recompute_s,
+    longest_equal_run,
+)
 from solver.chain.nested_reversal_levels import Arrival, Levels, Programs, Stretch, divide
 from solver.methods.revolve import reversal_to_schedule
 from solver.schedule import simulate
@@ -116,8 +120,8 @@ def compared(seed: int) -> tuple[int, int]:
             for levels in divisions(folded, budget_bytes, rng):
                 proven_s = least_recompute_s(levels)
                 assert proven_s <= recomputed_s + 1e-6
-                run = equal_run(levels)
-                assert run is None or equal_s(levels, run) <= proven_s + 1e-6
+                run = longest_equal_run(levels)
+                assert run is None or equal_bound_s(levels, run) <= proven_s + 1e-6
                 n_positive += proven_s > 0
                 n_met += 0 < recomputed_s <= proven_s + 1e-6
     return n_positive, n_met
@@ -171,7 +175,7 @@ def test_equal_levels_take_nearly_what_griewank_and_walther_say(
     expected = n_extra_steps(n_steps=n_levels, n_snapshots=n_slots + 1)
     again = least_recompute_s(levels)
     assert (1.0 if not n_slots else 0.7) * expected <= again + 1e-9 <= expected + 2e-9
-    assert equal_s(levels, (1, n_levels)) == pytest.approx(again)
+    assert equal_bound_s(levels, (1, n_levels)) == pytest.approx(again)
 
 
 def cells(n_levels: int, n_slots: int) -> Levels:
@@ -197,16 +201,16 @@ def test_where_only_states_fit_it_is_what_griewank_and_walther_say(
     levels = cells(n_levels, n_slots)
     expected = n_extra_steps(n_steps=n_levels, n_snapshots=n_slots + 1)
     assert least_recompute_s(levels) == pytest.approx(expected)
-    assert equal_s(levels, (1, n_levels)) == pytest.approx(expected)
+    assert equal_bound_s(levels, (1, n_levels)) == pytest.approx(expected)
 
 
 class Known(Programs):
     """s and s' that fall as more bytes are held, by level (a stretch without nodes)."""
 
-    def saving_s(self, stretch: Stretch, held_bytes: int, *, alone: bool) -> float:
+    def saving_s(self, stretch: Stretch, held_bytes: int, *, unaided: bool) -> float:
         (level,) = stretch.demand
         missing = max(0, 6 - held_bytes)
-        if alone:
+        if unaided:
             return math.inf if missing > 3 else (0.5 + 0.25 * level) * missing
         return 0.25 * level * missing
 
@@ -216,8 +220,8 @@ def any_levels(rng: random.Random) -> Levels:
     arrival = Arrival(
         forward_s=tuple(rng.choice([0.5, 1.0, 1.5]) for _ in range(n)),
         one_unit_s=rng.choice([0.0, 0.25]),
-        always=tuple(rng.random() < 0.3 for _ in range(n)),
-        if_read=tuple(rng.random() < 0.7 for _ in range(n)),
+        always_due=tuple(rng.random() < 0.3 for _ in range(n)),
+        due_if_read=tuple(rng.random() < 0.7 for _ in range(n)),
     )
     return Levels(
         width_bytes=2,
@@ -257,10 +261,10 @@ def as_stated(levels: Levels) -> float:
                 continue
             rest, held = first(k) + least(kind, k, j, m + w), room[k] - m
             before = least("A", i, k - 1, m)
-            always = arrival is not None and arrival.always[k - 1]
-            if_read = arrival is not None and (always or arrival.if_read[k - 1])
+            always = arrival is not None and arrival.always_due[k - 1]
+            if_read = arrival is not None and (always or arrival.due_if_read[k - 1])
             arrived = least("P", i, k - 1, m) if if_read else before
-            alone_s = levels.alone_s(k, held) + (arrived if always else before)
+            alone_s = levels.unaided_saving_s(k, held) + (arrived if always else before)
             found.append(rest + min(alone_s, levels.saving_s(k, held) + arrived))
             if k > i + 1:
                 one = rest + levels.saving_s(k, held - w)
@@ -289,9 +293,9 @@ def test_past_its_work_a_level_proves_nothing_more(monkeypatch: pytest.MonkeyPat
     proven = reversal_bound(folded, blocks, budget_bytes=budget_bytes)
     n_solved = []
 
-    def counted(stretch: Stretch, held_bytes: int, *, alone: bool) -> float:
+    def counted(stretch: Stretch, held_bytes: int, *, unaided: bool) -> float:
         n_solved.append(len(stretch.nodes) + len(stretch.unit_bytes))
-        return saving_s(stretch, held_bytes, alone=alone)
+        return saving_s(stretch, held_bytes, unaided=unaided)
 
     saving_s = Stretch.saving_s
     monkeypatch.setattr(Stretch, "saving_s", counted)

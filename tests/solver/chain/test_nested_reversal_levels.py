@@ -59,7 +59,7 @@ def test_times_and_what_is_due() -> None:
     assert levels.forward_s == (1.0, 2.0, 4.0)
     assert levels.one_unit_s == 0.0
     assert levels.arrival is not None
-    assert levels.arrival.always == (False, True, True)
+    assert levels.arrival.always_due == (False, True, True)
     assert levels.arrival.forward_s == levels.forward_s
 
 
@@ -90,15 +90,15 @@ def test_one_of_two_states_in_an_empty_range_does_not_do_for_both() -> None:
     assert levels.forward_s == (1.0, 12.0)  # where y2 is there, x1 is enough
     assert levels.one_unit_s == 8.0  # y2 there: v2 does not run
     assert levels.arrival is not None
-    assert levels.arrival.always == (False, False)
-    assert levels.arrival.if_read == (False, True)
+    assert levels.arrival.always_due == (False, False)
+    assert levels.arrival.due_if_read == (False, True)
     assert levels.arrival.forward_s == (1.0, 12.0)
 
 
 def test_a_level_alone_reads_only_what_later_nodes_read_of_the_one_before() -> None:
     levels = two_states()
     assert [levels.saving_s(2, held) for held in (0, 4, 8)] == [12.0, 4.0, 0.0]
-    assert [levels.alone_s(2, held) for held in (0, 4, 8)] == [math.inf, 8.0, 0.0]
+    assert [levels.unaided_saving_s(2, held) for held in (0, 4, 8)] == [math.inf, 8.0, 0.0]
 
 
 @pytest.mark.parametrize(("unit_bytes", "is_due"), [(8, True), (4, False)])
@@ -119,7 +119,7 @@ def test_a_state_is_due_if_an_empty_range_cannot_have_it(unit_bytes: int, is_due
     )
     assert levels is not None
     assert levels.arrival is not None
-    assert levels.arrival.if_read == (False, is_due)
+    assert levels.arrival.due_if_read == (False, is_due)
 
 
 def with_another_read(other_bytes: int) -> Levels:
@@ -148,13 +148,13 @@ def test_what_is_due_can_take_less_than_the_demand() -> None:
     levels = with_another_read(8)
     assert levels.forward_s[0] == 2.0
     assert levels.arrival is not None
-    assert levels.arrival.if_read == (False, True)
+    assert levels.arrival.due_if_read == (False, True)
     assert levels.arrival.forward_s[0] == 1.0
 
 
 def test_where_one_read_may_be_there_the_level_is_not_due() -> None:
     arrival = with_another_read(4).arrival
-    assert arrival is None or arrival.if_read == (False, False)
+    assert arrival is None or arrival.due_if_read == (False, False)
 
 
 def test_a_window_begins_after_the_check_of_the_level_above() -> None:

@@ -17,7 +17,7 @@ from solver.chain.problem import (
     ForwardKeepingInput,
     ForwardKeepingOutput,
     IllegalChainError,
-    keeping_everything,
+    ops_keeping_everything,
     simulate_chain,
 )
 
@@ -48,7 +48,7 @@ def quiet(chain: Chain) -> Chain:
 
 
 def test_keeping_everything_by_hand() -> None:
-    ops = keeping_everything(TWO)
+    ops = ops_keeping_everything(TWO)
     assert ops == (
         ForwardKeepingAll(1),
         ForwardKeepingAll(2),
@@ -111,7 +111,7 @@ def test_an_output_there_by_itself_counts_twice_while_its_block_saves() -> None:
         ForwardKeepingInput(1),
         ForwardKeepingInput(2),
         ForwardKeepingAll(2),
-        *keeping_everything(TWO)[2:4],
+        *ops_keeping_everything(TWO)[2:4],
         ForwardKeepingAll(1),
         Backward(1),
     )
@@ -134,14 +134,14 @@ def test_a_dropped_output_is_gone() -> None:
 
 def test_zero_sizes_and_times_are_nothing_special() -> None:
     chain = Chain((0,), (0, 0), (0, 0), (0, 0), (0,), (0, 0))
-    assert simulate_chain(chain, keeping_everything(chain)) == (0.0, 0)
+    assert simulate_chain(chain, ops_keeping_everything(chain)) == (0.0, 0)
 
 
 @pytest.mark.parametrize(
     ("ops", "message"),
     [
         ((), "at the end: the backward of block 3 has not run"),
-        (keeping_everything(TWO)[:-1], "at the end: the backward of block 1 has not run"),
+        (ops_keeping_everything(TWO)[:-1], "at the end: the backward of block 1 has not run"),
         ((ForwardKeepingAll(2),), "op 0: the forward of block 2 reads x_1, which is not there"),
         ((ForwardKeepingAll(1),) * 2, "op 1: all that block 1 saves is there already"),
         ((ForwardKeepingAll(1), ForwardKeepingInput(1)), "op 1: all that block 1 saves is there"),
@@ -149,7 +149,7 @@ def test_zero_sizes_and_times_are_nothing_special() -> None:
         ((ForwardKeepingOutput(1),) * 2, "op 1: the forward of block 1 reads x_0, which is not"),
         ((Backward(3),), "op 0: the backward of block 3 reads x_2, which is not there"),
         ((Backward(1),), "op 0: the backward of block 1 is not due; that of block 3 is"),
-        ((*keeping_everything(TWO), Backward(1)), "op 5: .* block 1 is not due; none is"),
+        ((*ops_keeping_everything(TWO), Backward(1)), "op 5: .* block 1 is not due; none is"),
         ((*RECOMPUTED[:4], Backward(1)), "op 4: what block 1 saves is not there"),
         (
             (ForwardKeepingAll(1), Drop(0), ForwardKeepingAll(2), Backward(3), Backward(2)) * 2,
@@ -228,5 +228,5 @@ def test_bad_input_is_named(change: dict[str, object], message: str) -> None:
 
 def test_the_unused_entry_may_be_anything() -> None:
     assert replace(TWO, saved_bytes=(999, 30, 500)).saved_bytes[0] == 999
-    ops = keeping_everything(TWO)
+    ops = ops_keeping_everything(TWO)
     assert simulate_chain(replace(TWO, saved_bytes=(999, 30, 500)), ops) == simulate_chain(TWO, ops)

@@ -24,7 +24,7 @@ from solver.chain.problem import (
     ForwardKeepingInput,
     ForwardKeepingOutput,
     IllegalChainError,
-    keeping_everything,
+    ops_keeping_everything,
     simulate_chain,
 )
 from solver.chain.rotor import solve_chain
@@ -67,7 +67,7 @@ def uniform(n_blocks: int, *, saved_bytes: int = 3) -> Chain:
 
 
 def unbounded_peak(chain: Chain) -> int:
-    return simulate_chain(chain, keeping_everything(chain))[1]
+    return simulate_chain(chain, ops_keeping_everything(chain))[1]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_enough_for_everything_saves_everything() -> None:
     for budget_bytes in (peak_bytes, 10 * peak_bytes, 10**30):
         solution = solve_chain(chain, budget_bytes=budget_bytes)
         assert solution is not None
-        assert solution.ops == keeping_everything(chain)
+        assert solution.ops == ops_keeping_everything(chain)
         assert solution.peak_bytes == peak_bytes
 
 
@@ -282,7 +282,7 @@ def test_slots_beyond_the_budget_fill_what_rounding_leaves_empty(
         return total_s
 
     with_reach_s = recomputed_s()
-    monkeypatch.setattr(dp, "REACH", (1, 1))
+    monkeypatch.setattr(dp, "TABLE_PER_BUDGET", (1, 1))
     assert with_reach_s < 0.95 * recomputed_s()
 
 

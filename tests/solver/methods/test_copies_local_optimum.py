@@ -10,7 +10,7 @@ import pytest
 from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.methods.auto import with_copies as module
-from solver.methods.auto.copies_local_optimum import Attempt, _neighbours, climb
+from solver.methods.auto.copies_local_optimum import Attempt, _neighbouring_orders, climb
 from solver.methods.auto.copy_placement import find_gaps
 from solver.schedule import (
     IllegalScheduleError,
@@ -43,7 +43,7 @@ def test_steps_lead_to_complete_orders(first_seed: int) -> None:
         order = keep(graph, [n for n in graph.producer if rng.random() < 0.5]).order
         folded = StorageGraph.of(graph)
         gaps = find_gaps(folded, order)
-        for other in _neighbours(folded, Attempt(order, gaps, {}, 1.0)):
+        for other in _neighbouring_orders(folded, Attempt(order, gaps, {}, 1.0)):
             try:
                 simulate(graph, free_after_last_use(graph, other))
             except IllegalScheduleError:
@@ -79,7 +79,7 @@ def test_less_is_lost_with_single_steps(monkeypatch: pytest.MonkeyPatch) -> None
     budget_bytes = graph.resident_bytes + int(0.3 * (peak_bytes - graph.resident_bytes))
     places = Places(host=Place(10**18, Link(2e10, 2e10)))
     found_s = []
-    for max_work in (0, module.MAX_STEPS_WORK):
-        monkeypatch.setattr(module, "MAX_STEPS_WORK", max_work)
+    for max_work in (0, module.MAX_LOCAL_SEARCH_WORK):
+        monkeypatch.setattr(module, "MAX_LOCAL_SEARCH_WORK", max_work)
         found_s.append(judged_s(graph, budget_bytes=budget_bytes, places=places))
     assert found_s[1] < 0.97 * found_s[0]

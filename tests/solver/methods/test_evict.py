@@ -5,7 +5,7 @@ import pytest
 from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.methods import find_obstacle
-from solver.methods.early_recompute import Ahead, ahead_of
+from solver.methods.early_recompute import Gate, gates_for
 from solver.methods.evict import evict
 from solver.schedule import simulate
 from tests.support.brute_force import least_peak_bytes
@@ -50,8 +50,8 @@ def test_made_ahead_of_time_where_just_in_time_has_no_room() -> None:
     folded = StorageGraph.of(graph)
     least_bytes = least_peak_bytes(graph)
     h1, since, until = folded.unit_names.index("h1"), 5, 6  # widen2, narrow2
-    gates = ahead_of(folded, until, budget_bytes=least_bytes)
-    assert Ahead(h1, since, until) in list(gates)
+    gates = gates_for(folded, until, budget_bytes=least_bytes)
+    assert Gate(h1, since, until) in list(gates)
     schedule, _ = evict(folded, budget_bytes=least_bytes)
     assert schedule is not None
     assert simulate(graph, schedule).peak_bytes == least_bytes
@@ -61,7 +61,7 @@ def test_made_ahead_of_time_where_just_in_time_has_no_room() -> None:
 def test_nothing_is_made_ahead_where_there_is_room() -> None:
     folded = StorageGraph.of(wide_blocks())
     for q in range(folded.n_nodes + 1):
-        assert not list(ahead_of(folded, q, budget_bytes=100))
+        assert not list(gates_for(folded, q, budget_bytes=100))
 
 
 def test_what_runs_once_goes_after_its_last_use() -> None:

@@ -11,7 +11,7 @@ import pytest
 from graphs.graph import Graph, Tensor
 from graphs.rewrites import Variants
 from solver import solve
-from solver.methods import AS_IT_IS, KnownPlan, reused, transferred
+from solver.methods import WITHOUT_RECOMPUTATION, KnownPlan, reuse_plan, transfer_schedule
 from solver.methods.reuse_known_plan import REUSE_LOSS
 from solver.schedule import Request, baseline, free_after_last_use, simulate
 from tests.support.brute_force import fastest, least_peak_bytes
@@ -53,7 +53,7 @@ def test_a_shorter_step_is_as_good_as_searched(
     gpt2: Graph, known: KnownPlan, budget_bytes: int, share: float
 ) -> None:
     graph = other_length(gpt2, share)
-    found = reused(Variants.of(graph), known, Request(budget_bytes))
+    found = reuse_plan(Variants.of(graph), known, Request(budget_bytes))
     assert found is not None
     assert found.schedule is not None
     simulation = simulate(graph, found.schedule)
@@ -69,8 +69,8 @@ def test_a_shorter_step_is_as_good_as_searched(
 @pytest.mark.slow
 def test_a_longer_step_is_not_served(gpt2: Graph, known: KnownPlan, budget_bytes: int) -> None:
     graph = other_length(gpt2, 1.1)
-    assert reused(Variants.of(graph), known, Request(budget_bytes)) is None
-    start = simulate(graph, transferred(graph, known.schedule))
+    assert reuse_plan(Variants.of(graph), known, Request(budget_bytes)) is None
+    start = simulate(graph, transfer_schedule(graph, known.schedule))
     assert start.peak_bytes > budget_bytes
 
 
@@ -79,20 +79,20 @@ def test_a_plan_that_recomputes_far_too_much_is_not_reused(gpt2: Graph, budget_b
     again = [node.name for node in gpt2.forward_nodes if node.recomputable][::-1]
     order = [node.name for node in gpt2.nodes]
     wasteful = KnownPlan(free_after_last_use(gpt2, [*order, *again]), rewrites=(), gap=0.0)
-    assert reused(Variants.of(gpt2), wasteful, Request(budget_bytes)) is None
+    assert reuse_plan(Variants.of(gpt2), wasteful, Request(budget_bytes)) is None
 
 
 def test_what_fits_as_it_is_recomputes_nothing(gpt2: Graph) -> None:
     peak_bytes = simulate(gpt2, baseline(gpt2)).peak_bytes
-    found = reused(Variants.of(gpt2), AS_IT_IS, Request(peak_bytes))
+    found = reuse_plan(Variants.of(gpt2), WITHOUT_RECOMPUTATION, Request(peak_bytes))
     assert found is not None
     assert found.overhead == found.lower_bound_overhead == 0.0
     assert found.status == "optimal"
-    assert reused(Variants.of(gpt2), AS_IT_IS, Request(peak_bytes - 1)) is None
+    assert reuse_plan(Variants.of(gpt2), WITHOUT_RECOMPUTATION, Request(peak_bytes - 1)) is None
 
 
 def test_the_same_graph_keeps_its_schedule(gpt2: Graph, known: KnownPlan) -> None:
-    assert transferred(gpt2, known.schedule).order == known.schedule.order
+    assert transfer_schedule(gpt2, known.schedule).order == known.schedule.order
 
 
 def test_operators_that_only_one_of_the_steps_has() -> None:
@@ -100,7 +100,7 @@ def test_operators_that_only_one_of_the_steps_has() -> None:
     old = _line("a b c loss", "loss_b extra c_b b_b a_b")
     new = _line("a b c norm loss", "loss_b c_b b_b a_b")
     names = "a b c loss loss_b a b extra c_b b_b a a_b"
-    schedule = transferred(new, free_after_last_use(old, names.split()))
+    schedule = transfer_schedule(new, free_after_last_use(old, names.split()))
     assert " ".join(schedule.order) == "a b c norm loss loss_b a b c_b b_b a a_b"
 
 
@@ -111,7 +111,7 @@ def test_what_the_step_cannot_recompute_it_holds() -> None:
         nodes=tuple(replace(n, recomputable=n.recomputable and n.name != "a") for n in old.nodes),
     )
     names = "a b loss loss_b a b b_b a_b"
-    schedule = transferred(new, free_after_last_use(old, names.split()))
+    schedule = transfer_schedule(new, free_after_last_use(old, names.split()))
     assert " ".join(schedule.order) == "a b loss loss_b b b_b a_b"
 
 
@@ -136,7 +136,7 @@ def test_bound_and_schedule_against_brute_force(seed: int) -> None:
         budget_bytes = least_peak_bytes(graph)
         smaller = other_length(graph, 0.7)
         truth = fastest(smaller, budget_bytes=budget_bytes)
-        found = reused(
+        found = reuse_plan(
             Variants.of(smaller),
             KnownPlan.of(solve(graph, budget=budget_bytes)),
             Request(budget_bytes),

@@ -124,13 +124,13 @@ def test_auto_is_no_worse_on_chains(beside: Places) -> None:
 def test_auto_schedules_the_same_reversal_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host has room for all and there is no disk, the two methods are the same."""
     tried: list[object] = []
-    scheduled = storage_levels._scheduled
+    scheduled = storage_levels._make_schedule
 
     def counted(search: object, blocks: object, actions: object, *rest: object) -> Schedule:
         tried.append(actions)
         return scheduled(search, blocks, actions, *rest)
 
-    monkeypatch.setattr(storage_levels, "_scheduled", counted)
+    monkeypatch.setattr(storage_levels, "_make_schedule", counted)
     monkeypatch.setattr(after_auto, "auto", lambda *_given, **_options: Proposal(None, 0.0, False))
     assert run("auto", uniform_chain(16), 4, places(16, 2.0)) is not None
     assert tried

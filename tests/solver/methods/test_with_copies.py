@@ -58,7 +58,7 @@ def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: in
         total_bytes = sum(folded.unit_bytes)
         rate = rng.choice((0.3, 1.0, 5.0)) * total_bytes / (graph.baseline_time_s or 1.0)
         places = host(rate, max(1, int(rng.choice((0.5, 2)) * total_bytes)), rng.choice((0, 0.1)))
-        least_bytes = int(StorageGraph.of(graph, may_leave=True).least_bytes.max())
+        least_bytes = int(StorageGraph.of(graph, may_offload=True).least_bytes.max())
         budget_bytes = least_bytes + int(rng.random() * total_bytes)
         assert places.host is not None
         placed = place_copies(folded, order, gaps, budget_bytes=budget_bytes, places=places)
@@ -96,7 +96,7 @@ def test_what_goes_on_to_the_disk_is_legal_and_as_fast_and_as_large_as_said(
         chosen = longest_to_disk(folded, gaps, places)
         if rng.random() < 0.5:
             chosen = frozenset(gap.unit for gap in gaps if rng.random() < 0.5)
-        least_bytes = int(StorageGraph.of(graph, may_leave=True).least_bytes.max())
+        least_bytes = int(StorageGraph.of(graph, may_offload=True).least_bytes.max())
         budget_bytes = least_bytes + int(rng.random() * total_bytes)
         placed = place_copies(
             folded, order, gaps, budget_bytes=budget_bytes, places=places, to_disk=chosen
@@ -124,7 +124,7 @@ def found(graph: Graph, proposal: Proposal, places: Places) -> float:
 def test_bound_truth_and_schedule_are_in_order(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 5):
         graph = random_dag(seed=seed, n_forward=seed % 3 + 2, n_later=seed % 2 + 2)
-        folded = StorageGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_offload=True)
         rate = sum(folded.unit_bytes) / (graph.baseline_time_s or 1.0) or 1.0
         peak_bytes = simulate(graph, baseline(graph)).peak_bytes
         budget_bytes = (int(folded.least_bytes.max()) + peak_bytes) // 2
@@ -148,7 +148,7 @@ def test_bound_truth_and_schedule_are_in_order(first_seed: int) -> None:
 def test_bound_truth_and_schedule_are_in_order_with_a_disk(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 5):
         graph, rng = random_dag(seed=seed, n_forward=3, n_later=2), random.Random(seed)
-        folded = StorageGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_offload=True)
         sizes = [*filter(None, folded.unit_bytes), 1]
         per_byte_s = (graph.baseline_time_s or 1.0) / sum(sizes) / rng.choice((1, 4))
         to_host = HostLink(rng.choice((min(sizes), max(sizes))), per_byte_s, per_byte_s)
@@ -222,7 +222,7 @@ def test_recomputation_alone_is_found_where_the_clock_ends_the_search_for_copies
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     options = {"budget_bytes": peak_bytes - 7000, "time_limit_s": 600.0, "seed": 0}
     alone = auto(graph, **options)
-    monkeypatch.setattr(with_copies, "COPYING", (takes_all_of_its_time,))
+    monkeypatch.setattr(with_copies, "COPY_STAGES", (takes_all_of_its_time,))
     proposal = auto(graph, places=host(1.0), **options)
     assert found(graph, proposal, host(1.0)) == found(graph, alone, host(1.0))
     # the bound was nearly met all the same
@@ -236,7 +236,7 @@ def test_a_large_step_begins_with_recomputation_alone(
     is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
-    for name in ("COPYING", "ALONE"):
+    for name in ("COPY_STAGES", "RECOMPUTE_STAGES"):
         noted = partial(lambda name, _search: begun.append(name), name)
         monkeypatch.setattr(with_copies, name, (noted, *getattr(with_copies, name)))
     graph = chain(n_blocks=50)
@@ -245,7 +245,7 @@ def test_a_large_step_begins_with_recomputation_alone(
     budget_bytes = simulate(graph, baseline(graph)).peak_bytes - 7000
     options = {"budget_bytes": budget_bytes, "time_limit_s": 600.0, "seed": 0}
     proposal = auto(graph, places=host(1.0), **options)
-    assert begun[0] == ("ALONE" if is_large else "COPYING")
+    assert begun[0] == ("RECOMPUTE_STAGES" if is_large else "COPY_STAGES")
     assert found(graph, proposal, host(1.0)) == pytest.approx(107.0)
 
 
@@ -358,7 +358,7 @@ def test_copies_alone_are_found_wherever_the_clock_ends_the_search(monkeypatch, 
         deadline.check()
 
     graph = nets.residual(n_blocks=12)
-    monkeypatch.setattr(with_copies, "binding_copies", no_time)
+    monkeypatch.setattr(with_copies, "binding_copy_cut", no_time)
     plain = simulate(graph, baseline(graph))
     fast = host(4 * plain.peak_bytes / plain.time_s)
     places = Places(host=fast.host, disk=fast.host) if disk else fast

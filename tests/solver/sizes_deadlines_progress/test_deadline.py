@@ -141,7 +141,9 @@ def test_parts_end_at_a_deadline_in_the_past() -> None:
     assert evict(step, budget_bytes=budget_bytes)[0] is not None
     late, _ = evict(step, budget_bytes=int(step.least_bytes.max()), deadline=PAST)
     assert late is None
-    cuts = solve_cuts(step, positions=[base], budget_bytes=budget_bytes, whole=True, deadline=PAST)
+    cuts = solve_cuts(
+        step, positions=[base], budget_bytes=budget_bytes, as_milp=True, deadline=PAST
+    )
     assert (cuts.kept, cuts.lost_share, cuts.timed_out) == (None, 0.0, True)
     options: Any = {"budget_bytes": budget_bytes, "allowance_bytes": {}, "deadline": PAST}
     for run in (

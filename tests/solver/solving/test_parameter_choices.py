@@ -46,7 +46,7 @@ def test_bound_truth_and_plan_are_in_order(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 10):
         rng = random.Random(f"parameters {seed}")
         graph = with_some_parameters(seed, rng, n_later=1)
-        folded = StorageGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_offload=True)
         total_bytes, total_s = sum(folded.unit_bytes) + 1, graph.baseline_time_s or 1.0
         per_byte_s = total_s / total_bytes / rng.choice((1, 4, 16))
         link = Link(1 / per_byte_s, 1 / per_byte_s, total_s * rng.choice((0, 0.05)))
@@ -54,7 +54,7 @@ def test_bound_truth_and_plan_are_in_order(first_seed: int) -> None:
         host = HostLink(capacity_bytes, per_byte_s, per_byte_s, link.latency_s)
         to = Places(host=Place(capacity_bytes, link))
         choices = with_state_choices(graph, to, parameters="auto").planned
-        least = [int(StorageGraph.of(each, may_leave=True).least_bytes.max()) for each in choices]
+        least = [int(StorageGraph.of(each, may_offload=True).least_bytes.max()) for each in choices]
         budget_bytes = rng.choice(least) + rng.choice((0, 1, 3))
         with suppress(TooManyStatesError):
             truth_s = min(

@@ -60,7 +60,7 @@ def test_bound_truth_and_plan_are_in_order(first_seed: int) -> None:
         rng = random.Random(f"state {seed}")
         graph = random_dag(seed=seed, n_forward=rng.randint(2, 3), n_later=rng.randint(1, 2))
         graph = with_some_state(graph, rng, most_bytes=6)
-        folded = StorageGraph.of(graph, may_leave=True)
+        folded = StorageGraph.of(graph, may_offload=True)
         total_bytes, total_s = sum(folded.unit_bytes) + 1, graph.baseline_time_s or 1.0
         per_byte_s = total_s / total_bytes / rng.choice((1, 4, 16))
         latency_s = total_s * rng.choice((0, 0.05))

@@ -38,8 +38,8 @@ def budget_at(graph: Graph, share: float) -> int:
 def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> None:
     graph = nets.recurrent(n_steps=200)
     folded, budget_bytes = StorageGraph.of(graph), budget_at(graph, share)
-    base, lost_share = binding_cut(folded, budget_bytes=budget_bytes, gap=1e-3).ranked[0]
-    alone = solve_cuts(folded, positions=[base], budget_bytes=budget_bytes, whole=True)
+    base, lost_share = binding_cut(folded, budget_bytes=budget_bytes, gap=1e-3).ranked_positions[0]
+    alone = solve_cuts(folded, positions=[base], budget_bytes=budget_bytes, as_milp=True)
     assert alone.kept is not None
     assert (
         simulate(graph, schedule_from_cuts(folded, {base: alone.kept[0]})).peak_bytes > budget_bytes
@@ -54,7 +54,7 @@ def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> 
 
 def test_the_time_limit_leaves_a_known_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the clock leaves no time to find anything, what was known is handed back."""
-    monkeypatch.setattr(stages, "_in_no_time", lambda *_, **__: None)
+    monkeypatch.setattr(stages, "_fallback_after_time_limit", lambda *_, **__: None)
     budget_bytes = budget_at(RECURRENT, 0.5)
     known = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=600, seed=0).schedule
     assert known is not None
@@ -69,7 +69,7 @@ def test_the_time_limit_leaves_a_known_schedule(monkeypatch: pytest.MonkeyPatch)
 def test_a_known_schedule_that_does_not_fit_is_not_handed_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stages, "_in_no_time", lambda *_, **__: None)
+    monkeypatch.setattr(stages, "_fallback_after_time_limit", lambda *_, **__: None)
     budget_bytes = budget_at(RECURRENT, 0.5)
     found = auto(
         RECURRENT,

@@ -125,8 +125,8 @@ def test_less_is_lost_around_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     places = Places(host=Place(10**18, Link(rate, rate)))
     budget_bytes = least_bytes + int(0.2 * (peak_bytes - least_bytes))
     found = []
-    for stages in (_without(module.COPYING, recompute_around), module.COPYING):
-        monkeypatch.setattr(module, "COPYING", stages)
+    for stages in (_without(module.COPY_STAGES, recompute_around), module.COPY_STAGES):
+        monkeypatch.setattr(module, "COPY_STAGES", stages)
         time_s = judged_s(graph, budget_bytes=budget_bytes, places=places)
         found.append(time_s / graph.baseline_time_s)
     assert found[1] < 1.25 < 1.26 < found[0]

@@ -17,10 +17,10 @@ from solver.bound.windows import large_units_only
 from solver.methods.auto import neighbourhoods
 from solver.methods.auto.from_cuts import fold_simulation
 from solver.methods.auto.neighbourhoods import (
-    AT_ONCE,
-    ENTRIES,
     LOSS_PER_SIZE,
+    MAX_ENTRIES,
     N_NEAR,
+    N_PARALLEL,
     refine,
     search_neighbourhoods,
 )
@@ -60,7 +60,7 @@ def searched(graph: Graph) -> Search:
 
 
 def nodes_of(middle: neighbourhoods._Middle) -> Sequence[int]:
-    return middle.stretch.menu[middle.menu_at[0]]
+    return middle.stretch.menu[middle.menu_positions[0]]
 
 
 def plan_of(search: Search) -> neighbourhoods._Plan:
@@ -91,18 +91,20 @@ def test_middles_begin_where_the_plan_recomputes_and_are_as_long_as_they_may(nam
     recomputed = fold_simulation(search.folded, search.best[0]).recomputed
     assert plan.recompute_at == sorted({p for _, p in recomputed if p < search.folded.n_nodes})
     for first in plan.recompute_at:
-        middles = [plan._middle(first, size) for size in range(len(ENTRIES))]
-        for most, middle, larger in zip(ENTRIES, middles, [*middles[1:], None], strict=True):
+        middles = [plan._longest_middle(first, size) for size in range(len(MAX_ENTRIES))]
+        for most, middle, larger in zip(MAX_ENTRIES, middles, [*middles[1:], None], strict=True):
             assert middle is not None
-            menu_at = middle.menu_at
+            menu_at = middle.menu_positions
             assert menu_at[0] == first
             assert {*plan.recompute_at} & {*range(first, menu_at[-1] + 1)} <= {*menu_at}
             assert {n for n, p in recomputed if first <= p <= menu_at[-1]} <= {*nodes_of(middle)}
             assert len(menu_at) * len(nodes_of(middle)) <= most or len(menu_at) == 1
-            if larger is not None and len(larger.menu_at) > len(menu_at):  # one more is too much
+            if larger is not None and len(larger.menu_positions) > len(
+                menu_at
+            ):  # one more is too much
                 longer = [
                     plan._with_makers({*nodes_of(middle)}),
-                    larger.menu_at[: len(menu_at) + 1],
+                    larger.menu_positions[: len(menu_at) + 1],
                 ]
                 assert (
                     len(nodes_of(larger)) * len(longer[1]) > most or nodes_of(larger) == longer[0]
@@ -119,16 +121,18 @@ def test_near_a_middle_only_what_the_plan_recomputes_may_be_recomputed(name: str
         recomputed[p].add(n)
     for size, n_near in enumerate(N_NEAR):
         for first in plan.recompute_at:
-            middle = plan._middle(first, size)
+            middle = plan._longest_middle(first, size)
             assert middle is not None
             stretch = middle.stretch
             before = [p for p in plan.recompute_at if p < first]
-            after = [p for p in plan.recompute_at if p > middle.menu_at[-1]]
+            after = [p for p in plan.recompute_at if p > middle.menu_positions[-1]]
             near = [*before[::-1][:n_near], *after[:n_near]]
-            assert {*stretch.menu} == {*middle.menu_at, *near}
+            assert {*stretch.menu} == {*middle.menu_positions, *near}
             assert (stretch.first, stretch.last) == (min(stretch.menu), max(stretch.menu))
             for p, nodes in stretch.menu.items():
-                assert {*nodes} == ({*nodes_of(middle)} if p in middle.menu_at else recomputed[p])
+                assert {*nodes} == (
+                    {*nodes_of(middle)} if p in middle.menu_positions else recomputed[p]
+                )
 
 
 @dataclasses.dataclass
@@ -160,7 +164,7 @@ def tried(
         search.best = dataclasses.replace(search.best[0]), search.best[1]
 
     monkeypatch.setattr(neighbourhoods, "at_once", lambda calls: [call() for call in calls])
-    monkeypatch.setattr(neighbourhoods, "_solved", solved)
+    monkeypatch.setattr(neighbourhoods, "_solve_middle", solved)
     monkeypatch.setattr(neighbourhoods, "_offer_spliced", offer)
     search_neighbourhoods(search)
     return middles
@@ -172,17 +176,17 @@ def test_where_nothing_is_found_the_next_middle_is_larger(
 ) -> None:
     search = searched(NETS[name])
     middles, plan = tried(search, monkeypatch), plan_of(search)
-    assert {each.size for each in middles} == {*range(len(ENTRIES))}
+    assert {each.size for each in middles} == {*range(len(MAX_ENTRIES))}
     sizes = dict.fromkeys(plan.recompute_at, 0)
     for each in middles:
-        assert sizes[each.menu_at[0]] <= each.size
-        for p in each.menu_at[: (len(each.menu_at) + 1) // 2]:
+        assert sizes[each.menu_positions[0]] <= each.size
+        for p in each.menu_positions[: (len(each.menu_positions) + 1) // 2]:
             sizes[p] = max(sizes.get(p, 0), each.size + 1)
     for p in plan.recompute_at:
-        for size in range(sizes[p], len(ENTRIES)):
-            left = plan._middle(p, size)
+        for size in range(sizes[p], len(MAX_ENTRIES)):
+            left = plan._longest_middle(p, size)
             assert left is not None
-            assert plan._lost_share_in(left) < neighbourhoods.WORTH_A_STRETCH
+            assert plan._lost_share_in(left) < neighbourhoods.LEAST_STRETCH_LOSS
     losses = [plan._lost_share_in(each) / LOSS_PER_SIZE**each.size for each in middles]
     assert losses[0] == max(losses)
 
@@ -192,22 +196,22 @@ def test_where_something_is_found_smaller_middles_are_next(monkeypatch: pytest.M
     with monkeypatch.context() as patched:
         n_tried = len(tried(search, patched))
     middles = tried(search, monkeypatch, gain_at=n_tried - 1)
-    assert middles[n_tried - 1].size == len(ENTRIES) - 1
-    assert middles[n_tried].size == len(ENTRIES) - 2
+    assert middles[n_tried - 1].size == len(MAX_ENTRIES) - 1
+    assert middles[n_tried].size == len(MAX_ENTRIES) - 2
 
 
 def test_the_search_ends_after_work_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("MAX_IN_VAIN", "MAX_WORK"):
+    for limit in ("MAX_VAIN_WORK", "MAX_WORK"):
         with monkeypatch.context() as patched:
             patched.setattr(neighbourhoods, limit, 20)
-            patched.setattr(neighbourhoods, "AT_ONCE", 1)
+            patched.setattr(neighbourhoods, "N_PARALLEL", 1)
             assert len(tried(searched(NETS["residual"]), patched, n_columns=3)) == 3
 
 
 def test_stretches_that_are_solved_at_once_do_not_overlap() -> None:
     for name, graph in NETS.items():
         middles = plan_of(searched(graph)).next_middles(defaultdict(int))
-        assert 0 < len(middles) <= AT_ONCE, name
+        assert 0 < len(middles) <= N_PARALLEL, name
         ends = sorted((each.stretch.first, each.stretch.last) for each in middles)
         assert all(last < first for (_, last), (first, _) in pairwise(ends)), name
 
@@ -264,7 +268,7 @@ def test_strange_steps_are_refined_without_a_crash(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Aliases, huge and empty tensors, several outputs: legal, within the budget, no slower."""
-    for name, value in {"WORTH_GAP": 0.0, "WORTH_A_STRETCH": 0.0, "MAX_WORK": 10**6}.items():
+    for name, value in {"WORTH_GAP": 0.0, "LEAST_STRETCH_LOSS": 0.0, "MAX_WORK": 10**6}.items():
         monkeypatch.setattr(neighbourhoods, name, value)
     for graph in (odd_graph(20 * seed + k) for k in range(20)):
         folded = StorageGraph.of(graph)

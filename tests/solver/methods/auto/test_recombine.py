@@ -43,7 +43,7 @@ def budget(graph: Graph, share: float) -> int:
 
 def lp_share(folded: StorageGraph, positions: list[int], budget_bytes: int) -> float:
     return solve_cuts(
-        folded, positions=positions, budget_bytes=budget_bytes, whole=False
+        folded, positions=positions, budget_bytes=budget_bytes, as_milp=False
     ).lost_share
 
 
@@ -68,7 +68,9 @@ def test_the_replay_loses_no_more_than_the_cuts_counted(name: str) -> None:
     budget_bytes = budget(graph, 0.4)
     full = list(range(folded.n_forward, folded.n_nodes))
     positions = full[:: max(1, len(full) // 4)]
-    cuts = solve_cuts(folded, positions=positions, budget_bytes=budget_bytes, whole=True, gap=1e-3)
+    cuts = solve_cuts(
+        folded, positions=positions, budget_bytes=budget_bytes, as_milp=True, gap=1e-3
+    )
     assert cuts.kept is not None
     guide = dict(zip(cuts.positions, cuts.kept, strict=True))
     lost_s = (
@@ -85,7 +87,7 @@ def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
     budget_bytes = budget(graph, 0.3)
     for p in range(folded.n_forward, folded.n_nodes):
         program = CutMilp(folded, positions=[p], budget_bytes=budget_bytes)
-        cuts = program.rounded()
+        cuts = program.solve_lp_and_round()
         if cuts.kept is None or math.isinf(cuts.cost_share):
             continue
         (kept,) = cuts.kept
@@ -111,7 +113,7 @@ def searched(graph: Graph, share: float) -> tuple[Search, int]:
             )
             if schedule is not None:
                 search.offer(schedule)
-    return search, binding.ranked[0][0]
+    return search, binding.ranked_positions[0][0]
 
 
 @pytest.mark.slow(keep=1)
@@ -146,13 +148,13 @@ def test_menus_grow_from_what_the_best_schedule_recomputes(monkeypatch: pytest.M
     n_best = len(found.recomputed)
     for n in range(n_best):
         search.menus[frozenset({(n, 1000), (n, 1001), (n, 1002)})] = None
-    tried = menus_tried(search, monkeypatch, long=math.inf, _used_by_all=lambda *_: ())
+    tried = menus_tried(search, monkeypatch, long=math.inf, _menus_from_lp=lambda *_: ())
     assert [len(menu) for menu in tried[:2]] == [n_best + 3, pytest.approx(2 * n_best + 6, abs=2)]
     assert frozenset().union(*search.menus) == frozenset().union(*tried)
     assert all(found.recomputed < menu for menu in tried)
     search.menus[frozenset((n, 1000) for n in range(100 * n_best))] = None
-    whole = menus_tried(search, monkeypatch, long=math.inf, _used_by_all=lambda *_: ())
-    short = menus_tried(search, monkeypatch, long=2.5, _used_by_all=lambda *_: ())
+    whole = menus_tried(search, monkeypatch, long=math.inf, _menus_from_lp=lambda *_: ())
+    short = menus_tried(search, monkeypatch, long=2.5, _menus_from_lp=lambda *_: ())
     assert short == [menu for menu in whole if len(menu) <= 2.5 * n_best] != whole
 
 
@@ -167,7 +169,12 @@ def menus_tried(
         tried.append(menu)
         return 0
 
-    replaced = {"_offer_best": record, "SHORT": 0, "LONG": long, "WHOLE": 0} | replaced
+    replaced = {
+        "_offer_best": record,
+        "MAX_MENU_ENTRIES": 0,
+        "MAX_MENU_MULTIPLE": long,
+        "MAX_FULL_MENU": 0,
+    } | replaced
     for name, value in replaced.items():
         monkeypatch.setattr(module, name, value)
     recombine(search, base=search.folded.n_forward)
@@ -182,7 +189,8 @@ def test_all_that_was_seen_comes_first_where_it_is_short(monkeypatch: pytest.Mon
     best = fold_simulation(search.folded, search.best[0]).recomputed
     everything = best.union(*search.menus)
     whole, rest = (
-        menus_tried(search, monkeypatch, WHOLE=len(everything) - longer) for longer in (0, 1)
+        menus_tried(search, monkeypatch, MAX_FULL_MENU=len(everything) - longer)
+        for longer in (0, 1)
     )
     assert whole[0] == everything != rest[0]
     assert whole[1:] == [menu for menu in rest if menu != everything]
@@ -196,7 +204,7 @@ def test_the_linear_program_of_all_menus_picks_what_it_needs(
     """It loses no more on the menu of what it uses, which is much shorter; no menu comes twice."""
     search, _ = searched(NETS[name], 0.15)
     everything = frozenset().union(*search.menus)
-    tried = menus_tried(search, monkeypatch, _next_to_the_best=lambda _: ())
+    tried = menus_tried(search, monkeypatch, _menus_of_similar_schedules=lambda _: ())
     assert search.best is not None
     best = fold_simulation(search.folded, search.best[0]).recomputed
     assert tried
@@ -204,7 +212,7 @@ def test_the_linear_program_of_all_menus_picks_what_it_needs(
     assert best < tried[0] < everything | best
     assert len(tried[0]) < 0.8 * len(everything | best)
     whole, picked = (
-        menu_program(search, menu, base=search.folded.n_forward).program.solve(whole=False).bound
+        menu_program(search, menu, base=search.folded.n_forward).program.solve(as_milp=False).bound
         for menu in (everything | best, tried[0])
     )
     assert picked == pytest.approx(whole, abs=1e-6)

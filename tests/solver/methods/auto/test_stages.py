@@ -8,7 +8,7 @@ import pytest
 from graphs.graph import Graph
 from solver.bound.lower_bound import binding_cut
 from solver.bound.storage_graph import StorageGraph
-from solver.bound.windows import windows_share
+from solver.bound.windows import lost_share_by_windows
 from solver.methods.auto import stages
 from solver.methods.auto.search import Search
 from solver.methods.evict import evict
@@ -46,8 +46,8 @@ def test_a_wide_gap_is_narrowed_by_windows() -> None:
     graph = u_shape(depth=3)
     folded, budget_bytes = StorageGraph.of(graph), find_obstacle(graph).reached_bytes
     found = stages.recompute_only(graph, budget_bytes=budget_bytes, time_limit_s=math.inf)
-    base = binding_cut(folded, budget_bytes=budget_bytes).ranked[0][0]
-    proven = windows_share(folded, budget_bytes=budget_bytes, base=base)
+    base = binding_cut(folded, budget_bytes=budget_bytes).ranked_positions[0][0]
+    proven = lost_share_by_windows(folded, budget_bytes=budget_bytes, base=base)
     assert found.lower_bound_s >= graph.baseline_time_s * (1 + proven)
 
 
@@ -90,7 +90,7 @@ def test_a_slow_schedule_is_not_all_that_a_short_limit_leaves(
 def test_a_search_that_ends_by_itself_makes_no_late_eviction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stages, "_in_no_time", None)  # would fail if it were called
+    monkeypatch.setattr(stages, "_fallback_after_time_limit", None)  # would fail if it were called
     graph = pyramid(n_blocks=(1, 1))
     options = {"budget_bytes": share_of_range(graph, 0.5), "time_limit_s": 600.0}
     assert not stages.recompute_only(graph, **options).timed_out

@@ -55,8 +55,8 @@ class Planned:
         )
 
     def solution(self, program: StretchMilp, *, below: float = math.inf) -> Schedule | None:
-        kept = program.kept(below=below)
-        return None if kept is None else program.spliced(kept, self.runs)
+        kept = program.find_kept(below=below)
+        return None if kept is None else program.splice_into(kept, self.runs)
 
     def lost_share(self, schedule: Schedule) -> float:
         return simulate(self.graph, schedule).time_s / self.graph.baseline_time_s - 1.0
@@ -144,12 +144,12 @@ def test_stretches_that_do_not_overlap_are_spliced_in_one_after_the_other() -> N
         planned = Planned(graph, share=0.1)
         for first in range(planned.folded.n_forward, len(graph.nodes) - 8, 4):
             early, late = planned.program(first, first + 3), planned.program(first + 4, first + 7)
-            alone, kept = planned.solution(early), late.kept(below=math.inf)
+            alone, kept = planned.solution(early), late.find_kept(below=math.inf)
             assert alone is not None
             assert kept is not None
-            both = late.spliced(kept, Runs(planned.folded, alone.order))
+            both = late.splice_into(kept, Runs(planned.folded, alone.order))
             if simulate(graph, both).peak_bytes <= planned.budget_bytes:
-                second = late.spliced(kept, planned.runs)
+                second = late.splice_into(kept, planned.runs)
                 least = min(planned.lost_share(alone), planned.lost_share(second))
                 gained.append(least - planned.lost_share(both))
             else:
