@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from graphs.capture import Capture, Layout, capture, extract, fake_output, rehearse
 from graphs.costs import Cost
-from graphs.graph import Graph, Node, held_by_functions
+from graphs.graph import Graph, Node, with_function_lifetimes
 from graphs.model_calls import Call, TraceError, find_loss, nested, same_strides, strided_like
 from graphs.training_step.loss_layout import LossLayout
 
@@ -148,7 +148,7 @@ class OutsideLoss:
             tangents.get(names[tensor], names[tensor]): PREFIX + node
             for tensor, node in loss.dropped.items()
         }
-        outside = [*held_by_functions(outside, functions, dropped=dropped), *copies]
+        outside = [*with_function_lifetimes(outside, functions, dropped=dropped), *copies]
         known = {tensor.name for tensor in graph.tensors}
         dtypes = {dtype: list(found) for dtype, found in graph.meta.dtypes.items()}
         extra = []
