@@ -33,7 +33,7 @@ from graphs.hardware import Link, all_gather_s, all_reduce_s, link_named, reduce
 from graphs.pipeline import Pipeline
 
 
-def of_stage(sharding: Sharding, pipeline: Pipeline) -> Sharding:
+def sharding_in_stage(sharding: Sharding, pipeline: Pipeline) -> Sharding:
     """The sharding as a stage of a pipeline runs it.
 
     Raises ShardingError if it gathers in each micro-batch, or if there are several stages on a
@@ -66,7 +66,7 @@ def sharded_stage(
 
     graph: the unsharded stage's step, whose gradients accumulate, without an optimizer.
     n_microbatches: micro-batches per optimizer step.
-    options: the other fields of `Sharding`, except those that `of_stage` sets.
+    options: the other fields of `Sharding`, except those that `sharding_in_stage` sets.
     n_ranks, groups, on_cpu: as for `sharded`.
 
     Raises ShardingError as `sharded` does. Cost: linear in the graph, times the number of groups.

@@ -70,7 +70,7 @@ class BoundProgram:
         calls = step.layout.calls
         backward = (calls[n.name] for n in step.graph.later_nodes if n.name in calls)
         self._draws_backward = any(map(is_random, backward))
-        self._accumulates = accumulation(step.graph.meta.gradients).of_module
+        self._accumulates = accumulation(step.graph.meta.gradients).to_parameters
         targets = [each.target for each in calls.values()]
         self._opaque = [each.call.random for each in targets if isinstance(each, OpaqueForward)]
 
