@@ -32,7 +32,7 @@ from graphs.hardware import link_between
 from graphs.model_calls import Call, TraceError, argument_order, as_call, check_call
 from graphs.passes import Passes, PassesError, with_passes
 from graphs.pipeline import Pipeline, with_pipeline
-from graphs.rewrites import STOCK, StockVariants, Variants, offered, variants_of
+from graphs.rewrites import STOCK, StockVariants, Variants, allowed_variants, variants_of
 from graphs.trace.mixed_precision import in_precision_of, with_stored_dtypes
 from graphs.trace.module_step import loss_index, rehearsed, trace_module
 from graphs.trace.step_variants import CapturedStep
@@ -153,7 +153,7 @@ def trace_variants(
     traced = _check_and_trace(
         model, batch, lambda step: step.variants(planned), _Options(fsdp=fsdp, **options)
     )
-    found = offered([(graph, step.captured) for graph, step in traced.variants], planned)
+    found = allowed_variants([(graph, step.captured) for graph, step in traced.variants], planned)
     captured = traced.variants[0][1].captured
     kept = KeptCapture.of(model, traced.call, captured, device=traced.device)
     if traced.stock is None or rewrites == "none":
@@ -379,4 +379,4 @@ def _stock_graphs(
     device."""
     traced = [(complete(each.graph), each.captured) for each in step.variants(STOCK)]
     finish_measuring(costs)
-    return offered(traced, STOCK).planned
+    return allowed_variants(traced, STOCK).planned
