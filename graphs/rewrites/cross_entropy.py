@@ -118,7 +118,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
 def erase_unread(nodes: Collection[fx.Node]) -> None:
     """Erase the operators, and views of them, that nothing reads any more.
 
-    replaced: the operators; of those that write into zeros, the zeros are erased as well.
+    nodes: the operators; of those that write into zeros, the zeros are erased as well.
     """
     (graph,) = {node.graph for node in nodes}
     erased: set[Any] = {

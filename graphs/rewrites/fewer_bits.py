@@ -163,11 +163,11 @@ def _pack(maker: fx.Node, readers: list[fx.Node], code: Code) -> None:
     for reader in readers:
         reader.args = fx.map_arg(reader.args, unpacked)
         reader.kwargs = fx.map_arg(reader.kwargs, unpacked)
-    on_new_storage = list(readers)
-    for node in on_new_storage:  # grows in the loop
+    affected = list(readers)
+    for node in affected:  # grows in the loop
         if storage in _storages(node):  # the backward pass made a view: it moves to the new storage
             node.meta["val"] = _computed_value(node)
-            on_new_storage += node.users
+            affected += node.users
 
 
 def _computed_value(call: fx.Node) -> Any:
