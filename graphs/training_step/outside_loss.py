@@ -34,7 +34,7 @@ class MetaOutputs:
 
     def __init__(self, model: nn.Module, call: Call, *, device: torch.device) -> None:
         flat, self._spec = nested.flatten(fake_output(model, call, device=device))
-        self._flat = flat = nested.once(flat)
+        self._flat = flat = nested.with_repeats_marked(flat)
         self.positions = [i for i, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         self.tensors = [
             strided_like(flat[i], "meta").requires_grad_(flat[i].requires_grad)
@@ -46,7 +46,7 @@ class MetaOutputs:
         function may modify it."""
         values = iter(tensors)
         flat = [next(values) if isinstance(x, torch.Tensor) else x for x in self._flat]
-        return nested.unflatten(nested.in_all_places(flat), self._spec)
+        return nested.unflatten(nested.with_repeats_restored(flat), self._spec)
 
     def index_returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
         """The index of the flat output that the loss function returns unchanged, as `lambda output,

@@ -208,7 +208,7 @@ class BoundProgram:
             if isinstance(item, fx.Node):  # an input that is returned, or a computed tensor
                 flat[index] = tensors[item] if item in tensors else next(made)
         returned = flat[: self._output_spec.num_leaves]  # the rest are results of checks
-        return nested.unflatten(nested.in_all_places(returned), self._output_spec)
+        return nested.unflatten(nested.with_repeats_restored(returned), self._output_spec)
 
 
 class UnderwayRun:
