@@ -53,7 +53,7 @@ def cpu_peak_bytes(run: Callable[[], object]) -> MemoryUse:
     Raises what `run` raises, and RuntimeError if another profiler is active.
     """
     taken_bytes = peak_bytes = 0
-    for event in _recorded(run):
+    for event in _record_events(run):
         if event.kind() == _ALLOCATION:
             taken_bytes += event.cpu_memory_usage()
             peak_bytes = max(peak_bytes, taken_bytes)
@@ -65,7 +65,7 @@ def cpu_peak_bytes_by_part(run: Callable[[], object]) -> dict[str, int]:
     above the start of that part (the largest peak if several parts have the same name)."""
     peaks: dict[str, int] = {}
     part, taken_bytes = "", 0
-    for event in _recorded(run):
+    for event in _record_events(run):
         if event.kind() == _ALLOCATION:
             taken_bytes += event.cpu_memory_usage()
             peaks[part] = max(peaks.get(part, 0), taken_bytes)
@@ -81,7 +81,7 @@ def begin_part(name: str) -> None:
         pass
 
 
-def _recorded(run: Callable[[], object]) -> list[ProfilerEvent]:
+def _record_events(run: Callable[[], object]) -> list[ProfilerEvent]:
     """Memory events and part marks of a run, in the order of time over all threads."""
     _enable_profiler_legacy(
         ProfilerConfig(
