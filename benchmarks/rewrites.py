@@ -16,7 +16,7 @@ from benchmarks import harness
 from benchmarks.harness import Row, percent, table
 from benchmarks.plan_quality import least_budget, searched
 from benchmarks.zoo.graphs import example
-from graphs.rewrites import Variants, offered, variants_of
+from graphs.rewrites import Variants, allowed_variants, variants_of
 from graphs.trace import CapturedStep
 from solver.schedule import baseline, simulate
 
@@ -66,7 +66,7 @@ def main() -> None:
 def measure(step: CapturedStep, *, budgets_gb: tuple[float, ...], time_limit_s: float) -> Row:
     """By set of rewrites: peak without a plan, least budget, and plans at each budget."""
     traced = [(s.graph, s.captured) for s in step.variants(SETS["allclose"])]
-    sets = {name: offered(traced, planned) for name, planned in SETS.items()}
+    sets = {name: allowed_variants(traced, planned) for name, planned in SETS.items()}
     found: Row = {
         name: {"peak_bytes": least_peak_bytes(steps), "least": least_budget(steps), "plans": []}
         for name, steps in sets.items()

@@ -86,7 +86,7 @@ class Record:
 
     def __init__(self, value: object, *, where: str) -> None:
         if not isinstance(value, dict):
-            raise FormatError(f"{where}: expected an object, got {_shown(value)}")
+            raise FormatError(f"{where}: expected an object, got {_short_repr(value)}")
         self._value: dict[str, object] = value
         self._where = where
 
@@ -98,8 +98,10 @@ class Record:
             raise FormatError(f"{self._where}: field {field!r} is missing")
         return default
 
-    def _wrong(self, field: str, value: object, right: str) -> FormatError:
-        return FormatError(f"{self._where}: field {field!r} is {_shown(value)}; expected {right}")
+    def _field_error(self, field: str, value: object, expected: str) -> FormatError:
+        return FormatError(
+            f"{self._where}: field {field!r} is {_short_repr(value)}; expected {expected}"
+        )
 
     def expect_format(self, expected: str, *older: str) -> None:
         """Raise FormatError unless the object's format is the expected one.
@@ -110,12 +112,12 @@ class Record:
         formats = (expected, *older)
         if value in formats:
             return
-        kind, right = (str(name).partition("/")[0] for name in (value, expected))
-        if kind in ("graph", "schedule") and kind != right:
+        kind, expected_kind = (str(name).partition("/")[0] for name in (value, expected))
+        if kind in ("graph", "schedule") and kind != expected_kind:
             raise FormatError(
-                f"{self._where}: this is a {kind} file; a {right} file is expected here"
+                f"{self._where}: this is a {kind} file; a {expected_kind} file is expected here"
             )
-        raise self._wrong("format", value, " or ".join(map(repr, formats)))
+        raise self._field_error("format", value, " or ".join(map(repr, formats)))
 
     def expect_none_of(self, field: str, *, newer: str) -> None:
         """For a file of an older format: raise FormatError if it has a value (not null or empty) in
@@ -123,7 +125,7 @@ class Record:
         value = self._value.get(field)
         if value not in (None, []):
             raise FormatError(
-                f"{self._where}: field {field!r} is {_shown(value)}, which a file of an older "
+                f"{self._where}: field {field!r} is {_short_repr(value)}, which a file of an older "
                 f"format does not have; expected 'format' {newer!r}, as it is saved today"
             )
 
@@ -136,13 +138,13 @@ class Record:
     def string(self, field: str, *, default: Any = _REQUIRED) -> str | None:
         value = self._get(field, default)
         if value is not default and not _is_text(value):
-            raise self._wrong(field, value, "a string in UTF-8")
+            raise self._field_error(field, value, "a string in UTF-8")
         return value  # type: ignore[no-any-return]
 
     def integer(self, field: str, *, default: Any = _REQUIRED) -> int:
         value = self._get(field, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_INTEGER:
-            raise self._wrong(field, value, "an integer from 0 to 2**63 - 1")
+            raise self._field_error(field, value, "an integer from 0 to 2**63 - 1")
         return value
 
     def number(self, field: str, *, default: Any = _REQUIRED) -> float:
@@ -150,35 +152,35 @@ class Record:
         if value is None and default is None:
             return math.nan
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(field, value, "a number")
+            raise self._field_error(field, value, "a number")
         if not 0 <= value <= sys.float_info.max:  # NaN is neither; whole numbers have no limit
-            raise self._wrong(field, value, "a finite number that is not negative")
+            raise self._field_error(field, value, "a finite number that is not negative")
         return float(value)
 
     def boolean(self, field: str, *, default: Any = _REQUIRED) -> bool:
         value = self._get(field, default)
         if not isinstance(value, bool):
-            raise self._wrong(field, value, "true or false")
+            raise self._field_error(field, value, "true or false")
         return value
 
     def choice(self, field: str, choices: tuple[str, ...], *, default: Any = _REQUIRED) -> str:
         value = self._get(field, default)
         if not isinstance(value, str) or value not in choices:
-            raise self._wrong(field, value, "one of " + ", ".join(choices))
+            raise self._field_error(field, value, "one of " + ", ".join(choices))
         return value
 
     def strings(self, field: str, *, default: Any = _REQUIRED) -> tuple[str, ...]:
         value = self.items(field, default=default)
         for index, item in enumerate(value):
             if not _is_text(item):
-                raise self._wrong(f"{field}[{index}]", item, "a string in UTF-8")
+                raise self._field_error(f"{field}[{index}]", item, "a string in UTF-8")
         return tuple(value)
 
     def mapping(self, field: str, *, default: Any = _REQUIRED) -> Mapping[str, Any]:
         value = self._get(field, default)
         if not isinstance(value, dict):
-            raise self._wrong(field, value, "an object")
-        _check_inside(value, where=f"{self._where}: {field}")
+            raise self._field_error(field, value, "an object")
+        _check_json_values(value, where=f"{self._where}: {field}")
         return value
 
     @overload
@@ -192,9 +194,9 @@ class Record:
     def items(self, field: str, *, default: Any = _REQUIRED) -> list[Any]:
         value = self._get(field, default)
         if not isinstance(value, list):
-            raise self._wrong(field, value, "a list")
+            raise self._field_error(field, value, "a list")
         if len(value) > MAX_ENTRIES:
-            raise self._wrong(field, f"{len(value)} entries", f"at most {MAX_ENTRIES}")
+            raise self._field_error(field, f"{len(value)} entries", f"at most {MAX_ENTRIES}")
         return value
 
     def records(self, field: str) -> Iterable[Record]:
@@ -213,31 +215,35 @@ def _is_text(value: object) -> bool:
         return False
 
 
-def _check_inside(value: object, *, where: str) -> None:
+def _check_json_values(value: object, *, where: str) -> None:
     """Raise FormatError unless everything inside this JSON value can be written back: text that
     UTF-8 can encode, finite floats, integers of at most 63 bits, no deeper than MAX_DEPTH."""
     unchecked = [(value, where, 0)]
     while unchecked:
-        part, place, depth = unchecked.pop()
+        item, place, depth = unchecked.pop()
         if depth > MAX_DEPTH:
             raise FormatError(f"{place}: nested too deeply; at most {MAX_DEPTH} levels")
-        if isinstance(part, dict):
-            for key, inner in part.items():
+        if isinstance(item, dict):
+            for key, child in item.items():
                 if not _is_text(key):
-                    raise FormatError(f"{place}: key {_shown(key)}; expected a string in UTF-8")
-                unchecked.append((inner, f"{place}.{key:.60}", depth + 1))
-        elif isinstance(part, list | tuple):
-            unchecked += [(inner, f"{place}[{i}]", depth + 1) for i, inner in enumerate(part)]
-        elif isinstance(part, str):
-            if not _is_text(part):
-                raise FormatError(f"{place} is {_shown(part)}; expected a string in UTF-8")
-        elif isinstance(part, float):
-            if not math.isfinite(part):
-                raise FormatError(f"{place} is {part}; expected a finite number")
-        elif isinstance(part, int) and abs(part) > MAX_INTEGER:
-            raise FormatError(f"{place} is {_shown(part)}; expected at most 2**63 - 1 either way")
+                    raise FormatError(
+                        f"{place}: key {_short_repr(key)}; expected a string in UTF-8"
+                    )
+                unchecked.append((child, f"{place}.{key:.60}", depth + 1))
+        elif isinstance(item, list | tuple):
+            unchecked += [(child, f"{place}[{i}]", depth + 1) for i, child in enumerate(item)]
+        elif isinstance(item, str):
+            if not _is_text(item):
+                raise FormatError(f"{place} is {_short_repr(item)}; expected a string in UTF-8")
+        elif isinstance(item, float):
+            if not math.isfinite(item):
+                raise FormatError(f"{place} is {item}; expected a finite number")
+        elif isinstance(item, int) and abs(item) > MAX_INTEGER:
+            raise FormatError(
+                f"{place} is {_short_repr(item)}; expected at most 2**63 - 1 either way"
+            )
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

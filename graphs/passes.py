@@ -25,7 +25,7 @@ from typing import Any
 
 from graphs.graph import RANDOM_STATE, Graph, Kind, Tensor
 
-_BESIDE = "passes."
+_PREFIX = "passes."
 
 
 class PassesError(ValueError):
@@ -84,22 +84,22 @@ def with_passes(
     """
     if passes.n == 1:
         return graph
-    beside = tuple(
-        Tensor(f"{_BESIDE}{name}", size_bytes, kind)
-        for name, size_bytes, kind in _beside(graph, passes, loss_bytes)
+    added = tuple(
+        Tensor(f"{_PREFIX}{name}", size_bytes, kind)
+        for name, size_bytes, kind in _added_tensors(graph, passes, loss_bytes)
         if size_bytes
     )
     meta = graph.meta.with_environment(passes=dataclasses.asdict(passes))
     return dataclasses.replace(
         graph,
-        tensors=(*graph.tensors, *beside),
+        tensors=(*graph.tensors, *added),
         meta=meta,
         n_in_flight=passes.n,
         others_bytes=others_bytes,
     )
 
 
-def _beside(
+def _added_tensors(
     graph: Graph, passes: Passes, loss_bytes: int | None
 ) -> Iterator[tuple[str, int, Kind]]:
     """Name, bytes and kind of each resident tensor that stands for the other passes."""
@@ -135,8 +135,8 @@ def _loss_bytes(graph: Graph) -> int:
                 change[at] += tensor.size_bytes
                 if name not in read_later and name not in graph.outputs:
                     change[last[name] + 1] -= tensor.size_bytes
-    now = most = 0
+    live_bytes = peak_bytes = 0
     for at in range(len(outside)):
-        now += change[at]
-        most = max(most, now)
-    return most
+        live_bytes += change[at]
+        peak_bytes = max(peak_bytes, live_bytes)
+    return peak_bytes

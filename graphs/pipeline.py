@@ -33,10 +33,10 @@ from typing import Any
 from graphs.graph import RANDOM_STATE, Graph, Kind, Tensor
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
-_BESIDE = "pipeline."
+_PREFIX = "pipeline."
 """Prefix of the names of the tensors that are added to the step of one micro-batch."""
-_OF_OTHERS = "other_stages."
-OF_EACH_STAGE: tuple[Kind, ...] = ("parameter", "buffer", "gradient", "optimizer_state")
+_OTHER_STAGES = "other_stages."
+STAGE_KINDS: tuple[Kind, ...] = ("parameter", "buffer", "gradient", "optimizer_state")
 """The kinds of tensors that every stage of a rank holds for the whole step."""
 
 
@@ -143,17 +143,17 @@ class Pipeline:
         n_local, n_passes = self.stages_per_rank, self.n_microbatches * self.stages_per_rank
         n_warm_up = n_passes if self.schedule == "gpipe" else min(self._n_warm_up, n_passes)
         per_round = self.n_microbatches // self._n_rounds
-        now, found = [0] * n_local, set()  # now: micro-batches in flight, by stage of the rank
+        in_flight, found = [0] * n_local, set()  # in_flight: by stage of the rank
         # n_warm_up forward passes, then forward and backward in turn, then backward passes only
         for step in range(n_warm_up + n_passes):
             if step < n_passes:
                 local = step // per_round % n_local
-                found.add((local, tuple(now)))
-                now[local] += 1
+                found.add((local, tuple(in_flight)))
+                in_flight[local] += 1
             if step >= n_warm_up:
                 local = n_local - 1 - (step - n_warm_up) // per_round % n_local
-                now[local] -= 1
-                found.add((local, tuple(now)))
+                in_flight[local] -= 1
+                found.add((local, tuple(in_flight)))
         return frozenset(found)
 
     @property
@@ -186,60 +186,60 @@ def with_pipeline(graph: Graph, pipeline: Pipeline | None) -> Graph:
     """
     if pipeline is None:
         return graph
-    beside = tuple(
-        Tensor(f"{_BESIDE}{name}", size_bytes, kind)
-        for name, size_bytes, kind in _beside(graph, pipeline)
+    added = tuple(
+        Tensor(f"{_PREFIX}{name}", size_bytes, kind)
+        for name, size_bytes, kind in _added_tensors(graph, pipeline)
         if size_bytes
     )
     # If all outputs of the stage have the same dtype, so have those of other micro-batches and
     # their gradients.
     dtype_of = graph.meta.dtype_of
-    of_outputs = {
+    output_dtypes = {
         dtype_of[t.name]
         for t in graph.tensors
         if t.kind in ("output", "tangent") and t.name in dtype_of
     }
     dtypes = {
-        dtype: [name for name in names if not name.startswith(_BESIDE)]
+        dtype: [name for name in names if not name.startswith(_PREFIX)]
         for dtype, names in graph.meta.dtypes.items()
     }
-    if len(of_outputs) == 1:
-        named = [each.name for each in beside if each.kind in ("output", "tangent")]
-        dtypes[of_outputs.pop()] += named
+    if len(output_dtypes) == 1:
+        added_outputs = [each.name for each in added if each.kind in ("output", "tangent")]
+        dtypes[output_dtypes.pop()] += added_outputs
     meta = graph.meta.with_environment(pipeline=dataclasses.asdict(pipeline))
     return dataclasses.replace(
         graph,
-        tensors=(*graph.tensors, *beside),
+        tensors=(*graph.tensors, *added),
         meta=dataclasses.replace(meta, dtypes=dtypes),
         n_in_flight=pipeline.n_in_flight,
-        others_bytes=_sent_bytes(graph, pipeline) if _in_turn(graph, pipeline) else 0,
-        in_turn=_in_turn(graph, pipeline),
+        others_bytes=_sent_bytes(graph, pipeline) if _runs_in_turn(graph, pipeline) else 0,
+        in_turn=_runs_in_turn(graph, pipeline),
     )
 
 
-def _in_turn(graph: Graph, pipeline: Pipeline) -> bool:
+def _runs_in_turn(graph: Graph, pipeline: Pipeline) -> bool:
     """Whether all forward passes run first, and gradients accumulate only over the backward passes
     of this step (GPipe). What a micro-batch has sent then takes the place of what it saved."""
     return pipeline.schedule == "gpipe" and bool(graph.accumulated)
 
 
-def _made_bytes(graph: Graph) -> Counter[tuple[str, str]]:
+def _output_bytes_by_phase_and_kind(graph: Graph) -> Counter[tuple[str, str]]:
     """Bytes of the outputs that nodes make for a micro-batch, except accumulated gradients of
     parameters: (phase of the node, kind of the tensor) -> bytes."""
-    made: Counter[tuple[str, str]] = Counter()
+    output_bytes: Counter[tuple[str, str]] = Counter()
     for name in graph.outputs:
         if name in graph.producer and name not in graph.accumulated:
             tensor = graph.tensor_by_name[name]
-            made[graph.producer[name].phase, tensor.kind] += tensor.size_bytes
-    return made
+            output_bytes[graph.producer[name].phase, tensor.kind] += tensor.size_bytes
+    return output_bytes
 
 
 def _sent_bytes(graph: Graph, pipeline: Pipeline) -> int:
     """Bytes that the stage sends for a micro-batch: the gradients of its inputs, and its outputs
     unless it is the last stage."""
-    made = _made_bytes(graph)
-    outputs_bytes = 0 if pipeline.is_last else made["forward", "output"]
-    return made["backward", "gradient"] + outputs_bytes
+    output_bytes = _output_bytes_by_phase_and_kind(graph)
+    outputs_bytes = 0 if pipeline.is_last else output_bytes["forward", "output"]
+    return output_bytes["backward", "gradient"] + outputs_bytes
 
 
 def _saved_by_loss_bytes(graph: Graph) -> int:
@@ -274,48 +274,54 @@ def _saved_by_loss_bytes(graph: Graph) -> int:
 
 def is_of_other_stages(name: str) -> bool:
     """Whether a tensor of this name stands for what the rank's other stages hold."""
-    return name.startswith(f"{_BESIDE}{_OF_OTHERS}")
+    return name.startswith(f"{_PREFIX}{_OTHER_STAGES}")
 
 
-def at_place(graph: Graph, pipeline: Pipeline) -> Graph:
+def moved_to_stage(graph: Graph, pipeline: Pipeline) -> Graph:
     """The step of a stage (`with_pipeline`) moved to another place of the pipeline, without tracing
     again.
 
     pipeline: the other place. It must be the first (last) stage exactly if the graph was traced as
         the first (last) one, and have as many micro-batches.
     """
-    own = tuple(tensor for tensor in graph.tensors if not tensor.name.startswith(_BESIDE))
-    return with_pipeline(dataclasses.replace(graph, tensors=own, n_in_flight=1), pipeline)
+    own_tensors = tuple(tensor for tensor in graph.tensors if not tensor.name.startswith(_PREFIX))
+    return with_pipeline(dataclasses.replace(graph, tensors=own_tensors, n_in_flight=1), pipeline)
 
 
-def _beside(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]:
+def _added_tensors(graph: Graph, pipeline: Pipeline) -> Iterator[tuple[str, int, Kind]]:
     """Name, bytes and kind of each resident tensor that is added to the step of one micro-batch."""
-    resident: Counter[str] = Counter()
+    resident_bytes: Counter[str] = Counter()
     for tensor in graph.resident:
         if tensor.alias_of is None and tensor.name not in graph.meta.device_bytes:
-            resident[tensor.kind] += tensor.size_bytes
-    made = _made_bytes(graph)
+            resident_bytes[tensor.kind] += tensor.size_bytes
+    output_bytes = _output_bytes_by_phase_and_kind(graph)
     n_runs = pipeline.n_microbatches * pipeline.stages_per_rank
-    yield "inputs", (n_runs - 1) * resident["input"], "input"
+    yield "inputs", (n_runs - 1) * resident_bytes["input"], "input"
     if not pipeline.is_last:
-        yield "output_gradients", (n_runs - 1) * resident["tangent"], "tangent"
-    of_gradients = ("gradient", "tangent")
+        yield "output_gradients", (n_runs - 1) * resident_bytes["tangent"], "tangent"
+    gradient_kinds = ("gradient", "tangent")
     loss_bytes = sum(
-        n for (phase, kind), n in made.items() if phase == "outside" and kind not in of_gradients
+        n
+        for (phase, kind), n in output_bytes.items()
+        if phase == "outside" and kind not in gradient_kinds
     )
     yield "losses", (pipeline.n_microbatches - 1) * loss_bytes, "output"
     yield "saved_by_loss", (pipeline.n_in_flight - 1) * _saved_by_loss_bytes(graph), "output"
     state = graph.tensor_by_name.get(RANDOM_STATE)
     if state is not None:
         yield "random_states", (pipeline.n_in_flight - 1) * state.size_bytes, "buffer"
-    others = pipeline.n_in_flight - 1
-    n_sent = min(1, n_runs - 1) if pipeline.schedule == "1f1b" else n_runs - 1
-    if not _in_turn(graph, pipeline):  # otherwise `others_bytes` of the graph counts them
-        yield "sent_gradients", n_sent * made["backward", "gradient"], "gradient"
+    n_others = pipeline.n_in_flight - 1
+    n_gradients = min(1, n_runs - 1) if pipeline.schedule == "1f1b" else n_runs - 1
+    if not _runs_in_turn(graph, pipeline):  # otherwise `others_bytes` of the graph counts them
+        yield "sent_gradients", n_gradients * output_bytes["backward", "gradient"], "gradient"
     if not pipeline.is_last:
-        done = {"1f1b": min(1, others), "gpipe": 0, "interleaved": n_runs - 1 - others}
-        yield "sent_outputs", done[pipeline.schedule] * made["forward", "output"], "output"
+        n_outputs = {"1f1b": min(1, n_others), "gpipe": 0, "interleaved": n_runs - 1 - n_others}
+        yield (
+            "sent_outputs",
+            n_outputs[pipeline.schedule] * output_bytes["forward", "output"],
+            "output",
+        )
     if pipeline.schedule == "interleaved":
-        for kind in OF_EACH_STAGE:
-            others_bytes = (pipeline.stages_per_rank - 1) * resident[kind]
-            yield f"{_OF_OTHERS}{kind}", others_bytes, kind
+        for kind in STAGE_KINDS:
+            others_bytes = (pipeline.stages_per_rank - 1) * resident_bytes[kind]
+            yield f"{_OTHER_STAGES}{kind}", others_bytes, kind

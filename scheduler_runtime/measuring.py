@@ -271,7 +271,7 @@ def peak_above_bytes(run: Callable[[], object], device: torch.device) -> int:
     peaks = CudaPeaks(device)
     peaks.begin("all")
     run()
-    return peaks.ended()["all"]
+    return peaks.end()["all"]
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
 from graphs.model_calls import Call, as_call
-from graphs.rewrites import Variants, offered, variants_of
+from graphs.rewrites import Variants, allowed_variants, variants_of
 from graphs.synthetic import nets
 from graphs.trace import CapturedStep, loss_index, trace_module
 
@@ -47,7 +47,7 @@ def variants(step: CapturedStep) -> Variants:
     """The step and those of its rewrites that keep all bits, as `solve` plans them by default."""
     planned = variants_of("bitwise")
     traced = [(each.graph, each.captured) for each in step.variants(planned)]
-    return offered(traced, planned)
+    return allowed_variants(traced, planned)
 
 
 def example(

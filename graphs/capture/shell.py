@@ -210,7 +210,7 @@ class Shell(_WithoutHooks):
         ):
             output = self._call(tensors, fakes)
         flat, self.spec = nested.flatten(output)
-        flat = nested.once(flat)
+        flat = nested.with_repeats_marked(flat)
         for item in flat:
             if is_distributed(item):
                 raise TraceError(

@@ -19,7 +19,7 @@ _FORMER_NAMES = {"rng_state": "philox_seed", "unused": "philox_offset"}
 """Flash attention's forward operator's names for the seeds -> its backward operator's names."""
 
 
-def real_seeds(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_real_seeds(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an attention's backward operator, with seeds from its forward operator.
 
     args: real tensors (gradient, query, key, value, ...). The arguments of any other operator are
@@ -30,11 +30,11 @@ def real_seeds(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     forward = getattr(torch.ops.aten, name.removesuffix("_backward")).default
     names = [argument.name for argument in operator._schema.arguments[: len(args)]]
-    given = {**dict(zip(names, args, strict=True)), "compute_log_sumexp": True}
-    wanted = {a.name: given[a.name] for a in forward._schema.arguments if a.name in given}
-    made = {
+    arguments = {**dict(zip(names, args, strict=True)), "compute_log_sumexp": True}
+    wanted = {a.name: arguments[a.name] for a in forward._schema.arguments if a.name in arguments}
+    forward_results = {
         _FORMER_NAMES.get(returned.name, returned.name): value
         for returned, value in zip(forward._schema.returns, forward(**wanted), strict=True)
     }
-    seeds = {key: made[key] for key in _FORMER_NAMES.values()}
+    seeds = {key: forward_results[key] for key in _FORMER_NAMES.values()}
     return tuple(seeds.get(key, value) for key, value in zip(names, args, strict=True))

@@ -24,8 +24,8 @@ is part of the hash in the file's name."""
 
 def default_cache_file(device: torch.device | str) -> Path:
     """The cache file of this device, below $XDG_CACHE_HOME, else ~/.cache."""
-    of_file = {"format": FORMAT, **circumstances(device)}
-    stem = hashlib.sha256(json.dumps(of_file, sort_keys=True).encode()).hexdigest()
+    file_key = {"format": FORMAT, **circumstances(device)}
+    stem = hashlib.sha256(json.dumps(file_key, sort_keys=True).encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "checkpoint-solver" / f"costs-{stem[:16]}.json"
 

@@ -28,9 +28,9 @@ from graphs.costs.convolution_shapes import (
 from graphs.costs.layouts import copied_bytes, suggested_format
 from graphs.costs.operators import OpCall
 
-_LAST = torch.channels_last
+_CHANNELS_LAST = torch.channels_last
 
-_OF_PIXELS = 4096
+_STRIDED_1X1_BYTES = 4096
 """Upper bound on what 1 x 1 kernels with a stride above 1 allocate besides."""
 
 
@@ -38,7 +38,7 @@ def is_in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the input's or the weight's strides are channels-last, which is when PyTorch
     convolves in this layout (`mkldnn_conv_use_channels_last` of ATen/native/ConvUtils.h). A 1 x 1
     weight with its default strides does not count, although both layouts have the same bytes."""
-    return x.dim() == 4 and _LAST in (suggested_format(x), suggested_format(weight))
+    return x.dim() == 4 and _CHANNELS_LAST in (suggested_format(x), suggested_format(weight))
 
 
 def channels_last_convolution(call: OpCall) -> int:
@@ -48,28 +48,32 @@ def channels_last_convolution(call: OpCall) -> int:
     weight: torch.Tensor = call.args[1]
     stride, dilation, transposed, groups = (call.args[at] for at in (3, 5, 6, 8))
     out = call.outputs()[0]
-    copied = copied_bytes(x, weight, into=_LAST) + int(out.shape[1]) * out.element_size()
+    copied = copied_bytes(x, weight, into=_CHANNELS_LAST) + int(out.shape[1]) * out.element_size()
     if transposed:
-        of_pixels = plain_bytes(out) if _is_of_pixels(weight) else 0
-        return copied + max(of_pixels, _of_input(out, x, weight, stride, dilation, groups))
-    of_patches = patches_bytes(weight, out) if is_without_onednn(x, weight, groups) else 0
-    return copied + max(of_patches, _of_output(out, weight, stride, groups))
+        image_bytes = plain_bytes(out) if _is_1x1(weight) else 0
+        return copied + max(
+            image_bytes, _input_gradient_workspace(out, x, weight, stride, dilation, groups)
+        )
+    all_patches_bytes = patches_bytes(weight, out) if is_without_onednn(x, weight, groups) else 0
+    return copied + max(all_patches_bytes, _output_workspace(out, weight, stride, groups))
 
 
-def _of_output(out: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int) -> int:
+def _output_workspace(
+    out: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int
+) -> int:
     """Workspace of computing the output, without copies of inputs that are in another layout."""
     n_in, n_out = weight.shape[1], weight.shape[0] // groups
-    if _is_of_pixels(weight) and groups > 1:
+    if _is_1x1(weight) and groups > 1:
         return plain_bytes(out)
     if is_depthwise(weight, groups):
-        return _across_groups(weight) + 256  # the 256: dilated kernels, on small images
+        return _depthwise_block_bytes(weight) + 256  # the 256: dilated kernels, on small images
     if groups > 1 and n_in % 4 == 0 and n_in < BLOCK and n_out in (4, 8):
         return plain_bytes(weight)  # a block has as many channels as a group, so no padding
     if _is_matrix_product(weight, stride):
         return 0
     if groups > 1 and n_in <= BLOCK:
-        return _blocks(weight, groups)
-    return n_in * _wide(n_out) * groups * _taps_bytes(weight) + _scratch()
+        return _blocked_bytes(weight, groups)
+    return n_in * _padded_channels(n_out) * groups * _kernel_bytes(weight) + _scratch_bytes()
 
 
 def channels_last_convolution_backward(call: OpCall) -> int:
@@ -81,20 +85,22 @@ def channels_last_convolution_backward(call: OpCall) -> int:
     x: torch.Tensor = call.args[1]
     weight: torch.Tensor = call.args[2]
     stride, dilation, groups, mask = (call.args[at] for at in (4, 6, 9, 10))
-    of_bias = int(gradient.shape[1]) * gradient.element_size()
-    copied = copied_bytes(gradient, x, into=_LAST) + of_bias
-    reordered = copied_bytes(weight, into=_LAST)
+    bias_bytes = int(gradient.shape[1]) * gradient.element_size()
+    copies_bytes = copied_bytes(gradient, x, into=_CHANNELS_LAST) + bias_bytes
+    reordered = copied_bytes(weight, into=_CHANNELS_LAST)
     peaks = [0]
     if mask[0]:
-        peaks.append(reordered + _of_input(x, gradient, weight, stride, dilation, groups))
+        peaks.append(
+            reordered + _input_gradient_workspace(x, gradient, weight, stride, dilation, groups)
+        )
     if mask[1]:
-        peaks.append(reordered + _of_weight(call))
+        peaks.append(reordered + _weight_gradient_workspace(call))
     if is_without_onednn(x, weight, groups):
         peaks.append(reordered + patches_bytes(weight, gradient))
-    return copied + max(peaks)
+    return copies_bytes + max(peaks)
 
 
-def _of_input(
+def _input_gradient_workspace(
     x: torch.Tensor,
     gradient: torch.Tensor,
     weight: torch.Tensor,
@@ -104,24 +110,24 @@ def _of_input(
 ) -> int:
     """Workspace of computing the gradient of the input `x`."""
     n_in, n_out = weight.shape[1], weight.shape[0] // groups
-    if _is_of_pixels(weight) and groups > 1:
+    if _is_1x1(weight) and groups > 1:
         return plain_bytes(x) + plain_bytes(weight)
     if is_depthwise(weight, groups):
         has_gaps, is_strided = (any(step > 1 for step in steps) for steps in (dilation, stride))
         if has_gaps and is_strided:  # computed as matrix products, per thread
-            image = plain_bytes(x) // max(1, x.shape[0] * groups)
-            of_thread = patches_bytes(weight, gradient) + image
-            return _across_groups(weight) + n_threads() * of_thread + 256
-        return _blocks(weight, groups) if has_gaps else _across_groups(weight)
+            image_bytes = plain_bytes(x) // max(1, x.shape[0] * groups)
+            thread_bytes = patches_bytes(weight, gradient) + image_bytes
+            return _depthwise_block_bytes(weight) + n_threads() * thread_bytes + 256
+        return _blocked_bytes(weight, groups) if has_gaps else _depthwise_block_bytes(weight)
     if _is_matrix_product(weight, stride):
         return 0
     if groups > 1 and n_out <= BLOCK:
-        return _blocks(weight, groups)
-    scratch = max(_strided_scratch(gradient, weight, stride, groups), _scratch() + 128)
-    return _wide(n_in) * n_out * groups * _taps_bytes(weight) + scratch
+        return _blocked_bytes(weight, groups)
+    scratch = max(_strided_scratch_bytes(gradient, weight, stride, groups), _scratch_bytes() + 128)
+    return _padded_channels(n_in) * n_out * groups * _kernel_bytes(weight) + scratch
 
 
-def _strided_scratch(
+def _strided_scratch_bytes(
     gradient: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int
 ) -> int:
     """Scratch memory of the input's gradient for strides above 1: per thread, one image of the
@@ -136,12 +142,12 @@ def _strided_scratch(
         size + (kernel - 1 if step % 2 else -(-kernel // step)) for size, kernel, step in sides
     )
     n_channels = max(64, weight.shape[0] // groups)
-    image = max(128, -(-n_pixels // 64) * 64) * n_channels * gradient.element_size()
-    of_thread = 8216 + (image if groups == 1 else 2 * image + 8192)
-    return 2048 * (n_phases - 1) * (n_threads() + 1) + n_threads() * of_thread
+    image_bytes = max(128, -(-n_pixels // 64) * 64) * n_channels * gradient.element_size()
+    thread_bytes = 8216 + (image_bytes if groups == 1 else 2 * image_bytes + 8192)
+    return 2048 * (n_phases - 1) * (n_threads() + 1) + n_threads() * thread_bytes
 
 
-def _of_weight(call: OpCall) -> int:
+def _weight_gradient_workspace(call: OpCall) -> int:
     """Workspace of computing the weight's gradient: a copy of the weight beside the sums in blocks
     of 16 x 16 channels.
 
@@ -154,32 +160,32 @@ def _of_weight(call: OpCall) -> int:
     weight: torch.Tensor = call.args[2]
     stride, padding, dilation = call.args[4:7]
     groups: int = call.args[9]
-    if _is_of_pixels(weight) and groups > 1:
-        images = plain_bytes(x) + plain_bytes(gradient)
-        return images // groups + plain_bytes(weight)
+    if _is_1x1(weight) and groups > 1:
+        images_bytes = plain_bytes(x) + plain_bytes(gradient)
+        return images_bytes // groups + plain_bytes(weight)
     if is_depthwise(weight, groups) and is_computed_directly(x, weight, stride, padding, dilation):
-        return 2 * _across_groups(weight)
+        return 2 * _depthwise_block_bytes(weight)
     if _is_matrix_product(weight, stride):
         return 0
-    image = plain_bytes(x) // max(1, x.shape[0] * groups)
-    as_matrices = matrix_bytes(weight, gradient) + n_threads() * image + 128
+    image_bytes = plain_bytes(x) // max(1, x.shape[0] * groups)
+    matrix_product_bytes = matrix_bytes(weight, gradient) + n_threads() * image_bytes + 128
     has_gaps = any(step > 1 for step in dilation)
     if is_depthwise(weight, groups) and has_gaps and any(step > 1 for step in stride):
-        return as_matrices
+        return matrix_product_bytes
     is_blocked = is_depthwise(weight, groups) or weight_is_blocked(x, weight, call)
     if groups == 1 and not is_blocked:
-        return as_matrices
+        return matrix_product_bytes
     if groups == 1 and weight.shape[1] < BLOCK:
-        blocked = weight.shape[1] * up_to_blocks(weight.shape[0]) * _taps_bytes(weight)
+        block_bytes = weight.shape[1] * up_to_blocks(weight.shape[0]) * _kernel_bytes(weight)
     else:
-        blocked = _blocks(weight, groups)
-    blocked += plain_bytes(weight) + (_OF_PIXELS if _is_of_pixels(weight) else 0)
+        block_bytes = _blocked_bytes(weight, groups)
+    block_bytes += plain_bytes(weight) + (_STRIDED_1X1_BYTES if _is_1x1(weight) else 0)
     if is_depthwise(weight, groups) and 1 in weight.shape[2:]:  # the kernel is a row or a column
-        blocked += plain_bytes(weight) + 128
-    return blocked if is_blocked else max(blocked, as_matrices)
+        block_bytes += plain_bytes(weight) + 128
+    return block_bytes if is_blocked else max(block_bytes, matrix_product_bytes)
 
 
-def _is_of_pixels(weight: torch.Tensor) -> bool:
+def _is_1x1(weight: torch.Tensor) -> bool:
     """Whether the kernel is 1 x 1."""
     return math.prod(weight.shape[2:]) == 1
 
@@ -188,26 +194,26 @@ def _is_matrix_product(weight: torch.Tensor, stride: list[int]) -> bool:
     """Whether this is a 1 x 1 convolution in float32 with stride 1: a matrix product, which copies
     nothing if it is dense."""
     is_plain = weight.dtype == torch.float32 and all(step == 1 for step in stride)
-    return is_plain and _is_of_pixels(weight)
+    return is_plain and _is_1x1(weight)
 
 
-def _blocks(weight: torch.Tensor, groups: int) -> int:
+def _blocked_bytes(weight: torch.Tensor, groups: int) -> int:
     """Bytes of the weight with each group's channels, in and out, padded to blocks of 16."""
     n_channels = up_to_blocks(weight.shape[1]) * up_to_blocks(weight.shape[0] // groups)
-    return groups * n_channels * _taps_bytes(weight)
+    return groups * n_channels * _kernel_bytes(weight)
 
 
-def _across_groups(weight: torch.Tensor) -> int:
+def _depthwise_block_bytes(weight: torch.Tensor) -> int:
     """Bytes of a depthwise weight in blocks of 16 groups each."""
-    return up_to_blocks(weight.shape[0]) * _taps_bytes(weight)
+    return up_to_blocks(weight.shape[0]) * _kernel_bytes(weight)
 
 
-def _taps_bytes(weight: torch.Tensor) -> int:
+def _kernel_bytes(weight: torch.Tensor) -> int:
     """Bytes of the kernel between one input and one output channel."""
     return math.prod(weight.shape[2:]) * weight.element_size()
 
 
-def _wide(n_channels: int) -> int:
+def _padded_channels(n_channels: int) -> int:
     """The number of channels padded to blocks of 64 or 32, whichever pad least. Some kernels use
     blocks of 48, which take no more."""
     if n_channels <= BLOCK:
@@ -215,6 +221,6 @@ def _wide(n_channels: int) -> int:
     return min(-(-n_channels // width) * width for width in (64, 32))
 
 
-def _scratch() -> int:
+def _scratch_bytes() -> int:
     """Bytes of scratch memory, whatever the shapes (measured)."""
     return 4096 + 4120 * n_threads()

@@ -44,11 +44,11 @@ class Collective:
         if not is_collective(call.target):
             return None
         kind = call.packet.__name__.rstrip("_").removesuffix("_coalesced")
-        tensors = call.outputs() if kind == _GATHERS else call.inputs()
+        tensors = call.outputs() if kind == _ALL_GATHER else call.inputs()
         n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         names = [argument.name for argument in call.target._schema.arguments]
-        given: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-        return cls(kind, n_bytes, distributed_c10d._get_group_size_by_name(given["group_name"]))
+        arguments: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        return cls(kind, n_bytes, distributed_c10d._get_group_size_by_name(arguments["group_name"]))
 
     def time_s(self, link: Link) -> float:
         """Seconds over this link. An operator without a formula counts as an all-reduce, which
@@ -59,13 +59,13 @@ class Collective:
     def gloo_workspace_bytes(self) -> int:
         """Bytes that gloo allocates besides: it all-gathers into a list of tensors, and
         reduce-scatters a copy of the input."""
-        return self.n_bytes if self.kind in (_GATHERS, _SCATTERS) else 0
+        return self.n_bytes if self.kind in (_ALL_GATHER, _REDUCE_SCATTER) else 0
 
 
-_GATHERS, _SCATTERS = "all_gather_into_tensor", "reduce_scatter_tensor"
+_ALL_GATHER, _REDUCE_SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 _TIMES: Mapping[str, Callable[..., float]] = {
-    _GATHERS: all_gather_s,
-    _SCATTERS: reduce_scatter_s,
+    _ALL_GATHER: all_gather_s,
+    _REDUCE_SCATTER: reduce_scatter_s,
     "all_to_all_single": reduce_scatter_s,  # n - 1 of n parts leave each rank, too
     "shard_dim_alltoall": reduce_scatter_s,
     "broadcast": all_gather_s,

@@ -18,7 +18,7 @@ from graphs.costs.operators import OpCall
 BLOCK = 16
 """Channels per block of oneDNN's layouts with AVX-512 (8 with AVX2, which takes no more)."""
 
-OF_IMAGES = (1, 3)
+UNREORDERED_CHANNELS = (1, 3)
 """Numbers of input channels (grayscale, RGB) with which oneDNN reads images without reordering."""
 
 WIDEST_UNROLLED = 14
@@ -81,13 +81,15 @@ def weight_is_blocked(x: torch.Tensor, weight: torch.Tensor, call: OpCall) -> bo
     if kernel[-1] > WIDEST_UNROLLED:
         return False
     groups: int = call.args[9]
-    is_of_few = weight.shape[1] < BLOCK if groups == 1 else not has_group_blocks(weight, groups, 16)
-    if is_of_few and any(k > size for k, size in zip(kernel, sizes, strict=True)):
+    has_few_channels = (
+        weight.shape[1] < BLOCK if groups == 1 else not has_group_blocks(weight, groups, 16)
+    )
+    if has_few_channels and any(k > size for k, size in zip(kernel, sizes, strict=True)):
         return False
     spans = [step * (k - 1) + 1 for k, step in zip(kernel, dilation, strict=True)]
     has_gaps = any(step > 1 for step in dilation)
-    is_of_few = is_of_few and x.shape[1] not in OF_IMAGES
-    if has_gaps and (is_of_few or any(step > 1 for step in stride)):
+    has_few_channels = has_few_channels and x.shape[1] not in UNREORDERED_CHANNELS
+    if has_gaps and (has_few_channels or any(step > 1 for step in stride)):
         return False
     n_rows = len(spans) - 1  # all dimensions but the columns
     is_tall = any(span > size for span, size in zip(spans[:n_rows], sizes[:n_rows], strict=True))

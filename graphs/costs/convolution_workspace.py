@@ -19,7 +19,7 @@ from graphs.costs.channels_last_workspace import (
 )
 from graphs.costs.convolution_shapes import (
     BLOCK,
-    OF_IMAGES,
+    UNREORDERED_CHANNELS,
     WIDEST_UNROLLED,
     has_group_blocks,
     is_computed_directly,
@@ -35,7 +35,7 @@ from graphs.costs.convolution_shapes import (
 from graphs.costs.operators import OpCall
 
 
-def _blocked(tensor: torch.Tensor, *channels: int) -> int:
+def _blocked_bytes(tensor: torch.Tensor, *channels: int) -> int:
     """Bytes of a tensor with the dimensions `channels` padded to whole blocks."""
     shape = [
         up_to_blocks(size) if dim in channels else size for dim, size in enumerate(tensor.shape)
@@ -43,7 +43,7 @@ def _blocked(tensor: torch.Tensor, *channels: int) -> int:
     return math.prod(shape) * tensor.element_size()
 
 
-def strided_bytes(*tensors: torch.Tensor) -> int:
+def contiguous_copy_bytes(*tensors: torch.Tensor) -> int:
     """Bytes of the contiguous copies of the tensors that are not contiguous, such as a slice.
 
     The copies exist for as long as the operator runs (ATen/native/Convolution.cpp).
@@ -59,15 +59,23 @@ def convolution(call: OpCall) -> int:
     if is_in_channels_last(x, weight):
         return channels_last_convolution(call)
     if not transposed and is_without_onednn(x, weight, groups):
-        return strided_bytes(x) + patches_bytes(weight, out)
-    if not transposed and _is_of_matrices(x, weight, groups):
-        return strided_bytes(x) + max(plain_bytes(out), _of_patches(weight, out))
-    blocked = _input(x, weight, groups) + _weight(x, weight, groups) + _blocked(out, 1)
+        return contiguous_copy_bytes(x) + patches_bytes(weight, out)
+    if not transposed and _is_matrix_product(x, weight, groups):
+        return contiguous_copy_bytes(x) + max(plain_bytes(out), _thread_patches_bytes(weight, out))
+    blocked_bytes = (
+        _reordered_input_bytes(x, weight, groups)
+        + _reordered_weight_bytes(x, weight, groups)
+        + _blocked_bytes(out, 1)
+    )
     if transposed or x.dtype != torch.float32:
-        return strided_bytes(x) + max(blocked - plain_bytes(out), 2 * _blocked(out, 1))
-    copied = _blocked(x, 1) // math.prod(stride) if math.prod(weight.shape[2:]) == 1 else 0
+        return contiguous_copy_bytes(x) + max(
+            blocked_bytes - plain_bytes(out), 2 * _blocked_bytes(out, 1)
+        )
+    copied = _blocked_bytes(x, 1) // math.prod(stride) if math.prod(weight.shape[2:]) == 1 else 0
     subsampled = copied if any(step > 1 for step in stride) else 0
-    return strided_bytes(x) + max(blocked + subsampled - plain_bytes(out), _blocked(out, 1))
+    return contiguous_copy_bytes(x) + max(
+        blocked_bytes + subsampled - plain_bytes(out), _blocked_bytes(out, 1)
+    )
 
 
 def convolution_backward(call: OpCall) -> int:
@@ -79,40 +87,48 @@ def convolution_backward(call: OpCall) -> int:
     transposed, groups, mask = call.args[7], int(call.args[9]), call.args[10]
     if is_in_channels_last(x, weight):
         return channels_last_convolution_backward(call)
-    of_x, of_weight = (plain_bytes(x) if mask[0] else 0), (plain_bytes(weight) if mask[1] else 0)
+    x_bytes, w_bytes = (plain_bytes(x) if mask[0] else 0), (plain_bytes(weight) if mask[1] else 0)
     if not transposed and is_without_onednn(x, weight, groups):
         # dilated kernels compute the bias's gradient, and then PyTorch computes it again
-        of_bias = int(mask[2]) * gradient.shape[1] * gradient.element_size()
-        return strided_bytes(gradient, x) + patches_bytes(weight, gradient) + of_bias
+        bias_bytes = int(mask[2]) * gradient.shape[1] * gradient.element_size()
+        return contiguous_copy_bytes(gradient, x) + patches_bytes(weight, gradient) + bias_bytes
     peaks = [0]
     if mask[0]:
-        peaks.append(_of_input(call))
+        peaks.append(_input_gradient_peak(call))
     if mask[1]:
-        peaks.append(of_x + _of_weight(call))
-    of_bias = int(mask[2]) * 3 * up_to_blocks(gradient.shape[1]) * gradient.element_size()
-    return strided_bytes(gradient, x) + max(0, max(peaks) - of_x - of_weight) + of_bias
+        peaks.append(x_bytes + _weight_gradient_peak(call))
+    bias_bytes = int(mask[2]) * 3 * up_to_blocks(gradient.shape[1]) * gradient.element_size()
+    return contiguous_copy_bytes(gradient, x) + max(0, max(peaks) - x_bytes - w_bytes) + bias_bytes
 
 
-def _of_input(call: OpCall) -> int:
+def _input_gradient_peak(call: OpCall) -> int:
     """Bytes at the peak of computing the input's gradient, including the gradient itself."""
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
     weight: torch.Tensor = call.args[2]
     stride, transposed, groups = (call.args[at] for at in (4, 7, 9))
-    is_of_pixels = groups > 1 and math.prod(weight.shape[2:]) == 1
-    of_pixels = 2 * plain_bytes(weight) if is_of_pixels else 0
-    if not transposed and _is_of_matrices(x, weight, groups):
-        return plain_bytes(x) + max(plain_bytes(x), _of_patches(weight, gradient)) + of_pixels
-    padded = _blocked(weight, 0, 1) if groups == 1 else _weight(x, weight, groups)
-    is_alone = is_depthwise(weight, groups) and not transposed
-    scratch = 0 if is_alone else _strided_scratch(weight, stride)
-    blocked = _blocked(gradient, 1) + padded + scratch
-    n_copies = 3 if any(step > 1 for step in stride) and not is_alone else 1
-    of_images = max(n_copies * _blocked(x, 1), _blocked(x, 1) + max(blocked, plain_bytes(x)))
-    return of_images + of_pixels
+    is_grouped_1x1 = groups > 1 and math.prod(weight.shape[2:]) == 1
+    copies_bytes = 2 * plain_bytes(weight) if is_grouped_1x1 else 0
+    if not transposed and _is_matrix_product(x, weight, groups):
+        return (
+            plain_bytes(x)
+            + max(plain_bytes(x), _thread_patches_bytes(weight, gradient))
+            + copies_bytes
+        )
+    weight_bytes = (
+        _blocked_bytes(weight, 0, 1) if groups == 1 else _reordered_weight_bytes(x, weight, groups)
+    )
+    is_plain_depthwise = is_depthwise(weight, groups) and not transposed
+    scratch_bytes = 0 if is_plain_depthwise else _strided_scratch_bytes(weight, stride)
+    reordered_bytes = _blocked_bytes(gradient, 1) + weight_bytes + scratch_bytes
+    n_copies = 3 if any(step > 1 for step in stride) and not is_plain_depthwise else 1
+    image_bytes = max(
+        n_copies * _blocked_bytes(x, 1), _blocked_bytes(x, 1) + max(reordered_bytes, plain_bytes(x))
+    )
+    return image_bytes + copies_bytes
 
 
-def _of_weight(call: OpCall) -> int:
+def _weight_gradient_peak(call: OpCall) -> int:
     """Bytes at the peak of computing the weight's gradient, including the gradient itself."""
     gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = call.args
     if is_depthwise(weight, groups):
@@ -120,32 +136,37 @@ def _of_weight(call: OpCall) -> int:
     else:
         has_blocks = groups == 1 or has_group_blocks(weight, groups, 8)
         is_direct = has_blocks and weight_is_blocked(x, weight, call)
-    as_matrices = 0 if is_direct else plain_bytes(weight) + matrix_bytes(weight, gradient)
+    matrix_product_bytes = 0 if is_direct else plain_bytes(weight) + matrix_bytes(weight, gradient)
     if groups > 1 and math.prod(weight.shape[2:]) == 1:  # group by group, each over all images
-        as_matrices += (plain_bytes(x) + plain_bytes(gradient)) // groups
+        matrix_product_bytes += (plain_bytes(x) + plain_bytes(gradient)) // groups
     # with few channels oneDNN may choose either way, which the shape does not tell
     is_either = groups == 1 and x.shape[1] < BLOCK and weight.shape[-1] <= WIDEST_UNROLLED
     if not (is_direct or is_either or transposed) and x.dtype == torch.float32:
-        return as_matrices
-    of_threads = _sums_of_threads(weight) if groups == 1 else 0
-    small = _weight(x, weight, groups)
-    blocked = _input(x, weight, groups) + _blocked(gradient, 1) + small + of_threads
-    return max(blocked, small + plain_bytes(weight), as_matrices)
+        return matrix_product_bytes
+    sums_bytes = _thread_sums_bytes(weight) if groups == 1 else 0
+    weight_bytes = _reordered_weight_bytes(x, weight, groups)
+    reordered_bytes = (
+        _reordered_input_bytes(x, weight, groups)
+        + _blocked_bytes(gradient, 1)
+        + weight_bytes
+        + sums_bytes
+    )
+    return max(reordered_bytes, weight_bytes + plain_bytes(weight), matrix_product_bytes)
 
 
-def _is_of_matrices(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+def _is_matrix_product(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
     """Whether a grouped convolution is computed as matrix products, because the channels of a group
     do not fill blocks of four (measured with 1 to 40 channels per group)."""
     is_grouped = groups > 1 and not is_depthwise(weight, groups)
     return is_grouped and x.dtype == torch.float32 and not has_group_blocks(weight, groups, 4)
 
 
-def _of_patches(weight: torch.Tensor, out: torch.Tensor) -> int:
+def _thread_patches_bytes(weight: torch.Tensor, out: torch.Tensor) -> int:
     """Bytes of the patches (im2col) of one image per thread."""
     return n_threads() * patches_bytes(weight, out) + 128
 
 
-def _strided_scratch(weight: torch.Tensor, stride: Sequence[int]) -> int:
+def _strided_scratch_bytes(weight: torch.Tensor, stride: Sequence[int]) -> int:
     """Scratch memory of the input's gradient for strides above 1: for each phase of the stride (2 x
     2 has 4) and each thread, depending on the output channels. An upper bound: measured with 8 to
     512 channels, strides to 4 and 4 threads."""
@@ -156,31 +177,35 @@ def _strided_scratch(weight: torch.Tensor, stride: Sequence[int]) -> int:
     return 2048 * (n_phases - 1) * (n_threads() + 1) + n_threads() * (8216 + 512 * n_channels)
 
 
-def _sums_of_threads(weight: torch.Tensor) -> int:
+def _thread_sums_bytes(weight: torch.Tensor) -> int:
     """Bytes of the threads' own sums of the weight's gradient. With fewer blocks of channels than
     threads, the threads divide the images among them, and each needs a sum of its own. An upper
     bound: measured with 2 and 4 threads."""
     n_blocks = math.prod(up_to_blocks(size) // BLOCK for size in weight.shape[:2])
     n_sums = -(-torch.get_num_threads() // max(1, n_blocks // 2)) - 1
-    of_bias = 2 * up_to_blocks(weight.shape[0]) * weight.element_size()
-    return n_sums * (_blocked(weight, 0) + of_bias) + 24704 if n_sums else 0
+    bias_bytes = 2 * up_to_blocks(weight.shape[0]) * weight.element_size()
+    return n_sums * (_blocked_bytes(weight, 0) + bias_bytes) + 24704 if n_sums else 0
 
 
-def _input(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
+def _reordered_input_bytes(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
     """Bytes of the reordered input; 0 if it is read in place."""
     if not _is_read_in_place(x, weight, groups):
-        return _blocked(x, 1)
-    return 0 if x.shape[1] in OF_IMAGES else plain_bytes(x)
+        return _blocked_bytes(x, 1)
+    return 0 if x.shape[1] in UNREORDERED_CHANNELS else plain_bytes(x)
 
 
-def _weight(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
+def _reordered_weight_bytes(x: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
     """Bytes of the reordered weight."""
     if groups != 1:
-        return _blocked(weight, 0) if is_depthwise(weight, groups) else plain_bytes(weight)
-    return _blocked(weight, 0) if _is_read_in_place(x, weight, groups) else _blocked(weight, 0, 1)
+        return _blocked_bytes(weight, 0) if is_depthwise(weight, groups) else plain_bytes(weight)
+    return (
+        _blocked_bytes(weight, 0)
+        if _is_read_in_place(x, weight, groups)
+        else _blocked_bytes(weight, 0, 1)
+    )
 
 
 def _is_read_in_place(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
     """Whether an input has so few channels that they are not padded to a block. (Those with a
-    number of channels in OF_IMAGES are not even reordered.)"""
+    number of channels in UNREORDERED_CHANNELS are not even reordered.)"""
     return x.shape[1] < BLOCK and groups == 1 and math.prod(weight.shape[2:]) > 1

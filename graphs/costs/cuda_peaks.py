@@ -23,12 +23,12 @@ class CudaPeaks:
         """Start the part of this name; no effect if it is running."""
         if part == self._part:
             return
-        self.ended()
+        self.end()
         self._part = part
         self._start_bytes = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def ended(self) -> dict[str, int]:
+    def end(self) -> dict[str, int]:
         """End the part that is running, if any; returns the peak bytes of each part so far."""
         if self._part is not None:
             peak = torch.cuda.max_memory_allocated(self._device) - self._start_bytes

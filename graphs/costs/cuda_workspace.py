@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from graphs.costs.layouts import (
-    as_suggested,
+    arguments_at,
     copied_bytes,
-    given,
-    in_order,
+    reads_contiguous,
+    reads_suggested_format,
     roll_bytes,
     suggested_format,
 )
@@ -50,13 +50,13 @@ def _attention_backward(call: OpCall) -> int:
     query: torch.Tensor = call.args[1]
     key: torch.Tensor = call.args[2]
     n_batch, n_heads, n_queries, head_size = query.shape
-    rows = n_batch * n_heads * _up(n_queries, 128)
-    row_sums = _FLOAT_BYTES * rows
+    rows = n_batch * n_heads * _round_up(n_queries, 128)
+    row_sums_bytes = _FLOAT_BYTES * rows
     if query.dtype == torch.float32:
-        return row_sums
+        return row_sums_bytes
     is_shared = key.shape[1] != n_heads
     shared = 2 * is_shared * n_batch * n_heads * key.shape[2] * head_size * query.element_size()
-    return _FLOAT_BYTES * rows * _up(head_size, 32) + row_sums + shared
+    return _FLOAT_BYTES * rows * _round_up(head_size, 32) + row_sums_bytes + shared
 
 
 _ROWS_SUMMED_TOGETHER = 10
@@ -109,19 +109,21 @@ def _norm_backward(call: OpCall) -> int:
     x: torch.Tensor = call.args[1]
     width: int = math.prod(call.args[2])
     n_rows = x.numel() // max(1, width)
-    copied = copied_bytes(call.args[0], x)
+    copies_bytes = copied_bytes(call.args[0], x)
     if n_rows <= _MANY_ROWS or width // _WARP >= _MOST_MULTIPROCESSORS // 2:
-        return copied
+        return copies_bytes
     n_sums = min(_MOST_BLOCKS // math.ceil(width / _WARP), math.ceil(n_rows / _WARP))
     gradients = [each for each in call.value[1:] if isinstance(each, torch.Tensor)]
-    return copied + sum(int(n_sums * width) * each.element_size() for each in gradients)
+    return copies_bytes + sum(int(n_sums * width) * each.element_size() for each in gradients)
 
 
 def _pool_backward(*positions: int) -> Callable[[OpCall], int]:
     """Copies of the arguments at these positions, in the layout that the input's strides suggest
     (avg_pool2d_backward_out_cuda in cuda/AveragePool2d.cu,
     max_pool2d_with_indices_backward_out_cuda in cuda/DilatedMaxPool2d.cu)."""
-    return lambda call: copied_bytes(*given(call, positions), into=suggested_format(call.args[1]))
+    return lambda call: copied_bytes(
+        *arguments_at(call, positions), into=suggested_format(call.args[1])
+    )
 
 
 def _roll(call: OpCall) -> int:
@@ -129,7 +131,7 @@ def _roll(call: OpCall) -> int:
     return max(roll_bytes(call), copied_bytes(call.args[0]))
 
 
-def _up(size: int, step: int) -> int:
+def _round_up(size: int, step: int) -> int:
     return math.ceil(size / step) * step
 
 
@@ -142,16 +144,16 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.native_group_norm_backward: _group_norm_backward,
     # contiguous input, weight and bias: layer_norm_cuda, _fused_rms_norm_cuda
     # (cuda/layer_norm_kernel.cu)
-    aten.native_layer_norm: in_order(0, 2, 3),
-    aten._fused_rms_norm: in_order(0, 2),
+    aten.native_layer_norm: reads_contiguous(0, 2, 3),
+    aten._fused_rms_norm: reads_contiguous(0, 2),
     # host_softmax, host_softmax_backward (cuda/SoftMax.cu): `.contiguous()`
-    aten._softmax: in_order(0),
-    aten._log_softmax: in_order(0),
-    aten._softmax_backward_data: in_order(0, 1),
-    aten._log_softmax_backward_data: in_order(0, 1),
+    aten._softmax: reads_contiguous(0),
+    aten._log_softmax: reads_contiguous(0),
+    aten._softmax_backward_data: reads_contiguous(0, 1),
+    aten._log_softmax_backward_data: reads_contiguous(0, 1),
     # avg_pool2d_out_cuda, max_pool2d_with_indices_out_cuda: `.contiguous(memory_format)`
-    aten.avg_pool2d: as_suggested,
-    aten.max_pool2d_with_indices: as_suggested,
+    aten.avg_pool2d: reads_suggested_format,
+    aten.max_pool2d_with_indices: reads_suggested_format,
     aten.avg_pool2d_backward: _pool_backward(0, 1),
     aten.max_pool2d_with_indices_backward: _pool_backward(0, 1, 7),
     aten.roll: _roll,

@@ -26,9 +26,9 @@ def measured_host_copies(device: torch.device) -> HostCopies:
     Raises RuntimeError if there is no memory for two tensors of LARGE_BYTES.
     """
     host = torch.zeros(LARGE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device)
+    on_device = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    out, back = (_link(host, there, device), _link(there, host, device))
+    out, back = (_measure_link(host, on_device, device), _measure_link(on_device, host, device))
     return HostCopies(
         out_bytes_per_s=out[0],
         in_bytes_per_s=back[0],
@@ -37,15 +37,17 @@ def measured_host_copies(device: torch.device) -> HostCopies:
     )
 
 
-def _link(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> tuple[float, float]:
+def _measure_link(
+    target: torch.Tensor, source: torch.Tensor, device: torch.device
+) -> tuple[float, float]:
     """Rate in bytes per second, from the difference of the large and the small copy, and latency in
     seconds: what the small copy takes beyond that rate."""
-    small_s, large_s = _seconds(target, source, device)
+    small_s, large_s = _seconds_of_copies(target, source, device)
     rate = (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, 1e-12)
     return rate, max(0.0, small_s - SMALL_BYTES / rate)
 
 
-def _seconds(
+def _seconds_of_copies(
     target: torch.Tensor, source: torch.Tensor, device: torch.device
 ) -> tuple[float, float]:
     """Seconds of one copy of SMALL_BYTES and of one of LARGE_BYTES."""

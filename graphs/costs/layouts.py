@@ -31,13 +31,13 @@ def suggested_format(x: torch.Tensor) -> torch.memory_format:
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if channels_last is None or x.stride(1) == 0:
         return torch.contiguous_format
-    least = 0
+    least_stride = 0
     for dim in (1, *range(x.dim() - 1, 1, -1), 0):
         # with one channel and one pixel the strides do not tell the layout: take it as contiguous
-        is_ambiguous = dim == 0 and least == x.stride(1)
-        if x.shape[dim] == 0 or x.stride(dim) < least or is_ambiguous:
+        is_ambiguous = dim == 0 and least_stride == x.stride(1)
+        if x.shape[dim] == 0 or x.stride(dim) < least_stride or is_ambiguous:
             return torch.contiguous_format
-        least = x.stride(dim) * max(1, x.shape[dim])
+        least_stride = x.stride(dim) * max(1, x.shape[dim])
     return channels_last
 
 
@@ -45,39 +45,39 @@ def copied_bytes(
     *tensors: torch.Tensor | None, into: torch.memory_format = torch.contiguous_format
 ) -> int:
     """Bytes of the copies of the tensors that are not contiguous in the layout `into`."""
-    missing = [x for x in tensors if x is not None and not x.is_contiguous(memory_format=into)]
-    return sum((x.numel() + _block(x)) * x.element_size() for x in missing)
+    to_copy = [x for x in tensors if x is not None and not x.is_contiguous(memory_format=into)]
+    return sum((x.numel() + _transposed_block_elements(x)) * x.element_size() for x in to_copy)
 
 
-def _block(x: torch.Tensor) -> int:
+def _transposed_block_elements(x: torch.Tensor) -> int:
     is_transposed = x.dim() == 2 and x.stride() == (1, x.shape[0])
     return _TRANSPOSED_BLOCK if is_transposed and x.numel() >= _TRANSPOSED_BLOCK else 0
 
 
-def in_order(*positions: int) -> Callable[[OpCall], int]:
+def reads_contiguous(*positions: int) -> Callable[[OpCall], int]:
     """An estimate for kernels that read the arguments at these positions in the contiguous
     layout."""
-    return lambda call: copied_bytes(*given(call, positions))
+    return lambda call: copied_bytes(*arguments_at(call, positions))
 
 
-def as_suggested(call: OpCall) -> int:
+def reads_suggested_format(call: OpCall) -> int:
     """For kernels that read the input in the layout that its strides suggest."""
     x: torch.Tensor = call.args[0]
     return copied_bytes(x, into=suggested_format(x))
 
 
-def _as_the_gradient(*positions: int) -> Callable[[OpCall], int]:
+def _reads_gradient_format(*positions: int) -> Callable[[OpCall], int]:
     """An estimate for kernels that use the layout of the gradient, argument 0: they copy the
     arguments at these positions into it, and at the end the result if its layout is another."""
 
     def estimate(call: OpCall) -> int:
         layout = suggested_format(call.args[0])
-        return copied_bytes(*given(call, positions), call.outputs()[0], into=layout)
+        return copied_bytes(*arguments_at(call, positions), call.outputs()[0], into=layout)
 
     return estimate
 
 
-def given(call: OpCall, positions: tuple[int, ...]) -> list[torch.Tensor | None]:
+def arguments_at(call: OpCall, positions: tuple[int, ...]) -> list[torch.Tensor | None]:
     """The call's arguments at these positions, without those that were left out."""
     return [call.args[at] for at in positions if at < len(call.args)]
 
@@ -115,7 +115,7 @@ def _index_select(call: OpCall) -> int:
     return copied_bytes(x) if x.dim() > 1 and dim % x.dim() == 1 else 0
 
 
-_OF_ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
+_ONEDNN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _gelu_backward(call: OpCall) -> int:
@@ -123,12 +123,12 @@ def _gelu_backward(call: OpCall) -> int:
     contiguous result."""
     gradient, x = call.args[:2]
     is_exact = call.kwargs.get("approximate", "none") == "none"
-    if not (is_exact and x.is_contiguous() and x.dtype in _OF_ONEDNN):
+    if not (is_exact and x.is_contiguous() and x.dtype in _ONEDNN_DTYPES):
         return 0
     return copied_bytes(gradient, call.outputs()[0])
 
 
-_MADE_IN_ORDER = (aten.upsample_nearest3d_backward, aten._upsample_nearest_exact3d_backward)
+_CONTIGUOUS_RESULT = (aten.upsample_nearest3d_backward, aten._upsample_nearest_exact3d_backward)
 """These compute a contiguous result, and copy it if the output is not contiguous."""
 
 
@@ -139,7 +139,7 @@ def _upsample_backward(call: OpCall) -> int:
     out = call.outputs()[0]
     layout = suggested_format(gradient)
     if gradient.is_contiguous(memory_format=layout):
-        return copied_bytes(out) if call.packet in _MADE_IN_ORDER else 0
+        return copied_bytes(out) if call.packet in _CONTIGUOUS_RESULT else 0
     return copied_bytes(gradient, out)
 
 
@@ -154,16 +154,16 @@ COPIES: Mapping[Any, Callable[[OpCall], int]] = {
             *(aten.upsample_linear1d_backward, aten.upsample_bicubic2d_backward),
             *(aten.embedding_dense_backward, aten.grid_sampler_2d_backward),
         ),
-        in_order(0),
+        reads_contiguous(0),
     ),
     **dict.fromkeys(
         (
             *(aten._softmax_backward_data, aten._log_softmax_backward_data),
             *(aten.nll_loss_forward, aten.nll_loss2d_forward, aten._cdist_forward),
         ),
-        in_order(0, 1),
+        reads_contiguous(0, 1),
     ),
-    aten.native_layer_norm: in_order(0, 2, 3),
+    aten.native_layer_norm: reads_contiguous(0, 2, 3),
     aten.native_layer_norm_backward: _layer_norm_backward,
     **dict.fromkeys(
         (
@@ -174,7 +174,7 @@ COPIES: Mapping[Any, Callable[[OpCall], int]] = {
             *(aten.reflection_pad2d, aten.reflection_pad3d),
             *(aten.replication_pad2d, aten.replication_pad3d),
         ),
-        as_suggested,
+        reads_suggested_format,
     ),
     **dict.fromkeys(
         (
@@ -182,11 +182,11 @@ COPIES: Mapping[Any, Callable[[OpCall], int]] = {
             *(aten.reflection_pad2d_backward, aten.reflection_pad3d_backward),
             *(aten.replication_pad2d_backward, aten.replication_pad3d_backward),
         ),
-        _as_the_gradient(0),
+        _reads_gradient_format(0),
     ),
     **dict.fromkeys(
         (aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward),
-        _as_the_gradient(0, 7),
+        _reads_gradient_format(0, 7),
     ),
     aten.adaptive_max_pool2d_backward: _adaptive_max_pool_backward,
     **dict.fromkeys(

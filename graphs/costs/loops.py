@@ -45,7 +45,7 @@ class RowLoop(ABC):
 
 
 @dataclass(frozen=True)
-class _TorchsLoop(RowLoop):
+class _PyTorchLoop(RowLoop):
     """An operator of PyTorch; body: the Python function that it calls."""
 
     body: Callable[..., Any]
@@ -62,7 +62,7 @@ def row_loop(call: OpCall) -> RowLoop | None:
     if name not in _CHUNK_ROWS_AT:
         return None
     body = torch._library.custom_ops.OPDEFS[name]._init_fn
-    return _TorchsLoop(call.args[_CHUNK_ROWS_AT[name]], (0, 2), body)
+    return _PyTorchLoop(call.args[_CHUNK_ROWS_AT[name]], (0, 2), body)
 
 
 def loop_cost(loop: RowLoop, call: OpCall, cost: Callable[[OpCall], Cost]) -> Cost:
@@ -73,16 +73,18 @@ def loop_cost(loop: RowLoop, call: OpCall, cost: Callable[[OpCall], Cost]) -> Co
     # Runs with two and with three whole chunks; their difference is the cost of every further one.
     # The first chunk differs: it may allocate tensors that the others add to.
     n_rows, chunk_rows = call.args[loop.row_inputs[0]].shape[0], loop.rows_per_chunk
-    few = 3 * chunk_rows + n_rows % chunk_rows
-    if n_rows <= few:
-        return Cost(*_on_rows(loop, call, n_rows, cost))
-    less, more = (_on_rows(loop, call, n, cost) for n in (few - chunk_rows, few))
-    n_left = (n_rows - few) // chunk_rows
+    n_sampled_rows = 3 * chunk_rows + n_rows % chunk_rows
+    if n_rows <= n_sampled_rows:
+        return Cost(*_cost_on_rows(loop, call, n_rows, cost))
+    less, more = (
+        _cost_on_rows(loop, call, n, cost) for n in (n_sampled_rows - chunk_rows, n_sampled_rows)
+    )
+    n_left = (n_rows - n_sampled_rows) // chunk_rows
     time_s, workspace_bytes = (b + n_left * (b - a) for a, b in zip(less, more, strict=True))
     return Cost(time_s, int(workspace_bytes))
 
 
-def _on_rows(
+def _cost_on_rows(
     loop: RowLoop, call: OpCall, n_rows: int, cost: Callable[[OpCall], Cost]
 ) -> tuple[float, int]:
     """Seconds and workspace bytes of the loop on fake tensors with this number of rows."""

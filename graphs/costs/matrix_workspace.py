@@ -20,7 +20,7 @@ _BLOCK = 60 * 60
 """Elements of the buffer through which PyTorch copies a transposed matrix (native/Copy.cpp)."""
 
 
-def _copy_of(position: int, n_rows: int = 0) -> Callable[[OpCall], int]:
+def _copy_and_rows(position: int, n_rows: int = 0) -> Callable[[OpCall], int]:
     """An estimate: a copy of the argument at this position, and at most `n_rows` rows besides."""
 
     def estimate(call: OpCall) -> int:
@@ -31,7 +31,7 @@ def _copy_of(position: int, n_rows: int = 0) -> Callable[[OpCall], int]:
     return estimate
 
 
-def _rows(call: OpCall) -> int:
+def _block_of_rows(call: OpCall) -> int:
     """A block of 32 or 64 rows, depending on the size, and two more."""
     x: torch.Tensor = call.args[0]
     n = max(x.shape[-2:])
@@ -44,22 +44,22 @@ def _eigh(call: OpCall) -> int:
     x: torch.Tensor = call.args[0]
     wants_vectors = call.args[2] if len(call.args) > 2 else call.kwargs.get("compute_v", True)
     if not wants_vectors:
-        return _copy_of(0, 26)(call)
+        return _copy_and_rows(0, 26)(call)
     n, size = x.shape[-1], x.element_size()
-    integers = 4 * (3 + 5 * n)
+    integers_bytes = 4 * (3 + 5 * n)
     if not x.is_complex():
-        return size * (1 + 6 * n + 2 * n * n) + integers
-    numbers = 26 * n + n * n + (_BLOCK if x.dim() == 2 else 0)
-    return size * numbers + size // 2 * (1 + 5 * n + 2 * n * n) + integers
+        return size * (1 + 6 * n + 2 * n * n) + integers_bytes
+    n_elements = 26 * n + n * n + (_BLOCK if x.dim() == 2 else 0)
+    return size * n_elements + size // 2 * (1 + 5 * n + 2 * n * n) + integers_bytes
 
 
 MATRICES: Mapping[Any, Callable[[OpCall], int]] = {
     aten._linalg_eigh: _eigh,
-    aten._linalg_svd: _copy_of(0),
+    aten._linalg_svd: _copy_and_rows(0),
     aten.linalg_inv_ex: lambda call: plain_bytes(call.args[0]),
-    aten.linalg_lu: _copy_of(0),
-    aten.cholesky_solve: _copy_of(1),
-    aten.ormqr: _copy_of(0, 64),
-    aten.linalg_qr: _rows,
-    aten.linalg_householder_product: _rows,
+    aten.linalg_lu: _copy_and_rows(0),
+    aten.cholesky_solve: _copy_and_rows(1),
+    aten.ormqr: _copy_and_rows(0, 64),
+    aten.linalg_qr: _block_of_rows,
+    aten.linalg_householder_product: _block_of_rows,
 }

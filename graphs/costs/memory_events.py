@@ -29,7 +29,7 @@ from torch.autograd.profiler import record_function
 
 _START = "__start_profile"
 """The name of the event that the profiler itself records when it starts."""
-_PART = "part of a measured run: "
+_PART_PREFIX = "part of a measured run: "
 _ALLOCATION: Any = "memory_alloc"
 """The kind of the events that have a size (torch's stubs type it as an integer)."""
 
@@ -52,36 +52,36 @@ def cpu_peak_bytes(run: Callable[[], object]) -> MemoryUse:
 
     Raises what `run` raises, and RuntimeError if another profiler is active.
     """
-    taken = peak = 0
-    for event in _recorded(run):
+    taken_bytes = peak_bytes = 0
+    for event in _record_events(run):
         if event.kind() == _ALLOCATION:
-            taken += event.cpu_memory_usage()
-            peak = max(peak, taken)
-    return MemoryUse(peak_bytes=peak, end_bytes=taken)
+            taken_bytes += event.cpu_memory_usage()
+            peak_bytes = max(peak_bytes, taken_bytes)
+    return MemoryUse(peak_bytes=peak_bytes, end_bytes=taken_bytes)
 
 
 def cpu_peak_bytes_by_part(run: Callable[[], object]) -> dict[str, int]:
     """Like `cpu_peak_bytes`, for each part of the run that `begin_part` starts: the peak bytes
     above the start of that part (the largest peak if several parts have the same name)."""
     peaks: dict[str, int] = {}
-    part, taken = "", 0
-    for event in _recorded(run):
+    part, taken_bytes = "", 0
+    for event in _record_events(run):
         if event.kind() == _ALLOCATION:
-            taken += event.cpu_memory_usage()
-            peaks[part] = max(peaks.get(part, 0), taken)
-        elif event.name() != _PART + part:
-            part, taken = event.name().removeprefix(_PART), 0
+            taken_bytes += event.cpu_memory_usage()
+            peaks[part] = max(peaks.get(part, 0), taken_bytes)
+        elif event.name() != _PART_PREFIX + part:
+            part, taken_bytes = event.name().removeprefix(_PART_PREFIX), 0
             peaks.setdefault(part, 0)
     return peaks
 
 
 def begin_part(name: str) -> None:
     """Start the part called `name`, which lasts until the next call."""
-    with record_function(_PART + name):
+    with record_function(_PART_PREFIX + name):
         pass
 
 
-def _recorded(run: Callable[[], object]) -> list[ProfilerEvent]:
+def _record_events(run: Callable[[], object]) -> list[ProfilerEvent]:
     """Memory events and part marks of a run, in the order of time over all threads."""
     _enable_profiler_legacy(
         ProfilerConfig(
@@ -100,6 +100,6 @@ def _recorded(run: Callable[[], object]) -> list[ProfilerEvent]:
         threads = _disable_profiler_legacy()
     events = [event for of_thread in threads for event in of_thread]
     start = next(event for event in events if event.name() == _START)
-    wanted = [e for e in events if e.kind() == _ALLOCATION or e.name().startswith(_PART)]
+    wanted = [e for e in events if e.kind() == _ALLOCATION or e.name().startswith(_PART_PREFIX)]
     # a thread's own events are in order already; a stable sort keeps it where times are equal
     return sorted(wanted, key=lambda event: start.cpu_elapsed_us(event))

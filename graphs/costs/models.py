@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.costs.attention_seeds import real_seeds
+from graphs.costs.attention_seeds import with_real_seeds
 from graphs.costs.cache import CostCache
 from graphs.costs.collectives import Collective, is_collective, is_wait
 from graphs.costs.cuda_workspace import cuda_workspace_bytes
@@ -152,9 +152,9 @@ class Measured:
         if n_runs < 1:
             raise ValueError(f"n_runs is {n_runs}; it must be at least 1")
         self.n_fallbacks = 0
-        self.roofline = Roofline(_known(self.device) if fallback is None else fallback)
+        self.roofline = Roofline(_hardware_of_device(self.device) if fallback is None else fallback)
         self._n_runs = n_runs
-        self._known: dict[Any, Cost] = {}
+        self._measured_costs: dict[Any, Cost] = {}
         self._cache = cache
 
     @property
@@ -166,7 +166,7 @@ class Measured:
             if self.device.type == "cuda"
             else f"this machine's CPU ({torch.get_num_threads()} threads)",
             "fallback": self.roofline.hardware.name,
-            "n_distinct": len(self._known),
+            "n_distinct": len(self._measured_costs),
             "n_fallbacks": self.n_fallbacks,
         }
 
@@ -178,11 +178,11 @@ class Measured:
         if (run := observed_run(call)) is not None:
             return Cost(run.time_s, run.workspace_bytes)
         key = call.key()
-        if key in self._known:
-            return self._known[key]
+        if key in self._measured_costs:
+            return self._measured_costs[key]
         saved = None if self._cache is None else self._cache.get(key)
         n_fallbacks = self.n_fallbacks
-        cost = self._known[key] = self._measure(call) if saved is None else Cost(*saved)
+        cost = self._measured_costs[key] = self._measure(call) if saved is None else Cost(*saved)
         is_new = saved is None and self.n_fallbacks == n_fallbacks  # fallbacks are not saved
         if self._cache is not None and is_new:
             self._cache.put(key, cost.time_s, cost.workspace_bytes)
@@ -230,7 +230,7 @@ class Measured:
         needed = call.made_bytes() + sum(t.untyped_storage().nbytes() for t in call.inputs())
         if needed > free_bytes(self.device):
             raise MemoryError(f"{call.target} needs {needed} bytes")
-        run = _runnable(call, self.device)
+        run = _runner(call, self.device)
         self._seconds(run)
         times_s = [self._seconds(run)]
         while len(times_s) < self._n_runs and sum(times_s) < TIME_PER_CALL_S:
@@ -282,18 +282,18 @@ def hardware_of(costs: CostModel | None) -> Hardware | None:
     return costs.hardware if isinstance(costs, Roofline) else None
 
 
-def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:
+def _runner(call: OpCall, device: torch.device) -> Callable[[], Any]:
     """A function that runs the call on real tensors of the same shapes, strides and dtypes."""
-    n_indices = _n_indices(call)
+    index_limits = _index_limits(call)
     is_product = call.packet in _PRODUCTS
     args, kwargs = pytree.tree_map_only(
         torch.Tensor,
-        lambda tensor: _like(
-            tensor, device, below=n_indices.get(id(tensor), 1), is_normal=is_product
+        lambda tensor: _real_tensor_like(
+            tensor, device, below=index_limits.get(id(tensor), 1), is_normal=is_product
         ),
         (call.args, dict(call.kwargs)),
     )
-    args = real_seeds(call.target, args)
+    args = with_real_seeds(call.target, args)
     if call.packet is aten._grouped_mm:
         args, kwargs = _with_equal_groups(*args, **kwargs)
     return lambda: call.target(*args, **kwargs)
@@ -302,15 +302,15 @@ def _runnable(call: OpCall, device: torch.device) -> Callable[[], Any]:
 _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 
 
-def _like(
+def _real_tensor_like(
     tensor: torch.Tensor, device: torch.device, *, below: int, is_normal: bool = False
 ) -> torch.Tensor:
     """A real tensor of the same shape, strides and dtype; integers are from 0 to `below` - 1.
 
     Scalars on the host (random seeds, step counts) stay there.
     """
-    stays = tensor.device.type == "cpu" and tensor.dim() == 0
-    where = tensor.device if stays else device
+    stays_on_host = tensor.device.type == "cpu" and tensor.dim() == 0
+    where = tensor.device if stays_on_host else device
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
     storage = torch.empty(0, dtype=tensor.dtype, device=where).set_(new.untyped_storage())
     if tensor.dtype.is_floating_point and tensor.element_size() > 1:
@@ -333,15 +333,15 @@ def _with_equal_groups(
     zeros; with every group ending at 0, nothing would be multiplied.)"""
     ends = more.pop("offs", ends)
     if ends is not None:
-        of_rows = one.dim() == 2 and other.dim() == 3
-        size = one.shape[0] if of_rows else other.shape[-1] if one.dim() == 3 else one.shape[-1]
+        by_rows = one.dim() == 2 and other.dim() == 3
+        size = one.shape[0] if by_rows else other.shape[-1] if one.dim() == 3 else one.shape[-1]
         n_groups = ends.numel()
-        at = [size * (n + 1) // n_groups for n in range(n_groups)]
-        ends.copy_(torch.tensor(at, dtype=ends.dtype))
+        group_ends = [size * (n + 1) // n_groups for n in range(n_groups)]
+        ends.copy_(torch.tensor(group_ends, dtype=ends.dtype))
     return (one, other, ends, *rest), more
 
 
-def _n_indices(call: OpCall) -> dict[int, int]:
+def _index_limits(call: OpCall) -> dict[int, int]:
     """id() of each index tensor -> how many positions its indices can refer to.
 
     Indices are drawn from all of these: with equal ones, scatter-adds would wait for each other,
@@ -369,7 +369,7 @@ def _n_indices(call: OpCall) -> dict[int, int]:
     return {}
 
 
-def _known(device: torch.device) -> Hardware:
+def _hardware_of_device(device: torch.device) -> Hardware:
     """The known hardware of a device: a generic CPU, or its card (an unknown one: an H100)."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return named("cpu")

@@ -56,32 +56,32 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         has_mask = call.packet in _INDEXING and any(
             t.dtype == torch.bool for t in call.inputs()[1:]
         )
-        self.reads_values |= has_mask or not _VALUES.isdisjoint(func.tags)
+        self.reads_values |= has_mask or not _VALUE_DEPENDENT.isdisjoint(func.tags)
         if (call.outputs() or call.mutated()) and not call.is_view():
-            self.calls.append(_on_meta(call))
+            self.calls.append(_with_meta_tensors(call))
         return value
 
 
-_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 
-def _on_meta(call: OpCall) -> OpCall:
+def _with_meta_tensors(call: OpCall) -> OpCall:
     """The call with meta tensors, which take no memory. A tensor that occurs twice stays one."""
-    made: dict[int, torch.Tensor] = {}
+    meta_by_id: dict[int, torch.Tensor] = {}
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            like: dict[str, Any] = {"dtype": tensor.dtype, "device": "meta"}
+        if id(tensor) not in meta_by_id:
+            options: dict[str, Any] = {"dtype": tensor.dtype, "device": "meta"}
             if tensor.is_nested:  # take the padded tensor instead
                 sizes: torch.Tensor = tensor._nested_tensor_size()
-                new = torch.empty(len(sizes), *sizes.amax(0).tolist(), **like)
+                new = torch.empty(len(sizes), *sizes.amax(0).tolist(), **options)
             elif tensor.layout == torch.strided:
-                new = torch.empty_strided(tensor.shape, tensor.stride(), **like)
+                new = torch.empty_strided(tensor.shape, tensor.stride(), **options)
             else:
-                new = torch.empty(tensor.shape, **like)
-            made[id(tensor)] = new
-        return made[id(tensor)]
+                new = torch.empty(tensor.shape, **options)
+            meta_by_id[id(tensor)] = new
+        return meta_by_id[id(tensor)]
 
     parts = (call.args, dict(call.kwargs), call.value)
     args, kwargs, value = pytree.tree_map_only(torch.Tensor, meta, parts)

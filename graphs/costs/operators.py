@@ -60,17 +60,17 @@ class OpCall:
 
     def made_bytes(self) -> int:
         """Bytes of the storages that the call allocates for its outputs (views allocate none)."""
-        return sum(_storages(self.outputs(), but=self.inputs()).values())
+        return sum(_storages(self.outputs(), minus=self.inputs()).values())
 
     def is_view(self) -> bool:
         """Whether the call does nothing but return views of its inputs' storages."""
         outputs = self.outputs()
-        return bool(outputs) and not _storages(outputs, but=self.inputs()) and not self.mutated()
+        return bool(outputs) and not _storages(outputs, minus=self.inputs()) and not self.mutated()
 
     def key(self) -> Any:
         """A key that is equal for calls that cost the same: the operator, its options, and the
         shape, strides, dtype and device type of each tensor."""
-        return (self.target, _described(self.args), _described(self.kwargs))
+        return (self.target, _key_of(self.args), _key_of(self.kwargs))
 
 
 @dataclass(frozen=True)
@@ -95,21 +95,21 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for item in value for tensor in tensors_in(item)]
 
 
-def _storages(tensors: Iterable[torch.Tensor], *, but: Iterable[torch.Tensor]) -> dict[int, int]:
-    """The storages of `tensors` that no tensor of `but` uses: their id -> bytes."""
-    old = {item.untyped_storage()._cdata for item in but}
+def _storages(tensors: Iterable[torch.Tensor], *, minus: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The storages of `tensors` that no tensor of `minus` uses: their id -> bytes."""
+    old = {item.untyped_storage()._cdata for item in minus}
     found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return {storage: n_bytes for storage, n_bytes in found.items() if storage not in old}
 
 
-def _described(item: Any) -> Any:
+def _key_of(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
         strides = item.stride() if item.layout == torch.strided else item.layout
         return (tuple(item.shape), strides, item.dtype, item.device.type)
     if isinstance(item, list | tuple):
-        return tuple(_described(part) for part in item)
+        return tuple(_key_of(part) for part in item)
     if isinstance(item, Mapping):
-        return tuple((name, _described(part)) for name, part in sorted(item.items()))
+        return tuple((name, _key_of(part)) for name, part in sorted(item.items()))
     return (type(item), repr(item))
 
 
@@ -148,7 +148,7 @@ def _mkldnn_rnn(inputs: Shape, of_input: Shape, of_hidden: Shape, *_: Any, **__:
     return 2 * math.prod(inputs[:-1]) * (math.prod(of_input) + math.prod(of_hidden))
 
 
-def _twice(forward: Callable[..., int]) -> Callable[..., int]:
+def _two_products_each(forward: Callable[..., int]) -> Callable[..., int]:
     """A backward pass that computes the gradients of inputs and weights: two products each."""
     return lambda *args, **kwargs: 2 * forward(*args, **kwargs)
 
@@ -185,9 +185,9 @@ _FORMULAS: Mapping[Callable[..., int], str] = {
         _scaled_dot_product_fused_attention_overrideable_backward
     """,
     _rnn: "_cudnn_rnn",
-    _twice(_rnn): "_cudnn_rnn_backward",
+    _two_products_each(_rnn): "_cudnn_rnn_backward",
     _mkldnn_rnn: "mkldnn_rnn_layer",
-    _twice(_mkldnn_rnn): "mkldnn_rnn_layer_backward",
+    _two_products_each(_mkldnn_rnn): "mkldnn_rnn_layer_backward",
     _grouped_mm: "_grouped_mm",
     # one product, or a batch of them (also summed over the batch)
     lambda _, one, other, *__, **___: 2 * math.prod(one) * other[-1]: "addbmm addmm_ baddbmm_",
@@ -207,8 +207,8 @@ Attention is here although the registry has it, because in older torch that form
 queries. The fast path of torch.nn.MultiheadAttention is not, because it has no backward.
 """
 
-_wrapped: Callable[[Callable[..., int]], Callable[..., int]] = shape_wrapper
-_FLOPS_OF_TENSORS = {packet: _wrapped(formula) for packet, formula in FLOPS.items()}
+_on_tensors: Callable[[Callable[..., int]], Callable[..., int]] = shape_wrapper
+_FLOPS_OF_TENSORS = {packet: _on_tensors(formula) for packet, formula in FLOPS.items()}
 
 
 def flops_of(call: OpCall) -> int:
@@ -254,20 +254,20 @@ def bytes_moved(call: OpCall) -> int:
         return 0
     inputs = call.inputs()
     made = [item for item in call.outputs() if all(item is not old for old in inputs)]
-    written = sum(map(_n_bytes, made)) + sum(map(_n_bytes, call.mutated()))
+    written = sum(map(_bytes_of, made)) + sum(map(_bytes_of, call.mutated()))
     unread = _NOT_READ.get(call.packet, ())
     args = [arg for position, arg in enumerate(call.args) if position not in unread]
     if call.packet in _READS_ROWS:
         rest = tensors_in((args[1:], dict(call.kwargs)))
-        return 2 * written + sum(map(_n_bytes, rest))
+        return 2 * written + sum(map(_bytes_of, rest))
     arguments = getattr(getattr(call.target, "_schema", None), "arguments", ())
     out = {argument.name for argument in arguments if argument.is_out}  # written, not read
     others = [value for name, value in call.kwargs.items() if name not in out]
     read = {id(item): item for item in tensors_in((args, others))}
-    return written + sum(map(_n_bytes, read.values()))
+    return written + sum(map(_bytes_of, read.values()))
 
 
-def _n_bytes(tensor: torch.Tensor) -> int:
+def _bytes_of(tensor: torch.Tensor) -> int:
     n_bytes = tensor.numel() * tensor.element_size()
     if tensor.layout != torch.strided:
         return n_bytes

@@ -39,11 +39,11 @@ class Tracker(TorchDispatchMode):
             if storage._cdata not in known:
                 known.add(storage._cdata)
                 self._taken_bytes += storage.nbytes()
-                weakref.finalize(storage, self._drop, storage.nbytes()).atexit = False
+                weakref.finalize(storage, self._count_freed, storage.nbytes()).atexit = False
         cost = self._cost(call)
         self.time_s += cost.time_s
         self.peak_bytes = max(self.peak_bytes, self._taken_bytes + cost.workspace_bytes)
         return value
 
-    def _drop(self, n_bytes: int) -> None:
+    def _count_freed(self, n_bytes: int) -> None:
         self._taken_bytes -= n_bytes

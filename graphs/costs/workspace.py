@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from graphs.costs.convolution_workspace import (
+    contiguous_copy_bytes,
     convolution,
     convolution_backward,
     plain_bytes,
-    strided_bytes,
 )
 from graphs.costs.layouts import COPIES, copied_bytes, suggested_format
 from graphs.costs.matrix_workspace import MATRICES
@@ -30,7 +30,7 @@ from graphs.costs.promotion import promotion_bytes
 
 def cpu_workspace_bytes(call: OpCall) -> int:
     """Bytes that the call allocates besides inputs and outputs while it runs on the CPU."""
-    estimate = _ESTIMATES.get(call.packet) or _GRADIENTS.get(str(call.packet))
+    estimate = _ESTIMATES.get(call.packet) or _GRADIENT_ESTIMATES.get(str(call.packet))
     return promotion_bytes(call) if estimate is None else estimate(call)
 
 
@@ -48,10 +48,10 @@ def _batch_norm_backward(call: OpCall) -> int:
     x: torch.Tensor = call.args[1]
     if _is_dense(gradient, x):
         return plain_bytes(x) if call.args[-1][0] else 0
-    return x.shape[1] * x.element_size() + _in_32_bits(x)
+    return x.shape[1] * x.element_size() + _float32_copy_bytes(x)
 
 
-def _in_32_bits(x: torch.Tensor) -> int:
+def _float32_copy_bytes(x: torch.Tensor) -> int:
     """Bytes of a copy of `x` in 32 bits; 0 if it has 32 bits already."""
     return x.numel() * 4 if x.element_size() < 4 else 0
 
@@ -100,7 +100,7 @@ def _tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
 _NOT_REDUCED = 0
 
 
-def _reduced_loss(call: OpCall) -> int:
+def _unreduced_loss_bytes(call: OpCall) -> int:
     """The loss of every element before they are summed (ATen/native/Loss.cpp)."""
     x, target, reduction = call.args[:3] if len(call.args) > 2 else (*call.args, 1)
     return 0 if reduction == _NOT_REDUCED else max(plain_bytes(x), plain_bytes(target))
@@ -169,20 +169,22 @@ def _trilinear(call: OpCall) -> int:
         sizes = iter(x.shape)
         n_dims = x.dim() + len(missing)
         shapes.append([1 if dim in missing else next(sizes) for dim in range(n_dims)])
-    of_two = of_all = 1
+    pair_elements = all_elements = 1
     for dim, widths in enumerate(zip(*shapes, strict=True)):
         if dim == unrolled:
             continue
-        of_two *= 1 if dim in summed and dim in third else max(widths[:2])
-        of_all *= 1 if dim in summed else max(widths)
-    return int((of_two + of_all) * factors[0].element_size())
+        pair_elements *= 1 if dim in summed and dim in third else max(widths[:2])
+        all_elements *= 1 if dim in summed else max(widths)
+    return int((pair_elements + all_elements) * factors[0].element_size())
 
 
-def _resized(call: OpCall) -> int:
+def _patches_copy_bytes(call: OpCall) -> int:
     """A contiguous copy of an input that is not contiguous. If the output is larger than the input,
     also the storage first allocated for it, which was only as large as the input."""
     x: torch.Tensor = call.args[0]
-    return strided_bytes(x) + (plain_bytes(x) if call.outputs()[0].numel() > x.numel() else 0)
+    return contiguous_copy_bytes(x) + (
+        plain_bytes(x) if call.outputs()[0].numel() > x.numel() else 0
+    )
 
 
 def matrix_exp_bytes(call: OpCall) -> int:
@@ -209,9 +211,9 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.convolution: convolution,
     aten._trilinear: _trilinear,
     aten.linalg_matrix_exp: matrix_exp_bytes,
-    aten.mse_loss: _reduced_loss,
-    aten.smooth_l1_loss: _reduced_loss,
-    aten.huber_loss: _reduced_loss,
+    aten.mse_loss: _unreduced_loss_bytes,
+    aten.smooth_l1_loss: _unreduced_loss_bytes,
+    aten.huber_loss: _unreduced_loss_bytes,
     # the log-sigmoids, and the loss of every element, which without reduction is the output
     aten.binary_cross_entropy_with_logits: lambda call: (
         plain_bytes(call.args[0]) * (1 if call.args[4:5] == (_NOT_REDUCED,) else 2)
@@ -221,8 +223,8 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     # the exponentials of the differences to the maxima
     aten.logsumexp: lambda call: plain_bytes(call.args[0]) + plain_bytes(call.outputs()[0]),
     aten._safe_softmax: masked_rows_bytes,
-    aten.im2col: _resized,
-    aten.col2im: _resized,
+    aten.im2col: _patches_copy_bytes,
+    aten.col2im: _patches_copy_bytes,
     aten.sort: _sort,
     # a copy of the values, and their positions (ATen/native/Sorting.cpp)
     aten.kthvalue: lambda call: plain_bytes(call.args[0]) + call.args[0].numel() * _INDEX_BYTES,
@@ -247,7 +249,7 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     # a 16-bit input that is neither contiguous nor channels-last is computed in 32 bits first
     **dict.fromkeys(
         (aten.native_batch_norm, aten._native_batch_norm_legit_functional),
-        lambda call: 0 if _is_dense(call.args[0]) else _in_32_bits(call.args[0]),
+        lambda call: 0 if _is_dense(call.args[0]) else _float32_copy_bytes(call.args[0]),
     ),
     aten.native_batch_norm_backward: _batch_norm_backward,
     # two sums per channel of each image (native/cpu/group_norm_kernel.cpp)
@@ -277,7 +279,7 @@ def _sum_of_selected(call: OpCall) -> int:
     return 2 * plain_bytes(x) if is_plain else plain_bytes(x) + 16 * x.numel()
 
 
-_GRADIENTS: Mapping[str, Callable[[OpCall], int]] = {
+_GRADIENT_ESTIMATES: Mapping[str, Callable[[OpCall], int]] = {
     "checkpoint_solver.prod_gradient": _product_gradient,
     "checkpoint_solver.prod_dim_gradient": _product_gradient,
     "checkpoint_solver.cumprod_gradient": lambda call: 8 * plain_bytes(call.args[1]),

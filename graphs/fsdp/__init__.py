@@ -9,5 +9,5 @@ from graphs.fsdp.spec import (
     sharding_of,
     sharding_words,
 )
-from graphs.fsdp.stage import of_stage, sharded_stage
+from graphs.fsdp.stage import sharded_stage, sharding_in_stage
 from graphs.fsdp.transform import sharded

@@ -62,16 +62,16 @@ class _Clock:
             # ready_s: when the node can run, as far as communication is concerned
             if node.op == GATHER:  # runs beside the operators; only COPY_OUT waits for it
                 begin_s = self._begun_s if node.phase == "forward" else self._now_s
-                self._gathered_s[node.outputs[0]] = self._sent(node, begin_s)
+                self._gathered_s[node.outputs[0]] = self._run_on_link(node, begin_s)
             elif node.op == COPY_OUT:
                 ready_s = self._gathered_s[node.inputs[0]]
                 self._begun_s = max(self._now_s, ready_s)
             elif node.op == REDUCE:  # waits for the reduction before it, not for its own
                 ready_s = reduced_s
-                reduced_s = self._sent(node, max(self._now_s, ready_s))
+                reduced_s = self._run_on_link(node, max(self._now_s, ready_s))
                 last = node
             elif node.op == ALL_REDUCE:
-                reduced_s = self._sent(node, reduced_s)
+                reduced_s = self._run_on_link(node, reduced_s)
             wait_s = max(0.0, ready_s - self._now_s)
             found[node.name] = wait_s
             self._now_s += wait_s + node.time_s
@@ -79,7 +79,7 @@ class _Clock:
             found[last.name] += max(0.0, reduced_s - self._now_s)
         return found
 
-    def _sent(self, node: Node, begin_s: float) -> float:
+    def _run_on_link(self, node: Node, begin_s: float) -> float:
         """When the collective is done, which can begin at `begin_s` if the link is free."""
         seconds, n_ranks, names = {
             GATHER: (all_gather_s, self._sharding.n_ranks, node.outputs),

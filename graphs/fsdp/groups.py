@@ -44,10 +44,10 @@ class Group:
     """A group: parameters that are gathered together.
 
     path: of the module that `fully_shard` is called on.
-    first, last: positions of its first and last node among the forward nodes.
-    begins, ends: positions of its first and last node among the later nodes (None: it has no
-        backward).
-    late: whether its gradients are reduced only at the end of the backward pass.
+    first_forward, last_forward: positions of its first and last node among the forward nodes.
+    first_backward, last_backward: positions of its first and last node among the later nodes (None:
+        it has no backward).
+    is_reduced_at_end: whether its gradients are reduced only at the end of the backward pass.
     gathered_bytes: bytes of one rank's shards as they are gathered.
     cast_bytes: the part of these that is cast before.
     reduced_bytes, gradient_bytes: bytes of one rank's shards of the gradients, as they are reduced
@@ -56,11 +56,11 @@ class Group:
 
     path: str
     parameters: tuple[ShardedParameter, ...]
-    first: int
-    last: int
-    begins: int | None
-    ends: int | None
-    late: bool
+    first_forward: int
+    last_forward: int
+    first_backward: int | None
+    last_backward: int | None
+    is_reduced_at_end: bool
 
     @property
     def trained(self) -> tuple[ShardedParameter, ...]:
@@ -147,7 +147,7 @@ class GroupFinder:
             if not self._with_gradient.isdisjoint(node.inputs):
                 self._with_gradient.update(node.outputs)
 
-    def found(self) -> list[Group]:
+    def groups(self) -> list[Group]:
         """The groups that have parameters and run, in the order of `paths`, the root first.
 
         Raises ShardingError for a module that cannot be a group.
@@ -162,12 +162,18 @@ class GroupFinder:
             n_later = len(self._later)
             first = next((i for i, n in enumerate(self._later) if n.phase == "backward"), n_later)
             return Group(
-                path, tuple(owned), 0, len(self._forward) - 1, first, n_later - 1, late=True
+                path,
+                tuple(owned),
+                0,
+                len(self._forward) - 1,
+                first,
+                n_later - 1,
+                is_reduced_at_end=True,
             )
         inside = [i for i, node in enumerate(self._forward) if is_under(node.module, path)]
         if not inside:
             return None
-        self._check(path, inside)
+        self._check_group(path, inside)
         # its backward includes the nodes that make its gradients, whichever module they are in
         makers = {
             self._graph.producer[p.gradient].name
@@ -181,18 +187,18 @@ class GroupFinder:
         ]
         made = {n for i in inside for n in self._forward[i].outputs}
         read = {n for i in inside for n in self._forward[i].inputs}
-        own = {parameter.tensor for parameter in owned}
+        own_tensors = {parameter.tensor for parameter in owned}
         return Group(
             path=path,
             parameters=tuple(owned),
-            first=inside[0],
-            last=inside[-1],
-            begins=later[0] if later else None,
-            ends=self._after_sums(later) if later else None,
-            late=not (read - made - own) & self._with_gradient,
+            first_forward=inside[0],
+            last_forward=inside[-1],
+            first_backward=later[0] if later else None,
+            last_backward=self._end_after_sums(later) if later else None,
+            is_reduced_at_end=not (read - made - own_tensors) & self._with_gradient,
         )
 
-    def _check(self, path: str, inside: Sequence[int]) -> None:
+    def _check_group(self, path: str, inside: Sequence[int]) -> None:
         """Raise ShardingError if the module runs several times or in several pieces, or another
         module reads its parameters.
 
@@ -203,8 +209,8 @@ class GroupFinder:
             for name in dict.fromkeys(node.inputs):
                 if name in readers:
                     readers[name].append(node)
-        in_pieces = inside[-1] - inside[0] + 1 != len(inside)
-        if in_pieces or min(map(len, filter(None, readers.values())), default=1) > 1:
+        is_in_pieces = inside[-1] - inside[0] + 1 != len(inside)
+        if is_in_pieces or min(map(len, filter(None, readers.values())), default=1) > 1:
             raise ShardingError(
                 f"module {path!r} runs several times in a step, which is not supported for a group "
                 "of FSDP2; leave it out of the groups, so that it belongs to the root group"
@@ -218,7 +224,7 @@ class GroupFinder:
                         f"{path!r} out of the groups, so that it belongs to the root group"
                     )
 
-    def _after_sums(self, later: Sequence[int]) -> int:
+    def _end_after_sums(self, later: Sequence[int]) -> int:
         """The position of the last node of a group's backward pass, including the nodes after it
         that sum gradients: autograd sums those of a group's inputs before it leaves the group.
 

@@ -56,12 +56,12 @@ def default_groups(model: nn.Module) -> tuple[str, ...]:
     the model: FSDP2 assigns a parameter to one group only.
     """
     paths = list(listed_blocks(model)) or list(called_children(model))
-    shared = [places for places in _places(model) if len(places) > 1]
+    shared = [names for names in _names_of_parameters(model) if len(names) > 1]
     return tuple(
         path
         for path in dict.fromkeys(paths)
         if any(True for _ in model.get_submodule(path).parameters())
-        and not any(len({is_under(place, path) for place in places}) > 1 for places in shared)
+        and not any(len({is_under(name, path) for name in names}) > 1 for names in shared)
     )
 
 
@@ -82,17 +82,17 @@ def groups_of(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
                 f"groups names {path!r}, a {type(modules[path]).__name__} that is never called, so "
                 "FSDP2 would not gather its parameters; name its members instead"
             )
-        for places in _places(model):
-            if len({is_under(place, path) for place in places}) > 1:
+        for names in _names_of_parameters(model):
+            if len({is_under(name, path) for name in names}) > 1:
                 raise ShardingError(
                     f"group {path!r} shares a parameter with other modules "
-                    f"({', '.join(sorted(places))}), and FSDP2 assigns a parameter to one group "
+                    f"({', '.join(sorted(names))}), and FSDP2 assigns a parameter to one group "
                     "only; leave the group out, so that it belongs to the root group"
                 )
     return tuple(path for path in modules if path and path in sharding.groups)
 
 
-def _places(model: nn.Module) -> list[list[str]]:
+def _names_of_parameters(model: nn.Module) -> list[list[str]]:
     """For each parameter, all names that it has in the model."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

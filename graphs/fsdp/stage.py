@@ -33,7 +33,7 @@ from graphs.hardware import Link, all_gather_s, all_reduce_s, link_named, reduce
 from graphs.pipeline import Pipeline
 
 
-def of_stage(sharding: Sharding, pipeline: Pipeline) -> Sharding:
+def sharding_in_stage(sharding: Sharding, pipeline: Pipeline) -> Sharding:
     """The sharding as a stage of a pipeline runs it.
 
     Raises ShardingError if it gathers in each micro-batch, or if there are several stages on a
@@ -66,7 +66,7 @@ def sharded_stage(
 
     graph: the unsharded stage's step, whose gradients accumulate, without an optimizer.
     n_microbatches: micro-batches per optimizer step.
-    options: the other fields of `Sharding`, except those that `of_stage` sets.
+    options: the other fields of `Sharding`, except those that `sharding_in_stage` sets.
     n_ranks, groups, on_cpu: as for `sharded`.
 
     Raises ShardingError as `sharded` does. Cost: linear in the graph, times the number of groups.
@@ -82,12 +82,12 @@ class _StageTransform(Transform):
     """Goes through the step of a stage.
 
     n_microbatches: micro-batches per optimizer step.
-    _absent_bytes: bytes of resident tensors that do not exist yet at this moment of the first
+    _not_live_bytes: bytes of resident tensors that do not exist yet at this moment of the first
         forward pass, or not any more after the last backward pass.
     """
 
     n_microbatches: int = field(kw_only=True)
-    _absent_bytes: int = 0
+    _not_live_bytes: int = 0
 
     @property
     def _link(self) -> Link | None:
@@ -98,17 +98,17 @@ class _StageTransform(Transform):
             name = f"fsdp: whole parameters ({group.path})"
             self.tensors.append(Tensor(name, self._whole_bytes(group), "parameter"))
         added = (t.size_bytes for t in self.tensors if t.kind in ("parameter", "gradient"))
-        self._absent_bytes = sum(added)
+        self._not_live_bytes = sum(added)
         held: tuple[str, ...] = ()  # the buffer of the last all-gather
         held_bytes = 0
         for position, node in enumerate(self.graph.forward_nodes):
             for group in self._groups:  # outer groups come first
-                if group.first == position:
+                if group.first_forward == position:
                     held = self._gather(group, held, held_bytes)
                     held_bytes = self._whole_bytes(group)
             self.nodes.append(node)
         if held:
-            self._put("end of forward", ROOT, "forward", inputs=held)
+            self._add_node("end of forward", ROOT, "forward", inputs=held)
 
     def _gather(self, group: Group, before: tuple[str, ...], before_bytes: int) -> tuple[str, ...]:
         """Gather a group. Returns its buffer, which is held until the next group is gathered.
@@ -120,17 +120,17 @@ class _StageTransform(Transform):
         whole_bytes = self._whole_bytes(group)
         taken_bytes = before_bytes + whole_bytes + group.cast_bytes
         taken_bytes += whole_bytes if self.on_cpu else 0
-        taken_bytes -= self._absent_bytes
-        held_before_bytes = max(0, before_bytes - self._absent_bytes)
-        self._absent_bytes -= whole_bytes
-        held_bytes = max(0, whole_bytes - self._absent_bytes)
-        flat = self._tensor("gathered", group, "forward", held_bytes, "buffer")
+        taken_bytes -= self._not_live_bytes
+        held_before_bytes = max(0, before_bytes - self._not_live_bytes)
+        self._not_live_bytes -= whole_bytes
+        held_bytes = max(0, whole_bytes - self._not_live_bytes)
+        flat = self._add_tensor("gathered", group, "forward", held_bytes, "buffer")
         shards = tuple(parameter.tensor for parameter in group.parameters)
         workspace_bytes = max(0, taken_bytes - held_before_bytes - held_bytes)
         time_s = 0.0
         if self._link is not None:
             time_s = all_gather_s(whole_bytes, n_ranks=self.sharding.n_ranks, link=self._link)
-        self._put(
+        self._add_node(
             *("all gather", group.path, "forward"),
             inputs=(*shards, *before),
             outputs=(flat,),
@@ -141,56 +141,56 @@ class _StageTransform(Transform):
 
     def _backward(self) -> None:
         for position, node in enumerate(self.graph.later_nodes):
-            self._put_later(node)
+            self._add_later_node(node)
             for group in reversed(self._groups):
-                if group.ends == position and not group.late:
-                    self._add_cast(group)
+                if group.last_backward == position and not group.is_reduced_at_end:
+                    self._add_cast_gradients(group)
         for group in self._groups:
-            self._add_cast(group)
-        self._absent_bytes = 0
+            self._add_cast_gradients(group)
+        self._not_live_bytes = 0
         for group in self._groups:
-            self._reduce_after_last(group)
+            self._reduce_after_last_backward(group)
 
-    def _add_cast(self, group: Group) -> None:
+    def _add_cast_gradients(self, group: Group) -> None:
         """At the end of the group's backward pass, add those gradients to their sums that autograd
         does not add by itself, because their sums have another dtype."""
         for parameter in group.trained:
             is_left = parameter.path not in self._added
             if is_left and parameter.gradient not in self._added_when_read:
-                self._add(parameter)
+                self._add_to_sum(parameter)
 
-    def _reduce_after_last(self, group: Group) -> None:
+    def _reduce_after_last_backward(self, group: Group) -> None:
         """Free the group's whole parameters and reduce its gradients after the last backward pass.
 
         The workspace of the node is the largest of three moments: tensor-parallel partial sums are
         added up, sums are copied into the buffer, and the buffer is reduced.
         """
         if not group.trained:
-            self._absent_bytes += self._whole_bytes(group)
+            self._not_live_bytes += self._whole_bytes(group)
             return
         partial_bytes, partial_s = self._partial_sums(group)
-        moments = [partial_bytes - self._absent_bytes]
-        self._absent_bytes += self._whole_bytes(group)
+        moments = [partial_bytes - self._not_live_bytes]
+        self._not_live_bytes += self._whole_bytes(group)
         n_ranks, size_bytes = self.sharding.n_ranks, group.reduced_bytes
         flat_bytes = n_ranks * size_bytes
         padded_bytes = sum(p.reduced_bytes * n_ranks for p in group.trained if not p.is_even)
         padded_bytes = padded_bytes if self.on_cpu else 0
-        moments.append(flat_bytes + padded_bytes - self._absent_bytes)
-        sums = self._to_be_reduced(group.trained)
-        self._absent_bytes += sum(t.size_bytes for t in self.tensors if t.name in sums)
+        moments.append(flat_bytes + padded_bytes - self._not_live_bytes)
+        sums = self._gradients_to_reduce(group.trained)
+        self._not_live_bytes += sum(t.size_bytes for t in self.tensors if t.name in sums)
         gloo_bytes = flat_bytes + GLOO_SCALARS_BYTES if self.on_cpu else 0
         cast_bytes = group.gradient_bytes if group.casts_gradients else 0
-        moments.append(flat_bytes + size_bytes + max(gloo_bytes, cast_bytes) - self._absent_bytes)
-        stays_bytes = group.gradient_bytes
+        moments.append(flat_bytes + size_bytes + max(gloo_bytes, cast_bytes) - self._not_live_bytes)
+        kept_bytes = group.gradient_bytes
         if group.casts_gradients and self.sharding.n_replicas > 1:
-            stays_bytes += size_bytes
-        self._absent_bytes -= stays_bytes
+            kept_bytes += size_bytes
+        self._not_live_bytes -= kept_bytes
         reduction_s, n_replicas, link = 0.0, self.sharding.n_replicas, self._link
         if link is not None:  # no operators run meanwhile, so all of it is waited for
             reduction_s = reduce_scatter_s(flat_bytes, n_ranks=n_ranks, link=link)
             if n_replicas > 1:
                 reduction_s += all_reduce_s(size_bytes, n_ranks=n_replicas, link=link)
-        self._put(
+        self._add_node(
             *("reduce scatter", group.path, "optimizer"),
             inputs=sums,
             workspace_bytes=max(0, *moments),

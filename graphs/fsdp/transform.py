@@ -83,8 +83,8 @@ def sharded(
     """
     check_unsharded(graph)
     sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups), **options)
-    made = Transform(graph, sharding, on_cpu).run()
-    return made if sharding.link is None else with_waits(made, sharding, link_named(sharding.link))
+    step = Transform(graph, sharding, on_cpu).run()
+    return step if sharding.link is None else with_waits(step, sharding, link_named(sharding.link))
 
 
 def check_unsharded(graph: Graph) -> None:
@@ -104,10 +104,10 @@ class Transform:
     """Goes through the step as FSDP2's hooks do, and inserts nodes for what they allocate.
 
     nodes, tensors: those of the new graph so far (tensors: only the added ones).
-    _flat: path of a group -> the buffer that it was gathered into, until it is copied out.
+    _gather_buffer: path of a group -> the buffer that it was gathered into, until it is copied out.
     _whole: path of a group -> its whole parameters, while they exist.
-    _gathered: the last buffer of the forward pass.
-    _reduced: the last buffer that gradients were copied into.
+    _last_gathered: the last buffer of the forward pass.
+    _last_reduced: the last buffer that gradients were copied into.
     _all_reduced: with replicas, reduced buffers that are not the gradients themselves, which are
         held to the end of the backward pass.
     _sums: path of a parameter -> the sum of its whole gradients, if these accumulate.
@@ -115,8 +115,8 @@ class Transform:
     _added: paths of the parameters whose gradients have been added to their sums.
     _freed_bytes: bytes of the sums that the last backward pass has reduced, less what it holds in
         their place.
-    _order: the groups in the order in which their forward ended.
-    _done: paths of the groups whose backward has ended.
+    _by_forward_end: the groups in the order in which their forward ended.
+    _finished: paths of the groups whose backward has ended.
     """
 
     graph: Graph
@@ -124,17 +124,17 @@ class Transform:
     on_cpu: bool
     nodes: list[Node] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    _flat: dict[str, str] = field(default_factory=dict)
+    _gather_buffer: dict[str, str] = field(default_factory=dict)
     _whole: dict[str, str] = field(default_factory=dict)
-    _gathered: str | None = None
-    _reduced: tuple[str, ...] = ()
+    _last_gathered: str | None = None
+    _last_reduced: tuple[str, ...] = ()
     _all_reduced: list[str] = field(default_factory=list)
     _sums: dict[str, str] = field(default_factory=dict)
     _added_when_read: dict[str, ShardedParameter] = field(default_factory=dict)
     _freed_bytes: int = 0
     _added: set[str] = field(default_factory=set)
-    _order: list[Group] = field(default_factory=list)
-    _done: set[str] = field(default_factory=set)
+    _by_forward_end: list[Group] = field(default_factory=list)
+    _finished: set[str] = field(default_factory=set)
 
     def run(self) -> Graph:
         """The sharded step."""
@@ -142,7 +142,7 @@ class Transform:
         policy = self.sharding.mp_policy
         reduce_dtype = None if policy is None else policy.reduce_dtype
         parameters = read_parameters(graph, self.sharding.n_ranks, reduce_dtype=reduce_dtype)
-        self._groups = GroupFinder(graph, parameters, self.sharding.groups or ()).found()
+        self._groups = GroupFinder(graph, parameters, self.sharding.groups or ()).groups()
         self._accumulated = {t.name for t in graph.resident if t.kind == "gradient"}
         if self.sharding.accumulates_whole and not self._accumulated:
             raise ShardingError(
@@ -174,44 +174,44 @@ class Transform:
     def _forward(self) -> None:
         for position, node in enumerate(self.graph.forward_nodes):
             for group in self._groups:  # outer groups come first
-                if group.first == position:
-                    before = () if self._gathered is None else (self._gathered,)
-                    self._gathered = self._all_gather(group, "forward", before)
-                    self._unshard(group, "forward", self._gathered)
+                if group.first_forward == position:
+                    before = () if self._last_gathered is None else (self._last_gathered,)
+                    self._last_gathered = self._all_gather(group, "forward", before)
+                    self._unshard(group, "forward", self._last_gathered)
             self.nodes.append(node)
             for group in reversed(self._groups):
-                if group.last == position:
-                    self._order.append(group)
+                if group.last_forward == position:
+                    self._by_forward_end.append(group)
                     if group.path != ROOT and self.sharding.reshard_after_forward is not False:
                         whole = self._whole.pop(group.path)
-                        self._put("reshard", group.path, "forward", inputs=(whole,))
-        if self._gathered is not None:
-            self._put("end of forward", ROOT, "forward", inputs=(self._gathered,))
+                        self._add_node("reshard", group.path, "forward", inputs=(whole,))
+        if self._last_gathered is not None:
+            self._add_node("end of forward", ROOT, "forward", inputs=(self._last_gathered,))
 
     def _backward(self) -> None:
         for position, node in enumerate(self.graph.later_nodes):
             for group in self._groups:
-                if group.begins == position:
+                if group.first_backward == position:
                     if group.path not in self._whole:
-                        if group.path not in self._flat:
-                            self._flat[group.path] = self._all_gather(group, "backward")
-                        self._unshard(group, "backward", self._flat.pop(group.path))
+                        if group.path not in self._gather_buffer:
+                            self._gather_buffer[group.path] = self._all_gather(group, "backward")
+                        self._unshard(group, "backward", self._gather_buffer.pop(group.path))
                     # prefetch the group whose forward ended before this one's
-                    before = self._order[max(0, self._order.index(group) - 1)]
-                    if before.path not in self._whole and before.path not in self._flat:
-                        self._flat[before.path] = self._all_gather(before, "backward")
-            self._put_later(node)
+                    before = self._by_forward_end[max(0, self._by_forward_end.index(group) - 1)]
+                    if before.path not in self._whole and before.path not in self._gather_buffer:
+                        self._gather_buffer[before.path] = self._all_gather(before, "backward")
+            self._add_later_node(node)
             for group in reversed(self._groups):
-                if group.ends == position and not group.late:
+                if group.last_backward == position and not group.is_reduced_at_end:
                     self._post_backward(group)
         for group in self._groups:
-            if group.begins is not None and group.path not in self._done:
+            if group.first_backward is not None and group.path not in self._finished:
                 self._post_backward(group)
         # also frees buffers that were gathered for groups which no gradient reached
-        if held := (*self._flat.values(), *self._all_reduced):
-            self._put("end of backward", ROOT, "backward", inputs=held)
+        if held := (*self._gather_buffer.values(), *self._all_reduced):
+            self._add_node("end of backward", ROOT, "backward", inputs=held)
 
-    def _put_later(self, node: Node) -> None:
+    def _add_later_node(self, node: Node) -> None:
         """Put a later node of the traced step. A node that accumulates a gradient is replaced: by
         one that adds the whole gradient to its sum if whole gradients accumulate, else by none."""
         if self._accumulated.isdisjoint(node.inputs) or node.outputs:
@@ -220,7 +220,7 @@ class Transform:
         for name in node.inputs:
             parameter = self._added_when_read.get(name)
             if parameter is not None and parameter.path not in self._added:
-                self._add(parameter)
+                self._add_to_sum(parameter)
 
     def _make_sums(self) -> None:
         """Create the sums of whole gradients. Autograd itself adds gradients to their sums if both
@@ -236,7 +236,7 @@ class Transform:
             if sum_bytes == whole_bytes:
                 self._added_when_read[parameter.gradient] = parameter
 
-    def _add(self, parameter: ShardedParameter) -> None:
+    def _add_to_sum(self, parameter: ShardedParameter) -> None:
         """Put a node that adds the whole gradient to its sum."""
         assert parameter.gradient is not None
         sum_of = self._sums[parameter.path]
@@ -244,27 +244,27 @@ class Transform:
         is_cast = parameter.reduced_bytes != parameter.gathered_bytes
         copy_bytes = self.sharding.n_ranks * parameter.reduced_bytes if is_cast else 0
         read = (parameter.gradient, sum_of)
-        self._put("add gradient", parameter.path, "backward", read, (), copy_bytes)
+        self._add_node("add gradient", parameter.path, "backward", read, (), copy_bytes)
         self._added.add(parameter.path)
 
-    def _to_be_reduced(self, trained: Sequence[ShardedParameter]) -> tuple[str, ...]:
+    def _gradients_to_reduce(self, trained: Sequence[ShardedParameter]) -> tuple[str, ...]:
         """The whole gradients of these parameters, or the sums that they have been added to."""
         return tuple(self._sums.get(p.path, p.gradient) for p in trained if p.gradient is not None)
 
     def _post_backward(self, group: Group) -> None:
         """What FSDP2 does after a group's backward: free whole parameters, reduce gradients."""
-        self._done.add(group.path)
+        self._finished.add(group.path)
         for parameter in group.trained:
             if parameter.path in self._sums and parameter.path not in self._added:
-                self._add(parameter)
-        dropped = (self._whole.pop(group.path), *self._reduced)
-        self._reduced = ()
-        self._put("reshard", group.path, "backward", inputs=dropped)
+                self._add_to_sum(parameter)
+        dropped = (self._whole.pop(group.path), *self._last_reduced)
+        self._last_reduced = ()
+        self._add_node("reshard", group.path, "backward", inputs=dropped)
         if group.trained:
             partial_bytes, partial_s = self._partial_sums(group)
             if partial_bytes:
-                gradients = self._to_be_reduced([p for p in group.trained if p.n_sums > 1])
-                self._put(
+                gradients = self._gradients_to_reduce([p for p in group.trained if p.n_sums > 1])
+                self._add_node(
                     *("sum over tensor ranks", group.path, "backward", gradients),
                     workspace_bytes=partial_bytes,
                     time_s=partial_s,
@@ -276,29 +276,29 @@ class Transform:
 
     def _reduce(self, group: Group) -> None:
         n_ranks, size_bytes = self.sharding.n_ranks, group.reduced_bytes
-        copied = self._tensor("to be reduced", group, "backward", n_ranks * size_bytes, "buffer")
-        gradients = self._to_be_reduced(group.trained)
+        flat = self._add_tensor("to be reduced", group, "backward", n_ranks * size_bytes, "buffer")
+        gradients = self._gradients_to_reduce(group.trained)
         padded_bytes = sum(p.gathered_bytes * n_ranks for p in group.trained if not p.is_even)
-        self._put("copy in", group.path, "backward", gradients, (copied,), padded_bytes)
-        self._reduced = (copied,)
+        self._add_node("copy in", group.path, "backward", gradients, (flat,), padded_bytes)
+        self._last_reduced = (flat,)
         name = reduced = _gradient_name(group)
         self.tensors.append(Tensor(name, group.gradient_bytes, "gradient"))
         if group.casts_gradients:
-            reduced = self._tensor("reduced", group, "backward", size_bytes, "buffer")
+            reduced = self._add_tensor("reduced", group, "backward", size_bytes, "buffer")
         copy_bytes = n_ranks * size_bytes + GLOO_SCALARS_BYTES
-        self._put("reduce scatter", group.path, "backward", (copied,), (reduced,), copy_bytes)
+        self._add_node("reduce scatter", group.path, "backward", (flat,), (reduced,), copy_bytes)
         if self.sharding.n_replicas > 1:
             copy_bytes = size_bytes + GLOO_SCALARS_BYTES
-            self._put("all reduce", group.path, "backward", (reduced,), (), copy_bytes)
+            self._add_node("all reduce", group.path, "backward", (reduced,), (), copy_bytes)
             if group.casts_gradients or self._accumulated:
                 self._all_reduced.append(reduced)
         if group.casts_gradients:
             # the buffer that they were reduced from is held until the next group reduces
-            self._put("cast gradients", group.path, "backward", (reduced, copied), (name,))
+            self._add_node("cast gradients", group.path, "backward", (reduced, flat), (name,))
         if self._accumulated:
             resident = f"{name}.accumulated"
             self.tensors.append(Tensor(resident, group.gradient_bytes, "gradient"))
-            self._put("accumulate", group.path, "backward", (name, resident))
+            self._add_node("accumulate", group.path, "backward", (name, resident))
 
     def _reduce_sums(self, group: Group) -> None:
         """Reduce the sums of whole gradients.
@@ -307,31 +307,31 @@ class Transform:
         one takes counts only beyond the sums that it has freed, so that the larger of both counts.
         """
         n_ranks, size_bytes = self.sharding.n_ranks, group.reduced_bytes
-        sums = self._to_be_reduced(group.trained)
+        sums = self._gradients_to_reduce(group.trained)
         sums_bytes = sum(tensor.size_bytes for tensor in self.tensors if tensor.name in sums)
         whole_bytes, before_bytes = n_ranks * size_bytes, self._freed_bytes
-        stays_bytes = group.gradient_bytes + (
+        kept_bytes = group.gradient_bytes + (
             size_bytes if group.casts_gradients and self.sharding.n_replicas > 1 else 0
         )
-        self._freed_bytes += sums_bytes - stays_bytes
+        self._freed_bytes += sums_bytes - kept_bytes
 
         def beyond(n_bytes: int, freed_bytes: int) -> int:
             return max(0, n_bytes - freed_bytes)
 
         held_bytes = beyond(whole_bytes, self._freed_bytes)
-        copied = self._tensor("to be reduced", group, "backward", held_bytes, "buffer")
-        self._reduced = (copied,)
+        flat = self._add_tensor("to be reduced", group, "backward", held_bytes, "buffer")
+        self._last_reduced = (flat,)
         padded_bytes = sum(p.reduced_bytes * n_ranks for p in group.trained if not p.is_even)
-        taken_bytes = beyond(whole_bytes, before_bytes) - held_bytes
-        self._put("copy in", group.path, "backward", sums, (copied,), padded_bytes, taken_bytes)
+        peak_bytes = beyond(whole_bytes, before_bytes) - held_bytes
+        self._add_node("copy in", group.path, "backward", sums, (flat,), padded_bytes, peak_bytes)
         gloo_bytes = whole_bytes + GLOO_SCALARS_BYTES if self.on_cpu else 0
         shard_bytes = max(size_bytes + gloo_bytes, size_bytes + group.gradient_bytes)
-        taken_bytes = beyond(whole_bytes + shard_bytes, before_bytes + sums_bytes) - held_bytes
-        read = (*sums, copied)
-        self._put("reduce scatter", group.path, "backward", read, (), 0, max(0, taken_bytes))
+        peak_bytes = beyond(whole_bytes + shard_bytes, before_bytes + sums_bytes) - held_bytes
+        read = (*sums, flat)
+        self._add_node("reduce scatter", group.path, "backward", read, (), 0, max(0, peak_bytes))
         if self.sharding.n_replicas > 1:
-            reduced = self._tensor("reduced", group, "backward", size_bytes, "buffer")
-            self._put("all reduce", group.path, "backward", (copied,), (reduced,))
+            reduced = self._add_tensor("reduced", group, "backward", size_bytes, "buffer")
+            self._add_node("all reduce", group.path, "backward", (flat,), (reduced,))
 
     def _partial_sums(self, group: Group) -> tuple[int, float]:
         """Bytes and seconds of summing, over tensor-parallel ranks, the group's gradients that
@@ -353,26 +353,26 @@ class Transform:
         before: buffers that are held until then.
         """
         n_bytes = self.sharding.n_ranks * group.gathered_bytes
-        flat = self._tensor("gathered", group, phase, n_bytes, "buffer")
+        flat = self._add_tensor("gathered", group, phase, n_bytes, "buffer")
         shards = tuple(parameter.tensor for parameter in group.parameters)
         read = (*shards, *before)
-        self._put("all gather", group.path, phase, read, (flat,), n_bytes, group.cast_bytes)
+        self._add_node("all gather", group.path, phase, read, (flat,), n_bytes, group.cast_bytes)
         return flat
 
     def _unshard(self, group: Group, phase: Phase, flat: str) -> None:
         """Put a node that copies whole parameters out of the buffer `flat`."""
         n_bytes = self.sharding.n_ranks * group.gathered_bytes
-        whole = self._tensor("whole parameters", group, phase, n_bytes, "parameter")
-        self._put("copy out", group.path, phase, (flat,), (whole,))
+        whole = self._add_tensor("whole parameters", group, phase, n_bytes, "parameter")
+        self._add_node("copy out", group.path, phase, (flat,), (whole,))
         self._whole[group.path] = whole
 
-    def _tensor(self, what: str, group: Group, phase: Phase, size_bytes: int, kind: Any) -> str:
+    def _add_tensor(self, what: str, group: Group, phase: Phase, size_bytes: int, kind: Any) -> str:
         """Add a tensor and return its name."""
         name = f"fsdp: {what}, {phase} ({group.path})"
         self.tensors.append(Tensor(name, size_bytes, kind))
         return name
 
-    def _put(
+    def _add_node(
         self,
         what: str,
         path: str,

@@ -33,7 +33,7 @@ def as_eager(graph: Graph) -> Graph:
 
     Cost: linear in the size of the graph.
     """
-    nodes = held_by_functions(
+    nodes = with_function_lifetimes(
         with_saved(graph.nodes, graph.meta.saved_unread),
         graph.meta.backward_functions,
         dropped=graph.meta.dropped,
@@ -64,7 +64,7 @@ def with_saved(nodes: Sequence[Node], saved: Mapping[str, Sequence[str]]) -> tup
     )
 
 
-def held_by_functions(
+def with_function_lifetimes(
     nodes: Sequence[Node], functions: Iterable[Sequence[str]], *, dropped: Mapping[str, str]
 ) -> tuple[Node, ...]:
     """The nodes, where the last one of each function also reads what the function's other nodes
@@ -88,7 +88,7 @@ def held_by_functions(
     return tuple(node_by_name[node.name] for node in nodes)
 
 
-_WRITES = {"aten.rrelu_with_noise_functional.default": ((1, 1),)}
+_OUT_ARGUMENTS = {"aten.rrelu_with_noise_functional.default": ((1, 1),)}
 """Operator -> pairs of positions: a result, and the argument that eager mode writes it into."""
 
 
@@ -97,15 +97,15 @@ def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:
     in_place, sums = set(graph.meta.eager_overwrites), set(graph.meta.gradient_sums)
     root = {tensor.name: graph.root(tensor.name) for tensor in graph.tensors}
     last_read = {name: at for at, node in enumerate(nodes) for name in node.inputs}
-    kept = {root[name] for name in graph.outputs}
+    kept_storages = {root[name] for name in graph.outputs}
     read_until: dict[str, int] = {}  # storage -> position at which a tensor on it is read last
     for name, at in last_read.items():
         read_until[root[name]] = max(at, read_until.get(root[name], 0))
     for at, node in enumerate(nodes):
-        for result, argument in _WRITES.get(node.op, ()):  # on the storage of that argument
-            out, given = node.outputs[result], node.inputs[argument]
-            root[out] = root[given]
-            read_until[root[given]] = max(read_until[root[given]], last_read.get(out, at))
+        for result, argument in _OUT_ARGUMENTS.get(node.op, ()):  # on the storage of that argument
+            out, target = node.outputs[result], node.inputs[argument]
+            root[out] = root[target]
+            read_until[root[target]] = max(read_until[root[target]], last_read.get(out, at))
         if len(node.outputs) != 1 or not node.inputs:
             continue
         (out,), old = node.outputs, root[node.inputs[0]]
@@ -114,13 +114,13 @@ def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:
         is_written = node.name in in_place or (
             node.name in sums
             and old in graph.producer
-            and old not in kept
+            and old not in kept_storages
             and read_until[old] == at
             and graph.tensor_by_name[old].size_bytes == graph.tensor_by_name[out].size_bytes
         )
         if is_written and graph.tensor_by_name[out].alias_of is None:
             root[out] = old
             read_until[old] = max(read_until.get(old, at), last_read.get(out, at))
-            if out in kept:
-                kept.add(old)
+            if out in kept_storages:
+                kept_storages.add(old)
     return {name: root[of] for name, of in root.items()}

@@ -82,8 +82,8 @@ class Lookups:
     def n_before_optimizer(self) -> int:
         """How many nodes come before the optimizer's first one; without an optimizer, all nodes.
         (While the optimizer steps, no other micro-batch is in flight.)"""
-        late = (index for index, node in enumerate(self.nodes) if node.phase == "optimizer")
-        return next(late, len(self.nodes))
+        positions = (index for index, node in enumerate(self.nodes) if node.phase == "optimizer")
+        return next(positions, len(self.nodes))
 
     @cached_property
     def awaited_bytes(self) -> tuple[int, ...]:
@@ -110,14 +110,14 @@ class Lookups:
     @cached_property
     def _completed_bytes(self) -> tuple[int, ...]:
         """For each later node: bytes of `accumulated` that it is the last one to make or read."""
-        late = dict.fromkeys(self.accumulated, 0)
+        last_at = dict.fromkeys(self.accumulated, 0)
         for index, node in enumerate(self.later_nodes):
             if node.phase != "optimizer":
-                late |= dict.fromkeys(late.keys() & {*node.inputs, *node.outputs}, index)
-        leaves = [0] * len(self.later_nodes)
-        for name, index in late.items():
-            leaves[index] += self.tensor_by_name[name].size_bytes
-        return tuple(leaves)
+                last_at |= dict.fromkeys(last_at.keys() & {*node.inputs, *node.outputs}, index)
+        completed_bytes = [0] * len(self.later_nodes)
+        for name, index in last_at.items():
+            completed_bytes[index] += self.tensor_by_name[name].size_bytes
+        return tuple(completed_bytes)
 
     @cached_property
     def resident(self) -> tuple[Tensor, ...]:

@@ -111,15 +111,15 @@ class GraphMeta:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on how the step differs from what the model does by itself."""
-        reads = _reads_values(self.environment)
+        values_read_note = _values_read_note(self.environment)
         texts = (
             (self.environment.get("train", True) is False, _IN_EVALUATION),
-            (self.own_checkpoints, _OWN_CHECKPOINTS),
+            (self.own_checkpoints, _HAS_CHECKPOINTS),
             (self.no_cache, _NO_CACHE),
-            (self.refused_rewrites, _REFUSED),
-            (reads, reads),
+            (self.refused_rewrites, _REFUSED_REWRITES),
+            (values_read_note, values_read_note),
         )
-        found = tuple(text for holds, text in texts if holds)
+        found = tuple(text for applies, text in texts if applies)
         return (*found, *_opaque_notes(self.opaque_parts))
 
     def with_environment(self, **changes: Any) -> GraphMeta:
@@ -128,7 +128,7 @@ class GraphMeta:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> GraphMeta:
         """Read the `meta` object of a graph file: known keys of the right type become fields."""
-        known = {k: v for k, v in values.items() if k in _TYPES and _is_a(v, _TYPES[k])}
+        known = {k: v for k, v in values.items() if k in _TYPES and _has_type(v, _TYPES[k])}
         extra = {key: value for key, value in values.items() if key not in known}
         fields = {_FIELD_OF.get(key, key): value for key, value in known.items()}
         return cls(**fields, extra=extra, key_order=tuple(values))
@@ -137,7 +137,9 @@ class GraphMeta:
         """The `meta` object of a graph file: what `from_json` was given, with the changes since."""
         values = {key: getattr(self, _FIELD_OF.get(key, key)) for key in _TYPES}
         changed = {
-            key: v for key, v in values.items() if v or (key in _NOT_KNOWN and v is not None)
+            key: v
+            for key, v in values.items()
+            if v or (key in _NONE_MEANS_UNKNOWN and v is not None)
         }
         return {key: values.get(key) for key in self.key_order} | dict(self.extra) | changed
 
@@ -168,7 +170,7 @@ _IN_EVALUATION = (
     "The model is in evaluation mode: dropout is off and batch norm uses its running statistics. "
     "Call model.train() before planning a training step."
 )
-_OWN_CHECKPOINTS = (
+_HAS_CHECKPOINTS = (
     "The model already uses torch.utils.checkpoint. The plan replaces those checkpoints, and the "
     "baseline is without them: as it is, the model takes less memory and more time than the "
     "baseline."
@@ -179,13 +181,13 @@ _NO_CACHE = (
     "training with it off; with it on, keys and values are laid out differently in memory, and "
     "last bits may differ."
 )
-_REFUSED = (
+_REFUSED_REWRITES = (
     "The loss is not planned in row chunks: on this device, the bits of a row depend on the "
     "rows that are computed with it."
 )
 
 
-def _reads_values(environment: Mapping[str, Any]) -> str:
+def _values_read_note(environment: Mapping[str, Any]) -> str:
     """The note that another batch may lead to another step, because forward reads values. Empty if
     it reads none, or if a file records them in another form."""
     if not environment.get("values_read"):
@@ -208,7 +210,7 @@ def _reads_values(environment: Mapping[str, Any]) -> str:
 
 _FIELD_OF = {"in_place": "eager_overwrites"}
 """Key in the file -> name of the field, where the two differ."""
-_NOT_KNOWN = ("held_in_calls",)
+_NONE_MEANS_UNKNOWN = ("held_in_calls",)
 """Fields for which None (not known) and empty differ, so that empty ones are written too."""
 _KEY_OF = {field: key for key, field in _FIELD_OF.items()}
 
@@ -219,15 +221,15 @@ _TYPES = {
 }
 
 
-def _is_a(value: object, kind: Any) -> bool:
+def _has_type(value: object, kind: Any) -> bool:
     """Whether a JSON value has the type of a field, down to its elements."""
     if kind is Any:
         return True
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return any(_is_a(value, each) for each in arguments)
+        return any(_has_type(value, each) for each in arguments)
     if origin is Mapping:
-        return isinstance(value, dict) and all(_is_a(v, arguments[1]) for v in value.values())
+        return isinstance(value, dict) and all(_has_type(v, arguments[1]) for v in value.values())
     if origin is Sequence:
-        return isinstance(value, list) and all(_is_a(v, arguments[0]) for v in value)
+        return isinstance(value, list) and all(_has_type(v, arguments[0]) for v in value)
     return isinstance(value, kind)

@@ -52,7 +52,7 @@ class Graph(Lookups):
         workspace or metadata. The optimizer is left out: `apply` runs the model, and any optimizer
         may step afterwards.
         """
-        made_late = {n for node in self.nodes if node.phase == "optimizer" for n in node.outputs}
+        by_optimizer = {n for node in self.nodes if node.phase == "optimizer" for n in node.outputs}
         structure = {
             "nodes": [
                 [node.name, node.op, list(node.inputs), list(node.outputs), node.phase]
@@ -63,9 +63,9 @@ class Graph(Lookups):
             "tensors": [
                 [tensor.name, tensor.size_bytes, tensor.alias_of]
                 for tensor in self.tensors
-                if tensor.kind != "optimizer_state" and tensor.name not in made_late
+                if tensor.kind != "optimizer_state" and tensor.name not in by_optimizer
             ],
-            "outputs": [name for name in self.outputs if name not in made_late],
+            "outputs": [name for name in self.outputs if name not in by_optimizer],
         }
         canonical = json.dumps(structure, separators=(",", ":"), ensure_ascii=True)
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()

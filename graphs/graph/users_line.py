@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 _ROOT = Path(__file__).parent.parent.parent
-_OURS = ("graphs", "solver", "scheduler_runtime", "checkpoint_solver")
+_PACKAGES = ("graphs", "solver", "scheduler_runtime", "checkpoint_solver")
 
 
 def warn(words: str) -> None:
@@ -19,7 +19,7 @@ def warn(words: str) -> None:
     If there is no such line (a backward pass in a thread of autograd), at the caller's line. From
     Python 3.12 on, `warnings.warn` can skip files by itself.
     """
-    folders = [str(_ROOT / name) for name in _OURS]
+    folders = [str(_ROOT / name) for name in _PACKAGES]
     if (torch := sys.modules.get("torch")) is not None:
         folders.append(str(Path(str(torch.__file__)).parent))
     skipped = (*(folder + os.sep for folder in folders), str(contextlib.__file__))

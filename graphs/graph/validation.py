@@ -69,16 +69,16 @@ def _check_wiring(graph: Lookups) -> set[str]:
     """
     tensors, made_by = graph.tensor_by_name, graph.producer
     made: set[str] = set()
-    lost: dict[str, str] = {}  # overwritten tensor -> the node that did it
-    rank = 0
+    overwriter: dict[str, str] = {}  # overwritten tensor -> the node that did it
+    phase_index = 0
     for node in graph.nodes:
         check_node(node)
-        if PHASES.index(node.phase) < rank:
+        if PHASES.index(node.phase) < phase_index:
             raise GraphError(
                 f"node {node.name!r} of phase {node.phase} comes after a node of phase "
-                f"{PHASES[rank]}; the order is {', '.join(PHASES)}"
+                f"{PHASES[phase_index]}; the order is {', '.join(PHASES)}"
             )
-        rank = PHASES.index(node.phase)
+        phase_index = PHASES.index(node.phase)
         for name in node.inputs:
             if name not in tensors:
                 raise GraphError(f"node {node.name!r} reads {name!r}, which is not a tensor")
@@ -87,11 +87,11 @@ def _check_wiring(graph: Lookups) -> set[str]:
                     f"node {node.name!r} reads {name!r}, which {made_by[name].name!r} makes later: "
                     "nodes must come in an order in which they can run, without cycles"
                 )
-            if name in lost:
+            if name in overwriter:
                 raise GraphError(
-                    f"node {node.name!r} reads {name!r}, which {lost[name]!r} has overwritten"
+                    f"node {node.name!r} reads {name!r}, which {overwriter[name]!r} has overwritten"
                 )
-        on_inputs = {graph.root(name) for name in node.inputs}
+        input_storages = {graph.root(name) for name in node.inputs}
         for name in node.outputs:
             if name not in tensors:
                 raise GraphError(f"node {node.name!r} makes {name!r}, which is not a tensor")
@@ -100,20 +100,20 @@ def _check_wiring(graph: Lookups) -> set[str]:
             root = tensors[name].alias_of
             if root in made_by and root not in made and root not in node.outputs:
                 raise GraphError(f"tensor {name!r} is made before {root!r}, whose alias it is")
-            if root in lost and root not in on_inputs:
+            if root in overwriter and root not in input_storages:
                 raise GraphError(
                     f"node {node.name!r} makes {name!r}, an alias of {root!r}, which "
-                    f"{lost[root]!r} has overwritten; let it read what is there now"
+                    f"{overwriter[root]!r} has overwritten; let it read what is there now"
                 )
             made.add(name)
         if node.overwrites is not None:
             _check_overwrite(node, graph)
             root = graph.root(node.overwrites)
-            there = made.intersection((root, *graph.views[root])).difference(node.outputs)
-            lost |= dict.fromkeys(there, node.name)
+            overwritten = made.intersection((root, *graph.views[root])).difference(node.outputs)
+            overwriter |= dict.fromkeys(overwritten, node.name)
     for name in graph.outputs:
-        if name in lost:
-            raise GraphError(f"outputs names {name!r}, which {lost[name]!r} has overwritten")
+        if name in overwriter:
+            raise GraphError(f"outputs names {name!r}, which {overwriter[name]!r} has overwritten")
     return made
 
 

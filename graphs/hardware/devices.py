@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16")
-_GEFORCE = ", appendix A; fp16 accumulated in fp32, fp64 1/64 of fp32"
-_DENSE = ", halved where it states sparsity; fp64 by its tensor cores"
+_GEFORCE_NOTE = ", appendix A; fp16 accumulated in fp32, fp64 1/64 of fp32"
+_DENSE_NOTE = ", halved where it states sparsity; fp64 by its tensor cores"
 
 
 @dataclass(frozen=True)
@@ -50,33 +50,33 @@ class HostCopies:
 
 
 _CALL_S = 6e-6
-_OF_CALL = (
+_LATENCY_SOURCE = (
     "; latency: 5 to 7 microseconds for each cudaMemcpyAsync (Wu et al. 2026, arXiv 2602.21548, "
     "section 5.2)"
 )
 _PCIE_3 = HostCopies(
-    13.2e9, 12.4e9, _CALL_S, "nvbandwidth's copies over 16 lanes of PCI Express 3" + _OF_CALL
+    13.2e9, 12.4e9, _CALL_S, "nvbandwidth's copies over 16 lanes of PCI Express 3" + _LATENCY_SOURCE
 )
 _PCIE_4 = HostCopies(
     25.2e9,
     25.2e9,
     _CALL_S,
     "nvbandwidth 0.5 on an A10 over 16 lanes of PCI Express 4, towards the device; away from it "
-    "taken to be the same" + _OF_CALL,
+    "taken to be the same" + _LATENCY_SOURCE,
 )
 _PCIE_5 = HostCopies(
     55.2e9,
     55.4e9,
     _CALL_S,
     "nvbandwidth 0.10 on eight cards over 16 lanes of PCI Express 5; NVIDIA's article on the tool "
-    "has 55.6 towards the device" + _OF_CALL,
+    "has 55.6 towards the device" + _LATENCY_SOURCE,
 )
 _C2C = HostCopies(
     295.2e9,
     337.6e9,
     _CALL_S,
     "nvbandwidth 0.6 on a GH200 480GB, from the tests of Microsoft's superbenchmark (nominal: 450 "
-    "each way; both at once are slower)" + _OF_CALL,
+    "each way; both at once are slower)" + _LATENCY_SOURCE,
     capacity_bytes=480 * 10**9,
 )
 
@@ -151,23 +151,23 @@ _CARDS: tuple[
     ("l40s", "NVIDIA L40S 48 GB", (8, 9), (1.43, 91.6, 183, 362, 362), 864, 48, _PCIE_4,
      "NVIDIA L40S datasheet (2023), halved where it states sparsity; fp64 1/64 of fp32"),
     ("rtx3090", "NVIDIA GeForce RTX 3090 24 GB", (8, 6), (0.556, 35.6, 35.6, 71, 71), 936, 24,
-     _PCIE_4, "NVIDIA Ampere GA102 whitepaper (2021)" + _GEFORCE),
+     _PCIE_4, "NVIDIA Ampere GA102 whitepaper (2021)" + _GEFORCE_NOTE),
     ("rtx4090", "NVIDIA GeForce RTX 4090 24 GB", (8, 9), (1.29, 82.6, 82.6, 165.2, 165.2), 1008, 24,
-     _PCIE_4, "NVIDIA Ada GPU architecture whitepaper (2022)" + _GEFORCE),
+     _PCIE_4, "NVIDIA Ada GPU architecture whitepaper (2022)" + _GEFORCE_NOTE),
     ("a100-40gb", "NVIDIA A100 40 GB", (8, 0), (19.5, 19.5, 156, 312, 312), 1555, 40, _PCIE_4,
      "NVIDIA A100 datasheet (2020); fp64 by its tensor cores"),
     ("a100-80gb", "NVIDIA A100 80 GB SXM", (8, 0), (19.5, 19.5, 156, 312, 312), 2039, 80, _PCIE_4,
      "NVIDIA A100 datasheet (2021), SXM column; fp64 by its tensor cores"),
     ("h100", "NVIDIA H100 80 GB SXM", (9, 0), (67, 67, 494.5, 989.5, 989.5), 3350, 80, _PCIE_5,
-     "NVIDIA H100 datasheet (2023), SXM column" + _DENSE),
+     "NVIDIA H100 datasheet (2023), SXM column" + _DENSE_NOTE),
     ("h100-pcie", "NVIDIA H100 80 GB PCIe", (9, 0), (51, 51, 378, 756.5, 756.5), 2000, 80, _PCIE_5,
-     "NVIDIA H100 datasheet (2022), PCIe column" + _DENSE),
+     "NVIDIA H100 datasheet (2022), PCIe column" + _DENSE_NOTE),
     ("gh200", "NVIDIA GH200 96 GB", (9, 0), (67, 67, 494.5, 989.5, 989.5), 4000, 96, _C2C,
-     "NVIDIA GH200 Grace Hopper datasheet (2023), HBM3" + _DENSE),
+     "NVIDIA GH200 Grace Hopper datasheet (2023), HBM3" + _DENSE_NOTE),
     ("h200", "NVIDIA H200 141 GB SXM", (9, 0), (67, 67, 494.5, 989.5, 989.5), 4800, 141, _PCIE_5,
-     "NVIDIA H200 datasheet (2024), SXM column" + _DENSE),
+     "NVIDIA H200 datasheet (2024), SXM column" + _DENSE_NOTE),
     ("b200", "NVIDIA B200 180 GB SXM", (10, 0), (37, 75, 1100, 2250, 2250), 7700, 180, _PCIE_5,
-     "NVIDIA Blackwell datasheet (2025), one GPU of HGX B200" + _DENSE),
+     "NVIDIA Blackwell datasheet (2025), one GPU of HGX B200" + _DENSE_NOTE),
 )
 # fmt: on
 
@@ -253,5 +253,5 @@ def card_called(torch_name: str, *, capacity_bytes: int) -> Hardware | None:
 
 def is_cuda(costs: Mapping[str, object]) -> bool:
     """Whether a cost model's description is for a CUDA card."""
-    planned_for = DEVICES.get(str(costs.get("device")))
-    return planned_for is not None and planned_for.kind == "cuda"
+    device = DEVICES.get(str(costs.get("device")))
+    return device is not None and device.kind == "cuda"

@@ -57,28 +57,28 @@ class Link:
 
 _CALL_S = 8.4e-6
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14.0e-6
-_TUNING = "; latencies: tuning.cc, ring, simple protocol"
+_LATENCY_SOURCE = "; latencies: tuning.cc, ring, simple protocol"
 
 # fmt: off
 LINKS: Mapping[str, Link] = {link.name: link for link in (
     Link("nvlink2", "NVLink 2", 6 * 20.0e9, _CALL_S, _NVLINK_S,
-         "NCCL topo.h, SM70: 20.0 GB/s for each of 6 links (V100)" + _TUNING),
+         "NCCL topo.h, SM70: 20.0 GB/s for each of 6 links (V100)" + _LATENCY_SOURCE),
     Link("nvlink3", "NVLink 3", 12 * 20.0e9, _CALL_S, _NVLINK_S,
-         "NCCL topo.h, SM80: 20.0 GB/s for each of 12 links (A100)" + _TUNING),
+         "NCCL topo.h, SM80: 20.0 GB/s for each of 12 links (A100)" + _LATENCY_SOURCE),
     Link("nvlink4", "NVLink 4", 18 * 20.6e9, _CALL_S, _NVLINK_S,
-         "NCCL topo.h, SM90: 20.6 GB/s for each of 18 links (H100, H200)" + _TUNING),
+         "NCCL topo.h, SM90: 20.6 GB/s for each of 18 links (H100, H200)" + _LATENCY_SOURCE),
     Link("nvlink5", "NVLink 5", 18 * 40.1e9, _CALL_S, _NVLINK_S,
-         "NCCL topo.h, SM100: 40.1 GB/s for each of 18 links (B200)" + _TUNING),
+         "NCCL topo.h, SM100: 40.1 GB/s for each of 18 links (B200)" + _LATENCY_SOURCE),
     Link("pcie3", "PCI Express 3, 16 lanes", 12.0e9, _CALL_S, _PCIE_S,
-         "NCCL topo.h, PCI_BW" + _TUNING),
+         "NCCL topo.h, PCI_BW" + _LATENCY_SOURCE),
     Link("pcie4", "PCI Express 4, 16 lanes", 24.0e9, _CALL_S, _PCIE_S,
-         "NCCL topo.h, twice PCI_BW" + _TUNING),
+         "NCCL topo.h, twice PCI_BW" + _LATENCY_SOURCE),
     Link("pcie5", "PCI Express 5, 16 lanes", 48.0e9, _CALL_S, _PCIE_S,
-         "NCCL topo.h, four times PCI_BW" + _TUNING),
+         "NCCL topo.h, four times PCI_BW" + _LATENCY_SOURCE),
     Link("ib-hdr", "InfiniBand HDR, 200 Gbit/s for each device", 24.0e9, _CALL_S, _NETWORK_S,
-         "NCCL topo.h, twice NET_BW" + _TUNING),
+         "NCCL topo.h, twice NET_BW" + _LATENCY_SOURCE),
     Link("ib-ndr", "InfiniBand NDR, 400 Gbit/s for each device", 47.0e9, _CALL_S, _NETWORK_S,
-         "46 to 48 GB/s for each adapter (NVIDIA/nccl-tests issue 290)" + _TUNING),
+         "46 to 48 GB/s for each adapter (NVIDIA/nccl-tests issue 290)" + _LATENCY_SOURCE),
     Link("gloo", "gloo on one machine", 1e9, 1e-4, 5e-5,
          "round figures of processes on one CPU; no one machine"),
 )}
@@ -98,7 +98,7 @@ def link_named(name: str) -> Link:
 
 _BY_KEY = {name_key(name): link for name, link in LINKS.items()}
 
-_OF_DEVICE = {
+_LINK_OF_DEVICE = {
     "cpu": "gloo",
     "t4": "pcie3",
     "v100-16gb": "nvlink2",
@@ -115,7 +115,7 @@ _OF_DEVICE = {
 
 def link_between(hardware: Hardware) -> Link:
     """The link between several of these devices in one machine; PCI Express 4 if it is unknown."""
-    return LINKS[_OF_DEVICE.get(hardware.name, "pcie4")]
+    return LINKS[_LINK_OF_DEVICE.get(hardware.name, "pcie4")]
 
 
 def all_reduce_s(n_bytes: int, *, n_ranks: int, link: Link) -> float:

@@ -1,6 +1,6 @@
 """The step with the optimizer's state in host memory, and optionally parameters, too."""
 
-from graphs.host_state.parameter_loads import LOAD, may_be_loaded, with_loads
+from graphs.host_state.parameter_loads import LOAD, loadable_parameters, with_loads
 from graphs.host_state.state_on_host import (
     WHERE,
     StateBucket,

@@ -24,13 +24,13 @@ LOAD = "copy of a parameter from the host"
 """The op of the nodes that copy a parameter to the device."""
 
 
-def load_of(tensor: str) -> str:
+def load_name(tensor: str) -> str:
     """The name of the node that copies a parameter to the device. No traced name starts like this:
     none has a dot there."""
     return f"load.{tensor}"
 
 
-def may_be_loaded(graph: Graph) -> tuple[str, ...]:
+def loadable_parameters(graph: Graph) -> tuple[str, ...]:
     """The parameters that can be on the host, in the order in which the step first reads them.
 
     Parameters are left out that are smaller than LEAST_BYTES, share a storage, are read by a loss
@@ -39,48 +39,48 @@ def may_be_loaded(graph: Graph) -> tuple[str, ...]:
     parameters = set(graph.meta.parameters.values())
     shared = {name for tensor in graph.tensors for name in (tensor.alias_of,) if name is not None}
     outside = {name for node in graph.nodes if node.phase == "outside" for name in node.inputs}
-    stay = {*shared, *outside, *graph.outputs, *graph.producer}
+    excluded = {*shared, *outside, *graph.outputs, *graph.producer}
     found = [
         tensor.name
         for tensor in graph.resident
         if tensor.name in parameters
         and tensor.kind == "parameter"
         and tensor.alias_of is None
-        and tensor.name not in stay
+        and tensor.name not in excluded
         and tensor.size_bytes >= LEAST_BYTES
     ]
-    first = {name: index for index, name in _first_reads(graph, found)}
-    return tuple(sorted(first, key=lambda name: first[name]))
+    first_read = {name: index for index, name in _first_reads(graph, found)}
+    return tuple(sorted(first_read, key=lambda name: first_read[name]))
 
 
 def with_loads(graph: Graph, tensors: Iterable[str], *, in_s: Callable[[int], float]) -> Graph:
     """The step with these parameters on the host: nodes copy each to the device before the first
     node that reads it, at the latest at the end of the forward pass.
 
-    tensors: from `may_be_loaded`.
+    tensors: from `loadable_parameters`.
     in_s: bytes -> seconds of a copy to the device.
     """
     modules = {tensor: name.rpartition(".")[0] for name, tensor in graph.meta.parameters.items()}
     n_forward = len(graph.forward_nodes)
-    before: dict[int, list[Node]] = {}
+    loads_before: dict[int, list[Node]] = {}
     for index, name in sorted(_first_reads(graph, tensors)):
         load = Node(
-            name=load_of(name),
+            name=load_name(name),
             op=LOAD,
             inputs=(),
             outputs=(name,),
             time_s=in_s(graph.tensor_by_name[name].size_bytes),
             module=modules.get(name, ""),
         )
-        before.setdefault(min(index, n_forward), []).append(load)
+        loads_before.setdefault(min(index, n_forward), []).append(load)
     nodes: list[Node] = []
     for index, node in enumerate(graph.nodes):
-        nodes += before.get(index, ())
+        nodes += loads_before.get(index, ())
         if node.phase == "optimizer":  # it makes its own copies (`graphs.host_state`)
             reads = tuple(name for name in node.inputs if name not in tensors)
             node = dataclasses.replace(node, inputs=reads)
         nodes.append(node)
-    nodes += before.get(len(graph.nodes), ())
+    nodes += loads_before.get(len(graph.nodes), ())
     return dataclasses.replace(graph, nodes=tuple(nodes))
 
 
@@ -89,7 +89,7 @@ def without_loads(graph: Graph, tensors: Collection[str]) -> Graph:
 
     tensors: the parameters that are on the host.
     """
-    loads = {load_of(name) for name in tensors}
+    loads = {load_name(name) for name in tensors}
     parameters = [tensor.name for tensor in graph.tensors if tensor.kind == "parameter"]
     nodes = []
     for node in graph.nodes:

@@ -22,7 +22,7 @@ from typing import Any
 
 from graphs.files import FormatError, Record
 from graphs.graph import Graph
-from graphs.host_state.parameter_loads import may_be_loaded, with_loads, without_loads
+from graphs.host_state.parameter_loads import loadable_parameters, with_loads, without_loads
 
 WHERE = ("auto", "device", "host")
 """Where the user may ask for the state to be; "auto": wherever the plan is better."""
@@ -30,7 +30,7 @@ WHERE = ("auto", "device", "host")
 STEP, STATE = "optimizer_step", "optimizer_state"
 """The names of the node and the tensor that `with_optimizer` adds."""
 
-_WHERE = "environment: optimizer"
+_OPTIMIZER_RECORD = "environment: optimizer"
 
 Seconds = Callable[[int], float]
 """Bytes -> seconds of one copy in one direction."""
@@ -72,7 +72,7 @@ def optimizer_of(environment: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     found = environment.get("optimizer") or {}
     if not isinstance(found, dict):
-        raise FormatError(f"{_WHERE} is {found!r:.60}; expected an object")
+        raise FormatError(f"{_OPTIMIZER_RECORD} is {found!r:.60}; expected an object")
     return found
 
 
@@ -81,11 +81,11 @@ def buckets_in(environment: Mapping[str, Any]) -> tuple[StateBucket, ...]:
 
     Raises FormatError for malformed ones.
     """
-    optimizer = Record(optimizer_of(environment), where=_WHERE)
+    optimizer = Record(optimizer_of(environment), where=_OPTIMIZER_RECORD)
     names = [field.name for field in dataclasses.fields(StateBucket)]
     found = []
     for index, figures in enumerate(optimizer.items("buckets", default=[])):
-        where = f"{_WHERE}: buckets[{index}]"
+        where = f"{_OPTIMIZER_RECORD}: buckets[{index}]"
         if not isinstance(figures, list) or len(figures) != len(names):
             raise FormatError(f"{where} is {figures!r:.60}; expected {', '.join(names)}")
         bucket = Record(dict(zip(names, figures, strict=True)), where=where)
@@ -108,9 +108,9 @@ def streamed_step_s(buckets: Sequence[StateBucket], *, out_s: Seconds, in_s: Sec
     # when the last bucket was stepped, and when each bucket has left the device (two 0.0 in front)
     stepped_s, left_s = 0.0, [0.0, 0.0]
     arrived_s = in_s(buckets[0].state_bytes)
-    for bucket, after in zip(buckets, [*buckets[1:], None], strict=True):
+    for bucket, upcoming in zip(buckets, [*buckets[1:], None], strict=True):
         start_s = max(stepped_s, left_s[-2])
-        next_s = 0.0 if after is None else max(arrived_s, start_s) + in_s(after.state_bytes)
+        next_s = 0.0 if upcoming is None else max(arrived_s, start_s) + in_s(upcoming.state_bytes)
         stepped_s = max(start_s, arrived_s) + bucket.time_s
         left_s.append(max(left_s[-1], stepped_s) + out_s(bucket.state_bytes))
         arrived_s = next_s
@@ -121,8 +121,8 @@ def streamed_workspace_bytes(buckets: Sequence[StateBucket]) -> int:
     """The most bytes that such a step takes: the state of the buckets that leave, are stepped and
     arrive at the same time, and the workspace of the one that is stepped."""
     sizes = [0, *(bucket.state_bytes for bucket in buckets), 0]
-    taken = (sum(sizes[i : i + 3]) + each.workspace_bytes for i, each in enumerate(buckets))
-    return max(taken, default=0)
+    taken_bytes = (sum(sizes[i : i + 3]) + each.workspace_bytes for i, each in enumerate(buckets))
+    return max(taken_bytes, default=0)
 
 
 def with_state_on_host(
@@ -141,22 +141,22 @@ def with_state_on_host(
         return None
     if not set(parameters) <= set(host_parameters(graph)):
         return None
-    optimizer = Record(optimizer_of(graph.meta.environment), where=_WHERE)
+    optimizer = Record(optimizer_of(graph.meta.environment), where=_OPTIMIZER_RECORD)
     size_bytes = {name: graph.tensor_by_name[name].size_bytes for name in parameters}
     # buckets whose state_bytes include their parameters on the host, which are copied with them
     tensors = graph.meta.parameters
     trains = iter(optimizer_of(graph.meta.environment).get("trains") or ())
-    copied = []
+    copied_buckets = []
     for bucket in buckets:
         names = (tensors.get(name, "") for name in islice(trains, bucket.n_parameters))
         n_bytes = bucket.state_bytes + sum(size_bytes.get(name, 0) for name in names)
-        copied.append(dataclasses.replace(bucket, state_bytes=n_bytes))
+        copied_buckets.append(dataclasses.replace(bucket, state_bytes=n_bytes))
     if parameters:
         graph = with_loads(graph, parameters, in_s=in_s)
-    return _with(
+    return _with_optimizer_figures(
         graph,
-        time_s=streamed_step_s(copied, out_s=out_s, in_s=in_s),
-        workspace_bytes=streamed_workspace_bytes(copied),
+        time_s=streamed_step_s(copied_buckets, out_s=out_s, in_s=in_s),
+        workspace_bytes=streamed_workspace_bytes(copied_buckets),
         device_bytes=optimizer.integer("kept_state_bytes"),
         host_bytes=sum(bucket.state_bytes for bucket in buckets) + sum(size_bytes.values()),
         parameters=parameters,
@@ -167,7 +167,7 @@ def host_parameters(graph: Graph) -> tuple[str, ...]:
     """The parameters that can be on the host with the state, in the order of their first use. ()
     if there are none, or the graph does not record which parameters the optimizer trains."""
     trains = optimizer_of(graph.meta.environment).get("trains")
-    return may_be_loaded(graph) if isinstance(trains, list) and trains else ()
+    return loadable_parameters(graph) if isinstance(trains, list) and trains else ()
 
 
 def parameters_on_host(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -175,18 +175,20 @@ def parameters_on_host(environment: Mapping[str, Any]) -> dict[str, str]:
 
     Raises FormatError for a malformed record.
     """
-    found = Record(optimizer_of(environment), where=_WHERE)
+    found = Record(optimizer_of(environment), where=_OPTIMIZER_RECORD)
     names = found.mapping("parameters_on_host", default={})
     if not all(isinstance(tensor, str) for tensor in names.values()):
-        raise FormatError(f"{_WHERE}: parameters_on_host has values that are no names of tensors")
+        raise FormatError(
+            f"{_OPTIMIZER_RECORD}: parameters_on_host has values that are no names of tensors"
+        )
     return dict(names)
 
 
 def host_parameter_bytes(graph: Graph) -> int:
     """The part of `host_state_bytes` that is parameters."""
     names = parameters_on_host(graph.meta.environment).values()
-    known = graph.tensor_by_name
-    return sum(known[name].size_bytes for name in names if name in known)
+    tensor_by_name = graph.tensor_by_name
+    return sum(tensor_by_name[name].size_bytes for name in names if name in tensor_by_name)
 
 
 def with_state_on_device(graph: Graph) -> Graph:
@@ -194,10 +196,10 @@ def with_state_on_device(graph: Graph) -> Graph:
     returned unchanged."""
     if not graph.host_state_bytes or not buckets_of(graph):
         return graph
-    optimizer = Record(optimizer_of(graph.meta.environment), where=_WHERE)
+    optimizer = Record(optimizer_of(graph.meta.environment), where=_OPTIMIZER_RECORD)
     if parameters := parameters_on_host(graph.meta.environment):
         graph = without_loads(graph, parameters.values())
-    return _with(
+    return _with_optimizer_figures(
         graph,
         time_s=optimizer.number("time_s"),
         workspace_bytes=optimizer.integer("workspace_bytes"),
@@ -212,7 +214,7 @@ def state_copies_s(graph: Graph) -> float:
     return graph.baseline_time_s - with_state_on_device(graph).baseline_time_s
 
 
-def _with(
+def _with_optimizer_figures(
     graph: Graph,
     *,
     time_s: float,

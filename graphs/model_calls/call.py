@@ -23,7 +23,7 @@ class TraceError(ValueError):
     """
 
     def __init__(self, why: str, *, runs_in_eager: bool = False, short: str = "") -> None:
-        super().__init__(why.removesuffix(".") + _BY_SUBMODULES if runs_in_eager else why)
+        super().__init__(why.removesuffix(".") + _SUBMODULES_ADVICE if runs_in_eager else why)
         self.why = why
         self.runs_in_eager = runs_in_eager
         self.short = short or why
@@ -33,7 +33,7 @@ class NoLossError(TraceError):
     """What the model or the loss function returns has no recognizable loss."""
 
 
-_BY_SUBMODULES = (
+_SUBMODULES_ADVICE = (
     ". A model that runs but cannot be traced can still be planned by its submodules: "
     "checkpoint_solver.fallback.plan_chain"
 )
@@ -165,17 +165,17 @@ def find_loss(output: Any) -> torch.Tensor:
             t for t in flat if isinstance(t, torch.Tensor) and t.dim() == 0 and t.requires_grad
         ]
         others = [t for t in flat if isinstance(t, torch.Tensor) and t.dim() > 0]
-        if len(candidates) == 1 and len(_leaves_of(others)) > 2 * len(_leaves_of(candidates)):
+        if len(candidates) == 1 and len(_leaf_nodes(others)) > 2 * len(_leaf_nodes(candidates)):
             candidates = []
     if len(candidates) != 1 or not isinstance(candidates[0], torch.Tensor):
         raise NoLossError(
-            f"the model returns {_described(output)}, in which no single loss can be found; return "
+            f"the model returns {_describe(output)}, in which no single loss can be found; return "
             "a scalar or an object with .loss, or give a loss function of (output, batch)"
         )
     loss = candidates[0]
     if loss.numel() != 1 or not loss.is_floating_point():
         raise NoLossError(
-            f"the loss must be one floating-point number; it is {_described(loss)}; reduce it "
+            f"the loss must be one floating-point number; it is {_describe(loss)}; reduce it "
             "(mean or sum), or give a loss function of (output, batch)"
         )
     if not loss.requires_grad:
@@ -186,18 +186,18 @@ def find_loss(output: Any) -> torch.Tensor:
     return loss
 
 
-def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[Any]:
+def _leaf_nodes(tensors: Sequence[torch.Tensor]) -> set[Any]:
     """The leaves of the autograd graph of these tensors: one gradient accumulator per parameter."""
     stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen: set[Any] = {*stack}
     while stack:
-        following = {node for node, _ in stack.pop().next_functions if node is not None} - seen
-        seen |= following
-        stack += following
+        unseen = {node for node, _ in stack.pop().next_functions if node is not None} - seen
+        seen |= unseen
+        stack += unseen
     return {node for node in seen if not node.next_functions}
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
     return f"a {type(value).__name__}"

@@ -34,7 +34,7 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def tensor_names(call: Call, model: nn.Module) -> list[str]:
     """The name in forward of each tensor of the call."""
-    return [name for name, item in _named(call, model) if item is HOLE]
+    return [name for name, item in _named_leaves(call, model) if item is HOLE]
 
 
 def plain_arguments(call: Call, model: nn.Module) -> dict[str, str]:
@@ -44,7 +44,7 @@ def plain_arguments(call: Call, model: nn.Module) -> dict[str, str]:
     if signature is not None:
         defaults = {name: each.default for name, each in signature.parameters.items()}
     found: dict[str, str] = {}
-    for name, item in _named(call, model):
+    for name, item in _named_leaves(call, model):
         default, is_plain = defaults.get(name, inspect.Parameter.empty), isinstance(item, _PLAIN)
         is_equal = is_plain and type(item) is type(default) and bool(item == default)
         if item is not HOLE and item is not default and not is_equal:
@@ -52,7 +52,7 @@ def plain_arguments(call: Call, model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _named(call: Call, model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _named_leaves(call: Call, model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, value) for each leaf of the call's arguments; HOLE in place of tensors."""
     signature = signature_of(model.forward)
     parameters = [] if signature is None else signature.parameters.values()

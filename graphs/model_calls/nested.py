@@ -57,7 +57,7 @@ class Repeated:
     index: int
 
 
-def once(flat: Sequence[Any]) -> list[Any]:
+def with_repeats_marked(flat: Sequence[Any]) -> list[Any]:
     """The leaves, with all but the first occurrence of each tensor replaced by `Repeated`."""
     first: dict[int, int] = {}
     return [
@@ -68,8 +68,8 @@ def once(flat: Sequence[Any]) -> list[Any]:
     ]
 
 
-def in_all_places(flat: Sequence[Any]) -> list[Any]:
-    """The leaves with each `Repeated` replaced by its tensor: undoes `once`."""
+def with_repeats_restored(flat: Sequence[Any]) -> list[Any]:
+    """The leaves with each `Repeated` replaced by its tensor: undoes `with_repeats_marked`."""
     return [flat[leaf.index] if isinstance(leaf, Repeated) else leaf for leaf in flat]
 
 
@@ -82,18 +82,18 @@ class _Opened:
     values: tuple[Any, ...]
 
 
-def _opened(value: Any, around: tuple[int, ...]) -> Any:
+def _opened(value: Any, enclosing: tuple[int, ...]) -> Any:
     """The value with its dataclass instances opened.
 
-    around: ids of the enclosing instances, which are not opened again (a cycle).
+    enclosing: ids of the enclosing instances, which are not opened again (a cycle).
     """
 
     def opened(leaf: Any) -> Any:
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type) or id(leaf) in around:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type) or id(leaf) in enclosing:
             return leaf
         attributes = {f.name: None for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
         names = tuple(attributes | getattr(leaf, "__dict__", {}))
-        inside = (*around, id(leaf))
+        inside = (*enclosing, id(leaf))
         values = tuple(_opened(getattr(leaf, name), inside) for name in names)
         # an instance without tensors is a plain option: it stays a leaf, compared by identity
         if not any(isinstance(item, torch.Tensor) for item in pytree.tree_leaves(values)):

@@ -37,9 +37,9 @@ from graphs.rewrites.names import (
 from graphs.rewrites.registry import (
     StockVariants,
     Variants,
+    allowed_variants,
     keeps_bits_here,
     losses_in_chunks,
-    offered,
     program_with,
     rewritten,
 )

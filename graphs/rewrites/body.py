@@ -15,22 +15,22 @@ from graphs.rewrites.row_chunks import Out, RowChunks
 
 aten = torch.ops.aten
 
-_INTO: dict[Any, Any] = {
+_OVERWRITES_INPUT: dict[Any, Any] = {
     aten._log_softmax.default: aten._log_softmax.out,
     aten._log_softmax_backward_data.default: aten._log_softmax_backward_data.out,
 }
 """Operators that may overwrite their first argument -> the overload that does so."""
 
-_OUT = {**_INTO, aten.gather.default: aten.gather.out}
+_OUT_OVERLOADS = {**_OVERWRITES_INPUT, aten.gather.default: aten.gather.out}
 """Operators that may write directly into an output of the new node -> the overload that does so."""
 
-_OVER_ZEROS: dict[Any, Any] = {
+_SCATTERS_INTO_ZEROS: dict[Any, Any] = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.index_put.default: aten.index_put_.default,
 }
 """Operators that write into zeros made for this purpose -> the overload that writes in place."""
 
-_DIM_AT: dict[Any, int] = {
+_DIM_POSITION: dict[Any, int] = {
     aten._log_softmax.default: 1,
     aten._log_softmax_backward_data.default: 2,
     aten.gather.default: 1,
@@ -40,7 +40,7 @@ _DIM_AT: dict[Any, int] = {
 }
 """Operator -> the position of its argument `dim`, which is the dimension of the classes."""
 
-_REDUCED = {aten.sum.dim_IntList, aten.logsumexp.default}
+_REDUCTIONS = {aten.sum.dim_IntList, aten.logsumexp.default}
 
 _EXPONENTIALS = {aten.exp.default, aten.logsumexp.default}
 
@@ -56,7 +56,7 @@ class Body:
         self._region = region
         self._graph = fx.Graph()
         self._destinations = [self._graph.placeholder(f"out_{n}") for n in range(n_outs)]
-        self._made: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor] = []
         self._values: dict[fx.Node, fx.Node] = {}  # node of the step -> its value in the body
         self._inputs: dict[fx.Node, bool] = {}  # node of the step -> whether it has the rows
         self._overwritable: list[fx.Node] = []
@@ -71,45 +71,45 @@ class Body:
             node = without_views(node)
         if node not in self._values:
             self._values[node] = self._graph.placeholder(f"input_{len(self._inputs)}")
-            self._inputs[node] = self._rows_of(node.meta["val"]) is not None
+            self._inputs[node] = self._shape_by_rows(node.meta["val"]) is not None
         if overwritable:
             self._overwritable.append(node)
         return self._values[node]
 
     def run(self, node: fx.Node) -> None:
         """Add an operator of the step to the body; it will run on the rows of a chunk."""
-        args: Any = self._args(node)
+        args: Any = self._args_in_body(node)
         kwargs: dict[str, Any] = {}
         if node.target is aten._to_copy.default:
             kwargs = {"dtype": node.meta["val"].dtype}
-        target: Any = _OVER_ZEROS.get(node.target, node.target)
+        target: Any = _SCATTERS_INTO_ZEROS.get(node.target, node.target)
         value = self.call(target, *args, **kwargs)
         value.meta["dtype"] = node.meta["val"].dtype
-        if node.target in _INTO and args[0].meta.get("dtype") == node.meta["val"].dtype:
+        if node.target in _OVERWRITES_INPUT and args[0].meta.get("dtype") == node.meta["val"].dtype:
             # its argument was computed in the body, so it may be overwritten
-            value.target, value.kwargs = _INTO[node.target], {"out": args[0]}
+            value.target, value.kwargs = _OVERWRITES_INPUT[node.target], {"out": args[0]}
         self._values[node] = value
 
-    def _args(self, node: fx.Node) -> tuple[Any, ...]:
+    def _args_in_body(self, node: fx.Node) -> tuple[Any, ...]:
         """The arguments of the operator in the body, where wide tensors are rows x classes."""
-        given: Any = node.args
-        if node.target in _OVER_ZEROS:
+        step_args: Any = node.args
+        if node.target in _SCATTERS_INTO_ZEROS:
             zeros = self.call(aten.zeros_like.default, self.read(self._region.wide))
             if node.target is aten.index_put.default:
-                _, (_, classes), *rest = given
-                return zeros, self._one_of_each_row(classes), *fx.map_arg(rest, self.read)
-            _, _, index, source = given
+                _, (_, classes), *rest = step_args
+                return zeros, self._row_indices(classes), *fx.map_arg(rest, self.read)
+            _, _, index, source = step_args
             return zeros, 1, self.read(index), self.read(source)
         if node.target is aten.index.Tensor:
-            wide, (_, classes) = given
-            return self.read(wide), self._one_of_each_row(classes)
+            wide, (_, classes) = step_args
+            return self.read(wide), self._row_indices(classes)
         args: list[Any] = list(fx.map_arg(node.args, self.read))
-        if node.target in _DIM_AT:
-            at = _DIM_AT[node.target]
+        if node.target in _DIM_POSITION:
+            at = _DIM_POSITION[node.target]
             args[at] = 1 if isinstance(args[at], int) else [1]
         return tuple(args)
 
-    def _one_of_each_row(self, classes: fx.Node) -> list[fx.Node]:
+    def _row_indices(self, classes: fx.Node) -> list[fx.Node]:
         """The indices ([0, 1, ...], classes) that pick one class from each row of a chunk."""
         ones = self.call(aten.ones_like.default, self.read(classes))
         count = self.call(aten.cumsum.default, ones, 0)
@@ -119,59 +119,62 @@ class Body:
         """Call an operator in the body."""
         return self._graph.call_function(target, args, kwargs)
 
-    def write(self, value: fx.Node, made: torch.Tensor) -> None:
+    def write(self, value: fx.Node, output: torch.Tensor) -> None:
         """Make this value of the body the next output of the new node.
 
-        made: the fake tensor of the output with all rows.
+        output: the fake tensor of the output with all rows.
         """
-        destination = self._destinations[len(self._made)]
-        self._made.append(made)
-        target = _OUT.get(value.target, value.target)
-        if target in _OUT.values() and value.meta.get("dtype", made.dtype) == made.dtype:
+        destination = self._destinations[len(self._outputs)]
+        self._outputs.append(output)
+        target = _OUT_OVERLOADS.get(value.target, value.target)
+        if (
+            target in _OUT_OVERLOADS.values()
+            and value.meta.get("dtype", output.dtype) == output.dtype
+        ):
             value.target, value.kwargs = target, {"out": destination}
             return
         if value.target is aten._to_copy.default:  # copy_ casts by itself
             value = value.args[0]  # type: ignore[assignment]
         self._graph.call_function(aten.copy_.default, (destination, value))
 
-    def replace_gradient(self) -> None:
+    def make_gradient(self) -> None:
         """Add the operators of the backward pass, and let the new node make the gradient."""
         gradient = self._region.backward[-1]
         for node in self._region.backward:
             self.run(node)
-        self.write_for(gradient)
-        (new,) = self.nodes_before(gradient, like=gradient)
-        take_place(gradient, new)
+        self.write_result_of(gradient)
+        (new,) = self.insert_before(gradient, like=gradient)
+        redirect_readers(gradient, new)
 
-    def write_for(self, node: fx.Node) -> None:
+    def write_result_of(self, node: fx.Node) -> None:
         """Make the result of an operator of the step the next output of the new node."""
-        made = node.meta["val"]
-        drops_classes = node.target in _REDUCED and node.args[2:3] != (True,)  # keepdim
-        shape = self._region.shape[:1] if drops_classes else self._rows_of(made)
-        self.write(self._values[node], made.view(shape))
+        result = node.meta["val"]
+        is_per_row = node.target in _REDUCTIONS and node.args[2:3] != (True,)  # keepdim
+        shape = self._region.shape[:1] if is_per_row else self._shape_by_rows(result)
+        self.write(self._values[node], result.view(shape))
 
-    def nodes_before(self, place: fx.Node, *, like: fx.Node) -> tuple[fx.Node, ...]:
+    def insert_before(self, place: fx.Node, *, like: fx.Node) -> tuple[fx.Node, ...]:
         """Finish the new node and insert it before `place` in the step's graph.
 
         like: the node whose phase and module it gets.
 
         Returns one node for each of its outputs.
         """
-        graph, made = place.graph, tuple(self._made)
-        meta = place_of(like)
+        graph, outputs = place.graph, tuple(self._outputs)
+        meta = origin_meta(like)
         with graph.inserting_before(place):
-            forms = [(node, self._rows_of(node.meta["val"])) for node in self._inputs]
+            forms = [(node, self._shape_by_rows(node.meta["val"])) for node in self._inputs]
             inputs = [node if form is None else _view(node, form) for node, form in forms]
-            new = graph.call_function(self._chunks(), tuple(inputs))
-            new.meta = {**meta, "val": made[0] if len(made) == 1 else made}
-            if len(made) == 1:
+            new = graph.call_function(self._row_chunks(), tuple(inputs))
+            new.meta = {**meta, "val": outputs[0] if len(outputs) == 1 else outputs}
+            if len(outputs) == 1:
                 return (new,)
-            parts = [graph.call_function(operator.getitem, (new, n)) for n in range(len(made))]
-        for part, value in zip(parts, made, strict=True):
+            parts = [graph.call_function(operator.getitem, (new, n)) for n in range(len(outputs))]
+        for part, value in zip(parts, outputs, strict=True):
             part.meta = {**meta, "val": value}
         return tuple(parts)
 
-    def _chunks(self) -> RowChunks:
+    def _row_chunks(self) -> RowChunks:
         self._graph.output(None)
         self._graph.eliminate_dead_code()  # casts that copy_ does by itself
         calls = [node for node in self._graph.nodes if node.op == "call_function"]
@@ -180,14 +183,14 @@ class Body:
             rows_per_chunk=rows_per_chunk(*self._region.shape),
             row_inputs=tuple(at for at, has_rows in enumerate(self._inputs.values()) if has_rows),
             title=", ".join(node.target._schema.name.removeprefix("aten::") for node in calls),
-            outs=tuple(Out(made.shape[1:], made.dtype) for made in self._made),
+            outs=tuple(Out(made.shape[1:], made.dtype) for made in self._outputs),
             overwritable=tuple(inputs.index(node) for node in self._overwritable),
             has_exponentials=any(node.target in _EXPONENTIALS for node in calls),
             source=body.code,
             body=body.forward,
         )
 
-    def _rows_of(self, value: torch.Tensor) -> torch.Size | None:
+    def _shape_by_rows(self, value: torch.Tensor) -> torch.Size | None:
         """The shape in which the tensor's first dimension is the rows; None if it has no rows."""
         n_rows, n_classes = self._region.shape
         if value.numel() == n_rows * n_classes:
@@ -197,7 +200,7 @@ class Body:
         return torch.Size((n_rows,)) if value.numel() == n_rows else None
 
 
-def take_place(old: fx.Node, new: fx.Node) -> None:
+def redirect_readers(old: fx.Node, new: fx.Node) -> None:
     """Let all readers of a node of the step read a new node with the same elements instead, which
     comes before the old one."""
     with old.graph.inserting_before(old):
@@ -205,7 +208,7 @@ def take_place(old: fx.Node, new: fx.Node) -> None:
     old.replace_all_uses_with(view)
 
 
-def put_before(place: fx.Node, target: Any, *args: Any) -> fx.Node:
+def insert_call_before(place: fx.Node, target: Any, *args: Any) -> fx.Node:
     """Insert a call of an operator before `place` in the step's graph, in its phase and module."""
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args)
@@ -214,11 +217,11 @@ def put_before(place: fx.Node, target: Any, *args: Any) -> fx.Node:
     values = fx.map_arg(args, lambda argument: argument.meta["val"])
     with torch._guards.detect_fake_mode(values) or nullcontext():
         value = target(*values)
-    node.meta = {**place_of(place), "val": value}
+    node.meta = {**origin_meta(place), "val": value}
     return node
 
 
-def place_of(node: fx.Node) -> dict[str, Any]:
+def origin_meta(node: fx.Node) -> dict[str, Any]:
     """The node's fx metadata that says its phase, module and autograd function."""
     kept = ("partitioner_tag", "custom", "seq_nr")
     return {key: node.meta[key] for key in kept if key in node.meta}

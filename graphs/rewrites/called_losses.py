@@ -19,13 +19,17 @@ from graphs.rewrites import chunked_loss, chunked_loss_backward, in_place
 from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, without_views
 from graphs.rewrites.row_chunks import RowChunks
 
-_ABOUT = "called_loss"
+_DESCRIPTION = "called_loss"
 
 
 def rewrite(captured: Capture) -> bool:
     """Compute log-softmax in chunks, and recompute it in the backward pass; only for calls that do
     not overwrite the logits. Returns whether there was anything to change."""
-    regions = [each for each in _calls(captured.graph) if not overwrites_logits(each.softmax)]
+    regions = [
+        each
+        for each in _called_cross_entropies(captured.graph)
+        if not overwrites_logits(each.softmax)
+    ]
     for region in regions:
         _describe(region, keeps=False)
         chunked_loss.put_in_chunks(region)
@@ -35,14 +39,14 @@ def rewrite(captured: Capture) -> bool:
 def rewrite_backward(captured: Capture) -> bool:
     """Keep log-softmax whole, and run only the backward pass in chunks. Returns whether there was
     anything to change."""
-    regions = list(_calls(captured.graph))
+    regions = list(_called_cross_entropies(captured.graph))
     for region in regions:
         _describe(region, keeps=True)
         chunked_loss_backward.put_in_chunks(region)
     return bool(regions)
 
 
-def _calls(graph: fx.Graph) -> Iterator[CrossEntropy]:
+def _called_cross_entropies(graph: fx.Graph) -> Iterator[CrossEntropy]:
     """The cross-entropies that are one call of `F.cross_entropy`, without operators around the
     call."""
     for region in list(cross_entropies(graph)):
@@ -65,7 +69,7 @@ def _calls(graph: fx.Graph) -> Iterator[CrossEntropy]:
 def _describe(region: CrossEntropy, *, keeps: bool) -> None:
     """Record what the call is in the metadata of its gradient, which a row-chunk node will make."""
     gradient = region.backward[-1]
-    about = {
+    description = {
         "call": called_loss_of(region.softmax),
         "keeps": keeps,
         "n_classes": region.shape[1],
@@ -73,27 +77,27 @@ def _describe(region: CrossEntropy, *, keeps: bool) -> None:
         "computed_in": str(region.softmax.meta["val"].dtype).removeprefix("torch."),
         "module": region.softmax.meta["custom"].get("module_path", ""),
     }
-    gradient.meta["custom"] = {**gradient.meta["custom"], _ABOUT: about}
+    gradient.meta["custom"] = {**gradient.meta["custom"], _DESCRIPTION: description}
 
 
 def rewrite_layout(layout: Layout) -> Layout:
     """Let the gradient overwrite log-softmax if that is kept. The logits belong to the model and
     are not overwritten."""
-    keeps = {name for name, about in _about(layout).items() if about["keeps"]}
-    return in_place.overwriting(layout, lambda node: node.name in keeps)
+    keeps = {name for name, description in _descriptions(layout).items() if description["keeps"]}
+    return in_place.with_overwrites(layout, lambda node: node.name in keeps)
 
 
-def _about(layout: Layout) -> dict[str, dict[str, Any]]:
+def _descriptions(layout: Layout) -> dict[str, dict[str, Any]]:
     """Name of the node that makes the gradient -> what `_describe` recorded about the call."""
     return {
-        name: about
+        name: description
         for name, call in layout.calls.items()
         if isinstance(call.target, RowChunks)
-        if (about := call.meta.get("custom", {}).get(_ABOUT)) is not None
+        if (description := call.meta.get("custom", {}).get(_DESCRIPTION)) is not None
     }
 
 
-def described(layout: Layout) -> list[dict[str, Any]]:
+def loss_descriptions(layout: Layout) -> list[dict[str, Any]]:
     """`GraphMeta.called_losses`: what the function that replaces each call must know."""
-    about = _about(layout)
-    return [about[node.name] for node in layout.nodes if node.name in about]
+    descriptions = _descriptions(layout)
+    return [descriptions[node.name] for node in layout.nodes if node.name in descriptions]

@@ -33,7 +33,7 @@ def rows_per_chunk(n_rows: int, width: int) -> int:
     return ALIGNED_ROWS * max(1, -int(-least // ALIGNED_ROWS))
 
 
-def rows_in(n_chunks: int, n_rows: int) -> int | None:
+def rows_for_n_chunks(n_chunks: int, n_rows: int) -> int | None:
     """Rows of each chunk but the last if there are `n_chunks`; None if those are too few rows, or
     `n_chunks` cannot be reached."""
     n = ALIGNED_ROWS * -(-n_rows // (n_chunks * ALIGNED_ROWS))

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphs.capture import Capture
-from graphs.rewrites.body import Body, put_before, take_place
+from graphs.rewrites.body import Body, insert_call_before, redirect_readers
 from graphs.rewrites.cross_entropy import (
     CrossEntropy,
     cross_entropies,
@@ -31,7 +31,9 @@ _IGNORED = -100
 
 def rewrite(captured: Capture) -> bool:
     """Change the captured program; returns whether there was anything to change."""
-    regions = [region for region in cross_entropies(captured.graph) if _can_run_again(region)]
+    regions = [
+        region for region in cross_entropies(captured.graph) if _can_drop_log_softmax(region)
+    ]
     for region in regions:
         put_in_chunks(region)
     return rewrite_sums(captured.graph) or bool(regions)
@@ -39,56 +41,56 @@ def rewrite(captured: Capture) -> bool:
 
 def put_in_chunks(region: CrossEntropy) -> None:
     """Change the region's graph: the loss runs in chunks, forward and backward."""
-    _results(region)
+    _insert_forward_node(region)
     body = Body(region)
-    body.read(region.logits, overwritable=region.has_form_of_gradient(region.logits))
+    body.read(region.logits, overwritable=region.has_gradient_dtype(region.logits))
     for node in (*region.before, region.softmax):
         body.run(node)
-    body.replace_gradient()
-    erase_unread(region.own)
+    body.make_gradient()
+    erase_unread(region.replaced)
 
 
-def _can_run_again(region: CrossEntropy) -> bool:
+def _can_drop_log_softmax(region: CrossEntropy) -> bool:
     """Whether nothing else needs log-softmax, and all that the loss reads besides exists before its
     first operator."""
-    results = _readers(region)
+    results = _log_softmax_readers(region)
     if region.others_read or not results:
         return False
-    own = {region.softmax, *region.after}
+    recomputed = {region.softmax, *region.after}
     read = {source for node in (*region.after, *results) for source in node.all_input_nodes}
-    return all(source < results[0] or without_views(source) in own for source in read)
+    return all(source < results[0] or without_views(source) in recomputed for source in read)
 
 
-def _readers(region: CrossEntropy) -> list[fx.Node]:
+def _log_softmax_readers(region: CrossEntropy) -> list[fx.Node]:
     """The operators that read log-softmax and have no wide result, in order."""
     return sorted([*region.row_results, *([region.loss] if region.loss else [])])
 
 
-def _results(region: CrossEntropy) -> None:
+def _insert_forward_node(region: CrossEntropy) -> None:
     """Insert the forward node: it computes what the loss reads of each row of log-softmax."""
-    place = _readers(region)[0]
-    body = Body(region, n_outs=len(_readers(region)))
-    index = None if region.loss is None else _picked_for(region.loss, place)
+    place = _log_softmax_readers(region)[0]
+    body = Body(region, n_outs=len(_log_softmax_readers(region)))
+    classes = None if region.loss is None else _picked_classes(region.loss, place)
     for node in (*region.before, region.softmax, *region.after):
         body.run(node)
-    if index is not None:
-        picked = body.call(aten.gather.default, body.read(region.softmax), 1, body.read(index))
+    if classes is not None:
+        picked = body.call(aten.gather.default, body.read(region.softmax), 1, body.read(classes))
         body.write(picked, region.softmax.meta["val"].new_empty(region.shape[0], 1))
     for node in region.row_results:
-        body.write_for(node)
-    new = list(body.nodes_before(place, like=place))
+        body.write_result_of(node)
+    new = list(body.insert_before(place, like=place))
     if region.loss is not None:
         region.loss.args = (new.pop(0), *region.loss.args[1:])
     for old, result in zip(region.row_results, new, strict=True):
-        take_place(old, result)
+        redirect_readers(old, result)
 
 
-def _picked_for(loss: fx.Node, place: fx.Node) -> fx.Node:
+def _picked_classes(loss: fx.Node, place: fx.Node) -> fx.Node:
     """The class to pick from each row for an nll_loss. Changes the nll_loss's arguments so that it
     can read the column of picked values instead of log-softmax."""
     values, target, _, reduction, ignored = loss.args
-    is_ignored = put_before(place, aten.eq.Scalar, target, ignored)
-    first = put_before(place, aten.masked_fill.Scalar, target, is_ignored, 0)
-    marks = put_before(place, aten.where.Scalar, is_ignored, _IGNORED, 0)
-    loss.args = (values, marks, None, reduction, _IGNORED)
-    return put_before(place, aten.unsqueeze.default, first, 1)
+    is_ignored = insert_call_before(place, aten.eq.Scalar, target, ignored)
+    classes = insert_call_before(place, aten.masked_fill.Scalar, target, is_ignored, 0)
+    column_target = insert_call_before(place, aten.where.Scalar, is_ignored, _IGNORED, 0)
+    loss.args = (values, column_target, None, reduction, _IGNORED)
+    return insert_call_before(place, aten.unsqueeze.default, classes, 1)

@@ -8,7 +8,7 @@ log-softmax run in chunks together with it.
 from __future__ import annotations
 
 from graphs.capture import Capture
-from graphs.rewrites.body import Body, take_place
+from graphs.rewrites.body import Body, redirect_readers
 from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, erase_unread
 from graphs.rewrites.log_sum_exp import rewrite_sums
 
@@ -24,12 +24,12 @@ def rewrite(captured: Capture) -> bool:
 def put_in_chunks(region: CrossEntropy) -> None:
     """Change the region's graph: its backward pass runs in chunks."""
     body = Body(region)
-    body.read(region.softmax, overwritable=region.has_form_of_gradient(region.softmax))
-    body.replace_gradient()
+    body.read(region.softmax, overwritable=region.has_gradient_dtype(region.softmax))
+    body.make_gradient()
     if region.before:
         body = Body(region)
         for node in (*region.before, region.softmax):
             body.run(node)
-        body.write_for(region.softmax)
-        take_place(region.softmax, *body.nodes_before(region.softmax, like=region.softmax))
-    erase_unread(region.own)
+        body.write_result_of(region.softmax)
+        redirect_readers(region.softmax, *body.insert_before(region.softmax, like=region.softmax))
+    erase_unread(region.replaced)

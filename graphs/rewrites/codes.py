@@ -48,15 +48,15 @@ class Code:
     width: int
 
     @classmethod
-    def of(cls, name: str, *, dtype: torch.dtype, n_numbers: int) -> Code | None:
-        """The code of this name for a storage of `n_numbers` elements of this dtype. None if it
+    def of(cls, name: str, *, dtype: torch.dtype, n_elements: int) -> Code | None:
+        """The code of this name for a storage of `n_elements` elements of this dtype. None if it
         cannot store them, or would not make them smaller."""
         if name == "bits":
-            fits = dtype == torch.bool and n_numbers % _BITS == 0
+            fits = dtype == torch.bool and n_elements % _BITS == 0
             return cls(name, dtype, _BITS) if fits else None
         if not dtype.is_floating_point or dtype.itemsize <= PACKED_DTYPES[name].itemsize:
             return None
-        width = next((width for width in _ROW_WIDTHS if n_numbers % width == 0), None)
+        width = next((width for width in _ROW_WIDTHS if n_elements % width == 0), None)
         return None if width is None else cls(name, dtype, width)
 
     def packed(self, n_rows: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

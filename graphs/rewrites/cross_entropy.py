@@ -24,14 +24,14 @@ from graphs.rewrites.chunk_sizes import is_worthwhile
 aten = torch.ops.aten
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.detach.default}
-_SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default}
+_SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default}
 _ARITHMETIC = {
-    *_SCALED,
+    *_SCALINGS,
     *(aten.add.Tensor, aten.sub.Tensor, aten.sub.Scalar, aten.add.Scalar, aten.exp.default),
 }
 _ZEROS = {aten.new_zeros.default, aten.zeros.default}
-_REDUCED = {aten.sum.dim_IntList, aten.logsumexp.default}
-_SPREAD = {aten.scatter_add.default, aten.index_put.default}
+_REDUCTIONS = {aten.sum.dim_IntList, aten.logsumexp.default}
+_SCATTERS = {aten.scatter_add.default, aten.index_put.default}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class WideOperators:
         """Rows and classes."""
         return rows_and_classes(self.wide.meta["val"])
 
-    def has_form_of_gradient(self, node: fx.Node) -> bool:
+    def has_gradient_dtype(self, node: fx.Node) -> bool:
         """Whether the gradient has the dtype of this wide node, so that it can overwrite it."""
         return bool(node.meta["val"].dtype == self.backward[-1].meta["val"].dtype)
 
@@ -80,7 +80,7 @@ class CrossEntropy(WideOperators):
         return self.wide
 
     @property
-    def own(self) -> tuple[fx.Node, ...]:
+    def replaced(self) -> tuple[fx.Node, ...]:
         """The operators that the chunks replace."""
         return (*self.before, self.softmax, *self.after, *self.backward)
 
@@ -94,7 +94,7 @@ def cross_entropies(graph: fx.Graph) -> Iterator[CrossEntropy]:
     keeping it to overwrite it.
     """
     for node in graph.find_nodes(op="call_function", target=aten._log_softmax.default):
-        found = _read(node)
+        found = _cross_entropy_around(node)
         if found is not None:
             yield found
 
@@ -115,19 +115,22 @@ def readers(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def erase_unread(own: Collection[fx.Node]) -> None:
+def erase_unread(nodes: Collection[fx.Node]) -> None:
     """Erase the operators, and views of them, that nothing reads any more.
 
-    own: the operators; of those that write into zeros, the zeros are erased as well.
+    nodes: the operators; of those that write into zeros, the zeros are erased as well.
     """
-    (graph,) = {node.graph for node in own}
-    erased: set[Any] = {*own, *(node.args[0] for node in own if node.target in _SPREAD)}  # zeros
+    (graph,) = {node.graph for node in nodes}
+    erased: set[Any] = {
+        *nodes,
+        *(node.args[0] for node in nodes if node.target in _SCATTERS),
+    }  # zeros
     for node in reversed(list(graph.nodes)):
         if not node.users and without_views(node) in erased:
             graph.erase_node(node)
 
 
-def _read(softmax: fx.Node) -> CrossEntropy | None:
+def _cross_entropy_around(softmax: fx.Node) -> CrossEntropy | None:
     """The cross-entropy around this log-softmax; None if it cannot run in chunks."""
     value = softmax.meta["val"]
     if value.dim() < 2 or softmax.args[1] not in (value.dim() - 1, -1):
@@ -151,8 +154,10 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
             return None
     region = Region(softmax)
     backward = region.backward_of(backwards[0])
-    made = [n for n in backward if n.target is aten.nll_loss_backward.default]
-    if len(made) != len(losses) or any(node.args[3] is not None for node in made):
+    loss_backwards = [n for n in backward if n.target is aten.nll_loss_backward.default]
+    if len(loss_backwards) != len(losses) or any(
+        node.args[3] is not None for node in loss_backwards
+    ):
         return None
     after, row_results = region.after(set(backward))
     if not (losses or row_results) or backward[0] is backwards[0]:
@@ -160,10 +165,10 @@ def _read(softmax: fx.Node) -> CrossEntropy | None:
     logits, before = region.before(without_views(softmax.args[0]), {softmax})  # type: ignore[arg-type]
     if not logits.meta["val"].is_contiguous():
         return None
-    if not all(map(region.come_as_rows, (*before, softmax, *after, *backward))):
+    if not all(map(region.reads_rows, (*before, softmax, *after, *backward))):
         return None
-    handed_out = (softmax, *row_results, backward[-1])
-    if any(user.op == "output" for node in handed_out for user in node.users):
+    read_outside = (softmax, *row_results, backward[-1])
+    if any(user.op == "output" for node in read_outside for user in node.users):
         return None  # outputs of the step are found by their node, which must stay
     return CrossEntropy(
         logits=logits,
@@ -204,7 +209,7 @@ class Region:
         only_for: the nodes that may read `node`; a step that others read, too, is not included.
         """
         steps: list[fx.Node] = []
-        while self.is_cast_or_scaled(node) and only_for.issuperset(readers(node)):
+        while self.is_cast_or_scaling(node) and only_for.issuperset(readers(node)):
             steps.insert(0, node)
             only_for = {node}
             node = without_views(node.args[0])  # type: ignore[arg-type]
@@ -244,14 +249,14 @@ class Region:
         """The wide operators of the backward pass around that of log-softmax, in order. Only the
         last one's result is read by other operators."""
         members = {softmax_backward}
-        self.add_made_for(softmax_backward, members)
+        self.add_argument_makers(softmax_backward, members)
         users = readers(softmax_backward)
-        while len(users) == 1 and self.is_cast_or_scaled(users[0]):
+        while len(users) == 1 and self.is_cast_or_scaling(users[0]):
             members.add(users[0])
             users = readers(users[0])
         return tuple(each for each in softmax_backward.graph.nodes if each in members)
 
-    def add_made_for(self, node: fx.Node, members: set[fx.Node]) -> None:
+    def add_argument_makers(self, node: fx.Node, members: set[fx.Node]) -> None:
         """Add the operators that make the wide arguments of a member, if only members read them."""
         for argument in node.all_input_nodes:
             maker = without_views(argument)
@@ -260,10 +265,10 @@ class Region:
             if maker.meta.get("partitioner_tag") != node.meta.get("partitioner_tag"):
                 continue  # it belongs to the forward pass
             is_nll = maker.target is aten.nll_loss_backward.default
-            is_copy = maker.target is aten._to_copy.default and self.is_cast_or_scaled(maker)
-            if is_nll or is_copy or self.is_arithmetic(maker) or self.is_spread(maker):
+            is_copy = maker.target is aten._to_copy.default and self.is_cast_or_scaling(maker)
+            if is_nll or is_copy or self.is_arithmetic(maker) or self.is_scatter(maker):
                 members.add(maker)
-                self.add_made_for(maker, members)
+                self.add_argument_makers(maker, members)
 
     def is_wide(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
@@ -275,7 +280,7 @@ class Region:
             and value.is_contiguous()
         )
 
-    def is_cast_or_scaled(self, node: fx.Node) -> bool:
+    def is_cast_or_scaling(self, node: fx.Node) -> bool:
         """Whether the node casts one wide tensor, or multiplies or divides it by a number."""
         if not self.is_wide(node) or len(node.all_input_nodes) != 1:
             return False
@@ -284,7 +289,7 @@ class Region:
             return False
         if node.target is aten._to_copy.default:
             return bool(source.meta["val"].device == node.meta["val"].device)
-        return node.target in _SCALED and not node.kwargs
+        return node.target in _SCALINGS and not node.kwargs
 
     def is_arithmetic(self, node: fx.Node) -> bool:
         """Whether each element of the result depends only on elements at its own position, on
@@ -302,50 +307,50 @@ class Region:
                 return False
         return True
 
-    def come_as_rows(self, node: fx.Node) -> bool:
+    def reads_rows(self, node: fx.Node) -> bool:
         """Whether the wide tensors that the node reads, without views, can be viewed as rows x
         classes."""
-        made = [without_views(source).meta["val"] for source in node.all_input_nodes]
-        return all(v.numel() != self.shape.numel() or _has_view(v, *self.shape) for v in made)
+        values = [without_views(source).meta["val"] for source in node.all_input_nodes]
+        return all(v.numel() != self.shape.numel() or _has_view(v, *self.shape) for v in values)
 
     def is_row_result(self, node: fx.Node) -> bool:
         """Whether the node reduces a wide tensor over the classes, or picks some per row."""
-        if node.target not in (*_REDUCED, aten.gather.default, aten.index.Tensor) or node.kwargs:
+        if node.target not in (*_REDUCTIONS, aten.gather.default, aten.index.Tensor) or node.kwargs:
             return False
         wide, dim, *rest = node.args
         if not isinstance(wide, fx.Node) or not self.is_wide(wide):
             return False
         if node.target is aten.index.Tensor:
-            return self._is_one_of_each_row(dim, wide.meta["val"])
+            return self._picks_one_per_row(dim, wide.meta["val"])
         last = (wide.meta["val"].dim() - 1, -1)
-        if node.target in _REDUCED:
+        if node.target in _REDUCTIONS:
             return len(dim) == 1 and dim[0] in last and len(rest) <= 1  # type: ignore[arg-type, index]
-        return dim in last and self._indexes(rest[0], wide.meta["val"])
+        return dim in last and self._has_rows_of(rest[0], wide.meta["val"])
 
-    def is_spread(self, node: fx.Node) -> bool:
+    def is_scatter(self, node: fx.Node) -> bool:
         """Whether the node is the gradient of picking classes: zeros, except for some classes."""
-        if node.target not in _SPREAD or not self.is_wide(node):
+        if node.target not in _SCATTERS or not self.is_wide(node):
             return False
         args: Any = node.args
         zeros, *rest = args
-        made = node.meta["val"]
+        value = node.meta["val"]
         if (
             zeros.target not in _ZEROS
             or list(zeros.users) != [node]
-            or made.dtype != self.wide.meta["val"].dtype
+            or value.dtype != self.wide.meta["val"].dtype
         ):
             return False
         if node.target is aten.index_put.default:
             index, source, *_ = rest
-            return self._is_one_of_each_row(index, made) and source.meta["val"].dim() == 1
+            return self._picks_one_per_row(index, value) and source.meta["val"].dim() == 1
         dim, index, source = rest
         return (
-            dim in (made.dim() - 1, -1)
-            and self._indexes(index, made)
-            and self._indexes(source, made)
+            dim in (value.dim() - 1, -1)
+            and self._has_rows_of(index, value)
+            and self._has_rows_of(source, value)
         )
 
-    def _is_one_of_each_row(self, index: Any, wide: torch.Tensor) -> bool:
+    def _picks_one_per_row(self, index: Any, wide: torch.Tensor) -> bool:
         """Whether the index is [arange(rows), classes], for a tensor of rows x classes."""
         if len(index) != 2 or wide.dim() != 2 or None in index:
             return False
@@ -356,7 +361,7 @@ class Region:
             and classes.meta["val"].shape == (n,)
         )
 
-    def _indexes(self, index: Any, wide: torch.Tensor) -> bool:
+    def _has_rows_of(self, index: Any, wide: torch.Tensor) -> bool:
         """Whether the index (or source) has the rows of a wide tensor, and is contiguous."""
         value = index.meta["val"]
         return bool(value.shape[:-1] == wide.shape[:-1] and value.is_contiguous())

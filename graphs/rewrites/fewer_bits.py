@@ -30,7 +30,7 @@ from graphs.rewrites.codes import Code, Pack, Unpack
 
 aten = torch.ops.aten
 
-LEAST_NUMBERS = 2**14
+LEAST_ELEMENTS = 2**14
 """Elements of the smallest storage that is packed; packing smaller ones saves little."""
 
 
@@ -40,50 +40,52 @@ def rewrite(captured: Capture, *, code: str, share: float = 1.0) -> bool:
     code: a name of `graphs.rewrites.codes`.
     share: which share of the bytes that can be packed is packed, at most.
     """
-    held = {
+    kept_storages = {
         storage
         for node in (*captured.outputs, *captured.mutations.values(), *captured.gradients.values())
         for storage in _storages(node)
     }
     position = {node: n for n, node in enumerate(captured.graph.nodes)}
-    found = []
+    packables = []
     for node in captured.graph.nodes:
-        how = None if held.intersection(_storages(node)) else _code_for(node, code)
-        readers = [] if how is None else sorted(_late_readers(node), key=position.__getitem__)
-        if how is not None and readers:
-            found.append(_Waiting(node, readers, how))
+        packing = None if kept_storages.intersection(_storages(node)) else _code_for(node, code)
+        readers = (
+            [] if packing is None else sorted(_backward_readers(node), key=position.__getitem__)
+        )
+        if packing is not None and readers:
+            packables.append(_Packable(node, readers, packing))
     # Storages with the most FLOPs per byte first; among equals, those that wait longest. Packing
     # takes time in proportion to the bytes. So does recomputing a storage with few FLOPs per byte,
     # which is therefore better recomputed than packed.
-    left_bytes = share * sum(each.n_bytes for each in found)
-    for each in sorted(found, key=lambda each: -each.flops_per_byte):
+    left_bytes = share * sum(each.n_bytes for each in packables)
+    for each in sorted(packables, key=lambda each: -each.flops_per_byte):
         if each.n_bytes <= left_bytes:
             left_bytes -= each.n_bytes
-            _wait_packed(each.made, each.readers, each.code)
-    return bool(found)
+            _pack(each.maker, each.readers, each.code)
+    return bool(packables)
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _Packable:
     """A storage that can be packed.
 
-    made: the node that makes it.
+    maker: the node that makes it.
     readers: the nodes of the backward pass that read it, in order.
     code: how to pack it.
     """
 
-    made: fx.Node
+    maker: fx.Node
     readers: list[fx.Node]
     code: Code
 
     @property
     def n_bytes(self) -> int:
-        return int(self.made.meta["val"].nbytes)
+        return int(self.maker.meta["val"].nbytes)
 
     @property
     def flops_per_byte(self) -> float:
         """FLOPs per byte of the operator that makes it. Depends only on operators and shapes."""
-        source: Any = self.made.args[0] if self.made.target is operator.getitem else self.made
+        source: Any = self.maker.args[0] if self.maker.target is operator.getitem else self.maker
         return flops_of(OpCall.from_node(source)) / self.n_bytes
 
 
@@ -94,9 +96,9 @@ def _code_for(node: fx.Node, name: str) -> Code | None:
     statistics (means, log-sum-exps), which are small and must be precise.
     """
     value = node.meta.get("val")
-    if node.op != "call_function" or _is_late(node) or not isinstance(value, torch.Tensor):
+    if node.op != "call_function" or _is_backward(node) or not isinstance(value, torch.Tensor):
         return None
-    if isinstance(node.target, Pack | Unpack) or value.numel() < LEAST_NUMBERS:
+    if isinstance(node.target, Pack | Unpack) or value.numel() < LEAST_ELEMENTS:
         return None
     arguments = pytree.tree_leaves((node.args, node.kwargs))
     if node.target is operator.getitem:
@@ -110,68 +112,70 @@ def _code_for(node: fx.Node, name: str) -> Code | None:
         return None  # a view
     n_bytes = value.untyped_storage().nbytes()
     is_whole = n_bytes == value.numel() * value.element_size() and value.storage_offset() == 0
-    steps = zip(value.shape, value.stride(), strict=True)
-    n_apart = 1 + sum((n - 1) * step for n, step in steps)  # from its first element to its last
-    if not is_whole or n_apart != value.numel():
+    strides = zip(value.shape, value.stride(), strict=True)
+    extent = 1 + sum((n - 1) * step for n, step in strides)  # from its first element to its last
+    if not is_whole or extent != value.numel():
         return None
-    return Code.of(name, dtype=value.dtype, n_numbers=value.numel())
+    return Code.of(name, dtype=value.dtype, n_elements=value.numel())
 
 
-def _wait_packed(made: fx.Node, readers: list[fx.Node], code: Code) -> None:
-    """Pack the result of `made`, and let these nodes of the backward pass read it unpacked."""
-    graph, value = made.graph, made.meta["val"]
+def _pack(maker: fx.Node, readers: list[fx.Node], code: Code) -> None:
+    """Pack the result of `maker`, and let these nodes of the backward pass read it unpacked."""
+    graph, value = maker.graph, maker.meta["val"]
     form = (list(value.shape), list(value.stride()))
     n_rows = math.prod(value.shape) // code.width
-    with graph.inserting_after(made):
-        rows = _call(made, aten.as_strided.default, (made, [n_rows, code.width], [code.width, 1]))
+    with graph.inserting_after(maker):
+        rows = _new_call(
+            maker, aten.as_strided.default, (maker, [n_rows, code.width], [code.width, 1])
+        )
         rows.meta["val"] = value.as_strided((n_rows, code.width), (code.width, 1))
     stored = tuple(value.new_empty(s, dtype=dtype) for s, dtype in code.packed(n_rows))
     with graph.inserting_after(rows):
-        packed = _call(made, Pack.of(code, n_rows), (rows,))
+        packed = _new_call(maker, Pack.of(code, n_rows), (rows,))
         packed.meta["val"] = stored[0] if len(stored) == 1 else stored
     parts = [packed]
     if len(stored) > 1:
         parts = []
         for n, each in reversed([*enumerate(stored)]):
             with graph.inserting_after(packed):
-                parts.insert(0, _call(made, operator.getitem, (packed, n)))
+                parts.insert(0, _new_call(maker, operator.getitem, (packed, n)))
             parts[0].meta["val"] = each
     with graph.inserting_before(readers[0]):
-        back = _call(readers[0], Unpack.of(code, n_rows), tuple(parts))
-        back.meta["val"] = value.new_empty((n_rows, code.width))
-        new = _call(readers[0], aten.as_strided.default, (back, *form))
-        new.meta["val"] = back.meta["val"].as_strided(*form)
-    (storage,) = _storages(made)
-    copies = {made: new}
+        rows_again = _new_call(readers[0], Unpack.of(code, n_rows), tuple(parts))
+        rows_again.meta["val"] = value.new_empty((n_rows, code.width))
+        new = _new_call(readers[0], aten.as_strided.default, (rows_again, *form))
+        new.meta["val"] = rows_again.meta["val"].as_strided(*form)
+    (storage,) = _storages(maker)
+    unpacked_nodes = {maker: new}
 
     def unpacked(node: fx.Node) -> fx.Node:
         """What a reader reads instead of this node: the same view of the unpacked storage. Nodes on
         other storages, and those of the backward pass, stay."""
-        if _is_late(node) or storage not in _storages(node):
+        if _is_backward(node) or storage not in _storages(node):
             return node
-        if node not in copies:  # a view
+        if node not in unpacked_nodes:  # a view
             args, kwargs = fx.map_arg((node.args, node.kwargs), unpacked)
             with graph.inserting_before(readers[0]):
-                copies[node] = _call(readers[0], node.target, args, kwargs)
-            copies[node].meta["val"] = _value(copies[node])
-        return copies[node]
+                unpacked_nodes[node] = _new_call(readers[0], node.target, args, kwargs)
+            unpacked_nodes[node].meta["val"] = _computed_value(unpacked_nodes[node])
+        return unpacked_nodes[node]
 
     for reader in readers:
         reader.args = fx.map_arg(reader.args, unpacked)
         reader.kwargs = fx.map_arg(reader.kwargs, unpacked)
-    waiting = list(readers)
-    for node in waiting:  # grows in the loop
+    affected = list(readers)
+    for node in affected:  # grows in the loop
         if storage in _storages(node):  # the backward pass made a view: it moves to the new storage
-            node.meta["val"] = _value(node)
-            waiting += node.users
+            node.meta["val"] = _computed_value(node)
+            affected += node.users
 
 
-def _value(call: fx.Node) -> Any:
+def _computed_value(call: fx.Node) -> Any:
     args, kwargs = fx.map_arg((call.args, call.kwargs), lambda each: each.meta["val"])
     return call.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _call(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+def _new_call(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
     """A call in the phase and the module of the node `like`."""
     node = like.graph.call_function(target, args, kwargs or {})
     custom = like.meta.get("custom") or {}
@@ -181,20 +185,20 @@ def _call(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
     return node
 
 
-def _late_readers(made: fx.Node) -> Iterator[fx.Node]:
+def _backward_readers(maker: fx.Node) -> Iterator[fx.Node]:
     """The nodes of the backward pass that read the storage, directly or through views that the
     forward pass makes."""
-    (storage,) = _storages(made)
-    seen, waiting = {made}, [made]
-    while waiting:
-        for user in waiting.pop().users:
+    (storage,) = _storages(maker)
+    seen, unvisited = {maker}, [maker]
+    while unvisited:
+        for user in unvisited.pop().users:
             if user in seen or user.op == "output":
                 continue
             seen.add(user)
-            if _is_late(user):
+            if _is_backward(user):
                 yield user
             elif storage in _storages(user):
-                waiting.append(user)
+                unvisited.append(user)
 
 
 def _storages(node: Any) -> set[int]:
@@ -205,6 +209,6 @@ def _storages(node: Any) -> set[int]:
     return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
 
 
-def _is_late(node: fx.Node) -> bool:
+def _is_backward(node: fx.Node) -> bool:
     """Whether the node belongs to the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward"

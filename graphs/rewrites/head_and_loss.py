@@ -23,8 +23,8 @@ import torch
 from torch import fx
 
 from graphs.capture import Capture
-from graphs.rewrites.body import place_of, put_before
-from graphs.rewrites.chunk_sizes import rows_in, rows_per_chunk
+from graphs.rewrites.body import insert_call_before, origin_meta
+from graphs.rewrites.chunk_sizes import rows_for_n_chunks, rows_per_chunk
 from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, readers, without_views
 from graphs.rewrites.head_loop import MEAN, PRODUCTS_PER_SUM, SUM, HeadLoop, Step
 from graphs.rewrites.row_chunks import Out, RowChunks
@@ -41,9 +41,9 @@ def rewrite(captured: Capture, *, n_chunks: int) -> bool:
     """
     found = False
     for region in list(cross_entropies(captured.graph)):
-        chunk_rows, head = rows_in(n_chunks, region.shape[0]), _head_of(region)
+        chunk_rows, head = rows_for_n_chunks(n_chunks, region.shape[0]), _head_of(region)
         if chunk_rows is not None and head is not None:
-            _replace(region, head, chunk_rows)
+            _replace_with_loop(region, head, chunk_rows)
             found = True
     return found
 
@@ -95,7 +95,7 @@ def _head_of(region: CrossEntropy) -> _Head | None:
         return None
     # every reader of the product's gradient must be a gradient that the loop can make
     gradients: dict[str, fx.Node] = {}
-    for reader in _through_transposes(region.backward[-1]):
+    for reader in _readers_through_transposes(region.backward[-1]):
         name = _gradient_name(reader, region.backward[-1], rows, weight)
         if name is None or name in gradients:
             return None
@@ -105,11 +105,11 @@ def _head_of(region: CrossEntropy) -> _Head | None:
     return _Head(product, rows, weight, bias, loss, gradients)
 
 
-def _through_transposes(node: fx.Node) -> list[fx.Node]:
+def _readers_through_transposes(node: fx.Node) -> list[fx.Node]:
     """The operators that read a node, directly or through views and transposes."""
     found: list[fx.Node] = []
     for user in readers(node):
-        found += _through_transposes(user) if user.target in _TRANSPOSED else [user]
+        found += _readers_through_transposes(user) if user.target in _TRANSPOSED else [user]
     return found
 
 
@@ -123,11 +123,11 @@ def _gradient_name(
         return "bias" if sums_rows and _source_of(reader.args[0]) == (d_product, 0) else None
     if reader.target is not aten.mm.default:
         return None
-    (of_rows, rows_t), (of_weight, weight_t) = _source_of(rows), _source_of(weight)
+    (rows_source, rows_t), (weight_source, weight_t) = _source_of(rows), _source_of(weight)
     names = {
-        ((d_product, 0), (of_weight, 1 - weight_t)): "rows",
-        ((d_product, 1), (of_rows, rows_t)): "weight.t",
-        ((of_rows, 1 - rows_t), (d_product, 0)): "weight",
+        ((d_product, 0), (weight_source, 1 - weight_t)): "rows",
+        ((d_product, 1), (rows_source, rows_t)): "weight.t",
+        ((rows_source, 1 - rows_t), (d_product, 0)): "weight",
     }
     one, other = map(_source_of, reader.args)
     return names.get((one, other))
@@ -143,48 +143,49 @@ def _source_of(node: Any) -> tuple[fx.Node, int]:
         node, transposed = node.args[0], 1 - transposed
 
 
-def _replace(region: CrossEntropy, head: _Head, chunk_rows: int) -> None:
+def _replace_with_loop(region: CrossEntropy, head: _Head, chunk_rows: int) -> None:
     """Turn the loss's node into the loop, and the nodes that made gradients into ones that scale
     the loop's gradients."""
     loss, d_loss = head.loss, region.backward[0].args[0]
-    of_loss, *of_weights = loss.users  # getitems of the loss and of the sum of weights
+    loss_value, *weight_sums = loss.users  # getitems of the loss and of the sum of weights
     _, target, _, reduction, ignored = loss.args
-    is_short = head.rows.meta["val"].dtype.itemsize < 4
+    is_16_bit = head.rows.meta["val"].dtype.itemsize < 4
     operators = (head.product, *region.before, region.softmax, loss, *region.backward)
     title = ", ".join(n.target._schema.name.removeprefix("aten::") for n in operators)  # type: ignore[union-attr]
     loop = HeadLoop(
         rows_per_product=chunk_rows,
-        rows_per_chunk=chunk_rows * (PRODUCTS_PER_SUM if is_short else 1),
+        rows_per_chunk=chunk_rows * (PRODUCTS_PER_SUM if is_16_bit else 1),
         row_inputs=(0, 1),
         title=f"{title} -> {', '.join(head.gradients)}",
         reduction=reduction,  # type: ignore[arg-type]
         ignored=ignored,  # type: ignore[arg-type]
-        dtype=of_loss.meta["val"].dtype,
+        dtype=loss_value.meta["val"].dtype,
         makes=tuple(head.gradients),
-        before=(*map(_step, region.before), _step(region.softmax, is_cast=True)),
-        after=(_step(region.backward[1], is_cast=True), *map(_step, region.backward[2:])),
+        before=(*map(_as_step, region.before), _as_step(region.softmax, is_cast=True)),
+        after=(_as_step(region.backward[1], is_cast=True), *map(_as_step, region.backward[2:])),
     )
     bias = [] if head.bias is None else [head.bias]
     loss.target, loss.args = loop, (head.rows, target, head.weight, *bias)
-    _, *made = loop(*(node.meta["val"] for node in loss.args))  # type: ignore[union-attr]
-    loss.meta["val"] = (of_loss.meta["val"], *made)
-    with loss.graph.inserting_after(of_loss):
+    _, *values = loop(*(node.meta["val"] for node in loss.args))  # type: ignore[union-attr]
+    loss.meta["val"] = (loss_value.meta["val"], *values)
+    with loss.graph.inserting_after(loss_value):
         parts = [  # in reverse order, since each is inserted right after the loss
-            loss.graph.call_function(operator.getitem, (loss, at)) for at in range(len(made), 0, -1)
+            loss.graph.call_function(operator.getitem, (loss, at))
+            for at in range(len(values), 0, -1)
         ][::-1]
-    for part, value in zip(parts, made, strict=True):
-        part.meta = {**place_of(loss), "val": value}
+    for part, value in zip(parts, values, strict=True):
+        part.meta = {**origin_meta(loss), "val": value}
     divisor, *gradients = parts
-    scale = put_before(min(head.gradients.values()), aten.div.Tensor, d_loss, divisor)
+    scale = insert_call_before(min(head.gradients.values()), aten.div.Tensor, d_loss, divisor)
     for old, new in zip(head.gradients.values(), gradients, strict=True):
-        _scale(_as_float32(old), new, scale)
-    own = {head.product, *region.before, region.softmax, *of_weights, *region.backward}
+        _make_scaling(_with_float32_cast(old), new, scale)
+    replaced = {head.product, *region.before, region.softmax, *weight_sums, *region.backward}
     for node in reversed(list(loss.graph.nodes)):
-        if not node.users and _source_of(node)[0] in own | set(head.gradients.values()):
+        if not node.users and _source_of(node)[0] in replaced | set(head.gradients.values()):
             node.graph.erase_node(node)
 
 
-def _as_float32(gradient: fx.Node) -> fx.Node:
+def _with_float32_cast(gradient: fx.Node) -> fx.Node:
     """The cast to float32 of a 16-bit gradient, if nothing else reads that (autocast); else the
     gradient itself.
 
@@ -194,39 +195,39 @@ def _as_float32(gradient: fx.Node) -> fx.Node:
     while len(node.users) == 1:
         (node,) = node.users
         if node.target is aten._to_copy.default and node.meta["val"].dtype == torch.float32:
-            same = node.meta["val"].stride() == gradient.meta["val"].stride()
-            return node if n_transposed % 2 == 0 and same else gradient
+            has_same_strides = node.meta["val"].stride() == gradient.meta["val"].stride()
+            return node if n_transposed % 2 == 0 and has_same_strides else gradient
         if node.target not in _TRANSPOSED:
             break
         n_transposed += 1
     return gradient
 
 
-def _scale(node: fx.Node, made: fx.Node, scale: fx.Node) -> None:
+def _make_scaling(node: fx.Node, gradient: fx.Node, scale: fx.Node) -> None:
     """Turn a node of the backward pass into the product of a gradient and a scale (1 element).
 
     It multiplies in float32 and in chunks; `mul` would round the scale to 16 bits.
     """
     n_rows, *row = node.meta["val"].shape
     dtype = node.meta["val"].dtype
-    is_same = made.meta["val"].dtype == dtype == scale.meta["val"].dtype
+    is_same_dtype = gradient.meta["val"].dtype == dtype == scale.meta["val"].dtype
     node.target = RowChunks(
-        rows_per_chunk=n_rows if is_same else rows_per_chunk(n_rows, math.prod(row)),
+        rows_per_chunk=n_rows if is_same_dtype else rows_per_chunk(n_rows, math.prod(row)),
         row_inputs=(0,),
         title="mul",
         outs=(Out(tuple(row), dtype),),
-        overwritable=(0,) if made.meta["val"].dtype == dtype else (),
+        overwritable=(0,) if gradient.meta["val"].dtype == dtype else (),
         source="mul",
-        body=_scaled,
+        body=_multiply_into,
     )
-    node.args, node.kwargs = (made, scale), {}
+    node.args, node.kwargs = (gradient, scale), {}
 
 
-def _scaled(out: torch.Tensor, made: torch.Tensor, scale: torch.Tensor) -> None:
-    torch.mul(made, scale, out=out)
+def _multiply_into(out: torch.Tensor, gradient: torch.Tensor, scale: torch.Tensor) -> None:
+    torch.mul(gradient, scale, out=out)
 
 
-def _step(node: fx.Node, *, is_cast: bool = False) -> Step:
+def _as_step(node: fx.Node, *, is_cast: bool = False) -> Step:
     """A function that does what the node does: scales by a number, or casts to its dtype.
 
     is_cast: take only the cast to the node's dtype.

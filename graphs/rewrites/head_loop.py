@@ -59,12 +59,12 @@ class HeadLoop(RowLoop):
         self, rows: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Run all chunks."""
-        exact = torch.promote_types(rows.dtype, torch.float32)
+        sum_dtype = torch.promote_types(rows.dtype, torch.float32)
         n_rows = rows.shape[0]
         loss = rows.new_zeros((), dtype=torch.float64)
         d_rows = rows.new_empty(rows.shape if "rows" in self.makes else 0)
         sums = {
-            name: _Sum(torch.float64 if name == "bias" else exact)
+            name: _Sum(torch.float64 if name == "bias" else sum_dtype)
             for name in self.makes
             if name != "rows"
         }
@@ -79,19 +79,19 @@ class HeadLoop(RowLoop):
             if "weight.t" in sums:
                 sums["weight.t"].add_product(d_product.t(), chunk)
             if "bias" in sums:
-                sums["bias"].add(d_product.sum(0, keepdim=True, dtype=exact))
+                sums["bias"].add(d_product.sum(0, keepdim=True, dtype=sum_dtype))
             del d_product  # free it before the next one is computed
             if end == n_rows or end % self.rows_per_chunk == 0:
                 for each in sums.values():
                     each.finish()
-        divisor = rows.new_ones(1, dtype=exact)
+        divisor = rows.new_ones(1, dtype=sum_dtype)
         if self.reduction == MEAN:
             n_counted = (target != self.ignored).sum()
             loss = loss / n_counted
             # if no row counts, the gradients are 0, so any divisor will do
-            divisor = n_counted.clamp(min=1).to(exact).view(1)
-        made: Any = (d_rows if name == "rows" else sums[name].total for name in self.makes)
-        return loss.to(self.dtype), divisor, *made
+            divisor = n_counted.clamp(min=1).to(sum_dtype).view(1)
+        gradients: Any = (d_rows if name == "rows" else sums[name].total for name in self.makes)
+        return loss.to(self.dtype), divisor, *gradients
 
     def _d_product(
         self,
@@ -103,22 +103,22 @@ class HeadLoop(RowLoop):
     ) -> torch.Tensor:
         """The gradient of a chunk's product for a gradient of 1 of the summed loss. Adds the
         chunk's part to `loss`."""
-        logs = torch.addmm(bias[0], rows, weight) if bias else torch.mm(rows, weight)
+        log_probs = torch.addmm(bias[0], rows, weight) if bias else torch.mm(rows, weight)
         for step in self.before:
-            logs = step(logs)
-        aten._log_softmax.out(logs, 1, False, out=logs)
-        losses, _ = aten.nll_loss_forward.default(logs, target, None, EACH, self.ignored)
+            log_probs = step(log_probs)
+        aten._log_softmax.out(log_probs, 1, False, out=log_probs)
+        losses, _ = aten.nll_loss_forward.default(log_probs, target, None, EACH, self.ignored)
         loss.add_(losses.sum(dtype=loss.dtype))
         # reduced as a sum, so that a mean can divide by the count of all chunks at the end
-        one = logs.new_ones(())
-        made: torch.Tensor = aten.nll_loss_backward.default(
-            one, logs, target, None, SUM, self.ignored, one
+        one = log_probs.new_ones(())
+        gradient: torch.Tensor = aten.nll_loss_backward.default(
+            one, log_probs, target, None, SUM, self.ignored, one
         )
-        aten._log_softmax_backward_data.out(made, logs, 1, made.dtype, out=made)
-        del logs
+        aten._log_softmax_backward_data.out(gradient, log_probs, 1, gradient.dtype, out=gradient)
+        del log_probs
         for step in self.after:
-            made = step(made)
-        return made
+            gradient = step(gradient)
+        return gradient
 
     def __repr__(self) -> str:
         return f"head_loop({self.title}; {self.rows_per_product} rows)"

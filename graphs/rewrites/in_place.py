@@ -55,87 +55,97 @@ rounds the number to 16 bits, which `mul` does not."""
 
 def rewrite(layout: Layout) -> Layout:
     """Let nodes overwrite an input where that is safe."""
-    return overwriting(layout, lambda node: True)
+    return with_overwrites(layout, lambda node: True)
 
 
-def overwriting(layout: Layout, may: Callable[[Node], bool]) -> Layout:
+def with_overwrites(layout: Layout, may_overwrite: Callable[[Node], bool]) -> Layout:
     """Like `rewrite`, but only for some nodes.
 
-    may: whether a node may overwrite an input.
+    may_overwrite: whether a node may overwrite an input.
     """
-    made = {name: node for node in layout.nodes for name in node.outputs}
+    maker = {name: node for node in layout.nodes for name in node.outputs}
     readers: dict[str, list[str]] = {}  # storage -> the nodes that read it, in order
-    seen = set(layout.outputs)
+    read_elsewhere = set(layout.outputs)
     for node in layout.nodes:
         for name in node.inputs:
             readers.setdefault(name, []).append(node.name)
         call = layout.calls.get(node.name)
         if call is not None and isinstance(call.target, OpaqueForward | OpaqueBackward):
             # a module that runs as one piece may keep its tensors, in an attribute or a hook
-            seen |= {*node.inputs, *node.outputs}
-    last = {name: nodes[-1] for name, nodes in readers.items()}
-    free = {  # storages that may be overwritten: nothing outside of the step reads them
+            read_elsewhere |= {*node.inputs, *node.outputs}
+    last_reader = {name: nodes[-1] for name, nodes in readers.items()}
+    overwritable = {  # storages that may be overwritten: nothing outside of the step reads them
         tensor.name
         for tensor in layout.tensors
-        if tensor.kind == "activation" and tensor.name in made and tensor.name not in seen
+        if tensor.kind == "activation"
+        and tensor.name in maker
+        and tensor.name not in read_elsewhere
     }
     size_bytes = {tensor.name: tensor.size_bytes for tensor in layout.tensors}
     root: dict[str, str] = {}
-    overwriting: dict[str, Overwrite] = {}
+    overwrites: dict[str, Overwrite] = {}
     run_once: set[str] = set()
-    pinned = _pinned(layout, free, last)
+    overwritable_forward = _overwritable_forward(layout, overwritable, last_reader)
     nodes = []
     for node in layout.nodes:
         call = layout.calls.get(node.name)
-        is_late = node.phase == "backward" or pinned.issuperset(node.outputs)
-        if call is not None and is_late and may(node) and free.issuperset(node.outputs):
-            dying = {
+        is_candidate = node.phase == "backward" or overwritable_forward.issuperset(node.outputs)
+        if (
+            call is not None
+            and is_candidate
+            and may_overwrite(node)
+            and overwritable.issuperset(node.outputs)
+        ):
+            last_read_here = {
                 name
-                for name in free.intersection(node.inputs)
-                if last[name] == node.name and (made[name].phase == "backward" or name in pinned)
+                for name in overwritable.intersection(node.inputs)
+                if last_reader[name] == node.name
+                and (maker[name].phase == "backward" or name in overwritable_forward)
             }
-            found = next(_overwrites(layout, call, dying, size_bytes), None)
-            if found is not None:
-                old = layout.storage[found.argument]
+            overwrite = next(_possible_overwrites(layout, call, last_read_here, size_bytes), None)
+            if overwrite is not None:
+                old = layout.storage[overwrite.argument]
                 root[node.outputs[0]] = root.get(old, old)
-                overwriting[node.name] = found
-                run_once |= {made[old].name, *readers[old]}
+                overwrites[node.name] = overwrite
+                run_once |= {maker[old].name, *readers[old]}
                 node = replace(node, overwrites=old)
         nodes.append(node)
     return replace(
         layout,
         nodes=[replace(n, recomputable=n.recomputable and n.name not in run_once) for n in nodes],
         tensors=[replace(t, alias_of=root.get(t.name)) for t in layout.tensors],
-        overwriting=overwriting,
+        overwriting=overwrites,
     )
 
 
-def _pinned(layout: Layout, free: set[str], last: dict[str, str]) -> set[str]:
+def _overwritable_forward(
+    layout: Layout, overwritable: set[str], last_reader: dict[str, str]
+) -> set[str]:
     """The forward tensors that may be overwritten: logits and log-softmax of a loss in row chunks.
 
     If the gradient is written over log-softmax, log-softmax may be written over the logits.
     """
-    pinned: set[str] = set()
+    found: set[str] = set()
     for node in reversed(layout.nodes):
         call = layout.calls.get(node.name)
         if call is None:
             continue
         read: set[str] = set()
-        if isinstance(call.target, RowChunks) and free.issuperset(node.outputs):
+        if isinstance(call.target, RowChunks) and overwritable.issuperset(node.outputs):
             read = {layout.storage[call.args[at]] for at in call.target.overwritable}  # type: ignore[index]
-        elif call.target is aten._log_softmax.default and pinned.issuperset(node.outputs):
+        elif call.target is aten._log_softmax.default and found.issuperset(node.outputs):
             read = set(node.inputs)
-        pinned |= {name for name in read & free if last[name] == node.name}
-    return pinned
+        found |= {name for name in read & overwritable if last_reader[name] == node.name}
+    return found
 
 
-def _overwrites(
-    layout: Layout, call: torch.fx.Node, dying: set[str], size_bytes: dict[str, int]
+def _possible_overwrites(
+    layout: Layout, call: torch.fx.Node, last_read_here: set[str], size_bytes: dict[str, int]
 ) -> Iterator[Overwrite]:
-    """The ways in which this call can overwrite one of the storages in `dying`."""
-    made = call.meta.get("val")
-    overload, keyword = _overload(call.target)
-    if overload is None or not isinstance(made, torch.Tensor) or made.is_complex():
+    """The ways in which this call can overwrite one of the storages in `last_read_here`."""
+    result = call.meta.get("val")
+    overload, keyword = _writing_overload(call.target)
+    if overload is None or not isinstance(result, torch.Tensor) or result.is_complex():
         return  # complex division on the CPU gives other last bits when it overwrites its input
     arguments = [
         item
@@ -149,20 +159,20 @@ def _overwrites(
         storage = layout.storage[argument]
         sharing = [item for item in arguments if layout.storage[item] == storage]
         if (
-            storage in dying
-            and made.numel() * made.element_size() == size_bytes[storage]
-            and all(_form(item.meta["val"]) == _form(made) for item in sharing)
+            storage in last_read_here
+            and result.numel() * result.element_size() == size_bytes[storage]
+            and all(_view_key(item.meta["val"]) == _view_key(result) for item in sharing)
         ):
             yield Overwrite(overload, argument, keyword)
 
 
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """A key that is equal for tensors that view a storage in the same way."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 @functools.cache
-def _overload(target: Any) -> tuple[Callable[..., Any] | None, str | None]:
+def _writing_overload(target: Any) -> tuple[Callable[..., Any] | None, str | None]:
     """The overload of an operator that writes into a given tensor, and the name of that argument,
     which is None for an in-place overload. (None, None) if there is no such overload.
 
@@ -182,12 +192,12 @@ def _overload(target: Any) -> tuple[Callable[..., Any] | None, str | None]:
     for overload in (getattr(packet, name) for name in packet.overloads()):
         outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
         is_native = torch.Tag.generated not in overload.tags
-        if len(outs) == 1 and _takes(overload) == _takes(target) and is_native:
+        if len(outs) == 1 and _read_arguments(overload) == _read_arguments(target) and is_native:
             return overload, outs[0]
     return None, None
 
 
-def _takes(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
+def _read_arguments(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
     """Names and types of the arguments that the overload reads."""
     arguments = overload._schema.arguments
     return [(item.name, str(item.type)) for item in arguments if not item.is_out]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graphs.rewrites.body import Body, take_place
+from graphs.rewrites.body import Body, redirect_readers
 from graphs.rewrites.chunk_sizes import is_worthwhile
 from graphs.rewrites.cross_entropy import (
     Region,
@@ -30,7 +30,7 @@ def rewrite_sums(graph: fx.Graph) -> bool:
     found = False
     sums = graph.find_nodes(op="call_function", target=aten.logsumexp.default)
     for wide in dict.fromkeys(without_views(node.args[0]) for node in sums):
-        region = _read(wide)
+        region = _operators_around(wide)
         if region is None:
             continue
         # forward: a row-chunk node for each result that takes a wide temporary (casts of the
@@ -40,20 +40,20 @@ def rewrite_sums(graph: fx.Graph) -> bool:
                 body = Body(region)
                 for each in (*region.before, node):
                     body.run(each)
-                body.write_for(node)
-                take_place(node, *body.nodes_before(node, like=node))
+                body.write_result_of(node)
+                redirect_readers(node, *body.insert_before(node, like=node))
         # backward: one node, which makes the gradient of the logits and may overwrite them
         body = Body(region)
-        body.read(region.logits, overwritable=region.has_form_of_gradient(region.logits))
+        body.read(region.logits, overwritable=region.has_gradient_dtype(region.logits))
         for node in region.before:
             body.run(node)
-        body.replace_gradient()
+        body.make_gradient()
         erase_unread((*region.before, *region.row_results, *region.backward))
         found = True
     return found
 
 
-def _read(wide: fx.Node) -> WideOperators | None:
+def _operators_around(wide: fx.Node) -> WideOperators | None:
     """The operators around a wide tensor that `logsumexp` reads; None if they do not have the form
     that can run in chunks."""
     value = wide.meta["val"]
@@ -70,18 +70,18 @@ def _read(wide: fx.Node) -> WideOperators | None:
     # follow the row-wise operators of the backward pass from `logits - logsumexp` to the gradient
     last = seeds[0]
     while len(after := readers(last)) == 1:
-        if not region.is_arithmetic(after[0]) and not region.is_cast_or_scaled(after[0]):
+        if not region.is_arithmetic(after[0]) and not region.is_cast_or_scaling(after[0]):
             break
         (last,) = after
     members = {last}
-    region.add_made_for(last, members)
+    region.add_argument_makers(last, members)
     backward = tuple(each for each in wide.graph.nodes if each in members)
     if seeds[0] not in members or not all(map(_is_backward, backward)):
         return None
     logits, before = region.before(wide, {*row_results, *backward})
     if not logits.meta["val"].is_contiguous():
         return None
-    if not all(map(region.come_as_rows, (*before, *row_results, *backward))):
+    if not all(map(region.reads_rows, (*before, *row_results, *backward))):
         return None
     if any(user.op == "output" for each in (*row_results, last) for user in each.users):
         return None  # outputs of the step are found by their node, which must stay

@@ -38,20 +38,22 @@ def keeps_bits(graph: fx.Graph, costs: Any) -> bool:
     """
     if hardware.is_cuda(costs) and not torch.cuda.is_available():
         return True
-    in_chunks = [n for n in graph.nodes if isinstance(n.target, RowChunks) or _reads_picked(n)]
+    in_chunks = [n for n in graph.nodes if isinstance(n.target, RowChunks) or _is_loss_of_column(n)]
     if not in_chunks:
         return True
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng():
-        return all(map(_keeps, in_chunks))
+        return all(map(_node_keeps_bits, in_chunks))
 
 
-def _keeps(node: fx.Node) -> bool:
+def _node_keeps_bits(node: fx.Node) -> bool:
     chunks: Any = node.target
     n_threads = torch.get_num_threads()
     values = [argument.meta["val"] for argument in node.all_input_nodes]
     if not isinstance(chunks, RowChunks):  # nll_loss(column, target, weight, reduction, ...)
         column, reduction = values[0], int(node.args[3])  # type: ignore[arg-type]
-        return _same_loss(column.shape[0], column.dtype, reduction, column.device, n_threads)
+        return _same_loss_of_column(
+            column.shape[0], column.dtype, reduction, column.device, n_threads
+        )
     forms = tuple(
         (tuple(value.shape[1:] if at in chunks.row_inputs else value.shape), value.dtype)
         for at, value in enumerate(values)
@@ -61,10 +63,10 @@ def _keeps(node: fx.Node) -> bool:
         dtypes = {dtype for _, dtype in forms if dtype.is_floating_point} | {torch.float32}
         if not all(_same_exponentials(dtype, device) for dtype in dtypes):
             return False
-    return _same(chunks, forms, device, n_threads)
+    return _same_in_chunks(chunks, forms, device, n_threads)
 
 
-def _reads_picked(node: fx.Node) -> bool:
+def _is_loss_of_column(node: fx.Node) -> bool:
     """Whether the node is an nll_loss of the column that a row-chunk node has picked."""
     if node.target is not aten.nll_loss_forward.default:
         return False
@@ -75,7 +77,7 @@ def _reads_picked(node: fx.Node) -> bool:
 
 
 @functools.cache
-def _same(chunks: RowChunks, forms: Any, device: torch.device, n_threads: int) -> bool:
+def _same_in_chunks(chunks: RowChunks, forms: Any, device: torch.device, n_threads: int) -> bool:
     """Whether a row-chunk node gives the same bits in chunks as all at once.
 
     forms: shape (of a row, for row inputs) and dtype of each input.
@@ -115,7 +117,7 @@ def _same_exponentials(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @functools.cache
-def _same_loss(
+def _same_loss_of_column(
     n_rows: int, dtype: torch.dtype, reduction: int, device: torch.device, n_threads: int
 ) -> bool:
     """Whether nll_loss of a picked column gives the bits of nll_loss of the whole tensor."""

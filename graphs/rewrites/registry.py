@@ -54,10 +54,10 @@ class Variants:
         same without in-place rewrites and with the optimizer's state on the device."""
         if isinstance(step, Variants):
             return step
-        return cls(with_state_on_device(_not_in_place(step)), (step,))
+        return cls(with_state_on_device(_without_overwrites(step)), (step,))
 
 
-def _not_in_place(graph: Graph) -> Graph:
+def _without_overwrites(graph: Graph) -> Graph:
     """The step without `Node.overwrites`: each output that overwrote an input gets memory of its
     own. The graph itself if no node overwrites."""
     if not any(node.overwrites for node in graph.nodes):
@@ -80,7 +80,7 @@ def _not_in_place(graph: Graph) -> Graph:
     )
 
 
-def offered(
+def allowed_variants(
     traced: Sequence[tuple[Graph, Capture]],
     planned: Sequence[Variant],
     *,
@@ -97,21 +97,21 @@ def offered(
     from graphs.rewrites.probe import keeps_bits  # here: it takes torch
 
     costs = {} if runs_here else traced[0][0].meta.costs
-    tried = {
+    keeps_by_variant = {
         tuple(graph.meta.rewrites): keeps_bits(program.graph, costs) for graph, program in traced
     }
-    failed = {name for variant, keeps in tried.items() if not keeps for name in variant}
+    failed = {name for variant, keeps in keeps_by_variant.items() if not keeps for name in variant}
     refused = sorted(failed.intersection(PROGRAM_REWRITES))
     graphs = [
         replace(graph, meta=replace(graph.meta, refused_rewrites=refused)) for graph, _ in traced
     ]
     # by graph_id, since a variant whose rewrites find nothing to change has the same graph
-    found = {
+    allowed = {
         graph.graph_id: graph
         for graph in reversed(graphs)
-        if (variant := tuple(graph.meta.rewrites)) in planned and tried[variant]
+        if (variant := tuple(graph.meta.rewrites)) in planned and keeps_by_variant[variant]
     }
-    return Variants(graphs[0], tuple(reversed(found.values())))
+    return Variants(graphs[0], tuple(reversed(allowed.values())))
 
 
 def keeps_bits_here(program: Capture) -> bool:
@@ -136,9 +136,9 @@ def program_with(captured: Capture, rewrites: Sequence[str]) -> Capture:
 
 def losses_in_chunks(layout: Layout) -> list[dict[str, Any]]:
     """`GraphMeta.called_losses` of a rewritten step."""
-    from graphs.rewrites.called_losses import described  # here: it takes torch
+    from graphs.rewrites.called_losses import loss_descriptions  # here: it takes torch
 
-    return described(layout)
+    return loss_descriptions(layout)
 
 
 def rewritten(layout: Layout, rewrites: Sequence[str]) -> Layout:

@@ -98,31 +98,31 @@ class Tape:
             output = op.outputs[0]
             if output not in gradient:
                 continue
-            made: list[str] = []
-            meeting: list[tuple[str, str]] = []  # tensors that already have a gradient: sum both
+            gradients: list[str] = []
+            to_sum: list[tuple[str, str]] = []  # tensors that already have a gradient: sum both
             for name in dict.fromkeys(op.inputs):
                 if name in self._leaves:
                     continue
                 part = f"grad.{name}" if name not in gradient else f"grad.{name}@{op.name}"
                 self.tensor(part, self._bytes[name], "gradient")
-                made.append(part)
+                gradients.append(part)
                 if name in gradient:
-                    meeting.append((name, part))
+                    to_sum.append((name, part))
                 else:
                     gradient[name] = part
                 if name.endswith(".weight"):
                     outputs.append(part)
             read = (gradient[output], *saved)
             time_s = self.backward_ratio * op.time_s
-            self._later(f"{op.name}.backward", read, made, time_s, op.workspace_bytes)
-            for name, part in meeting:
+            self._add_backward(f"{op.name}.backward", read, gradients, time_s, op.workspace_bytes)
+            for name, part in to_sum:
                 total = self.tensor(f"{part}+", self._bytes[name], "gradient")
                 time_s = 3 * self._bytes[name] * self.add_s_per_byte
-                self._later(f"{part}.add", (gradient[name], part), [total], time_s, 0)
+                self._add_backward(f"{part}.add", (gradient[name], part), [total], time_s, 0)
                 gradient[name] = total
         return Graph(nodes=tuple(self.nodes), tensors=tuple(self.tensors), outputs=tuple(outputs))
 
-    def _later(
+    def _add_backward(
         self, name: str, read: Sequence[str], made: Sequence[str], time_s: float, workspace: int
     ) -> None:
         op, inputs = name.rsplit(".", 1)[-1], tuple(dict.fromkeys(read))

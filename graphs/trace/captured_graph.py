@@ -30,15 +30,15 @@ def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
     """The graph, with what eager mode did in the rehearsal recorded in its meta."""
     # A rewrite may have let a node overwrite a tensor that eager mode holds longer. Then the tensor
     # that is on its storage by then is recorded instead. Names that the graph does not have stay.
-    there: dict[str, str] = {}  # storage -> the tensor that is on it now
+    now_on_storage: dict[str, str] = {}  # storage -> the tensor that is on it now
     saved = {name: list(names) for name, names in rehearsed.saved.items()}
     for node in graph.nodes:
         if node.overwrites is not None:
-            there[graph.root(node.overwrites)] = node.outputs[0]
-        if there and node.name in saved:
+            now_on_storage[graph.root(node.overwrites)] = node.outputs[0]
+        if now_on_storage and node.name in saved:
             names = saved[node.name]
             roots = [graph.root(n) if n in graph.tensor_by_name else n for n in names]
-            saved[node.name] = [there.get(r, n) for r, n in zip(roots, names, strict=True)]
+            saved[node.name] = [now_on_storage.get(r, n) for r, n in zip(roots, names, strict=True)]
     meta = replace(
         graph.meta,
         eager_overwrites=[*graph.meta.eager_overwrites, *rehearsed.in_place],
@@ -78,8 +78,8 @@ def captured_graph(
         tensors_of.setdefault(source.kind, {})[name] = placeholder.name
     dtypes: dict[str, list[str]] = {}  # dtype -> storages, except those that exist before the step
     for tensor in layout.tensors:
-        before = tensor.kind in ("parameter", "buffer", "input", "optimizer_state")
-        if not before and tensor.name in layout.dtypes:
+        exists_before = tensor.kind in ("parameter", "buffer", "input", "optimizer_state")
+        if not exists_before and tensor.name in layout.dtypes:
             dtypes.setdefault(layout.dtypes[tensor.name], []).append(tensor.name)
     environment = {
         **environment_of(call, model, device=device),
@@ -89,8 +89,8 @@ def captured_graph(
     }
     gradient_strides = []  # of gradients whose strides differ from those of their output
     for index, tangent in captured.tangents.items():
-        own, strides = captured.outputs[index].meta["val"], tangent.meta["val"].stride()
-        if not same_strides(own.shape, own.stride(), strides):
+        output, strides = captured.outputs[index].meta["val"], tangent.meta["val"].stride()
+        if not same_strides(output.shape, output.stride(), strides):
             gradient_strides.append([index, list(strides)])
     if gradient_strides:
         environment["gradient_strides"] = gradient_strides
@@ -132,10 +132,12 @@ def captured_graph(
     added = {
         new: layout.storage[leaf]
         for leaf, new in layout.gradients.items()
-        if existing.of(captured.sources[leaf].kind)
+        if existing.adds_to(captured.sources[leaf].kind)
     }
     if added:
-        graph = with_accumulation(graph, added, of_step=existing.of_step, taken=existing.taken)
+        graph = with_accumulation(
+            graph, added, within_step=existing.within_step, taken=existing.taken
+        )
     return with_device_bytes(graph, cost.hardware)
 
 
@@ -144,12 +146,12 @@ def _values_read(captured: Capture) -> list[dict[str, Any]]:
     read of random numbers, in order and as one entry."""
     found: list[dict[str, Any]] = []
     for guard in captured.guards:
-        if not guard.recipe.is_chance and (described := guard.described()) not in found:
-            found.append(described)
-    by_chance = [guard.described() for guard in captured.guards if guard.recipe.is_chance]
-    if by_chance:
-        seen = " ".join(each["seen"] for each in by_chance)
-        found.append({"of": by_chance[0]["of"], "seen": seen})
+        if not guard.recipe.is_chance and (description := guard.described()) not in found:
+            found.append(description)
+    random_descriptions = [guard.described() for guard in captured.guards if guard.recipe.is_chance]
+    if random_descriptions:
+        seen = " ".join(each["seen"] for each in random_descriptions)
+        found.append({"of": random_descriptions[0]["of"], "seen": seen})
     return found
 
 

@@ -26,18 +26,18 @@ from graphs.capture import (
     refuse_replaced_forwards,
 )
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
-from graphs.fsdp import Sharding, groups_of, of_stage, sharded, sharded_stage
+from graphs.fsdp import Sharding, groups_of, sharded, sharded_stage, sharding_in_stage
 from graphs.graph import Graph
 from graphs.hardware import link_between
 from graphs.model_calls import Call, TraceError, argument_order, as_call, check_call
 from graphs.passes import Passes, PassesError, with_passes
 from graphs.pipeline import Pipeline, with_pipeline
-from graphs.rewrites import STOCK, StockVariants, Variants, offered, variants_of
-from graphs.trace.mixed_precision import in_precision_of, with_stored
+from graphs.rewrites import STOCK, StockVariants, Variants, allowed_variants, variants_of
+from graphs.trace.mixed_precision import in_precision_of, with_stored_dtypes
 from graphs.trace.module_step import loss_index, rehearsed, trace_module
 from graphs.trace.step_variants import CapturedStep
 from graphs.trace.traced_device import traced_device
-from graphs.trace.zero_rank import of_rank
+from graphs.trace.zero_rank import engine_figures
 from graphs.training_step import (
     ACCUMULATE,
     FRESH,
@@ -111,7 +111,7 @@ def trace(
     PipelineError for an impossible stage; PassesError for passes that cannot be planned; ZeroError
     for a step that DeepSpeed's engine runs differently from what would be planned.
     """
-    traced = _traced(
+    traced = _check_and_trace(
         model,
         batch,
         lambda step: [step.with_rewrites(rewrites)],
@@ -139,21 +139,21 @@ def trace_variants(
 
     Raises what `trace` raises; ValueError for an unknown word.
     """
-    chooses = isinstance(fsdp, Sharding) and fsdp.reshard_after_forward is None
-    if chooses and options.get("pipeline") is None:
+    tries_both = isinstance(fsdp, Sharding) and fsdp.reshard_after_forward is None
+    if tries_both and options.get("pipeline") is None:
         assert isinstance(fsdp, Sharding)
-        of_one = replace(fsdp, reshard_after_forward=True)
-        resharded = trace_variants(model, batch, rewrites=rewrites, fsdp=of_one, **options)
-        of_one = replace(fsdp, reshard_after_forward=False)
-        kept_whole = trace_variants(model, batch, rewrites=rewrites, fsdp=of_one, **options)
+        fixed = replace(fsdp, reshard_after_forward=True)
+        resharded = trace_variants(model, batch, rewrites=rewrites, fsdp=fixed, **options)
+        fixed = replace(fsdp, reshard_after_forward=False)
+        kept_whole = trace_variants(model, batch, rewrites=rewrites, fsdp=fixed, **options)
         return replace(resharded, planned=(*resharded.planned, *kept_whole.planned))
     planned = variants_of(rewrites, sharded=fsdp is not None)
     if fsdp is not None and options.get("pipeline") is not None:
         planned = ((),)  # losses in chunks are not modelled for several micro-batches in flight
-    traced = _traced(
+    traced = _check_and_trace(
         model, batch, lambda step: step.variants(planned), _Options(fsdp=fsdp, **options)
     )
-    found = offered([(graph, step.captured) for graph, step in traced.variants], planned)
+    found = allowed_variants([(graph, step.captured) for graph, step in traced.variants], planned)
     captured = traced.variants[0][1].captured
     kept = KeptCapture.of(model, traced.call, captured, device=traced.device)
     if traced.stock is None or rewrites == "none":
@@ -169,11 +169,11 @@ def _sharding(fsdp: int | Sharding | None, pipeline: Pipeline | None) -> Shardin
         return Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
     if isinstance(fsdp, int):
         fsdp = Sharding(n_ranks=fsdp, reshard_after_forward=None)
-    return None if fsdp is None else of_stage(fsdp, pipeline)
+    return None if fsdp is None else sharding_in_stage(fsdp, pipeline)
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TracedStep:
     """The result of tracing a step.
 
     variants: for each chosen variant, the graph of the whole step and the captured step of the
@@ -206,12 +206,12 @@ class _Options:
     zero: Zero | None = None
 
 
-def _traced(
+def _check_and_trace(
     model: nn.Module,
     batch: Any,
     choose: Callable[[CapturedStep], list[CapturedStep]],
     given: _Options,
-) -> _Traced:
+) -> _TracedStep:
     """Check the options and trace the step.
 
     choose: selects the variants to build from the captured step.
@@ -251,10 +251,10 @@ def _traced(
     with for_absent_card(target, capability, model=model):
         costs = default_costs(target) if given.costs is None else given.costs
         given = replace(given, gradients=gradients)
-        return _traced_on(target, model, batch, call, choose, given, costs, passes)
+        return _trace_for_device(target, model, batch, call, choose, given, costs, passes)
 
 
-def _traced_on(
+def _trace_for_device(
     target: torch.device,
     model: nn.Module,
     batch: Any,
@@ -263,33 +263,33 @@ def _traced_on(
     given: _Options,
     costs: CostModel,
     passes: Passes,
-) -> _Traced:
+) -> _TracedStep:
     """Trace the step for this device: the module first, then everything around it."""
     loss, fsdp, pipeline, zero = given.loss, given.fsdp, given.pipeline, given.zero
     optimizer = given.optimizer
-    returned = loss_index if pipeline is None or pipeline.is_last else indices_with_gradient
+    choose_outputs = loss_index if pipeline is None or pipeline.is_last else indices_with_gradient
     sharding = _sharding(fsdp, pipeline)
     groups = None if sharding is None else groups_of(model, sharding)
     whole_model = model
     if sharding is not None and sharding.mp_policy is not None:
         model = in_precision_of(sharding.mp_policy, model, groups or ())
     outside: OutsideLoss | None = None
-    chosen: tuple[int, ...] = ()
+    gradient_outputs: tuple[int, ...] = ()
     if loss is not None:
         outputs = MetaOutputs(model, call, device=target)
-        picked = outputs.returned_by(loss, batch)
-        if picked is None:
+        loss_output = outputs.index_returned_by(loss, batch)
+        if loss_output is None:
             outside = OutsideLoss(loss, batch, outputs, call, device=target, choose=loss_index)
-            chosen = outside.gradient_outputs()
+            gradient_outputs = outside.gradient_outputs()
         else:
-            chosen = (picked,)
+            gradient_outputs = (loss_output,)
     checkpoints_itself = threading.Event()
     with at_each_checkpoint(checkpoints_itself.set):
         step = trace_module(
             model,
             call,
             device=target,
-            choose=returned if loss is None else lambda _output: chosen,
+            choose=choose_outputs if loss is None else lambda _output: gradient_outputs,
             gradients=given.gradients,
             costs=costs,
             arriving=outside.gradient_strides() if outside else {},
@@ -298,16 +298,18 @@ def _traced_on(
         part = step.captured.opaque[0]
         raise TraceError(f"{part.path!r} cannot be planned for sharded steps: {part.why}")
     step = rehearsed(model, call, step, device=target)
-    loss_layout = outside.extracted(cost=NodeCosts(costs)) if outside else None
+    loss_layout = outside.extract_layout(cost=NodeCosts(costs)) if outside else None
     n_ranks = 1 if sharding is None else sharding.n_ranks
-    where: dict[str, Any] = {"device": target, "costs": costs, "n_ranks": n_ranks}
-    optimizer_cost = of_engine = None
+    optimizer_options: dict[str, Any] = {"device": target, "costs": costs, "n_ranks": n_ranks}
+    optimizer_cost = zero_figures = None
     if zero is not None:
-        of_engine, optimizer_cost = of_rank(zero, optimizer, model, device=target, costs=costs)
+        zero_figures, optimizer_cost = engine_figures(
+            zero, optimizer, model, device=target, costs=costs
+        )
     elif optimizer is not None:
-        optimizer_cost = optimizer_costs(optimizer, whole_model, **where)
+        optimizer_cost = optimizer_costs(optimizer, whole_model, **optimizer_options)
 
-    def whole(step: CapturedStep) -> Graph:
+    def whole_step(step: CapturedStep) -> Graph:
         graph = step.graph
         if outside is not None and loss_layout is not None:
             graph = outside.insert(graph, step.captured, step.layout, loss_layout)
@@ -325,32 +327,32 @@ def _traced_on(
                 "mp_policy": sharding.mp_policy,
                 "accumulates_whole": sharding.accumulates_whole,
             }
-            graph = with_stored(graph, whole_model)
+            graph = with_stored_dtypes(graph, whole_model)
             if pipeline is None:
                 graph = sharded(graph, **options)
             else:
                 graph = sharded_stage(graph, n_microbatches=pipeline.n_microbatches, **options)
-        return finished(graph)
+        return complete(graph)
 
     # a partial of a module-level function, which keeps no reference to the model
-    finished = functools.partial(
-        _finished,
+    complete = functools.partial(
+        _completed_step,
         optimizer=optimizer_cost,
-        zero=of_engine,
+        zero=zero_figures,
         pipeline=pipeline,
         passes=passes,
         own_checkpoints=checkpoints_itself.is_set(),
     )
     steps = choose(step)
-    graphs = [whole(each) for each in steps]
+    graphs = [whole_step(each) for each in steps]
     finish_measuring(costs)
     stock = None
     if outside is None and sharding is None and pipeline is None:
-        stock = functools.partial(_stock, step, finished, costs)
-    return _Traced(list(zip(graphs, steps, strict=True)), call, target, stock)
+        stock = functools.partial(_stock_graphs, step, complete, costs)
+    return _TracedStep(list(zip(graphs, steps, strict=True)), call, target, stock)
 
 
-def _finished(
+def _completed_step(
     graph: Graph,
     *,
     optimizer: dict[str, Any] | None,
@@ -370,11 +372,11 @@ def _finished(
 
 
 @one_at_a_time
-def _stock(
-    step: CapturedStep, finished: Callable[[Graph], Graph], costs: CostModel
+def _stock_graphs(
+    step: CapturedStep, complete: Callable[[Graph], Graph], costs: CostModel
 ) -> tuple[Graph, ...]:
     """The variants that stock modules can run and that keep all bits of the plain step on the
     device."""
-    traced = [(finished(each.graph), each.captured) for each in step.variants(STOCK)]
+    traced = [(complete(each.graph), each.captured) for each in step.variants(STOCK)]
     finish_measuring(costs)
-    return offered(traced, STOCK).planned
+    return allowed_variants(traced, STOCK).planned

@@ -20,69 +20,69 @@ from torch import nn
 
 MOST_ELEMENTS = 2**16
 """The largest buffer whose content is part of a key; a module with a larger one gets no key."""
-_VALUES = (bool, int, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
+_BY_VALUE = (bool, int, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
 _BY_IDENTITY = (enum.Enum, types.BuiltinFunctionType, type)
 
 
-class _NothingIsKnownError(Exception):
+class _NoKeyError(Exception):
     """The value may decide what `forward` does, in a way that the key cannot tell."""
 
 
-def known_by(*values: Any) -> Hashable | None:
+def trace_key(*values: Any) -> Hashable | None:
     """The key of a module and the nested values that it is called with; equal keys trace alike.
 
     None: there is no key.
     """
     try:
-        return _of(values, {})
-    except _NothingIsKnownError:
+        return _key(values, {})
+    except _NoKeyError:
         return None
 
 
-def _of(value: Any, seen: dict[int, int]) -> Hashable:
-    """The key of one value; raises _NothingIsKnownError.
+def _key(value: Any, seen: dict[int, int]) -> Hashable:
+    """The key of one value; raises _NoKeyError.
 
     seen: identity of each module, tensor and storage so far -> its number, in order of appearance.
     """
     kind = type(value)
-    if value is None or kind in _VALUES or isinstance(value, _BY_IDENTITY):
+    if value is None or kind in _BY_VALUE or isinstance(value, _BY_IDENTITY):
         return kind, value
     if kind is float:
         return kind, repr(value)  # tells -0.0 from 0.0
     if kind in (dict, OrderedDict):
-        return kind, tuple((_of(key, seen), _of(each, seen)) for key, each in value.items())
+        return kind, tuple((_key(key, seen), _key(each, seen)) for key, each in value.items())
     if kind in (list, tuple):
-        return kind, tuple(_of(each, seen) for each in value)
+        return kind, tuple(_key(each, seen) for each in value)
     if kind in (set, frozenset):
-        return kind, frozenset(_of(each, seen) for each in value)
+        return kind, frozenset(_key(each, seen) for each in value)
     if kind is types.FunctionType and not (value.__closure__ or vars(value)):
         return kind, value
     if isinstance(value, nn.Module):
-        return kind, _number(value, seen) or _of(vars(value), seen)
+        return kind, _number_of(value, seen) or _key(vars(value), seen)
     if kind in (torch.Tensor, nn.Parameter):
-        return kind, _number(value, seen) or _of_tensor(value, seen)
-    raise _NothingIsKnownError
+        return kind, _number_of(value, seen) or _tensor_key(value, seen)
+    raise _NoKeyError
 
 
-def _number(value: Any, seen: dict[int, int]) -> int | None:
+def _number_of(value: Any, seen: dict[int, int]) -> int | None:
     """The number of an object that was seen before; None, and it gets one, if it was not."""
     known = seen.get(id(value))
     seen.setdefault(id(value), len(seen) + 1)
     return known
 
 
-def _of_tensor(tensor: torch.Tensor, seen: dict[int, int]) -> Hashable:
+def _tensor_key(tensor: torch.Tensor, seen: dict[int, int]) -> Hashable:
     has_hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
     if tensor.layout is not torch.strided or has_hooks:
-        raise _NothingIsKnownError
+        raise _NoKeyError
     storage = tensor.untyped_storage()
     number = seen.setdefault(storage._cdata, len(seen) + 1)
     content: Hashable = None
     if not (isinstance(tensor, nn.Parameter) or tensor.is_meta):
         if tensor.numel() > MOST_ELEMENTS:
-            raise _NothingIsKnownError
+            raise _NoKeyError
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return (
         *(tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.storage_offset()),
-        *(storage.nbytes(), tensor.requires_grad, number, content, _of(vars(tensor), seen)),
+        *(storage.nbytes(), tensor.requires_grad, number, content, _key(vars(tensor), seen)),
     )

@@ -20,7 +20,7 @@ from torch import nn
 from graphs.capture import for_absent_card, one_at_a_time
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
 from graphs.model_calls import Call, argument_order, as_call, check_call, nested
-from graphs.trace.known_by import known_by
+from graphs.trace.known_by import trace_key
 from graphs.trace.module_step import trace_module
 from graphs.trace.traced_device import traced_device
 from graphs.training_step import FRESH, MetaOutputs, indices_with_gradient
@@ -76,8 +76,8 @@ def read_layers(
     model = nn.ModuleList(layers)
     target = traced_device(model, Call.of(args, kwargs), device, card)
     costs = default_costs(target) if costs is None else costs
-    held = [frozenset(map(id, layer.parameters())) for layer in layers]
-    n_holders = Counter(parameter for each in held for parameter in each)
+    parameter_ids = [frozenset(map(id, layer.parameters())) for layer in layers]
+    n_holders = Counter(parameter for each in parameter_ids for parameter in each)
     traced: dict[Hashable | None, tuple[Any, Hashable, float, bool]] = {}
     found: list[Layer] = []
     value, value_has_gradient = batch, False
@@ -87,21 +87,21 @@ def read_layers(
             module = stage_of([layer])
             args, kwargs = as_call(value)
             check_call(module, args, kwargs)
-            known = known_by(module, args, kwargs)
-            if known is None or known not in traced:
-                traced[known] = _traced(module, args, kwargs, device=target, costs=costs)
-            output, form, least_s, gives_back = traced[known]
-            if value_has_gradient and not gives_back:  # earlier layers run no backward pass
+            key = trace_key(module, args, kwargs)
+            if key is None or key not in traced:
+                traced[key] = _trace_layer(module, args, kwargs, device=target, costs=costs)
+            output, form, least_s, has_input_gradient = traced[key]
+            if value_has_gradient and not has_input_gradient:  # earlier layers run no backward pass
                 found = [dataclasses.replace(each, least_s=0.0) for each in found]
             value_has_gradient = _has_gradient(output)
-            if any(n_holders[parameter] > 1 for parameter in held[index]):
+            if any(n_holders[parameter] > 1 for parameter in parameter_ids[index]):
                 form = None
             found.append(
                 Layer(
-                    inputs=value if index == 0 else nested.map_tensors(_received, value),
+                    inputs=value if index == 0 else nested.map_tensors(_as_stage_input, value),
                     form=index if form is None else form,
                     least_s=least_s,
-                    parameters=held[index],
+                    parameters=parameter_ids[index],
                     gives_gradient=value_has_gradient,
                 )
             )
@@ -112,7 +112,7 @@ def read_layers(
     return tuple(found)
 
 
-def _traced(
+def _trace_layer(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -141,18 +141,18 @@ def _traced(
         costs=costs,
     )
     graph, captured = step.graph, step.captured
-    gives_back = any(captured.sources[leaf].kind == "input" for leaf in captured.gradients)
+    has_input_gradient = any(captured.sources[leaf].kind == "input" for leaf in captured.gradients)
     times = tuple((node.time_s, node.workspace_bytes) for node in graph.nodes)
     forms = tuple(graph.meta.parameter_forms.items()), tuple(graph.meta.buffer_forms.items())
     form = graph.graph_id, times, forms, tuple(graph.meta.input_forms)
-    return output, form, math.fsum(time_s for time_s, _ in times), gives_back
+    return output, form, math.fsum(time_s for time_s, _ in times), has_input_gradient
 
 
 def _has_gradient(output: Any) -> bool:
     return any(tensor.requires_grad for tensor in nested.tensors(output))
 
 
-def _received(tensor: torch.Tensor) -> torch.Tensor:
+def _as_stage_input(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as a stage receives it from the one before: a leaf that requires a gradient if its
     dtype can have one."""
     needs_gradient = tensor.is_floating_point() or tensor.is_complex()

@@ -37,17 +37,17 @@ def in_precision_of(policy: MixedPrecision, model: nn.Module, groups: Iterable[s
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     dtype = _dtype(policy.param_dtype)
     memo |= {id(parameter): _without_values(parameter, dtype) for parameter in model.parameters()}
-    made = _copied(model, memo)
+    copied = _copy_of(model, memo)
     paths, names = ("", *groups), [name for name, _ in model.named_parameters()]
     # the groups that own parameters: each belongs to the innermost group around it
-    own = {max((p for p in paths if is_under(name, p)), key=len) for name in names}
-    for path in {"", *own}:
-        module = made.get_submodule(path)
-        module.__class__ = _casting(type(module), policy, around=path.rpartition(".")[0])
-    return made
+    owners = {max((p for p in paths if is_under(name, p)), key=len) for name in names}
+    for path in {"", *owners}:
+        module = copied.get_submodule(path)
+        module.__class__ = _casting_class(type(module), policy, enclosing=path.rpartition(".")[0])
+    return copied
 
 
-def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copy_of(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     remedy = "and is traced in other dtypes as a copy of itself: plan without mp_policy, or"
     for path, module in model.named_modules():
         if "forward" in vars(module):  # it may belong to the original
@@ -61,16 +61,16 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         raise TraceError(f"the model cannot be copied ({error}), {remedy} change that") from error
 
 
-def with_stored(graph: Graph, model: nn.Module) -> Graph:
+def with_stored_dtypes(graph: Graph, model: nn.Module) -> Graph:
     """The graph, with the stored dtypes of the parameters recorded in its meta.
 
     model: the model, of which the graph traced a copy (`in_precision_of`).
     """
-    stored = {name: local_part(p).element_size() for name, p in model.named_parameters()}
+    stored_bytes = {name: local_part(p).element_size() for name, p in model.named_parameters()}
     layout = {
         name: entry
-        if entry["element_bytes"] == stored[name]
-        else {**entry, "stored_element_bytes": stored[name]}
+        if entry["element_bytes"] == stored_bytes[name]
+        else {**entry, "stored_element_bytes": stored_bytes[name]}
         for name, entry in graph.meta.parameter_layout.items()
     }
     meta = replace(graph.meta, parameter_layout=layout, parameter_bytes=bytes_by_dtype(model))
@@ -95,10 +95,12 @@ def _without_values(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Pa
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-def _casting(kind: type[nn.Module], policy: MixedPrecision, *, around: str) -> type[nn.Module]:
+def _casting_class(
+    kind: type[nn.Module], policy: MixedPrecision, *, enclosing: str
+) -> type[nn.Module]:
     """A subclass whose `forward` casts arguments and results as FSDP2 does for a group.
 
-    around: path of the enclosing module. The casts count as its operators, since FSDP2 runs them
+    enclosing: path of the enclosing module. The casts count as its operators, since FSDP2 runs them
         outside of the group's `forward`.
     """
     inner = kind.forward
@@ -106,14 +108,14 @@ def _casting(kind: type[nn.Module], policy: MixedPrecision, *, around: str) -> t
     returned = _dtype(policy.output_dtype)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _cast((args, kwargs), computed, around)
-        return _cast(inner(self, *args, **kwargs), returned, around)
+        args, kwargs = _cast_tensors((args, kwargs), computed, enclosing)
+        return _cast_tensors(inner(self, *args, **kwargs), returned, enclosing)
 
     body = {"forward": functools.wraps(inner)(forward), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), body)
 
 
-def _cast(values: Any, dtype: torch.dtype | None, around: str) -> Any:
+def _cast_tensors(values: Any, dtype: torch.dtype | None, enclosing: str) -> Any:
     """The nested values, with floating-point tensors cast to this dtype; None: unchanged. Uses
     FSDP2's own function to find the tensors."""
     if dtype is None:
@@ -122,5 +124,5 @@ def _cast(values: Any, dtype: torch.dtype | None, around: str) -> Any:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    with annotate({"module_path": around}):
+    with annotate({"module_path": enclosing}):
         return _apply_to_tensors(cast, values)

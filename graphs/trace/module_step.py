@@ -19,7 +19,7 @@ from graphs.model_calls import Call, find_loss, nested
 from graphs.rewrites import Variant, program_with, rewritten
 from graphs.trace.captured_graph import captured_graph
 from graphs.trace.step_variants import CapturedStep
-from graphs.trace.traced_device import refuse_other
+from graphs.trace.traced_device import refuse_unsupported_device
 
 
 @one_at_a_time
@@ -48,28 +48,28 @@ def trace_module(
     arriving: index of an output -> strides of its gradient, if they differ from the output's.
     """
     if device is not None:
-        refuse_other(device)
+        refuse_unsupported_device(device)
     captured = known
     if captured is None:
         captured = capture(
             model, call, device=device, choose=choose, planned=opaque, gradient_strides=arriving
         )
     original, form = captured, call.without_values()  # the step outlives the batch
-    living = weakref.ref(model)  # and the model
+    model_reference = weakref.ref(model)  # and the model
 
-    def extracted(program: Capture, variant: Variant, costs: CostModel | None) -> CapturedStep:
+    def extract_step(program: Capture, variant: Variant, costs: CostModel | None) -> CapturedStep:
         cost = NodeCosts(costs)
         layout = rewritten(extract(program, cost=cost), variant)
-        model = living()
+        model = model_reference()
         if model is None:
             raise ReferenceError("the model of this step does not exist any more")
         graph = captured_graph(
             model, form, program, layout, variant, device=device, gradients=gradients, cost=cost
         )
-        return CapturedStep(program, layout, graph, original, costs, extracted)
+        return CapturedStep(program, layout, graph, original, costs, extract_step)
 
     variant = tuple(rewrites)
-    return extracted(program_with(original, variant), variant, costs)
+    return extract_step(program_with(original, variant), variant, costs)
 
 
 @one_at_a_time

@@ -20,7 +20,7 @@ class CapturedStep:
     layout: its nodes and tensors.
     graph: the graph of the module's step.
     _original: the traced program without rewrites.
-    _extracted: makes the captured step of a program, with these rewrites and costs.
+    _extract: makes the captured step of a program, with these rewrites and costs.
     _rehearsed: what eager mode holds and overwrites, recorded in the graphs of all variants (None:
         not known).
     """
@@ -30,7 +30,7 @@ class CapturedStep:
     graph: Graph
     _original: Capture = field(repr=False)
     _costs: CostModel | None = field(repr=False)
-    _extracted: Callable[[Capture, Variant, CostModel | None], CapturedStep] = field(repr=False)
+    _extract: Callable[[Capture, Variant, CostModel | None], CapturedStep] = field(repr=False)
     _rehearsed: Rehearsed | None = field(default=None, repr=False)
 
     @property
@@ -54,8 +54,8 @@ class CapturedStep:
         steps = [self.with_rewrites(())]
         for variant in dict.fromkeys(wanted):
             program = program_with(self._original, variant)
-            finds = program is not self._original or not rewrites_program(variant)
-            if variant and finds:
+            changes_program = program is not self._original or not rewrites_program(variant)
+            if variant and changes_program:
                 steps.append(self._variant(program, variant, self._costs))
         return steps
 
@@ -65,5 +65,5 @@ class CapturedStep:
         return replace(self, graph=graph, _rehearsed=rehearsed)
 
     def _variant(self, program: Capture, variant: Variant, costs: CostModel | None) -> CapturedStep:
-        step = self._extracted(program, variant, costs)
+        step = self._extract(program, variant, costs)
         return step if self._rehearsed is None else step.as_rehearsed(self._rehearsed)

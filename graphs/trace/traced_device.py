@@ -10,7 +10,7 @@ from graphs.hardware import Hardware
 from graphs.model_calls import Call, TraceError, tensor_names
 
 
-def refuse_other(device: torch.device) -> None:
+def refuse_unsupported_device(device: torch.device) -> None:
     """Raise TraceError for a device other than cpu, cuda and meta."""
     if device.type not in ("cpu", "cuda", "meta"):
         raise TraceError(
@@ -50,18 +50,18 @@ def traced_device(
         target = torch.device(device)
     else:
         state = [*model.parameters(), *model.buffers(), *call.tensors]
-        kinds = {t.device for t in state if t.dim() > 0 or t.device.type != "cpu"}
-        kinds = {d for d in kinds if d.type != "meta"} or {torch.device("cpu")}
-        if len(kinds) > 1:
-            names = ", ".join(sorted(map(str, kinds)))
+        devices = {t.device for t in state if t.dim() > 0 or t.device.type != "cpu"}
+        devices = {d for d in devices if d.type != "meta"} or {torch.device("cpu")}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
             raise TraceError(
                 f"model and batch are on several devices ({names}); move them to one: a plan is "
                 "for one device"
             )
-        target = kinds.pop()
+        target = devices.pop()
     if target.type == "meta":
         target = torch.device("cpu")
-    refuse_other(target)
+    refuse_unsupported_device(target)
     if target.type == "cuda" and not torch.cuda.is_available():
         if card is None or card.kind != "cuda":
             raise TraceError(

@@ -16,14 +16,23 @@ from graphs.training_step.around import (
     with_unknown_loss,
 )
 from graphs.training_step.device_bytes import cublas_workspace_bytes, with_device_bytes
-from graphs.training_step.given_optimizer import GivenOptimizer, is_made_from, read_optimizer
+from graphs.training_step.given_optimizer import (
+    GivenOptimizer,
+    is_optimizer_factory,
+    read_optimizer,
+)
 from graphs.training_step.loss_only import LossOnly
 from graphs.training_step.optimizer import (
     check_parameters,
+    combined_figures,
     optimizer_costs,
-    together,
     without_state,
 )
 from graphs.training_step.outside_loss import MetaOutputs, OutsideLoss
 from graphs.training_step.stage import check_stage, indices_with_gradient
-from graphs.training_step.state_buckets import aligned, of_buckets, trained, why_state_stays
+from graphs.training_step.state_buckets import (
+    aligned,
+    movable_state,
+    trained_parameters,
+    why_state_stays,
+)

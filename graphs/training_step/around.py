@@ -21,34 +21,34 @@ ACCUMULATED = ".accumulated"
 class Accumulation:
     """To which existing gradients new ones are added.
 
-    of_module: gradients of parameters accumulate.
-    of_inputs: gradients of inputs that require gradients accumulate.
-    of_step: they do not exist before the step, but accumulate over its passes
+    to_parameters: gradients of parameters accumulate.
+    to_inputs: gradients of inputs that require gradients accumulate.
+    within_step: they do not exist before the step, but accumulate over its passes
         (`Graph.accumulated`), or over micro-batches if all forward passes come before the first
         backward pass.
     taken: none exist; each new gradient is copied and freed as soon as it is complete
         (`graphs.zero`).
     """
 
-    of_module: bool
-    of_inputs: bool
-    of_step: bool = False
+    to_parameters: bool
+    to_inputs: bool
+    within_step: bool = False
     taken: bool = False
 
-    def of(self, kind: str) -> bool:
+    def adds_to(self, kind: str) -> bool:
         """Whether gradients of tensors of this kind (`Tensor.kind`) accumulate."""
-        return self.of_inputs if kind == "input" else self.of_module
+        return self.to_inputs if kind == "input" else self.to_parameters
 
 
 FRESH, ACCUMULATE, OF_MICRO_BATCHES = "fresh", "accumulate", "accumulate, inputs fresh"
 OF_PASSES = "accumulate over passes, inputs fresh"
 TAKEN = "taken, inputs fresh"
 _ACCUMULATIONS = {
-    FRESH: Accumulation(of_module=False, of_inputs=False),
-    ACCUMULATE: Accumulation(of_module=True, of_inputs=True),
-    OF_MICRO_BATCHES: Accumulation(of_module=True, of_inputs=False),  # each has its own inputs
-    OF_PASSES: Accumulation(of_module=True, of_inputs=False, of_step=True),
-    TAKEN: Accumulation(of_module=True, of_inputs=False, taken=True),
+    FRESH: Accumulation(to_parameters=False, to_inputs=False),
+    ACCUMULATE: Accumulation(to_parameters=True, to_inputs=True),
+    OF_MICRO_BATCHES: Accumulation(to_parameters=True, to_inputs=False),  # each has its own inputs
+    OF_PASSES: Accumulation(to_parameters=True, to_inputs=False, within_step=True),
+    TAKEN: Accumulation(to_parameters=True, to_inputs=False, taken=True),
 }
 
 
@@ -61,7 +61,7 @@ def accumulation(word: str) -> Accumulation:
 
 
 def with_accumulation(
-    graph: Graph, gradients: Mapping[str, str], *, of_step: bool = False, taken: bool = False
+    graph: Graph, gradients: Mapping[str, str], *, within_step: bool = False, taken: bool = False
 ) -> Graph:
     """Add resident gradients, and nodes that add the new gradients to them.
 
@@ -69,11 +69,11 @@ def with_accumulation(
     is when the runtime returns it.
 
     gradients: tensor of a new gradient -> tensor of its parameter.
-    of_step: as in `Accumulation`. The gradients stay outputs, and none is resident.
+    within_step: as in `Accumulation`. The gradients stay outputs, and none is resident.
     taken: as in `Accumulation`. Each gradient is read by a node that takes it, and none is
         resident.
     """
-    gradients = {name: of for name, of in gradients.items() if name in graph.producer}
+    gradients = {name: adds_to for name, adds_to in gradients.items() if name in graph.producer}
     # each gradient is added after the later of its maker and the last reader of its parameter
     last_reader = {name: node.name for node in graph.later_nodes for name in node.inputs}
     position = {node.name: index for index, node in enumerate(graph.nodes)}
@@ -86,10 +86,10 @@ def with_accumulation(
     for node in graph.nodes:
         nodes.append(node)
         for name in added_after.get(node.name, ()):
-            read = (name,) if of_step or taken else (name, name + ACCUMULATED)
+            read = (name,) if within_step or taken else (name, name + ACCUMULATED)
             op = TAKES if taken else "aten.add_.Tensor"
             nodes.append(Node(f"accumulate_{name}", op, read, (), 0.0, 0, "backward", False))
-    if of_step:
+    if within_step:
         return dataclasses.replace(graph, nodes=tuple(nodes), accumulated=tuple(gradients))
     resident = tuple(
         Tensor(name + ACCUMULATED, graph.tensor_by_name[name].size_bytes, "gradient")
@@ -111,8 +111,8 @@ def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
     if optimizer is None:
         return graph
     resident = [tensor.name for tensor in graph.resident if tensor.kind == "gradient"]
-    kept = [n for n in graph.outputs if graph.tensor_by_name[n].kind == "gradient"]
-    gradients = resident or kept  # if gradients accumulate, the new ones are freed by then
+    fresh = [n for n in graph.outputs if graph.tensor_by_name[n].kind == "gradient"]
+    gradients = resident or fresh  # if gradients accumulate, the new ones are freed by then
     parameters = [tensor.name for tensor in graph.resident if tensor.kind == "parameter"]
     step = Node(
         name="optimizer_step",
@@ -134,8 +134,8 @@ def with_optimizer(graph: Graph, optimizer: Mapping[str, Any] | None) -> Graph:
 
 
 LOSS = "loss.of_the_caller"
-_HELD = "loss.held"
-_VALUE, _VALUE_BYTES = "loss.value", 16
+_HELD_BY_LOSS = "loss.held"
+_LOSS_VALUE, _LOSS_VALUE_BYTES = "loss.value", 16
 """The loss and the gradient that `backward` starts from: two numbers, in float64 at most."""
 
 
@@ -154,7 +154,7 @@ def with_unknown_loss(graph: Graph, *, reserved_bytes: int, held_bytes: int = 0)
         name=LOSS,
         op="the loss, computed by the caller",
         inputs=tuple(name for name in graph.outputs if name in forward),
-        outputs=(*tangents, _VALUE),
+        outputs=(*tangents, _LOSS_VALUE),
         time_s=0.0,
         workspace_bytes=reserved_bytes - held_bytes,
         phase="outside",
@@ -163,11 +163,11 @@ def with_unknown_loss(graph: Graph, *, reserved_bytes: int, held_bytes: int = 0)
     graph = dataclasses.replace(
         graph,
         nodes=(*graph.forward_nodes, loss, *graph.later_nodes),
-        tensors=(*graph.tensors, Tensor(_VALUE, _VALUE_BYTES, "activation")),
-        outputs=(*graph.outputs, _VALUE),
+        tensors=(*graph.tensors, Tensor(_LOSS_VALUE, _LOSS_VALUE_BYTES, "activation")),
+        outputs=(*graph.outputs, _LOSS_VALUE),
         meta=graph.meta.with_environment(loss="outside"),
     )
-    return with_resident(graph, _HELD, held_bytes)
+    return with_resident(graph, _HELD_BY_LOSS, held_bytes)
 
 
 def with_loss_bytes(graph: Graph, *, reserved_bytes: int, held_bytes: int) -> Graph:
@@ -178,9 +178,9 @@ def with_loss_bytes(graph: Graph, *, reserved_bytes: int, held_bytes: int) -> Gr
         else node
         for node in graph.nodes
     )
-    tensors = tuple(tensor for tensor in graph.tensors if tensor.name != _HELD)
+    tensors = tuple(tensor for tensor in graph.tensors if tensor.name != _HELD_BY_LOSS)
     return with_resident(
-        dataclasses.replace(graph, nodes=nodes, tensors=tensors), _HELD, held_bytes
+        dataclasses.replace(graph, nodes=nodes, tensors=tensors), _HELD_BY_LOSS, held_bytes
     )
 
 
@@ -188,14 +188,14 @@ def with_dropped_outputs(graph: Graph, names: Sequence[str]) -> Graph:
     """The step of a caller that drops these outputs of the model between computing the loss and the
     backward pass."""
     later, kept = graph.later_nodes, set(graph.outputs)
-    of_loss = (at for at, node in enumerate(later) if node.phase == "outside")
-    computed = max((at for at in of_loss if kept.intersection(later[at].outputs)), default=-1)
+    loss_positions = (at for at, node in enumerate(later) if node.phase == "outside")
+    last = max((at for at in loss_positions if kept.intersection(later[at].outputs)), default=-1)
     # the node reads all outputs of the model, dropped or not, for `Graph.returned`
     drop = Node(DROP, "outputs, dropped by the caller", graph.returned, (), 0.0)
     drop = dataclasses.replace(drop, phase="outside", recomputable=False)
     return dataclasses.replace(
         graph,
-        nodes=(*graph.forward_nodes, *later[: computed + 1], drop, *later[computed + 1 :]),
+        nodes=(*graph.forward_nodes, *later[: last + 1], drop, *later[last + 1 :]),
         outputs=tuple(name for name in graph.outputs if name not in names),
     )
 

@@ -33,7 +33,7 @@ _PRODUCTS = {
     f"aten.{name}"
     for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_grouped_mm")
 }
-_WITH_PRODUCTS = re.compile(
+_OTHER_OPS_WITH_PRODUCTS = re.compile(
     r"linear_cross_entropy|chunked|^head_loop\(|^opaque_(forward|backward)\(", re.IGNORECASE
 )
 """Other ops that multiply matrices: loops over chunks of rows; and modules that are planned as one
@@ -48,7 +48,7 @@ def with_device_bytes(graph: Graph, hardware: Hardware | None) -> Graph:
     # If the step multiplies at all, the caller's thread does, and so does autograd's thread in the
     # backward pass, if only to recompute products.
     multiplies = any(
-        node.op.rpartition(".")[0] in _PRODUCTS or _WITH_PRODUCTS.search(node.op)
+        node.op.rpartition(".")[0] in _PRODUCTS or _OTHER_OPS_WITH_PRODUCTS.search(node.op)
         for node in graph.nodes
     )
     n_threads = multiplies * (1 + any(node.phase == "backward" for node in graph.nodes))

@@ -30,9 +30,9 @@ def read_optimizer(given: GivenOptimizer, model: nn.Module) -> torch.optim.Optim
                 f"optimizer is {given!r}, which is not a class of torch.optim; give a name such as "
                 '"AdamW", or the optimizer itself'
             )
-    is_function = is_made_from(made)
+    is_function = is_optimizer_factory(made)
     if is_function:
-        made = _made(made, model)
+        made = _call_factory(made, model)
     while _is_wrapper(made):
         made = made.optimizer
     if not isinstance(made, torch.optim.Optimizer):
@@ -52,7 +52,7 @@ def read_optimizer(given: GivenOptimizer, model: nn.Module) -> torch.optim.Optim
     return made
 
 
-def is_made_from(given: GivenOptimizer) -> bool:
+def is_optimizer_factory(given: GivenOptimizer) -> bool:
     """Whether the optimizer is yet to be made: a name, a class or a function is given."""
     is_optimizer = isinstance(given, torch.optim.Optimizer) or _is_wrapper(given)
     return isinstance(given, str) or (callable(given) and not is_optimizer)
@@ -65,7 +65,7 @@ def _is_wrapper(value: Any) -> bool:
     )
 
 
-def _made(function: Callable[[Any], Any], model: nn.Module) -> Any:
+def _call_factory(function: Callable[[Any], Any], model: nn.Module) -> Any:
     """What the function returns for the trainable parameters or, if that fails, for the model."""
     try:
         return function([p for p in model.parameters() if p.requires_grad])

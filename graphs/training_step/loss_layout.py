@@ -33,15 +33,15 @@ class LossLayout:
 
         layout: as extracted, in which each node makes a tensor of its own.
         """
-        saving = with_saved(layout.nodes, rehearsed.saved)
-        layout = dataclasses.replace(layout, nodes=list(saving))
+        nodes_with_saved = with_saved(layout.nodes, rehearsed.saved)
+        layout = dataclasses.replace(layout, nodes=list(nodes_with_saved))
         final = _final_names(layout, rehearsed.in_place)
         nodes = []
         for node in layout.nodes:  # an output that is now the same tensor as an input is dropped
             inputs = tuple(dict.fromkeys(final.get(name, name) for name in node.inputs))
             outputs = (final.get(name, name) for name in node.outputs)
-            made = tuple(name for name in outputs if name not in inputs)
-            nodes.append(dataclasses.replace(node, inputs=inputs, outputs=made))
+            new_outputs = tuple(name for name in outputs if name not in inputs)
+            nodes.append(dataclasses.replace(node, inputs=inputs, outputs=new_outputs))
         storage = {node: final.get(name, name) for node, name in layout.storage.items()}
         tensors = [tensor for tensor in layout.tensors if tensor.name not in final]
         dropped = {final.get(name, name): node for name, node in rehearsed.dropped.items()}

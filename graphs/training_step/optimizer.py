@@ -32,7 +32,7 @@ from graphs.training_step.given_optimizer import GivenOptimizer, read_optimizer
 from graphs.training_step.state_buckets import (
     Figures,
     bucket_figures,
-    trained,
+    trained_parameters,
     why_state_stays,
 )
 
@@ -42,7 +42,7 @@ _NOT_COPIED = ("state", "param_groups", "step", *_HOOKS)
 """Attributes that are not copied to the twin; "step" is a scheduler's wrapper, bound to the user's
 optimizer."""
 
-_READ_FROM_TENSORS = {True: 1000.0, False: 1000}
+_VALUES_READ = {True: 1000.0, False: 1000}
 """The value that a step reads from a fake tensor (its step count): for floating-point tensors, and
 for others. It is large, as in most of training: RAdam and ASGD allocate more after their first few
 steps."""
@@ -100,7 +100,7 @@ def optimizer_costs(
                 twin.state.clear()
                 for group, n_elements in zip(twin.param_groups, parts, strict=True):
                     flat = torch.empty(n_elements, dtype=torch.float32, device="meta")
-                    group["params"] = [_fake(flat, device, trained=True)]
+                    group["params"] = [_fake_like(flat, device, is_trained=True)]
             with _StepTracker(lambda _call: Cost(0.0)):  # the first step creates the state; it is
                 _step(twin)  # not measured
 
@@ -109,30 +109,32 @@ def optimizer_costs(
                     _step(twin)
                 return tracker.peak_bytes, tracker.time_s
 
-            whole = step()
+            all_figures = step()
             storages = {
                 item.untyped_storage()._cdata: item.untyped_storage().nbytes()
                 for item in pytree.tree_leaves(list(twin.state.values()))
                 if isinstance(item, torch.Tensor) and item.device.type == device.type
             }
             state_bytes = sum(storages.values())
-            found = {
+            figures_of_all = {
                 "name": name,
                 "state_bytes": state_bytes,
-                "workspace_bytes": whole[0],
-                "time_s": whole[1],
+                "workspace_bytes": all_figures[0],
+                "time_s": all_figures[1],
             }
             reason = (
                 "it is sharded" if n_ranks > 1 or parts is not None else why_state_stays(optimizer)
             )
             if reason:
-                return {**found, "state_stays": reason}
+                return {**figures_of_all, "state_stays": reason}
             names = {id(parameter): name for name, parameter in model.named_parameters()}
-            trains = [names.get(id(parameter), "") for _, parameter in trained(optimizer)]
-            figures = bucket_figures(twin, step, whole=whole, state_bytes=state_bytes)
-            return found | figures | {"trains": trains}
+            trains = [
+                names.get(id(parameter), "") for _, parameter in trained_parameters(optimizer)
+            ]
+            figures = bucket_figures(twin, step, whole=all_figures, state_bytes=state_bytes)
+            return figures_of_all | figures | {"trains": trains}
     except Exception as error:
-        if words := _other_dtype(optimizer):
+        if words := _changed_dtype_message(optimizer):
             raise TraceError(words) from error
         raise TraceError(
             f"the optimizer {name} cannot step on fake tensors "
@@ -141,7 +143,7 @@ def optimizer_costs(
         ) from error
 
 
-def _other_dtype(optimizer: torch.optim.Optimizer) -> str:
+def _changed_dtype_message(optimizer: torch.optim.Optimizer) -> str:
     """The error message for parameters that have changed their dtype since the optimizer created
     their state; "" if none has.
 
@@ -168,37 +170,37 @@ def _other_dtype(optimizer: torch.optim.Optimizer) -> str:
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise TraceError if the optimizer has only parameters of another model or of a copy; warn if
     it has some of this model and some others."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    own = {id(p) for p in model.parameters()}
-    n_own = sum(id(p) in own for p in held)
-    if not held or not own or n_own == len(held):
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    model_ids = {id(p) for p in model.parameters()}
+    n_own = sum(id(p) in model_ids for p in optimized)
+    if not optimized or not model_ids or n_own == len(optimized):
         return
     name, title = type(optimizer).__name__, type(model).__name__
     if n_own == 0:
         raise TraceError(
-            f"the optimizer {name} has none of this {title}'s parameters; its {len(held)} are "
+            f"the optimizer {name} has none of this {title}'s parameters; its {len(optimized)} are "
             f"those of another model or of a copy. Create it for the model that is planned: "
             f"{name}(model.parameters())"
         )
     warn(
-        f"the optimizer {name} has {n_own} parameters of this {title} and {len(held) - n_own} "
+        f"the optimizer {name} has {n_own} parameters of this {title} and {len(optimized) - n_own} "
         "others; the state of the others is counted, but not their bytes and gradients"
     )
 
 
 def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """A new optimizer of the same class, parameters and options, as before its first step."""
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in held}
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters}
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = other
-    own = copy.deepcopy(_without(optimizer.__dict__, *_NOT_COPIED), memo)
+    attributes = copy.deepcopy(_without(optimizer.__dict__, *_NOT_COPIED), memo)
     groups = copy.deepcopy(optimizer.param_groups, memo)
-    other.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})
+    other.__setstate__({**attributes, "state": defaultdict(dict), "param_groups": groups})
     return other
 
 
-def together(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def combined_figures(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The figures of several optimizers that step one after the other, as one; None if there are
     none.
 
@@ -233,7 +235,7 @@ def _twin(
     """An optimizer of the same class and options on fake parameters with gradients."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     fakes = {
-        id(p): _fake(_shard(local_part(p), n_ranks), device, trained=p.requires_grad)
+        id(p): _fake_like(_shard(local_part(p), n_ranks), device, is_trained=p.requires_grad)
         for group in optimizer.param_groups
         for p in group["params"]
     }
@@ -241,12 +243,12 @@ def _twin(
     with FakeCopyMode(mode):
         groups = [
             {
-                **_options(copy.deepcopy(_without(group, "params"), memo), foreach=foreach),
+                **_with_foreach(copy.deepcopy(_without(group, "params"), memo), foreach=foreach),
                 "params": [fakes[id(p)] for p in group["params"]],
             }
             for group in optimizer.param_groups
         ]
-        own = copy.deepcopy(_without(optimizer.__dict__, *_NOT_COPIED), memo)
+        attributes = copy.deepcopy(_without(optimizer.__dict__, *_NOT_COPIED), memo)
     state: dict[Any, Any] = defaultdict(dict)
     for parameter, kept in optimizer.state.items():  # some create their state when constructed
         shape = getattr(parameter, "shape", None)
@@ -254,12 +256,12 @@ def _twin(
         def fake_state(tensor: torch.Tensor, shape: Any = shape) -> torch.Tensor:
             part = local_part(_shard(tensor, n_ranks) if tensor.shape == shape else tensor)
             # step counts on the host stay there
-            stays = tensor.dim() == 0 and tensor.device.type == "cpu"
-            return strided_like(part, tensor.device if stays else device)
+            stays_on_host = tensor.dim() == 0 and tensor.device.type == "cpu"
+            return strided_like(part, tensor.device if stays_on_host else device)
 
         key = fakes.get(id(parameter), parameter)
         state[key] = pytree.tree_map_only(torch.Tensor, fake_state, kept)
-    twin.__setstate__({**own, "state": state, "param_groups": groups})
+    twin.__setstate__({**attributes, "state": state, "param_groups": groups})
     return twin
 
 
@@ -267,17 +269,17 @@ def _without(items: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in items.items() if key not in keys}
 
 
-def _options(options: dict[str, Any], *, foreach: bool) -> dict[str, Any]:
+def _with_foreach(options: dict[str, Any], *, foreach: bool) -> dict[str, Any]:
     """The options of a group, with foreach set if CUDA would choose it and they leave it open.
 
     On CUDA, torch chooses foreach unless the step is differentiable, or the learning rate is a
     tensor without `capturable`.
     """
-    is_open = options.get("foreach", False) is None and not options.get("fused")
+    leaves_foreach_open = options.get("foreach", False) is None and not options.get("fused")
     needs_loop = options.get("differentiable") or (
         isinstance(options.get("lr"), torch.Tensor) and not options.get("capturable")
     )
-    if foreach and is_open and not needs_loop:
+    if foreach and leaves_foreach_open and not needs_loop:
         options["foreach"] = True
     return options
 
@@ -290,13 +292,13 @@ def _shard(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def _fake(parameter: torch.Tensor, device: torch.device, *, trained: bool) -> nn.Parameter:
+def _fake_like(parameter: torch.Tensor, device: torch.device, *, is_trained: bool) -> nn.Parameter:
     """A fake parameter like the given one.
 
-    trained: whether it requires a gradient, and has one.
+    is_trained: whether it requires a gradient, and has one.
     """
-    fake = nn.Parameter(strided_like(parameter, device), requires_grad=trained)
-    if trained:
+    fake = nn.Parameter(strided_like(parameter, device), requires_grad=is_trained)
+    if is_trained:
         fake.grad = strided_like(parameter, device)
     return fake
 
@@ -309,5 +311,5 @@ class _StepTracker(Tracker):
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
-            return dtype != torch.bool and _READ_FROM_TENSORS[dtype.is_floating_point]
+            return dtype != torch.bool and _VALUES_READ[dtype.is_floating_point]
         return super().__torch_dispatch__(func, types, args, kwargs)

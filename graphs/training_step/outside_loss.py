@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from graphs.capture import Capture, Layout, capture, extract, fake_output, rehearse
 from graphs.costs import Cost
-from graphs.graph import Graph, Node, held_by_functions
+from graphs.graph import Graph, Node, with_function_lifetimes
 from graphs.model_calls import Call, TraceError, find_loss, nested, same_strides, strided_like
 from graphs.training_step.loss_layout import LossLayout
 
@@ -34,7 +34,7 @@ class MetaOutputs:
 
     def __init__(self, model: nn.Module, call: Call, *, device: torch.device) -> None:
         flat, self._spec = nested.flatten(fake_output(model, call, device=device))
-        self._flat = flat = nested.once(flat)
+        self._flat = flat = nested.with_repeats_marked(flat)
         self.positions = [i for i, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         self.tensors = [
             strided_like(flat[i], "meta").requires_grad_(flat[i].requires_grad)
@@ -46,9 +46,9 @@ class MetaOutputs:
         function may modify it."""
         values = iter(tensors)
         flat = [next(values) if isinstance(x, torch.Tensor) else x for x in self._flat]
-        return nested.unflatten(nested.in_all_places(flat), self._spec)
+        return nested.unflatten(nested.with_repeats_restored(flat), self._spec)
 
-    def returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
+    def index_returned_by(self, loss: Callable[[Any, Any], torch.Tensor], batch: Any) -> int | None:
         """The index of the flat output that the loss function returns unchanged, as `lambda output,
         batch: output.loss` does; None if it computes something.
         """
@@ -95,10 +95,10 @@ class OutsideLoss:
 
     def gradient_outputs(self) -> tuple[int, ...]:
         """Indices of the model's flat outputs that get a gradient from the loss."""
-        handed = self._handed()
-        return tuple(p for i, p in enumerate(self._positions) if i in handed)
+        with_gradient = self._input_gradients()
+        return tuple(p for i, p in enumerate(self._positions) if i in with_gradient)
 
-    def _handed(self) -> dict[int, fx.Node]:
+    def _input_gradients(self) -> dict[int, fx.Node]:
         """Index of a tensor input of the loss -> fx node of the gradient that the loss returns."""
         return {
             self.captured.sources[node].index: gradient
@@ -123,7 +123,7 @@ class OutsideLoss:
             found[self._positions[source.index]] = tuple(made.stride())
         return found
 
-    def extracted(self, *, cost: Callable[[fx.Node], Cost]) -> LossLayout:
+    def extract_layout(self, *, cost: Callable[[fx.Node], Cost]) -> LossLayout:
         """The nodes of the loss as the caller runs them, which is in eager mode even if the model
         runs a plan."""
         plain = extract(self.captured, cost=cost)
@@ -134,21 +134,21 @@ class OutsideLoss:
         """The model's graph with the nodes of the loss inserted after its forward nodes.
 
         graph, captured, layout: the model's graph, traced program and layout.
-        loss: as `extracted` returns it.
+        loss: as `extract_layout` returns it.
         """
         loss_layout = loss.layout
-        names = self._names(captured, layout, loss_layout)
+        names = self._new_names(captured, layout, loss_layout)
         # first rename tensors of the loss to those of the model, then its gradients to tangents
-        outside = [_renamed(node, names) for node in loss_layout.nodes]
+        outside = [_as_outside_node(node, names) for node in loss_layout.nodes]
         made = {name for node in outside for name in node.outputs}
-        tangents, copies = self._hand_back(captured, loss_layout, names, made, graph)
+        tangents, copies = self._match_tangents(captured, loss_layout, names, made, graph)
         functions = ([PREFIX + name for name in each] for each in loss_layout.functions.values())
-        outside = [_renamed(node, tangents) for node in outside]
+        outside = [_as_outside_node(node, tangents) for node in outside]
         dropped = {
             tangents.get(names[tensor], names[tensor]): PREFIX + node
             for tensor, node in loss.dropped.items()
         }
-        outside = [*held_by_functions(outside, functions, dropped=dropped), *copies]
+        outside = [*with_function_lifetimes(outside, functions, dropped=dropped), *copies]
         known = {tensor.name for tensor in graph.tensors}
         dtypes = {dtype: list(found) for dtype, found in graph.meta.dtypes.items()}
         extra = []
@@ -169,7 +169,7 @@ class OutsideLoss:
             meta=dataclasses.replace(graph.meta, dtypes=dtypes).with_environment(loss="outside"),
         )
 
-    def _names(self, captured: Capture, layout: Layout, loss_layout: Layout) -> dict[str, str]:
+    def _new_names(self, captured: Capture, layout: Layout, loss_layout: Layout) -> dict[str, str]:
         """Tensor of the loss -> its name in the whole graph: that of a model output or of a tensor
         of the batch, or a new one."""
         names = {t.name: PREFIX + t.name for t in loss_layout.tensors}
@@ -191,7 +191,7 @@ class OutsideLoss:
                 names[loss_layout.storage[node]] = batch[index]
         return names
 
-    def _hand_back(
+    def _match_tangents(
         self,
         captured: Capture,
         loss_layout: Layout,
@@ -207,26 +207,24 @@ class OutsideLoss:
 
         made: tensors that nodes of the loss make.
         """
-        handed = self._handed()
+        gradients = self._input_gradients()
         sizes = {names[t.name]: t.size_bytes for t in loss_layout.tensors}
         positions = {p: i for i, p in enumerate(self._positions)}
         renamed: dict[str, str] = {}
         copies: list[Node] = []
         for position, placeholder in captured.tangents.items():
-            node = handed[positions[position]]
+            node = gradients[positions[position]]
             gradient = names[loss_layout.storage[node]]
             size_bytes = graph.tensor_by_name[placeholder.name].size_bytes
-            own, wanted = node.meta["val"], placeholder.meta["val"]
-            is_laid_out = same_strides(wanted.shape, own.stride(), wanted.stride())
-            is_whole = sizes[gradient] == size_bytes
-            if gradient in made and gradient not in renamed and is_laid_out and is_whole:
+            value, tangent = node.meta["val"], placeholder.meta["val"]
+            same_layout = same_strides(tangent.shape, value.stride(), tangent.stride())
+            same_bytes = sizes[gradient] == size_bytes
+            if gradient in made and gradient not in renamed and same_layout and same_bytes:
                 renamed[gradient] = placeholder.name
                 continue
             name = f"{PREFIX}contiguous_{placeholder.name}"
-            read, made_here = (renamed.get(gradient, gradient),), (placeholder.name,)
-            copies.append(
-                Node(name, "aten.clone.default", read, made_here, 0.0, 0, "outside", False)
-            )
+            read, written = (renamed.get(gradient, gradient),), (placeholder.name,)
+            copies.append(Node(name, "aten.clone.default", read, written, 0.0, 0, "outside", False))
         return renamed, copies
 
 
@@ -251,7 +249,7 @@ class LossFunction(nn.Module):
         return value
 
 
-def _renamed(node: Node, names: dict[str, str]) -> Node:
+def _as_outside_node(node: Node, names: dict[str, str]) -> Node:
     """The node as one of phase "outside", with a prefixed name and renamed tensors."""
     outside = node.phase == "outside"
     return dataclasses.replace(

@@ -36,12 +36,12 @@ def why_state_stays(optimizer: optim.Optimizer) -> str:
         return f"{name} is not one of torch's optimizers that step each parameter by itself"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was made with differentiable=True"
-    if any(hasattr(parameter, "device_mesh") for _, parameter in trained(optimizer)):
+    if any(hasattr(parameter, "device_mesh") for _, parameter in trained_parameters(optimizer)):
         return "its parameters are sharded"
     return ""
 
 
-def trained(optimizer: optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
+def trained_parameters(optimizer: optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """(group, parameter) for each parameter that the optimizer trains, in its own order."""
     return [
         (group, parameter)
@@ -51,7 +51,7 @@ def trained(optimizer: optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tens
     ]
 
 
-def of_buckets(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def movable_state(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) for the tensors of a parameter's state that leave the device; scalars and
     sparse tensors stay."""
     for name, value in state.items():
@@ -77,41 +77,41 @@ def bucket_figures(
     whole: these figures for all of its parameters.
     state_bytes: bytes of all its state.
     """
-    pairs = trained(twin)
-    sizes = [[v.nbytes for _, v in of_buckets(twin.state[p])] for _, p in pairs]
-    left_bytes = [sum(map(aligned, each)) for each in sizes]
-    if not any(left_bytes):
+    pairs = trained_parameters(twin)
+    sizes = [[v.nbytes for _, v in movable_state(twin.state[p])] for _, p in pairs]
+    leaving_bytes = [sum(map(aligned, each)) for each in sizes]
+    if not any(leaving_bytes):
         return {"state_stays": f"{type(twin).__name__} keeps no state that can leave the device"}
-    most_bytes = max(sum(left_bytes) // N_BUCKETS, LEAST_BUCKET_BYTES, *left_bytes)
+    most_bytes = max(sum(leaving_bytes) // N_BUCKETS, LEAST_BUCKET_BYTES, *leaving_bytes)
     # the figures of each parameter alone; equal ones in the same group are stepped only once
     figures: list[Figures] = []
-    known: dict[Any, Figures] = {}
+    figures_by_key: dict[Any, Figures] = {}
     groups = twin.param_groups
     try:
         for group, parameter in pairs:
             key = id(group), parameter.shape, parameter.stride(), parameter.dtype
-            if key not in known:
+            if key not in figures_by_key:
                 twin.param_groups = [{**group, "params": [parameter]}]
-                known[key] = step()
-            figures.append(known[key])
+                figures_by_key[key] = step()
+            figures.append(figures_by_key[key])
     finally:
         twin.param_groups = groups
     buckets: list[list[Any]] = []
-    before_bytes = 0
+    previous_bytes = 0
     for (group, _), size_bytes, (work_bytes, time_s) in zip(
-        pairs, left_bytes, figures, strict=True
+        pairs, leaving_bytes, figures, strict=True
     ):
         if not buckets or buckets[-1][1] + size_bytes > most_bytes:
             buckets.append([0, 0, 0, 0.0])
-            before_bytes = 0
+            previous_bytes = 0
         # foreach steps all parameters of a bucket at once; a loop may, while it steps one, still
         # hold the temporaries of the one before
-        in_turn = max(buckets[-1][2], before_bytes + work_bytes)
-        at_once = buckets[-1][2] + work_bytes
+        in_turn_bytes = max(buckets[-1][2], previous_bytes + work_bytes)
+        at_once_bytes = buckets[-1][2] + work_bytes
         buckets[-1][0] += 1
         buckets[-1][1] += size_bytes
-        buckets[-1][2] = min(at_once if group.get("foreach") else in_turn, whole[0])
+        buckets[-1][2] = min(at_once_bytes if group.get("foreach") else in_turn_bytes, whole[0])
         buckets[-1][3] += time_s
-        before_bytes = work_bytes
+        previous_bytes = work_bytes
     kept_bytes = state_bytes - sum(map(sum, sizes))
     return {"buckets": buckets, "kept_state_bytes": kept_bytes}

@@ -38,7 +38,7 @@ from graphs.graph import Graph, Tensor
 
 DEFAULT_BUCKET_ELEMENTS = 500_000_000
 """The default of `reduce_bucket_size`."""
-_DEFAULTS: Mapping[str, Any] = {
+_SUPPORTED_OPTIONS: Mapping[str, Any] = {
     "contiguous_gradients": True,
     "round_robin_gradients": False,
     "parameter_alignment": False,
@@ -55,7 +55,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "memory_efficient_linear": True,
 }
 """Option in `zero_optimization` -> the only value that is supported; others take other memory."""
-_GATHERS = {
+_GATHER_DEFAULTS = {
     "max_live_parameters": 1_000_000_000,
     "max_reuse_distance": 1_000_000_000,
     "prefetch_bucket_size": 50_000_000,
@@ -63,10 +63,10 @@ _GATHERS = {
 }
 _WIDEST_BYTES = 16
 """Bytes per element of the widest dtype, complex128."""
-_SECTIONS = ("fp16", "torch_autocast", "amp")
+_UNSUPPORTED_SECTIONS = ("fp16", "torch_autocast", "amp")
 TAKES = "gradient taken"
 """The op of nodes that copy a gradient into a bucket, after which the gradient is freed."""
-_OWN, _BUCKETS = "zero: gradients of the rank's part", "zero: buckets"
+_OWN_GRADIENTS, _BUCKETS = "zero: gradients of the rank's part", "zero: buckets"
 
 
 class ZeroError(ValueError):
@@ -108,19 +108,19 @@ class Zero:
             raise ZeroError(f"n_ranks is {self.n_ranks!r}; expected a whole number of at least 2")
         if isinstance(stage, bool) or stage not in (1, 2, 3):
             raise ZeroError(f"stage is {stage!r}; expected 1, 2 or 3")
-        self._check(config, options)
+        self._check_settings(config, options)
 
-    def _check(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def _check_settings(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Raise ZeroError for settings that cannot be planned."""
-        for name, planned in _DEFAULTS.items():
-            if options.get(name, planned) not in (planned, None):
+        for name, supported in _SUPPORTED_OPTIONS.items():
+            if options.get(name, supported) not in (supported, None):
                 raise ZeroError(f"zero_optimization.{name} is not supported; leave it out")
-        for name in _SECTIONS:
-            if self._is_on(name):
+        for name in _UNSUPPORTED_SECTIONS:
+            if self._is_enabled(name):
                 raise ZeroError(f"{name} is not supported; train in float32, or with bf16")
-        section = config.get("bf16", {})
-        if others := sorted(set(section) - {"enabled", "check_grad_overflow"}):
-            raise ZeroError(f"bf16.{others[0]} is not supported; leave it out")
+        bf16_options = config.get("bf16", {})
+        if unsupported := sorted(set(bf16_options) - {"enabled", "check_grad_overflow"}):
+            raise ZeroError(f"bf16.{unsupported[0]} is not supported; leave it out")
         if config.get("gradient_accumulation_steps", 1) != 1:
             raise ZeroError(
                 "gradient_accumulation_steps is not supported; set it to 1, and add the bytes of "
@@ -134,7 +134,7 @@ class Zero:
             if n_elements < least:
                 raise ZeroError(f"{name} is {n_elements}; expected at least {least}")
 
-    def _is_on(self, section: str) -> bool:
+    def _is_enabled(self, section: str) -> bool:
         assert isinstance(self.config, Mapping)
         found = self.config.get(section, {})
         return isinstance(found, Mapping) and found.get("enabled") is True
@@ -154,20 +154,20 @@ class Zero:
         name: the dtype of the trained parameters, such as "float32".
         """
         assert isinstance(self.config, Mapping)
-        asked = {
-            "bf16.enabled": "bfloat16" if self._is_on("bf16") else None,
+        requested = {
+            "bf16.enabled": "bfloat16" if self._is_enabled("bf16") else None,
             "data_types.grad_accum_dtype": self.config.get("data_types", {}).get(
                 "grad_accum_dtype"
             ),
             "communication_data_type": self.config.get("communication_data_type"),
         }
-        short = {"bfloat16": "bf16", "float32": "fp32"}
-        if name not in short:
+        short_names = {"bfloat16": "bf16", "float32": "fp32"}
+        if name not in short_names:
             raise ZeroError(
                 f"parameters in {name} are not supported; use float32, or bfloat16 with bf16"
             )
-        for option, value in asked.items():
-            if value not in (None, name, short[name]):
+        for option, value in requested.items():
+            if value not in (None, name, short_names[name]):
                 raise ZeroError(
                     f"{option} asks for {value}, but the parameters are in {name}; give the model "
                     "in the dtype in which the engine trains it, and no other in the config"
@@ -184,7 +184,7 @@ class Zero:
         """The settings of stage 3 that limit how many parameters are whole at once, in elements."""
         return {
             name: self._option(f"stage3_{name}", name, default=default)
-            for name, default in _GATHERS.items()
+            for name, default in _GATHER_DEFAULTS.items()
         }
 
     @property
@@ -221,41 +221,41 @@ def with_zero(graph: Graph, figures: Mapping[str, Any] | None) -> Graph:
         dataclasses.replace(node, workspace_bytes=reduced_bytes) if node.op == TAKES else node
         for node in graph.nodes
     )
-    held = (
-        Tensor(_OWN, int(figures["own_bytes"]), "gradient"),
+    engine_tensors = (
+        Tensor(_OWN_GRADIENTS, int(figures["own_bytes"]), "gradient"),
         Tensor(_BUCKETS, int(figures["bucket_bytes"]), "buffer"),
     )
     if figures["stage"] == 3:
-        graph = _with_parts(graph, figures)
+        graph = _with_rank_parts(graph, figures)
     return dataclasses.replace(
         graph,
         nodes=nodes,
-        tensors=(*graph.tensors, *(tensor for tensor in held if tensor.size_bytes)),
+        tensors=(*graph.tensors, *(tensor for tensor in engine_tensors if tensor.size_bytes)),
         meta=graph.meta.with_environment(zero=dict(figures)),
     )
 
 
-def _with_parts(graph: Graph, figures: Mapping[str, Any]) -> Graph:
+def _with_rank_parts(graph: Graph, figures: Mapping[str, Any]) -> Graph:
     """For stage 3: parameters shrink to the rank's parts, and whole and gathered parameters are
     added as resident tensors."""
     n_ranks = int(figures["n_ranks"])
     layout = graph.meta.parameter_layout.values()
     element_bytes = {entry["tensor"]: int(entry["element_bytes"]) for entry in layout}
 
-    def part(tensor: Tensor) -> Tensor:
+    def rank_part(tensor: Tensor) -> Tensor:
         if tensor.kind != "parameter" or tensor.name in graph.producer:
             return tensor
         # of unknown dtype: assume the widest, which rounds up the most
-        each = element_bytes.get(tensor.name, _WIDEST_BYTES)
+        each_bytes = element_bytes.get(tensor.name, _WIDEST_BYTES)
         return dataclasses.replace(
-            tensor, size_bytes=each * -(-tensor.size_bytes // each // n_ranks)
+            tensor, size_bytes=each_bytes * -(-tensor.size_bytes // each_bytes // n_ranks)
         )
 
-    beside = (
+    added = (
         Tensor("zero: whole parameters", int(figures["whole_bytes"]), "parameter"),
         Tensor("zero: gathered parameters", int(figures["gathered_bytes"]), "buffer"),
     )
-    return dataclasses.replace(graph, tensors=(*map(part, graph.tensors), *beside))
+    return dataclasses.replace(graph, tensors=(*map(rank_part, graph.tensors), *added))
 
 
 def zero_figures(
@@ -292,21 +292,21 @@ def zero_figures(
     held_bytes = 0 if is_one_bucket or not zero.frees_gradients else own_bytes
     counted_bytes = bucket_bytes + held_bytes
     # what each moment of the optimizer's step takes; the graph already counts counted_bytes of it
-    moments = [own_bytes + 8 * min(largest, max(parts))]
+    moments_bytes = [own_bytes + 8 * min(largest, max(parts))]
     if not zero.frees_gradients:
         counted_bytes += n_elements * element_bytes
         # gradients are reduced after the backward pass: those in the bucket are freed, and the
         # rank's are copied from it
         copied_bytes = 0 if is_one_bucket else own_bytes
         copied_bytes += largest * element_bytes if largest > bucket else 0
-        moments.append(counted_bytes + copied_bytes)
+        moments_bytes.append(counted_bytes + copied_bytes)
     else:
-        moments.append(bucket_bytes + own_bytes)
+        moments_bytes.append(bucket_bytes + own_bytes)
     flat_bytes = element_bytes + (4 if element_bytes < 4 else 0)
-    moments.append(own_bytes + max(parts) * flat_bytes)
-    stays_bytes = own_bytes if len(parts) > 1 else 0  # until the last group has stepped
-    moments.append(stays_bytes + 4 * max(parts) + int(optimizer["workspace_bytes"]))
-    moments.append(zero.n_ranks * max(parts) * element_bytes if on_cpu else 0)
+    moments_bytes.append(own_bytes + max(parts) * flat_bytes)
+    kept_bytes = own_bytes if len(parts) > 1 else 0  # until the last group has stepped
+    moments_bytes.append(kept_bytes + 4 * max(parts) + int(optimizer["workspace_bytes"]))
+    moments_bytes.append(zero.n_ranks * max(parts) * element_bytes if on_cpu else 0)
     padding = zero.n_ranks * sum(parts) - n_elements
     state_bytes = int(optimizer["state_bytes"]) + 4 * sum(parts) + padding * element_bytes
     figures = {
@@ -319,7 +319,7 @@ def zero_figures(
     return figures, {
         "name": optimizer["name"],
         "state_bytes": state_bytes,
-        "workspace_bytes": max(0, *(each - counted_bytes for each in moments)),
+        "workspace_bytes": max(0, *(each - counted_bytes for each in moments_bytes)),
         "time_s": optimizer["time_s"],
         "state_stays": "DeepSpeed has it",
     }

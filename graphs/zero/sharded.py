@@ -49,29 +49,29 @@ def sharded_figures(
     element_bytes: bytes of a trained parameter's element.
     """
     trained = [n for group in groups for n in group]
-    every = [*((n, element_bytes) for n in trained), *frozen]
+    sizes = [*((n, element_bytes) for n in trained), *frozen]
     persistence = zero.gathers["param_persistence_threshold"]
-    persistent_bytes = sum(n * each for n, each in every if n <= persistence)
+    persistent_bytes = sum(n * each for n, each in sizes if n <= persistence)
 
     # The settings count elements, all of which may be of the widest dtype.
-    widest_bytes, total_bytes = max(each for _, each in every), sum(n * each for n, each in every)
-    ahead = zero.gathers["max_live_parameters"]
-    kept = max(ahead, zero.gathers["max_reuse_distance"]) + 2 * fetched
-    whole_bytes = min(total_bytes, widest_bytes * kept + persistent_bytes)
-    gathered_bytes = min(total_bytes, widest_bytes * (ahead + 2 * fetched))
+    widest_bytes, total_bytes = max(each for _, each in sizes), sum(n * each for n, each in sizes)
+    most_live = zero.gathers["max_live_parameters"]
+    most_kept = max(most_live, zero.gathers["max_reuse_distance"]) + 2 * fetched
+    whole_bytes = min(total_bytes, widest_bytes * most_kept + persistent_bytes)
+    gathered_bytes = min(total_bytes, widest_bytes * (most_live + 2 * fetched))
     if on_cpu:
-        copied = zero.gathers["prefetch_bucket_size"] + 2 * fetched
-        gathered_bytes += min(total_bytes, widest_bytes * copied)
+        most_copied = zero.gathers["prefetch_bucket_size"] + 2 * fetched
+        gathered_bytes += min(total_bytes, widest_bytes * most_copied)
 
     parts = [sum(zero.shard(n) for n in group) for group in groups]
     bucket, largest = zero.bucket_elements, max(trained)
-    larger = largest if largest > bucket else 0
-    reduced = min(sum(trained), max(bucket, largest)) + zero.n_ranks * len(trained)
-    flat_bytes = zero.n_buckets * element_bytes * reduced * (2 if on_cpu else 1)
-    flat_bytes += 4 * (reduced // zero.n_ranks + len(trained))
-    freed_bytes = whole_bytes + gathered_bytes + element_bytes * larger
+    n_unbucketed = largest if largest > bucket else 0
+    n_reduced = min(sum(trained), max(bucket, largest)) + zero.n_ranks * len(trained)
+    flat_bytes = zero.n_buckets * element_bytes * n_reduced * (2 if on_cpu else 1)
+    flat_bytes += 4 * (n_reduced // zero.n_ranks + len(trained))
+    freed_bytes = whole_bytes + gathered_bytes + element_bytes * n_unbucketed
     part, gradient_bytes = max(parts), 4 + (element_bytes if element_bytes < 4 else 0)
-    moments = (
+    moments_bytes = (
         8 * max(map(zero.shard, trained)),
         gradient_bytes * part,
         4 * part + int(optimizer["workspace_bytes"]),
@@ -82,13 +82,13 @@ def sharded_figures(
         "whole_bytes": whole_bytes,
         "gathered_bytes": gathered_bytes,
         "own_bytes": 4 * sum(parts),
-        "bucket_bytes": element_bytes * (bucket + larger),
+        "bucket_bytes": element_bytes * (bucket + n_unbucketed),
         "reduced_bytes": flat_bytes,
     }
     return figures, {
         "name": optimizer["name"],
         "state_bytes": int(optimizer["state_bytes"]) + 4 * sum(parts),
-        "workspace_bytes": max(0, *(each - freed_bytes for each in moments)),
+        "workspace_bytes": max(0, *(each - freed_bytes for each in moments_bytes)),
         "time_s": optimizer["time_s"],
         "state_stays": "DeepSpeed has it",
     }

@@ -197,7 +197,7 @@ def observe(
         if device.type == "cuda":
             watch.cuda_peaks = CudaPeaks(device)
             run()
-            peaks, watch.cuda_peaks = watch.cuda_peaks.ended(), None
+            peaks, watch.cuda_peaks = watch.cuda_peaks.end(), None
         else:
             with no_garbage(device):
                 peaks = cpu_peak_bytes_by_part(run)

@@ -70,7 +70,7 @@ class BoundProgram:
         calls = step.layout.calls
         backward = (calls[n.name] for n in step.graph.later_nodes if n.name in calls)
         self._draws_backward = any(map(is_random, backward))
-        self._accumulates = accumulation(step.graph.meta.gradients).of_module
+        self._accumulates = accumulation(step.graph.meta.gradients).to_parameters
         targets = [each.target for each in calls.values()]
         self._opaque = [each.call.random for each in targets if isinstance(each, OpaqueForward)]
 
@@ -208,7 +208,7 @@ class BoundProgram:
             if isinstance(item, fx.Node):  # an input that is returned, or a computed tensor
                 flat[index] = tensors[item] if item in tensors else next(made)
         returned = flat[: self._output_spec.num_leaves]  # the rest are results of checks
-        return nested.unflatten(nested.in_all_places(returned), self._output_spec)
+        return nested.unflatten(nested.with_repeats_restored(returned), self._output_spec)
 
 
 class UnderwayRun:

@@ -206,7 +206,7 @@ class Recorded:
         step = self._step
         inputs = (*call.tensors, *model.parameters())
         outputs = _Replay.apply(self._recordings, step, *inputs)
-        return nested.unflatten(nested.in_all_places(step.filled(outputs)), step.spec)
+        return nested.unflatten(nested.with_repeats_restored(step.filled(outputs)), step.spec)
 
 
 class _RecordedStep:
@@ -266,7 +266,7 @@ class _RecordedStep:
         planned for first."""
         call = Call(list(self.batch), self._call.rest, self._call.spec)
         flat, self.spec = nested.flatten(self._bound.run(self._model, call))
-        flat = nested.once(flat)
+        flat = nested.with_repeats_marked(flat)
         planned = self._bound.gradient_outputs
         at = [index for index, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         self._positions = (*planned, *(index for index in at if index not in planned))

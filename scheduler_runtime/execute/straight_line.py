@@ -263,7 +263,7 @@ class StraightLine:
         for leaf, gradient in gradients:
             copied = self._copies.get(self.layout.gradients.get(leaf, ""))
             self._leaving.append((leaf, self.value(gradient) if copied is None else copied))
-        accumulates = accumulation(self.step.graph.meta.gradients).of_module
+        accumulates = accumulation(self.step.graph.meta.gradients).to_parameters
         started = self.ends[-1] if self.ends else 0
         if accumulates or len(self.graph.nodes) - started >= LEAST_IN_PIECE:
             self._end_piece()

@@ -22,7 +22,7 @@ from graphs.graph import warn
 from graphs.model_calls import as_call, device_of
 from graphs.passes import Passes
 from graphs.rewrites import check_word
-from graphs.training_step import is_made_from, read_optimizer
+from graphs.training_step import is_optimizer_factory, read_optimizer
 from scheduler_runtime.execute import ReplacedForward, has_checkpoints
 from scheduler_runtime.fitting.forward import FittedForward
 from scheduler_runtime.fitting.options import FitError, Fitted, Optimizers, Options
@@ -167,7 +167,7 @@ def fit(
         on_pressure,
         None if passes is None else Passes(passes).n,
     )
-    if len(optimizers) != 1 or is_made_from(several[0]):
+    if len(optimizers) != 1 or is_optimizer_factory(several[0]):
         # to move the state, the step of the one optimizer object is replaced
         if optimizer_state == "host":
             raise ValueError(

@@ -33,7 +33,7 @@ def watch_outputs(output: Any, then: Callable[[tuple[int, ...]], None]) -> None:
     then: gets the indices of the flat outputs (those that are tensors) that the training does not
         hold any more.
     """
-    flat = nested.once(nested.leaves(output))
+    flat = nested.with_repeats_marked(nested.leaves(output))
     returned = {
         index: _Returned(weakref.ref(item), weakref.ref(item.untyped_storage()))
         for index, item in enumerate(flat)

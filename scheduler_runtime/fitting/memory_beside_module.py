@@ -12,7 +12,7 @@ from torch import nn
 from graphs.costs import CostModel
 from graphs.graph import Graph
 from graphs.model_calls import device_of
-from graphs.training_step import optimizer_costs, together, with_optimizer, with_resident
+from graphs.training_step import combined_figures, optimizer_costs, with_optimizer, with_resident
 from scheduler_runtime.measuring import bytes_of, resident_tensors
 from scheduler_runtime.surroundings import Buckets
 
@@ -56,5 +56,5 @@ class Beside:
     def around(self, graph: Graph) -> Graph:
         """Add all of this to the graph of the module."""
         graph = with_resident(graph, "rest_of_the_module", self.rest_bytes)
-        graph = with_optimizer(graph, together(self.optimizers))
+        graph = with_optimizer(graph, combined_figures(self.optimizers))
         return with_resident(graph, "gradient_buckets", self.bucket_bytes)

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from graphs.training_step import aligned, of_buckets, trained, why_state_stays
+from graphs.training_step import aligned, movable_state, trained_parameters, why_state_stays
 from scheduler_runtime.execute import CopyStreams, Done, storage_bytes, streams_for
 from scheduler_runtime.host_memory.parameters import HostParameters
 
@@ -59,7 +59,7 @@ def keep_on_host(
         return
     if reason := why_state_stays(optimizer):
         raise ValueError(f"the plan has the optimizer's state on the host, and {reason}")
-    found = [parameter for _, parameter in trained(optimizer)]
+    found = [parameter for _, parameter in trained_parameters(optimizer)]
     if len(found) != sum(n_parameters):
         raise ValueError(
             f"the plan is for an optimizer that trains {sum(n_parameters)} tensors, and this "
@@ -214,7 +214,7 @@ class _Bucket:
             (parameter, name): tensor
             for parameter in self.parameters
             if parameter in state
-            for name, tensor in of_buckets(state[parameter])
+            for name, tensor in movable_state(state[parameter])
         }
 
     def _store_anew(self, now: _Tensors, streams: CopyStreams) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.graph import Graph
-from graphs.rewrites import Variant, Variants, offered
+from graphs.rewrites import Variant, Variants, allowed_variants
 from graphs.trace import CapturedStep
 from solver.methods import WITHOUT_RECOMPUTATION, KnownPlan, reuse_plan, transfer_schedule
 from solver.schedule import Request, Solution
@@ -49,7 +49,7 @@ def new_plan(
     if known and (found := _reused(step, whole, request, plain, planned=planned, known=known)):
         return NewPlan(found, reused=True)
     graphs = [(whole(each.graph), each.captured) for each in step.variants(planned)]
-    variants = replace(offered(graphs, planned, runs_here=True), plain=plain)
+    variants = replace(allowed_variants(graphs, planned, runs_here=True), plain=plain)
     starts = [
         transfer_schedule(graph, each.schedule)
         for graph in variants.planned
@@ -72,7 +72,7 @@ def _reused(
     @functools.cache
     def alone(variant: Variant) -> Variants:
         both = [(whole(each.graph), each.captured) for each in step.variants([variant])]
-        return replace(offered(both, [variant], runs_here=True), plain=plain)
+        return replace(allowed_variants(both, [variant], runs_here=True), plain=plain)
 
     found: list[Solution] = []
     for each in (WITHOUT_RECOMPUTATION, *known[-N_TRIED:]):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphs.graph import Graph
-from graphs.pipeline import Pipeline, PipelineError, at_place
+from graphs.pipeline import Pipeline, PipelineError, moved_to_stage
 from graphs.rewrites import Variants
 from solver.methods import METHODS
 from solver.plan_analysis.divisions import Part, StageTime
@@ -133,7 +133,8 @@ class PlannedStages:
         place = self._places[part.stage]
         traced, hardware, costs = self._traced(part)
         step = Variants(
-            at_place(traced.plain, place), tuple(at_place(each, place) for each in traced.planned)
+            moved_to_stage(traced.plain, place),
+            tuple(moved_to_stage(each, place) for each in traced.planned),
         )
         request = request_for(step.plain, hardware, costs, is_module=True, **self._request)
         found = attempt(step, request, quick=self._quick)

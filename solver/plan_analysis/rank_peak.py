@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.graph import Graph
-from graphs.pipeline import OF_EACH_STAGE, Pipeline, PipelineError, is_of_other_stages, pipeline_of
+from graphs.pipeline import STAGE_KINDS, Pipeline, PipelineError, is_of_other_stages, pipeline_of
 from solver.schedule import Schedule, Simulation, Solution, n_before_optimizer
 
 
@@ -104,7 +104,7 @@ def resident_by_kind(graph: Graph) -> tuple[Counter[str], Counter[str]]:
     for tensor in graph.resident:
         if tensor.alias_of is not None or is_of_other_stages(tensor.name):
             continue
-        if tensor.kind in OF_EACH_STAGE and not tensor.name.startswith("pipeline."):
+        if tensor.kind in STAGE_KINDS and not tensor.name.startswith("pipeline."):
             of_device = tensor.name in graph.meta.device_bytes
             (beside if of_device else own)[tensor.kind] += tensor.size_bytes
         else:

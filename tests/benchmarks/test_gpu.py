@@ -239,7 +239,7 @@ def test_the_seeds_of_attention_are_taken_from_where_they_are_made(monkeypatch):
         forward = mock.Mock(_schema=schema, return_value=tuple(made.values()))
         packet = mock.Mock(default=forward)
         monkeypatch.setattr(torch.ops.aten, name.removesuffix("_backward"), packet)
-        found = dict(zip(read, seeds.real_seeds(operator, tuple(given.values())), strict=True))
+        found = dict(zip(read, seeds.with_real_seeds(operator, tuple(given.values())), strict=True))
         in_flash = "flash" in name
         seed, offset = ("rng_state", "unused") if in_flash else ("philox_seed", "philox_offset")
         assert found == given | {"philox_seed": made[seed], "philox_offset": made[offset]}
@@ -248,7 +248,7 @@ def test_the_seeds_of_attention_are_taken_from_where_they_are_made(monkeypatch):
         options = {key: given[key] for key in asked}
         options |= {} if in_flash else {"compute_log_sumexp": True}
         assert forward.call_args == mock.call(**options)
-    assert seeds.real_seeds(torch.ops.aten.add.Tensor, (x, x)) == (x, x)
+    assert seeds.with_real_seeds(torch.ops.aten.add.Tensor, (x, x)) == (x, x)
 
 
 def test_fused_attention_on_cuda_is_random_with_dropout_alone():

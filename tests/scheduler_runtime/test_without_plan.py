@@ -435,7 +435,7 @@ def test_verify_tells_a_baseline_that_is_not_the_predicted_one(
     assert found.passed
     assert found.warnings == ()
     monkeypatch.setattr(
-        "graphs.graph.eager_memory.held_by_functions", lambda nodes, *_, **__: tuple(nodes)
+        "graphs.graph.eager_memory.with_function_lifetimes", lambda nodes, *_, **__: tuple(nodes)
     )
     wrong = solve(model, batch, budget="1GB", optimizer=torch.optim.AdamW(model.parameters()))
     with pytest.warns(UserWarning, match="without the plan the measured peak is .* above"):

@@ -122,7 +122,7 @@ class Bench:
             meter = CudaPeaks(self.island.device)
             begin = meter.begin
             step()
-            peaks = meter.ended()
+            peaks = meter.end()
         return Bytes(
             saved_bytes,
             max(0, peaks["forward"] - result_bytes["forward"]),

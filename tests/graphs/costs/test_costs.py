@@ -29,7 +29,7 @@ from graphs.costs.models import (
     Measured,
     OpCall,
     Roofline,
-    _runnable,
+    _runner,
     bytes_moved,
     flops_of,
     from_description,
@@ -317,7 +317,7 @@ def test_grouped_products_are_measured_with_groups_that_hold_something(
     product = call(
         aten._grouped_mm.default, empty(*one, dtype=half), empty(*other, dtype=half), ends
     )
-    assert (_runnable(product, torch.device("cpu"))() > 0).all()
+    assert (_runner(product, torch.device("cpu"))() > 0).all()
 
 
 def test_every_operator_of_a_step_can_be_measured(calls: list[OpCall]) -> None:

@@ -22,7 +22,7 @@ def test_two_sizes_tell_latency_and_rate(monkeypatch: pytest.MonkeyPatch) -> Non
     took = iter([3e-6 + SMALL_BYTES / 4e9, 3e-6 + LARGE_BYTES / 4e9])
     back = iter([5e-6 + SMALL_BYTES / 2e9, 5e-6 + LARGE_BYTES / 2e9])
     both = iter([took, back])
-    monkeypatch.setattr(host_copies, "_seconds", lambda *_: tuple(next(both)))
+    monkeypatch.setattr(host_copies, "_seconds_of_copies", lambda *_: tuple(next(both)))
     found = measured_host_copies(torch.device("cpu"))
     assert found.out_bytes_per_s == pytest.approx(4e9)
     assert found.in_bytes_per_s == pytest.approx(2e9)

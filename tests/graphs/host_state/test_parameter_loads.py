@@ -10,7 +10,7 @@ from graphs.graph import Graph
 from graphs.host_state import (
     host_parameter_bytes,
     host_parameters,
-    may_be_loaded,
+    loadable_parameters,
     parameter_loads,
     parameters_on_host,
     with_state_on_device,
@@ -111,13 +111,13 @@ def test_which_stay():
         graph,
         tensors=(*graph.tensors, dataclasses.replace(graph.tensors[0], name="s", alias_of="w")),
     )
-    assert may_be_loaded(aliased) == ("v",)
+    assert loadable_parameters(aliased) == ("v",)
     returned = dataclasses.replace(graph, outputs=(*graph.outputs, "v"))
-    assert may_be_loaded(returned) == ("w",)
+    assert loadable_parameters(returned) == ("w",)
     nodes = tuple(
         dataclasses.replace(n, phase="outside") if n.name == "h" else n for n in graph.nodes
     )
-    assert may_be_loaded(dataclasses.replace(graph, nodes=nodes)) == ("w",)
+    assert loadable_parameters(dataclasses.replace(graph, nodes=nodes)) == ("w",)
     assert with_state_on_host(graph, out_s=seconds(1), in_s=seconds(1), parameters=("x",)) is None
 
 

@@ -56,7 +56,7 @@ def depends_on_the_chunk(chunks: RowChunks) -> RowChunks:
 def test_a_refused_rewrite_is_noted_and_not_planned(monkeypatch) -> None:
     model, (x, y) = Head(LOSSES["mean"]), batch()
     assert len(trace_variants(model, (x, y)).planned) == 4
-    monkeypatch.setattr(probe, "_same", lambda *form: False)
+    monkeypatch.setattr(probe, "_same_in_chunks", lambda *form: False)
     step = trace_variants(model, (x, y))
     assert [graph.meta.rewrites for graph in step.planned] == [[], ["in_place"]]
     assert any("row chunks" in note for note in step.plain.meta.notes)
@@ -65,7 +65,7 @@ def test_a_refused_rewrite_is_noted_and_not_planned(monkeypatch) -> None:
 @pytest.mark.slow
 def test_the_loss_is_tried_as_it_runs_and_only_where_a_column_is_picked(monkeypatch) -> None:
     tried = []
-    monkeypatch.setattr(probe, "_same_loss", lambda *form: tried.append(form[:3]))
+    monkeypatch.setattr(probe, "_same_loss_of_column", lambda *form: tried.append(form[:3]))
     for dtype in (torch.float32, torch.bfloat16):
         for loss in ("sum", "smoothed"):
             model, (x, y) = Head(LOSSES[loss]).to(dtype), batch()

@@ -145,8 +145,8 @@ def rounding(name: str) -> torch.autograd.graph.saved_tensors_hooks:
     """What eager mode saves is stored by the code, all but what is not made by the forward pass."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        code = Code.of(name, dtype=tensor.dtype, n_numbers=tensor.numel())
-        is_small = tensor.numel() < fewer_bits.LEAST_NUMBERS
+        code = Code.of(name, dtype=tensor.dtype, n_elements=tensor.numel())
+        is_small = tensor.numel() < fewer_bits.LEAST_ELEMENTS
         if code is None or is_small or isinstance(tensor, nn.Parameter) or tensor.is_leaf:
             return tensor
         return there_and_back(code, tensor.contiguous())
@@ -158,7 +158,7 @@ def rounding(name: str) -> torch.autograd.graph.saved_tensors_hooks:
 def test_masks_come_back_with_every_bit(seed: int) -> None:
     torch.manual_seed(seed)
     mask = torch.rand(8 * (1 + 7777 * seed)) < seed / 4
-    code = Code.of("bits", dtype=mask.dtype, n_numbers=mask.numel())
+    code = Code.of("bits", dtype=mask.dtype, n_elements=mask.numel())
     assert code is not None
     assert torch.equal(there_and_back(code, mask), mask)
 
@@ -171,7 +171,7 @@ def test_what_rounding_does(name: str, most: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     numbers = (torch.randn(600, 64) * 10.0 ** torch.randint(-2, 3, (600, 1))).to(dtype)
     numbers[3] = 0
-    code = Code.of(name, dtype=dtype, n_numbers=numbers.numel())
+    code = Code.of(name, dtype=dtype, n_elements=numbers.numel())
     if code is None:
         assert (name, dtype.itemsize) == ("bf16", 2)
         return
@@ -187,8 +187,8 @@ def test_what_rounding_does(name: str, most: float, dtype: torch.dtype) -> None:
 
 
 def test_no_code_for_what_would_not_be_smaller() -> None:
-    def has(name: str, dtype: torch.dtype, n_numbers: int) -> bool:
-        return Code.of(name, dtype=dtype, n_numbers=n_numbers) is not None
+    def has(name: str, dtype: torch.dtype, n_elements: int) -> bool:
+        return Code.of(name, dtype=dtype, n_elements=n_elements) is not None
 
     assert has("int8", torch.bfloat16, 64)
     assert not has("bf16", torch.float16, 64)

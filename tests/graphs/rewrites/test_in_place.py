@@ -16,7 +16,7 @@ from benchmarks.same_bits import solution_of
 from graphs.costs import cpu_peak_bytes
 from graphs.graph import Graph
 from graphs.rewrites import Variants
-from graphs.rewrites.in_place import _overload
+from graphs.rewrites.in_place import _writing_overload
 from graphs.trace import trace
 from scheduler_runtime import apply
 from solver.schedule import Compute, baseline, simulate
@@ -82,7 +82,7 @@ def test_writing_over_an_input_keeps_every_bit_and_allocates_nothing(dtype: torc
         named = {**given, "dtype": dtype}
         rest = [named[item] if isinstance(item, str) else item for item in names]
         expected.append(operator(x.clone(), *rest))
-        overload, keyword = _overload(operator)
+        overload, keyword = _writing_overload(operator)
         assert overload is not None, operator
         calls.append(partial(overload, x, *rest, **({keyword: x} if keyword else {})))
         inputs.append(x)
@@ -99,7 +99,7 @@ def test_writing_over_an_input_keeps_every_bit_and_allocates_nothing(dtype: torc
 
 @pytest.mark.parametrize("operator", LEFT_OUT, ids=str)
 def test_operators_that_compute_first_and_copy_then_are_left_out(operator: Any) -> None:
-    assert _overload(operator) == (None, None)
+    assert _writing_overload(operator) == (None, None)
 
 
 def overwrites(graph: Graph) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from graphs.trace import layers as layers_module
 from graphs.trace import read_layers
-from graphs.trace.known_by import known_by
+from graphs.trace.known_by import trace_key
 
 
 class Part(nn.Module):
@@ -61,7 +61,7 @@ def test_layers_that_are_alike_are_traced_once(
     found = read(layers, batch)
     is_convolution = batch.dim() == 4  # each gets a smaller image
     assert n_traced == (4 if is_convolution else 2)  # what the first one gets has no gradient
-    monkeypatch.setattr(layers_module, "known_by", lambda *_: None)
+    monkeypatch.setattr(layers_module, "trace_key", lambda *_: None)
     assert read(layers, batch) == found
 
 
@@ -111,9 +111,9 @@ CHANGES: dict[str, Callable[[Part], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_tells_layers_apart(change: str) -> None:
     changed, part = Part(), Part()
-    assert known_by(part) == known_by(changed) is not None
+    assert trace_key(part) == trace_key(changed) is not None
     CHANGES[change](changed)
-    assert known_by(part) != known_by(changed)
+    assert trace_key(part) != trace_key(changed)
 
 
 @pytest.mark.parametrize(
@@ -131,5 +131,5 @@ def test_what_tells_layers_apart(change: str) -> None:
 def test_of_what_is_nothing_known(change: Callable[[Part], object]) -> None:
     part = Part()
     change(part)
-    assert known_by(part) is None
-    assert known_by(nn.Sequential(part)) is None
+    assert trace_key(part) is None
+    assert trace_key(nn.Sequential(part)) is None

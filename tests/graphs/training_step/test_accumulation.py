@@ -14,8 +14,8 @@ from graphs.training_step import ACCUMULATE, FRESH, OF_MICRO_BATCHES, accumulati
 def test_each_micro_batch_has_gradients_of_its_own_inputs(
     word: str, of_parameter: bool, of_input: bool
 ) -> None:
-    assert accumulation(word).of("parameter") is of_parameter
-    assert accumulation(word).of("input") is of_input
+    assert accumulation(word).adds_to("parameter") is of_parameter
+    assert accumulation(word).adds_to("input") is of_input
 
 
 def test_another_word_is_refused() -> None:

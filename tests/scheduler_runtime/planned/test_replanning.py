@@ -97,7 +97,7 @@ def test_a_plan_in_row_chunks_is_tried_where_it_runs(
         saved = json.loads(path.read_text())
         saved["environment"]["costs"] = {"model": "roofline", "device": device}
         path.write_text(json.dumps(saved))
-    monkeypatch.setattr(probe, "_same", lambda *form: False)
+    monkeypatch.setattr(probe, "_same_in_chunks", lambda *form: False)
     apply(model, path)
     with pytest.raises(PlanMismatchError, match="made with chunked_loss, and on this device"):
         model(*batch(512))
