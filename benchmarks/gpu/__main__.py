@@ -1,4 +1,4 @@
-"""Check and measure on a GPU all that a CPU cannot show, in one command.
+"""Check and measure on a GPU everything that a CPU cannot show, in one command.
 
     python -m benchmarks.gpu --out DIR --parts smoke    # first: every path once, under 3 minutes
     python -m benchmarks.gpu --out DIR                  # the quick set on the first CUDA device
@@ -6,11 +6,11 @@
     python -m benchmarks.gpu --out DIR --parts ways     # one part
     python -m benchmarks.gpu --out DIR --device cpu     # the same code at small size
 
-DIR/gpu.json holds the machine, versions, commands and figures; a case that is in it is skipped, so
-a run that was stopped continues. The command stops after `--minutes`, a case
-after `--case-minutes`. Each case runs in a process of its own, so that one does not leave memory or
-settings to the next. `--only gpt2 ours` runs the cases with one of these words between slashes for
-each `--only`.
+DIR/gpu.json holds the machine, versions, commands and figures. Cases that are in it are skipped, so
+repeat the command to continue a run that was stopped. The command stops after `--minutes`, each
+case after `--case-minutes`. Each case runs in a separate process, so that it leaves no memory or
+settings to the next. Names of cases are words with slashes between them ("gpt2/ours/0.5").
+`--only gpt2 unet --only ours` runs those that have one of the words of each `--only`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SAVING = threading.Lock()
 BITS_CASES = frozenset(PARTS["bits"].cases(Settings(torch.device("cpu")))) | {
     *("plans", "compile", "recorded", "copies")
 }
-"""Cases that compare bits: cuBLAS is asked for sums in a fixed order."""
+"""Cases that compare bits: cuBLAS must add in a fixed order (CUBLAS_WORKSPACE_CONFIG)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Results:
-    """DIR/gpu.json, written after every case."""
+    """The contents of DIR/gpu.json, which is written after every case."""
 
     def __init__(self, folder: Path, machine: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,13 +125,14 @@ def _run_part(
     arguments: argparse.Namespace,
     deadline_s: float,
 ) -> None:
+    """Run the cases of a part that are chosen and not done yet, `--jobs` at a time."""
     done = results.cases(name)
     begun_s = time.monotonic()
     n_jobs = 1 if PARTS[name].is_alone else arguments.jobs
     chosen = [case for case in PARTS[name].cases(settings) if _is_chosen(case, arguments.only)]
 
     def run(case: str) -> None:
-        first = f"{case.split('/')[0]}/eager"  # budgets are shares of what it finds
+        first = f"{case.split('/')[0]}/eager"  # budgets are shares of its peak, so wait for it
         waits = len(case.split("/")) > 2 and first in chosen
         while waits and first not in done and time.monotonic() < deadline_s:
             time.sleep(0.1)
@@ -154,7 +155,7 @@ def _run_part(
     left = sorted((case for case in chosen if case not in done), key=_order)
     with ThreadPoolExecutor(n_jobs) as pool:
         list(pool.map(run, left))
-    if n_jobs > 1:  # alone, they may have the memory that others had
+    if n_jobs > 1:  # retry what ran out of memory: alone, a case has all of the device
         n_jobs = 1
         for case in [case for case in left if done.get(case, {}).get("status") == OUT_OF_MEMORY]:
             del done[case]
@@ -166,13 +167,14 @@ def _run_part(
 
 
 def _order(case: str) -> int:
-    """Eager first, then what waits for it: its plans are searched while the others are timed."""
+    """Eager cases first, then those that wait for one, so that their plans are searched while the
+    rest is timed."""
     words = case.split("/")
     return 0 if words[-1] == "eager" else 1 if len(words) > 2 else 2
 
 
 def _row(part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """A case's figures; what goes wrong is a row too, so that the others still run."""
+    """Run a case in this process. An exception becomes a row, so that other cases still run."""
     try:
         return part.run(case, settings, earlier)
     except Exception as error:  # noqa: BLE001 - every failure is a row
@@ -184,7 +186,7 @@ def _row(part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]) 
 
 
 def _is_chosen(case: str, only: Sequence[Sequence[str]] | None) -> bool:
-    """Whether each group of words has one that is a word of the case, or all of it."""
+    """Whether each group of `--only` has a word of the case's name, or the whole name."""
     words = [*case.split("/"), case]
     return all(any(word in words for word in group) for group in only or ())
 
@@ -198,6 +200,8 @@ def _in_own_process(
     *,
     n_jobs: int = 1,
 ) -> dict[str, Any]:
+    """Run a case in a child process, for `--case-minutes` or until `left_s` is over. A crash or a
+    timeout becomes a row."""
     limit_s = max(1.0, min(left_s, 60 * arguments.case_minutes))
     options = ["--case", f"{part}:{case}", *(["--full"] if arguments.full else [])]
     variables = _variables(case)
@@ -214,7 +218,7 @@ def _in_own_process(
 
 
 def _variables(case: str) -> dict[str, str]:
-    """What a process must be started with: torch reads it once."""
+    """Environment variables for the case's process; torch reads them once, at its start."""
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case in BITS_CASES else {}
     if case.endswith(EXPANDABLE):
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -228,10 +232,13 @@ def _child(
     given: Mapping[str, Any],
     limit_s: float,
 ) -> tuple[int | None, dict[str, Any] | None, str]:
-    """Exit status (None: out of time), the figures it printed, and its errors.
+    """Run this module in a child process: its exit status (None: out of time), the figures that it
+    printed (None: none) and its stderr.
 
-    Compilers start processes of their own, which would hold a pipe open: so files are written, and
-    the whole group is ended when the time is over.
+    given: figures of earlier cases, sent to its stdin.
+
+    Compilers start processes of their own, which would hold pipes open. So output goes to files,
+    and the whole process group is killed at the time limit.
     """
     command = [
         *(sys.executable, "-m", "benchmarks.gpu", "--out", str(arguments.out)),
@@ -269,7 +276,10 @@ def _child(
 
 
 def _machine(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Queried in another process: a CUDA context in this one would take memory of the card."""
+    """`machine_of` in a child process: a CUDA context in this process would take GPU memory.
+
+    Raises SystemExit if the device cannot be queried.
+    """
     if arguments.in_process or device.type == "cpu":
         return machine_of(device)
     code, found, errors = _child(["--machine"], arguments, {}, {}, 120.0)
@@ -279,14 +289,14 @@ def _machine(device: torch.device, arguments: argparse.Namespace) -> dict[str, A
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
-    """Versions and settings; another value of any of these is another machine."""
+    """Versions and settings. If any of them differs, figures are from another machine."""
     versions = {name: metadata.version(name) for name in ("numpy", "scipy")}
     host = {"python": platform.python_version(), "processor": platform.machine()}
     return {**host, **versions, **circumstances(device)}
 
 
 def table(part: str, cases: Mapping[str, Any]) -> str:
-    """The part's figures, a case a line."""
+    """A table of the part's figures, one line per case."""
     columns = PARTS[part].columns.split()
     rows = []
     for case, row in cases.items():

@@ -1,10 +1,10 @@
-"""Is the step that is traced without a card the one that the card runs?
+"""Check that a step traced for a GPU on a machine without one is the step that the GPU runs.
 
-    python -m benchmarks.gpu.laptop --device h200 --out steps.json    # on a machine without a card
-    python -m benchmarks.gpu.laptop --compare steps.json              # on that card, same torch
+    python -m benchmarks.gpu.laptop --device h200 --out steps.json    # on a machine without a GPU
+    python -m benchmarks.gpu.laptop --compare steps.json              # on that GPU, same torch
 
-Compares every operator and every tensor (name, bytes, inputs, outputs), and what a plan made
-without the card would be refused for.
+Compares every operator (name, op, phase, whether it can be recomputed, inputs, outputs) and every
+tensor (name, bytes, kind, alias). A plan made for one step is refused if the model runs another.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def subjects() -> Iterator[tuple[str, Subject]]:
 
 
 def step_of(subject: Subject, device: str, costs: str) -> Graph:
-    """Traced from a model on the meta device, so that the card holds none."""
+    """The training step with AdamW, traced from a model on the meta device, which takes no memory.
+
+    device: the step's device. costs: name of the hardware for the roofline.
+    """
     with torch.device("meta"):
         model = subject.build().to(dtype=subject.dtype).train()
     batch = tuple(
@@ -50,7 +53,7 @@ def step_of(subject: Subject, device: str, costs: str) -> Graph:
 
 
 def described(graph: Graph) -> dict[str, list[Any]]:
-    """What makes the step: operators with their tensors, and tensors with their bytes."""
+    """The fields of operators and tensors that are compared, for JSON."""
     return {
         "operators": [
             [n.name, n.op, n.phase, n.recomputable, [*n.inputs], [*n.outputs]] for n in graph.nodes

@@ -1,4 +1,4 @@
-"""Operators one by one: their cost measured and by roofline, and the host's time for each."""
+"""Costs of operators, measured and by roofline, and the host's time to launch a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphs.trace import trace
 
 
 class _Both(MeasuredInTurn):
-    """Notes what its roofline says of every call that is measured."""
+    """Measured costs that record, for every call, the measured and the roofline's time."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -30,9 +30,10 @@ class _Both(MeasuredInTurn):
 
 
 def measured_beside_roofline(subject: Subject, device: torch.device) -> dict[str, Any]:
-    """Sums over the step's operators, the ratio, and a real step beside them.
+    """Measured and roofline times, summed over the step's operators, their ratio, the 12 slowest
+    operators, and the time of a real step.
 
-    The model is traced on paper first, so that measuring an operator has the device to itself.
+    The model is traced on the meta device, so that each operator is measured on an empty device.
     """
     with torch.device("meta"):
         model = subject.build().to(dtype=subject.dtype).train()
@@ -78,7 +79,8 @@ class _Counter(TorchDispatchMode):
 
 
 def host_time(step: Callable[[], None], device: torch.device) -> tuple[int, float]:
-    """Operators of a step, and the least seconds until the host has handed all of them over."""
+    """Number of operators in a step, and the seconds that the host takes to launch all of them: the
+    least of five runs."""
     with _Counter() as counter:
         step()
     times_s = []

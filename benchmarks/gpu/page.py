@@ -1,6 +1,8 @@
-"""The page and the plots of a card's committed figures.
+"""Write the Markdown page and the plots of the committed figures of a GPU.
 
-python -m benchmarks.gpu.page benchmarks/results/gpu_h200.json --plots docs
+    python -m benchmarks.gpu.page benchmarks/results/gpu_h200.json --plots docs
+
+The page is written next to the figures.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ def _percent(value: float | None, form: str) -> str:
 
 
 def _most_cases(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each model, the cases of the run that has most of them."""
+    """For each model, the cases of the run that has the most cases of it."""
     by_model: dict[str, dict[str, Any]] = {}
     for run in report["runs"]:
         cases = run["parts"].get("ways", {}).get("cases", {})

@@ -1,8 +1,9 @@
-"""Several cases at once on one card: each has the device to itself while it is timed.
+"""Let several cases share one GPU: each has the device to itself while it is timed.
 
-Planning and tracing need a processor core alone and take most of a case's time, so cases run side
-by side in processes of their own (`--jobs`). Whoever uses the device holds a lock on a file
-meanwhile; compilers, which use it now and then for a minute, share the lock, and timings wait.
+Tracing and planning take most of a case's time and need only a CPU core, so cases run in parallel,
+each in its process (`--jobs`). A process that uses the device holds an exclusive lock on a file.
+While a model is compiled, which uses the device now and then, the lock is shared: several processes
+may compile at once, but nothing is timed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def are_taken() -> bool:
 
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
-    """The device for this process alone; at once where it has it already, or runs alone."""
+    """Wait until this process has the device to itself. Does not wait if it has it already or if
+    there are no other processes."""
     global _held
     if not are_taken() or _held is not None:
         yield
@@ -48,7 +50,7 @@ def turn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def given_up() -> Iterator[None]:
-    """Within a turn: work that does not need the device, or takes turns of its own."""
+    """Within a turn: release the device for work that does not need it or takes its own turns."""
     global _held
     held, _held = _held, None
     if held is not None:
@@ -63,7 +65,7 @@ def given_up() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared() -> Iterator[None]:
-    """Within a turn: work on the device beside that of others, during which nothing is timed."""
+    """Within a turn: use the device while other processes may share it; nothing is timed then."""
     if _held is None:
         yield
         return
@@ -75,7 +77,7 @@ def shared() -> Iterator[None]:
 
 
 class MeasuredInTurn(Measured):
-    """Measured costs, cached on disk, each measured in a turn."""
+    """Measured costs, cached on disk; each measurement takes a turn."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, cache=CostCache(default_cache_file(device), device))

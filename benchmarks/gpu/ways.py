@@ -1,6 +1,6 @@
 """Ways to train a model in less memory, ours and others', behind one signature.
 
-A way prepares a model for a budget and says what it predicts; the model is then called as before.
+A way prepares a model for a budget and returns what it predicts. The caller then runs the model.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ class Prepared:
     """A model prepared for a budget.
 
     call: what to call in place of the model.
-    predicted_bytes, predicted_s, overhead: of the plan, where there is one. planned_bytes: before
-        the allocator rounds up; predicted_reserved_bytes: what it takes from the device.
-    bound: no plan has less overhead.
-    undo: after the measurement.
-    replays: steps are recorded as CUDA graphs.
+    predicted_bytes: peak that the plan predicts; this and what follows is None without a plan.
+    planned_bytes: the same before the allocator rounds sizes up.
+    predicted_reserved_bytes: what the allocator is predicted to reserve on the device.
+    overhead: predicted overhead of the plan.
+    bound: lower bound on the overhead of any plan.
+    predicted_s: predicted time of the step.
+    undo: to call after the measurement.
+    replays: whether steps are recorded as CUDA graphs.
     """
 
     call: Callable[..., Any]
@@ -47,11 +50,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a way is prepared for.
+    """What a way prepares the model for.
 
-    share: of the activations that may be held (None: no budget).
-    budget_bytes: of the whole step, reserve_bytes included.
+    share: the share of the activations that may be live (None: no budget).
+    budget_bytes: for the whole step, reserve_bytes included.
+    optimizer: the one that trains the model (None: plan without one).
     time_limit_s: of each search.
+    backend: of torch.compile.
+    reserve_bytes: part of the budget that plans leave unused.
     """
 
     share: float | None
@@ -63,7 +69,7 @@ class Setting:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of `solve` and `scheduler_runtime.compile`."""
+        """Options for `solve` and `scheduler_runtime.compile`."""
         return {
             "budget": self.budget_bytes,
             "reserve": self.reserve_bytes,
@@ -81,7 +87,10 @@ def eager(model: nn.Module, _batch: Any, _subject: Subject, _setting: Setting) -
 
 
 def _checkpointed(every: int, context: Callable[[], Any] | None = None) -> Way:
-    """torch.utils.checkpoint around each `every`-th block."""
+    """The way that puts torch.utils.checkpoint around each `every`-th block.
+
+    context: `context_fn` of torch.utils.checkpoint.
+    """
 
     def prepare(model: nn.Module, _batch: Any, subject: Subject, _setting: Setting) -> Prepared:
         wrapped = subject.blocks(model)[::every]
@@ -125,15 +134,16 @@ def _to_compile(model: nn.Module, setting: Setting) -> Prepared:
 
 
 def memory_budget(model: nn.Module, batch: Batch, _subject: Subject, setting: Setting) -> Prepared:
-    """torch.compile with its own knob, a share of what its partitioner would save."""
+    """torch.compile with `activation_memory_budget`, a share of what its partitioner would save."""
     prepared = _to_compile(model, setting)
     share = 1.0 if setting.share is None else setting.share
     with torch._functorch.config.patch(activation_memory_budget=share):
-        _compile_now(prepared, model, batch)  # with the knob as it is now
+        _compile_now(prepared, model, batch)  # compilation reads the patched setting
     return prepared
 
 
 def _compile_now(prepared: Prepared, model: nn.Module, batch: Batch) -> None:
+    """Run one forward and backward pass, which compiles both, and drop its memory."""
     with turns.shared():
         prepared.call(*batch).backward()
         for parameter in model.parameters():
@@ -142,8 +152,11 @@ def _compile_now(prepared: Prepared, model: nn.Module, batch: Batch) -> None:
 
 
 def _planned(*, cuda_graph: bool = False, host_budget: str | None = None) -> Way:
+    """The way that applies a plan of `solve`, recorded as a CUDA graph or with copies to the host
+    if wanted."""
+
     def prepare(model: nn.Module, batch: Batch, _subject: Subject, setting: Setting) -> Prepared:
-        # A roofline knows no workspace, and a kept budget needs it.
+        # Measured, because a roofline does not know workspaces, without which budgets are exceeded.
         costs = turns.MeasuredInTurn(batch[0].device)
         with turns.given_up():
             solution = solve(model, batch, costs=costs, host_budget=host_budget, **setting.options)
@@ -204,4 +217,4 @@ WITH_BUDGET = (
     "ours, CUDA graph",
     "ours, compiled",
 )
-"""Those that follow a budget; the others have one point each."""
+"""The ways that follow a budget; each of the others has a single memory-time point."""
