@@ -1,9 +1,9 @@
-"""Peaks and times that others measured on their GPUs, beside this project's predictions.
+"""Compare peaks and times that others measured on their GPUs with this project's predictions.
 
     python -m benchmarks.published                      # the rows in benchmarks/data/published
     python -m benchmarks.published --rows FILE.json     # other rows of the same format
 
-Every row names its source. Nothing was measured for it here.
+Every row names its source. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def main() -> None:
 
 
 def rows_in(files: Iterable[Path]) -> list[Any]:
-    """Of files with a list of rows, or an object that has one under "rows"."""
+    """All rows of these JSON files, each of which has a list of rows or an object with a list under
+    "rows". Exits with a message if one has neither."""
     found: list[Any] = []
     for path in files:
         try:
@@ -56,9 +57,10 @@ def rows_in(files: Iterable[Path]) -> list[Any]:
 
 
 def compared(rows: Iterable[Any], known: Iterable[Row] = ()) -> list[Row]:
-    """Each row with what is predicted for it and how far that is off, or why nothing is.
+    """Each row with the prediction for it and the relative error, or the reason why there is none.
 
-    known: rows that may tell a constant of the others' series.
+    known: further rows. If they are of the same series as one of `rows`, they help to fit the
+        constant of the series; see `_compare_series`.
     """
     results: list[Row] = []
     of_series: defaultdict[str, list[tuple[Row, Prediction]]] = defaultdict(list)
@@ -84,7 +86,7 @@ def compared(rows: Iterable[Any], known: Iterable[Row] = ()) -> list[Row]:
 
 
 def _attempted(row: Any, result: Row) -> Prediction | None:
-    """None: not predicted, with the reason in the result."""
+    """The prediction; None if there is none, with the reason in `result`."""
     try:
         return predicted(row)
     except NotPredictedError as error:
@@ -95,6 +97,7 @@ def _attempted(row: Any, result: Row) -> Prediction | None:
 
 
 def _series(row: Row) -> str:
+    """Rows of one series differ only in `x` and in what was measured."""
     fields = ("op", "provider", "config", "gpu", "metric", "version")
     return json.dumps([row.get(name) for name in fields], sort_keys=True)
 
@@ -106,7 +109,11 @@ def _compare(result: Row, value: float, measured: float) -> None:
 def _compare_series(
     series: list[tuple[Row, Prediction]], told: list[tuple[Row, Prediction]]
 ) -> None:
-    """Rows that share an unknown constant: for each it is the median of what the others miss."""
+    """Compare rows whose predictions lack an unknown constant, the same for the whole series.
+
+    For each row, the constant is the median of measured minus predicted over the rows with another
+    `x`, those of `told` included.
+    """
     for result, prediction in series:
         missing = {
             json.dumps(row["x"], sort_keys=True): each.measured - each.value

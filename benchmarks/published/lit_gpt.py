@@ -1,7 +1,7 @@
-"""GPT with low-rank adapters on the meta device, as litgpt fine-tuned it in October 2023.
+"""GPT with low-rank adapters (LoRA) on the meta device, as litgpt fine-tuned it in October 2023.
 
-Weights are bfloat16 and frozen; adapters of rank 8 stand beside queries and values. The head and
-its loss run in chunks of 128 tokens.
+Weights are bfloat16 and frozen. Queries and values have adapters of rank 8. The head and its loss
+run in chunks of 128 tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ _CHUNK = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """n_rotated: of each head. gated: an MLP of Llama's kind, root-mean-square norms, and the MLP
-    after attention; else GPT-NeoX's MLP and layer norms, and both side by side."""
+    """Shape of a model.
+
+    h: width. i: inner width of the MLP. n_tokens: size of the vocabulary.
+    n_rotated: dimensions of each head with rotary positions.
+    gated: Llama's blocks: a gated MLP after attention, root-mean-square norms, no biases. Else
+        GPT-NeoX's: MLP parallel to attention, layer norms, biases.
+    shared_norm: attention and MLP read the output of the same norm.
+    head_bias: the head has a bias.
+    """
 
     n_layers: int
     h: int
@@ -45,7 +52,8 @@ SHAPES = {
 
 
 class QueryKeyValue(nn.Module):
-    """One product for all three, and the adapter, whose zeros for the keys are made each time."""
+    """One product for queries, keys and values, and the adapter, which in each call is padded with
+    zeros for the keys."""
 
     def __init__(self, h: int, *, bias: bool) -> None:
         super().__init__()
@@ -128,8 +136,8 @@ def _norm(shape: Shape) -> nn.Module:
 
 
 class GPT(nn.Module):
-    """Returns the loss and the logits, which a variable of the loop holds during the backward pass;
-    Fabric's half precision hands them to the loop in float32."""
+    """Returns the loss and the logits. A variable of the training loop keeps the logits alive
+    during the backward pass; Fabric's half precision returns them in float32."""
 
     def __init__(self, shape: Shape, length: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whole training set-ups: those that are predicted, and the rest with the reason."""
+"""Predict peaks and times of whole training set-ups, or say why a set-up cannot be predicted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": {"n_layers": 32, "h": 4096, "a": 32, "n_kv": 8, "i": 14336, "tied": False},
     "llama-3-8b": {"n_layers": 32, "h": 4096, "a": 32, "n_kv": 8, "i": 14336, "tied": False},
 }
-"""Meta's configurations; all have 128 256 tokens."""
+"""Meta's configurations; all have a vocabulary of 128 256 tokens."""
 _N_TOKENS = 128256
 ModelStep: TypeAlias = tuple[float, float, float | None, tuple[float, float] | None]
 _UNITS = {"GiB": 2**30, "GB": 10**9}
@@ -46,7 +46,7 @@ _KNOWN = {
     "technique": (None, "", "packed", "+packed", "FSDP2 eager"),
     "accumulation": (None, 1),
 }
-"""Settings that are described, with what they may say."""
+"""Optional settings, with the values for which a prediction is possible."""
 _FIELDS = {
     *("level", "source", "model", "gpu", "batch_per_gpu", "seq", "ckpt", *_KNOWN),
     *("tps", "tps_per_gpu", "min_per_1k_iterations", "step_s", "time", "note"),
@@ -54,15 +54,17 @@ _FIELDS = {
 
 
 def model_step(row: Mapping[str, Any]) -> ModelStep:
-    """Predicted and measured peak, in the row's unit, the share of the card's peak rates that the
-    measured speed is, and the range of `ratio_range` (None: not measured).
+    """The predicted and the measured peak in the row's unit, the share of the card's peak rates at
+    which the measured step ran, and the range of `ratio_range` (both None: no measured time, and
+    the range also for several cards).
 
-    Predicted are eager steps with AdamW: on one card, without checkpointing, full fine-tunings of
-    Llama 3 in bfloat16 with packed sequences, as torchtune's recipe for a single device runs them,
-    and litgpt's with low-rank adapters, at the length of the longest sample; and torchtitan's of
-    Llama 3 under FSDP2, whose peak is what the allocator reserves.
+    These eager steps with AdamW can be predicted:
+    - on one card, without checkpointing: full fine-tuning of Llama 3 in bfloat16 with packed
+      sequences, by torchtune's recipe for a single device; litgpt's fine-tuning with low-rank
+      adapters, at the length of the longest sample;
+    - torchtitan's training of Llama 3 under FSDP2, whose peak is that of reserved memory.
 
-    Raises NotPredictedError.
+    Raises NotPredictedError for any other row.
     """
     text = " ".join(str(row.get(key, "")) for key in ("technique", "model", "gpu")).lower()
     for pattern, reason in _REASONS.items():
@@ -93,6 +95,7 @@ def model_step(row: Mapping[str, Any]) -> ModelStep:
 
 
 def _of_one_card(row: Mapping[str, Any], measured: float, unit: int) -> ModelStep:
+    """Predict a step on one card, by the peak of allocated memory."""
     if not re.match(r"1x[^x]", str(row.get("gpu"))):
         raise NotPredictedError(f"gpu is {row.get('gpu')!r}; one card, such as '1xA100-80GB'")
     if row.get("ckpt") not in (None, "none"):
@@ -114,7 +117,7 @@ def _of_one_card(row: Mapping[str, Any], measured: float, unit: int) -> ModelSte
 
 
 def _of_ranks(row: Mapping[str, Any], measured: float, unit: int) -> ModelStep:
-    """Of one rank, which logs what its allocator has reserved."""
+    """Predict a rank of torchtitan, whose log has the peak of reserved memory."""
     name = str(row.get("model", "")).lower()
     if name not in _SHAPES:
         raise NotPredictedError(f"the shape of {row.get('model')} is not described here")
@@ -129,7 +132,7 @@ def _of_ranks(row: Mapping[str, Any], measured: float, unit: int) -> ModelStep:
 
 
 def _model(row: Mapping[str, Any]) -> nn.Module:
-    """It returns the loss first, and takes tokens and targets."""
+    """The model of a row, which takes tokens and targets and returns the loss first."""
     name, recipe = str(row.get("model", "")).lower(), str(row.get("source", "")).lower()
     technique = str(row.get("technique", ""))
     if "torchtune" in recipe and "packed" in technique:
@@ -144,12 +147,12 @@ def _model(row: Mapping[str, Any]) -> nn.Module:
 
 
 def _model_of_card(gpu: str) -> str:
-    """ "H100" of "8xH100 96GB HBM2e 500W, FSDP8"."""
+    """The card's model: "H100" for "8xH100 96GB HBM2e 500W, FSDP8"."""
     return re.split(r"[ ,]", gpu.partition("x")[2])[0]
 
 
 def _card(gpu: object) -> Hardware:
-    """Of a name such as "1xA100-80GB"."""
+    """The hardware for a name such as "1xA100-80GB"."""
     name = str(gpu).lower().removeprefix("1x")
     try:
         return named(f"rtx{name}" if name.isdigit() else name)

@@ -11,10 +11,11 @@ from benchmarks.published.rows import TIME
 from benchmarks.published.shares import two_shares
 
 NEAR_MIB, NEAR, FAR = 0.5, 0.0005, 0.01
-"""A peak is met within this many MiB or this share; it should never be further off than FAR."""
+"""A predicted peak is exact enough within NEAR_MIB MiB or this share (NEAR) of the measured one; no
+peak should be further off than the share FAR."""
 MODEL_NEAR = 0.015
 N_FOR_KINDS = 4
-"""Rows from which two shares are fitted."""
+"""How many rows of a card are needed to fit two shares."""
 
 
 NOTES = """## Notes
@@ -67,7 +68,7 @@ def markdown(report: Row) -> str:
 
 
 def of_peaks(rows: Sequence[Row]) -> str:
-    """How many peaks are met, by whether a constant was fitted."""
+    """Sentences on how many peaks are exact enough, without and with a fitted constant."""
     plain = [row for row in rows if "constant" not in row]
     fitted = [row for row in rows if "constant" in row]
     lines = [_met(plain, "without any fitted figure")] if plain else []
@@ -97,7 +98,7 @@ def is_met(row: Row) -> bool:
 
 
 def of_times(rows: Sequence[Row]) -> str:
-    """Errors of times, and the shares of the peak rates that the rows have reached."""
+    """Sentences on the errors of times and the shares of the peak rates that cards have reached."""
     errors = sorted(abs(row["off"]) for row in rows)
     lines = [f"{len(rows)} rows: the median error is {100 * statistics.median(errors):.1f} %,"]
     lines.append(f"the largest {100 * errors[-1]:.1f} %, by the fitted shares of `shares.py`")
@@ -125,7 +126,7 @@ def of_times(rows: Sequence[Row]) -> str:
 
 
 def _of_kinds(rows: Sequence[tuple[float, float, float]]) -> str:
-    """How well the rows tell a share of products and one of other operators apart."""
+    """Sentences on whether the rows tell a share for products from one for other operators."""
     found = two_shares(rows)
     parts = sorted(others / products for products, others, _ in rows)
     (products, others), errors = found.factors, [100 * error for error in found.errors]
@@ -142,14 +143,14 @@ def _of_kinds(rows: Sequence[tuple[float, float, float]]) -> str:
 
 
 def off_by_the_others(shares: list[float]) -> list[float]:
-    """The error of each time by the median of the other rows' shares, as a share."""
+    """The relative error of each time when it is predicted by the median of the other shares."""
     others = (shares[:at] + shares[at + 1 :] for at in range(len(shares)))
     pairs = zip(shares, map(statistics.median, others), strict=True)
     return [abs(share / expected - 1.0) for share, expected in pairs]
 
 
 def of_models(rows: Sequence[Row]) -> str:
-    """Errors of peaks, and the shares of the peak rates that the steps have reached."""
+    """Sentences on the errors of peaks and the shares of the peak rates that steps have reached."""
     worst = max(abs(row["off"]) for row in rows)
     shares = [f"{_card(row)} {row['rate_share']:.2f}" for row in rows if "rate_share" in row]
     n_met = sum(abs(row["off"]) <= MODEL_NEAR for row in rows)
@@ -162,7 +163,7 @@ def of_models(rows: Sequence[Row]) -> str:
 
 
 def _of_ratios(rows: Sequence[Row]) -> str:
-    """What the rows say of the share of products over that of other operators."""
+    """A sentence on the bounds that the rows give for (share of products / share of others)."""
     found = [row["ratio"] for row in rows if row.get("ratio")]
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""Layers that the scripts of linkedin/Liger-Kernel's benchmarks build, by PyTorch's operators."""
+"""Layers in the benchmark scripts of linkedin/Liger-Kernel, made of PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def mlp(settings: Settings) -> Script:
-    """The gated MLP of transformers' Llama: swiglu, geglu and the tiled ones."""
+    """The gated MLP of transformers' Llama, for swiglu, geglu and their tiled versions."""
     width, inner = settings.whole("hidden_size"), settings.whole("intermediate_size")
     dtype, activation = settings.dtype(), settings.one_of("hidden_act", _ACTIVATIONS)
     n_batch = settings.whole("bsz", "B")
@@ -38,7 +38,7 @@ def mlp(settings: Settings) -> Script:
 
 
 def rms_norm(settings: Settings) -> Script:
-    """Llama's, written out; float32 weights. The script builds a second one."""
+    """Llama's RMS norm, written out, with float32 weights. The script builds a second one."""
     eps, width, dtype = settings.number("eps"), settings.whole("H"), settings.dtype()
     shape = (settings.whole("M"), width)
 
@@ -56,14 +56,17 @@ def _norm(module: nn.Module, beside: tuple[torch.Tensor, ...]) -> Script:
 
 
 def _narrower_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Float32 weights make the output float32, and so is the gradient that autograd makes of the
-    one that the script holds in the input's dtype."""
+    """The output's gradient that the script holds, in the input's dtype.
+
+    Float32 weights make the output float32, so autograd converts this gradient to float32, and both
+    are live. In float32 there is only one.
+    """
     return () if dtype == torch.float32 else (tensor(*shape, dtype=dtype),)
 
 
 def added_rms_norm(settings: Settings) -> Script:
-    """A sum and its norm, both returned; float32 weights. The script builds three of it, one with a
-    second weight."""
+    """A sum and its RMS norm, both returned, with float32 weights. The script builds three of these
+    modules, one with a second weight."""
     eps, width, dtype = settings.number("eps"), settings.whole("H"), settings.dtype()
     shape = (settings.whole("M"), width)
 
@@ -86,7 +89,8 @@ def added_rms_norm(settings: Settings) -> Script:
 
 
 def poly_norm(settings: Settings) -> Script:
-    """A weighted sum of three powers, each normalized, in float32."""
+    """A weighted sum of the first three powers, each normalized, in float32. The script builds a
+    second one."""
     eps, dtype = settings.number("eps"), settings.dtype()
 
     def normed_power(x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +134,7 @@ def group_norm(settings: Settings) -> Script:
 
 
 def dynamic_tanh(settings: Settings) -> Script:
-    """Float32 weights; the script builds three of it."""
+    """Dynamic tanh with float32 weights; the script builds three modules of it."""
     width, dtype = settings.whole("hidden_size"), settings.dtype()
     shape = (settings.whole("BT"), width)
     module = Applied(
@@ -165,7 +169,7 @@ def embedding(settings: Settings) -> Script:
 
 
 def softmax(settings: Settings) -> Script:
-    """nn.Softmax. For memory the script takes one row alone, and ones as the gradient."""
+    """nn.Softmax. When it measures memory, the script takes a single row, and ones as gradient."""
     n_rows, width, dtype = settings.whole("M"), settings.whole("N"), settings.dtype()
     shape = (n_rows, width) if settings.is_time else (width,)
     return Script(
@@ -177,10 +181,11 @@ def softmax(settings: Settings) -> Script:
 
 
 def neighborhood_attention(settings: Settings) -> Script:
-    """Attention of near tokens, written out with a mask; the script builds a second one."""
+    """Attention among neighbouring tokens, written out with a mask; the script builds a second
+    module."""
     width, n_heads = settings.whole("hidden_size"), settings.whole("num_heads")
     dtype, has_bias = settings.dtype(), settings.flag("bias")
-    for name in ("kernel_size", "dilation"):  # they set bits of the mask
+    for name in ("kernel_size", "dilation"):  # only change values of the mask: no effect on memory
         settings.whole(name)
     if width % n_heads:
         raise NotPredictedError(f"{width} numbers are no {n_heads} heads")
@@ -210,7 +215,8 @@ def neighborhood_attention(settings: Settings) -> Script:
 
 
 def rope(settings: Settings) -> Script:
-    """Llama's, of queries and keys; torch.autograd.grad, so nothing accumulates."""
+    """Llama's rotary embedding of queries and keys. The script calls torch.autograd.grad, so no
+    gradients accumulate."""
 
     def rotated(m: Any, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return _turned(m, cos.unsqueeze(1), sin.unsqueeze(1))
@@ -221,7 +227,7 @@ def rope(settings: Settings) -> Script:
 
 
 def mrope(settings: Settings) -> Script:
-    """Qwen2-VL's, with positions in time, height and width."""
+    """Qwen2-VL's rotary embedding, with positions in time, height and width."""
     length, size, dtype = _length(settings), _head_size(settings), settings.dtype()
     spatial = size * 3 // 16
     sections = [size // 2 - 2 * spatial, spatial, spatial] * 2
@@ -240,7 +246,7 @@ def mrope(settings: Settings) -> Script:
 
 
 def complex_rope(settings: Settings) -> Script:
-    """Llama 4's, by complex numbers."""
+    """Llama 4's rotary embedding, by complex numbers."""
     length, size = _length(settings), _head_size(settings)
 
     def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Losses that the scripts of linkedin/Liger-Kernel's benchmarks compute, by PyTorch's operators."""
+"""Losses in the benchmark scripts of linkedin/Liger-Kernel, made of PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from benchmarks.published.scripts.settings import Settings
 
 
 def cross_entropy(settings: Settings) -> Script:
-    """Of float32 logits."""
+    """Cross-entropy of float32 logits."""
     shape = _rows_and_classes(settings)
     module = Applied(lambda m, target: F.cross_entropy(m.x, target), x=tensor(*shape))
     return Script(module, batch=(indices(shape[0]),))
 
 
 def kl_div(settings: Settings) -> Script:
-    """Of float32 log-probabilities, made before the call, from their logits."""
+    """Kullback-Leibler divergence of float32 log-probabilities, made before the measured call."""
     return _divergence(
         settings,
         lambda m, target: F.kl_div(m.x.log_softmax(-1), target, reduction="batchmean"),
@@ -32,7 +32,7 @@ def kl_div(settings: Settings) -> Script:
 
 
 def jsd(settings: Settings) -> Script:
-    """Jensen-Shannon divergence of float32 log-probabilities, made before the call."""
+    """Jensen-Shannon divergence of float32 log-probabilities, made before the measured call."""
     return _divergence(
         settings,
         lambda m, target: jensen_shannon(m.x.log_softmax(-1), target),
@@ -41,7 +41,7 @@ def jsd(settings: Settings) -> Script:
 
 
 def total_variation(settings: Settings) -> Script:
-    """Total variation distance of float32 probabilities, made before the call."""
+    """Total variation distance of float32 probabilities, made before the measured call."""
 
     def distance(m: Any, target: torch.Tensor) -> torch.Tensor:
         each = torch.abs(m.x.softmax(-1) - target) / 2.0
@@ -63,7 +63,7 @@ def _rows_and_classes(settings: Settings) -> tuple[int, int]:
 
 
 def jensen_shannon(log_q: torch.Tensor, log_p: torch.Tensor, beta: float = 0.5) -> torch.Tensor:
-    """Summed over classes, averaged over rows; of float32 log-probabilities."""
+    """Jensen-Shannon divergence of log-probabilities: summed over classes, averaged over rows."""
     mixed = torch.lerp(torch.exp(log_q), torch.exp(log_p), beta)
 
     def kl(target: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def jensen_shannon(log_q: torch.Tensor, log_p: torch.Tensor, beta: float = 0.5) 
 
 
 def head_and_cross_entropy(settings: Settings) -> Script:
-    """A head and the loss of its logits; the script builds a second head."""
+    """A head and the cross-entropy of its logits; the script builds a second head."""
     dtype, n_rows = settings.dtype(), settings.whole("BT")
     width, n_classes = settings.whole("H"), settings.whole("V")
     module = Applied(
@@ -114,7 +114,8 @@ def head_and_jsd(settings: Settings) -> Script:
 
 
 def distilled_jsd(settings: Settings) -> Script:
-    """Cross-entropy of a student's float32 logits and their divergence from a frozen teacher's."""
+    """Cross-entropy of a student's float32 logits, and their Jensen-Shannon divergence from a
+    frozen teacher's."""
 
     def soft(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         beta = 0.5
@@ -130,7 +131,7 @@ def distilled_jsd(settings: Settings) -> Script:
 
 
 def distilled_cosine(settings: Settings) -> Script:
-    """Cross-entropy of a student's float32 logits and the angle between them and a frozen
+    """Cross-entropy of a student's float32 logits, and their cosine distance from a frozen
     teacher's."""
 
     def soft(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -146,8 +147,13 @@ def distilled_cosine(settings: Settings) -> Script:
 def _distilled(
     settings: Settings, soft: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> Script:
-    """The student is half as wide. The script builds both heads twice, and holds the student's
-    input three times. Biases are built, but not used."""
+    """A distillation loss: a weighted sum of the cross-entropy and of `soft`.
+
+    soft: (logits of the student, logits of the teacher) -> loss.
+
+    The student is half as wide as the teacher. The script builds both heads twice and holds the
+    student's input three times. A row with biases raises NotPredictedError.
+    """
     dtype, n_rows = settings.dtype(), settings.whole("BT")
     width, n_classes = settings.whole("H"), settings.whole("V")
     of_hard, of_soft = settings.number("weight_hard_loss"), settings.number("weight_soft_loss")
@@ -178,10 +184,10 @@ def _distilled(
 
 
 def orpo(settings: Settings) -> Script:
-    """Odds ratios (Hong et al. 2024, equations 4 and 7).
+    """ORPO, by odds ratios (Hong et al. 2024, equations 4 and 7).
 
-    The script was changed on the day of its runs (release 0.4.0): from the mean of all
-    log-probabilities to those of the labels, of float32 logits, as TRL has it.
+    The script was changed on the day of its runs (release 0.4.0), from the mean of all
+    log-probabilities to those of the labels, computed from float32 logits, as in TRL.
     """
 
     def odds(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
@@ -194,16 +200,16 @@ def orpo(settings: Settings) -> Script:
 
 
 def cpo(settings: Settings) -> Script:
-    """Contrastive (Xu et al. 2024); SimPO's differs in a constant."""
+    """CPO, a contrastive loss (Xu et al. 2024); SimPO's differs in a constant."""
     return _preference(
         settings, lambda chosen, rejected: -F.logsigmoid(0.1 * (chosen - rejected)), of_labels=True
     )
 
 
 def dpo(settings: Settings) -> Script:
-    """Direct preferences (Rafailov et al. 2023), of a head and a frozen one without a bias.
+    """DPO, direct preferences (Rafailov et al. 2023), with a head and a frozen one without a bias.
 
-    The script makes both anew in each call; its inputs have no gradients. Before 2025 it had no
+    The script makes new heads in each call, and its inputs get no gradients. Before 2025 it had no
     frozen head.
     """
     if settings.date < "2025":
@@ -248,7 +254,8 @@ def dpo(settings: Settings) -> Script:
 
 
 def grpo(settings: Settings) -> Script:
-    """Of a group's tokens (Shao et al. 2024), with a frozen head. Both heads are built twice."""
+    """GRPO over the tokens of a group (Shao et al. 2024), with a frozen head. The script builds
+    both heads twice."""
     dtype, width, n_classes = settings.dtype(), settings.whole("H"), settings.whole("V")
     shape = (settings.whole("B"), settings.whole("T"))
     by_sequence = settings.one_of("importance_sampling_level", {"token": False, "sequence": True})
@@ -293,7 +300,12 @@ def _preference(
     *,
     of_labels: bool,
 ) -> Script:
-    """Of a head and half of a batch against the other half. A second head is built."""
+    """A preference loss of a head: one half of the batch is chosen, the other rejected. The script
+    builds a second head.
+
+    compared: (log-probabilities of the chosen half, those of the rejected half) -> losses.
+    of_labels: compare the log-probabilities of the labels, else the mean over all classes.
+    """
     dtype, width, n_classes = settings.dtype(), settings.whole("H"), settings.whole("V")
     n_batch, length = settings.whole("B"), settings.whole("T")
     half = n_batch // 2
