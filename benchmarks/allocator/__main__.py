@@ -1,16 +1,16 @@
-"""The model of PyTorch's caching allocator beside PyTorch's own binary, without a card.
+"""Compare the model of PyTorch's caching allocator with PyTorch's own binary, without a GPU.
 
     pip download --no-deps torch==2.13.0          # the build with CUDA, from pypi.org
     python -m benchmarks.allocator --wheel torch-2.13.0-*.whl --record tests/data/allocator.json
 
-libc10_cuda.so of the wheel runs over a CUDA runtime that only hands out addresses and counts bytes
-(`fake_cuda.cpp`). It needs g++ and the headers of CUDA 13 (`--cuda`), but neither a driver nor a
-card. Random traces and those of plans are played through both; after each allocation and free,
-allocated and reserved bytes, the returns to a full device, and failures must be the same. Plans
-whose budget is of reserved memory must run on a device that has no more.
+The wheel's libc10_cuda.so runs on a fake CUDA runtime, which only hands out addresses and counts
+bytes (`fake_cuda.cpp`). This needs g++ and the headers of CUDA 13 (`--cuda`), but neither a driver
+nor a GPU. Random traces and traces of plans are played through both. After each allocation and free
+they must agree on allocated bytes, reserved bytes, failures, and how often free memory was returned
+to a full device. Plans whose budget is of reserved memory must run on a device of just that size.
 
-CUDA chooses the addresses of segments, the model has them upwards. With addresses downwards, a full
-device and expandable segments, traces may differ: the second range is then searched first.
+CUDA chooses the addresses of segments; the model assumes that they ascend. If they descend, results
+may differ on a full device with expandable segments, where the second range is then searched first.
 """
 
 from __future__ import annotations
@@ -43,17 +43,23 @@ SOURCES = Path(__file__).parent
 SHAPES = ("mixed", "few")
 N_STREAMS = (1, 3)
 N_RANDOM = 40
-"""Traces of each kind."""
+"""Random traces of each `Kind`."""
 N_OPS = 400
 CAPACITY_BYTES = 700 * 2**20
 BUDGETS, OF = (5_200_000_000, 4_000_000_000, 3_200_000_000), ("allocated", "reserved")
 N_RECORDED, N_RECORDED_OPS = 1, 150
-"""Shorter ones of each kind, for the tests."""
+"""How many shorter traces of each `Kind` to record for the tests, and their length."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How traces are played. capacity_bytes: of the device (None: no limit)."""
+    """How traces are made and played.
+
+    shape, n_streams: of the traces; see `random_trace`.
+    expandable: whether the allocator uses expandable segments.
+    capacity_bytes: memory of the device (None: unlimited).
+    downwards: whether the fake CUDA runtime hands out descending addresses.
+    """
 
     shape: str
     n_streams: int
@@ -101,6 +107,7 @@ def main() -> None:
 
 
 def _row(kind: Kind, traces: Iterator[Trace], player: Player) -> harness.Row:
+    """Play the traces through both allocators and count those that differ."""
     found = [
         player(trace, kind)
         == outcomes(trace, expandable=kind.expandable, capacity_bytes=kind.capacity_bytes)
@@ -112,7 +119,7 @@ def _row(kind: Kind, traces: Iterator[Trace], player: Player) -> harness.Row:
 
 
 def _fits(expandable: bool, budget_bytes: int, budget_of: str, player: Player) -> harness.Row:
-    """Six steps of a plan for GPT-2 on a device that has the budget and no more."""
+    """Play six steps of a plan for GPT-2 on a device that has just the bytes of the budget."""
     graph = Graph.load(GPT2)
     os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable}"
     found = solve(graph, budget=budget_bytes, budget_of=budget_of)
@@ -134,7 +141,7 @@ def _fits(expandable: bool, budget_bytes: int, budget_of: str, player: Player) -
 
 
 class Player:
-    """PyTorch's allocator, built to be played."""
+    """PyTorch's own allocator as a program that plays traces; built when this is made."""
 
     def __init__(self, folder: Path, wheel: Path, cuda: Path) -> None:
         self.folder = folder
@@ -159,7 +166,7 @@ class Player:
         subprocess.run(command, check=True)
 
     def __call__(self, trace: Trace, kind: Kind) -> list[list[int]]:
-        """See `outcomes`."""
+        """Play a trace; returns what `outcomes` returns for the model."""
         environment = dict(os.environ, LD_LIBRARY_PATH=f"{self.folder}:{self.libraries}")
         environment["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{kind.expandable}"
         if kind.capacity_bytes is not None:
