@@ -1,8 +1,8 @@
-"""The models of `benchmarks.matrix`: each with a batch and how its step goes.
+"""The models of `benchmarks.matrix`: each with a batch, and where its loss is computed.
 
 Models of transformers and diffusers are built from configurations, so nothing is downloaded, and
-keep the library's default dropout. Sizes are such that activations take more than parameters and a
-step takes a second at most on one core.
+keep the library's default dropout. Sizes are chosen so that activations take more memory than
+parameters, and a step takes at most a second on one core.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ N_CLASSES = written.N_CLASSES
 class Entry:
     """A model of the matrix.
 
-    build: the model and its batch, the same for the same random state.
-    loss: as in `solve`: the loss outside of the model.
-    inputs: as in `solve`: what of the batch the model is called with.
-    large: its search takes minutes; the tests leave it out.
+    build: returns the model and its batch, which depend on nothing but the random state.
+    loss: as in `solve`: (output, batch) -> loss (None: the model returns its loss).
+    inputs: as in `solve`: batch -> arguments of the model (None: the whole batch).
+    large: the search takes minutes, so tests skip the model.
     """
 
     build: Callable[[], tuple[nn.Module, Any]]
@@ -45,12 +45,12 @@ class Entry:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of `solve`."""
+        """Options of `solve` for this model."""
         return {"loss": self.loss, "inputs": self.inputs}
 
 
 LOSS_INSIDE = Entry(lambda: (nn.Identity(), None))
-"""How to step any model that is called with its batch and returns its loss."""
+"""For any model that is called with the whole batch and returns its loss; its `build` is unused."""
 
 
 def _of_transformers(name: str, batch: Callable[[], dict[str, Any]], **config: Any) -> Entry:
@@ -117,7 +117,7 @@ _ENCODER = {
 
 
 def _clip() -> tuple[nn.Module, Any]:
-    """With its contrastive loss over the batch."""
+    """CLIP with its contrastive loss over the batch."""
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -182,7 +182,7 @@ ZOO: Mapping[str, Entry] = {
     "GPT-2, many tokens": _of_transformers(
         "GPT2LMHeadModel",
         _language(4, 128),
-        # so many that the loss can run in row chunks
+        # a vocabulary so large that the loss can run in row chunks
         **_GPT2 | {"vocab_size": 8192, "n_layer": 2, "n_embd": 64},
     ),
     "Llama": _of_transformers("LlamaForCausalLM", _language(4, 128), **_DECODER),
