@@ -1,9 +1,10 @@
-"""What each stage of `auto` contributes: overhead and gap with one stage at a time left out.
+"""What each stage of `auto` contributes: overhead and gap with one stage left out at a time.
 
     python -m benchmarks.ablation --graphs unet,lstm-20 --shares 0.3,0.1
 
-Shares as in `benchmarks.plan_quality`. Eviction and recombination get a quarter of their usual
-work, so that a cell takes seconds. Where the single cut closes the gap no other stage runs.
+Shares of the budget are those of `benchmarks.plan_quality`. Eviction and recombination get a
+quarter of their usual work limits, so that a cell takes seconds. If the single cut closes the gap,
+no other stage runs.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ VARIANTS: dict[str, Replacements] = {
     "local optimum": {(search, "drop_recomputation"): lambda _, schedule, **_options: schedule},
     "recombination": _without("recombination"),
 }
-"""By the name of what is left out: attributes that are replaced."""
+"""Name of the stage that is left out -> the attributes to patch, with their replacements."""
 
 
 SOURCES = GRAPHS | {"lstm-20": example("lstm", batch={"seq_length": 20})}
 
 
 def cell(graph: Graph, budget_bytes: int, without: Replacements) -> str:
-    """Overhead and gap in percent, and seconds of the processor."""
+    """Plan for the budget with these attributes patched: overhead and gap in percent, and
+    processor seconds, as text."""
     began_s = time.process_time()
     with contextlib.ExitStack() as stack:
         for (owner, name), value in (QUICK | without).items():

@@ -1,16 +1,16 @@
-"""Whether the settings of `solve --emit` are ones that the named systems take.
+"""Check that other frameworks accept the settings that `solve --emit` prints for them.
 
     python -m venv systems && systems/bin/pip install megatron-core==0.16.1 axolotl==0.19.0 \\
         torchtitan==0.3.0 deepspeed==0.19.8
     PYTHONPATH=. systems/bin/python -m benchmarks.emitted_settings \\
         [--out benchmarks/results/emitted_settings.json]
 
-Every candidate that `solver.module_checkpointing.for_other_frameworks` offers for a small model is
-read by the system's own code and the values are looked up in what it read: Megatron-LM's by the
-fields and checks of `TransformerConfig` (its flags are their names), DeepSpeed's by its
-configuration classes, axolotl's by its pydantic schema, torchtitan's by a tyro parser of its policy
-type. A system that is not installed is said to be so. It has to be an environment of its own: these
-packages pin others that the tests need newer.
+`solver.module_checkpointing.for_other_frameworks` offers candidates for a small model. Each is read
+by the framework's own code, and the values that it read are compared with those given: in
+Megatron-LM the fields of `TransformerConfig`, which checks them (its flags have the fields' names),
+in DeepSpeed the configuration classes, in axolotl the pydantic schema, in torchtitan a tyro parser
+of its policy type. A framework that is not installed is reported as such. Use a separate
+environment: these packages pin older versions of packages than the tests need.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ LAYER = (
 
 
 def layered_graph(n_layers: int) -> Graph:
-    """Layers of a norm, attention and an MLP, as their operators and modules; all of one size."""
+    """A graph of transformer layers: the operators of a norm, attention and an MLP, each in its
+    module. All tensors have one size, all nodes take one second."""
     tensors = [Tensor("x", 64, "input"), Tensor("weight", 64, "parameter")]
     nodes: list[Node] = []
     last = "x"
@@ -56,7 +57,7 @@ def layered_graph(n_layers: int) -> Graph:
 
 
 def megatron(text: str) -> dict[str, Any]:
-    """Build a TransformerConfig of the flags; it checks them as it is built."""
+    """Build a TransformerConfig from the flags; building it checks them."""
     module = importlib.import_module("megatron.core.transformer.transformer_config")
     fields: dict[str, Any] = {}
     for flag in f" {text}".split(" --")[1:]:
@@ -71,7 +72,8 @@ def megatron(text: str) -> dict[str, Any]:
 
 
 def deepspeed(text: str) -> dict[str, Any]:
-    """Read both blocks; a key that its defaults do not have would be passed over in silence."""
+    """Read both blocks of the JSON. DeepSpeed ignores unknown keys without a word, so each must be
+    in its defaults."""
     config = importlib.import_module("deepspeed.runtime.config")
     blocks = importlib.import_module("deepspeed.runtime.activation_checkpointing.config")
     given = json.loads(text)
@@ -87,7 +89,7 @@ def deepspeed(text: str) -> dict[str, Any]:
 
 
 def axolotl(text: str) -> dict[str, Any]:
-    """Validate the YAML within the smallest configuration that the schema takes."""
+    """Validate the YAML as part of the smallest configuration that the schema accepts."""
     import yaml
 
     schema = importlib.import_module("axolotl.utils.schemas.config")
@@ -109,7 +111,7 @@ def axolotl(text: str) -> dict[str, Any]:
 
 
 def torchtitan(text: str) -> dict[str, Any]:
-    """Parse the subcommand by the policy's own type, as the trainer's parser does."""
+    """Parse the subcommand with the policy's own type, as torchtitan's trainer does."""
     import tyro
 
     policies = importlib.import_module("torchtitan.distributed.activation_checkpoint")
@@ -131,11 +133,11 @@ CHECKS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
     "axolotl": ("axolotl", axolotl),
     "torchtitan": ("torchtitan", torchtitan),
 }
-"""The system's name on PyPI, and (setting) -> by key, what was given and what was read."""
+"""System -> its name on PyPI, and a function (setting) -> {key: (value given, value read)}."""
 
 
 def checked(system: str, graph: Graph) -> dict[str, Any]:
-    """Every candidate of the system, and whether what was read is what was given."""
+    """Every candidate of the system, and whether the values read are those given ("taken")."""
     distribution, read = CHECKS[system]
     try:
         version = metadata.version(distribution)

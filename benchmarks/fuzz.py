@@ -1,15 +1,15 @@
-"""Random small modules x budgets, each trained with and without a plan: what differs in any bit.
+"""Train random small modules with and without plans, and report what is not bitwise identical.
 
     python -m benchmarks.fuzz --n-models 1000 --out benchmarks/results/fuzz.json
     python -m benchmarks.fuzz --wide --n-models 200 --out benchmarks/results/fuzz_wide.json
 
-The step has its rewrites that keep all bits, as in `solve` by default. Each module runs under the
-schedule that keeps nothing and one that keeps a random half, every fifth also under a plan for a
-random budget between the least feasible and the peak without checkpointing, and under the least
-feasible schedule itself (these take a search). Three steps are compared bitwise: loss, gradients,
-parameters, buffers and the random state. The count is written after every fifty modules, so that a
-run that was stopped has one. With --wide the losses are over thousands of classes, which plans may
-compute in row chunks.
+Steps are rewritten in the ways that keep all bits, as `solve` does by default. Each module runs
+under a schedule that saves nothing for backward and one that saves a random half. Every fifth also
+runs under two schedules that take a search: that of the smallest feasible budget, and a plan for a
+random budget between it and the peak without checkpointing. Three steps are compared bitwise: loss,
+gradients, parameters, buffers and the random state. Results are written after every fifty modules,
+so that a run that is stopped has some. With --wide, losses are over thousands of classes, which
+plans may compute in row chunks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEARCHED_EVERY = 5
 
 @dataclass
 class Tally:
-    """What came out; mismatches and refusals in words, with the recipe."""
+    """Counts over all modules; mismatches and refusals as text, with the module's recipe."""
 
     n_models: int = 0
     n_plans: int = 0
@@ -52,9 +52,9 @@ class Tally:
 
 
 def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: bool = True) -> None:
-    """Run one module under several schedules and add what came out to the tally.
+    """Run one module under several schedules and add the results to the tally.
 
-    search: with the plans that take a search, for a random budget and for the least one.
+    search: also run plans for a random budget and for the least one, which take a search.
     """
     torch.manual_seed(choice.randrange(10**6))
     model = RandomModule(recipe)
@@ -84,6 +84,7 @@ def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: b
 
 
 def _searched(steps: Variants, choice: random.Random) -> list[Solution]:
+    """The schedule of the least feasible budget, and a plan for a random budget if one is found."""
     plain = simulate(steps.plain, baseline(steps.plain))
     obstacles = [find_obstacle(graph) for graph in steps.planned]
     least, graph = min(

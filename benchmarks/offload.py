@@ -1,12 +1,12 @@
-"""Recomputation, copies to the host, and both: overhead, proven bound and search time.
+"""Compare recomputation, copies to the host, and both: overhead, proven bound and search time.
 
     python -m benchmarks.offload --out benchmarks/results/offload.json
         [--graphs gpt2,unet] [--shares 0.5,0.3] [--time-limit S]
 
 Graphs and shares of budgets are those of `benchmarks.plan_quality` (the step without rewrites, an
-H100's roofline); the host is as large as is needed. "offload" is the plain step with what overflows
-on the host, the longest gaps between two uses first, without any recomputation. Search times are
-processor seconds of one process. The figures are written after each graph.
+H100's roofline). The host's memory is unlimited. "offload" is the plain step without recomputation:
+what exceeds the budget is copied to the host, the longest gaps between two uses first. Search times
+are processor seconds of one process. The figures are written after each graph.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from solver.schedule import Link, Place, Places, Schedule, baseline, simulate
 DEFAULT_GRAPHS = ["gpt2-instance", "gpt2", "llama-4", "llama-32", "resnet50", "unet"]
 SHARES = (0.7, 0.5, 0.3, 0.2, 0.1)
 LINKS_GB_PER_S = (25, 50, 450)
-"""As PCI Express 4, PCI Express 5 and NVLink-C2C."""
+"""The rates of PCI Express 4, PCI Express 5 and NVLink-C2C."""
 HOST_BYTES = 10**13
 MOST_OVERHEAD = 0.2
 NETS = ("resnet50", "unet")
 TARGET, TARGET_OF_NETS, TARGET_OF_TIGHT_NETS = 0.001, 0.005, 0.03
 TIGHT_SHARE = 0.1
-"""Gaps as a share of the step: of language models, of convolutional networks, and of these at
-budgets of this share and below."""
+"""Target gaps, as shares of the step's time: for language models, for convolutional networks, and
+for convolutional networks at budgets of TIGHT_SHARE and below."""
 LEGEND = """\
 Overhead in % of the step, proven bound / found; s: processor seconds of the search. Targets: a gap
 of at most 0.1 points, for resnet50 and unet 0.5 at shares of 0.2 and more and 3 at 0.1; a search of
@@ -61,7 +61,7 @@ PUBLISHED = (
         ),
     ),
 )
-"""What authors measured, in their abstracts."""
+"""What the authors report in their abstracts."""
 ABOUT_GAINS = """\
 The same for the table above. Removed: of the overhead of recomputation alone, the mean over the
 shares of the budget. Activations: how many times less memory there is beside what is resident than
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def measure_graph(name: str, graph: Graph, *, shares: Sequence[float], time_limit_s: float) -> Row:
-    """All rows of one graph; printed to stderr as they come."""
+    """All figures of one graph; each row is printed to stderr when it is measured."""
     least_bytes = find_obstacle(graph).reached_bytes
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     rows = []
@@ -117,7 +117,10 @@ def host_of(gb_per_s: float) -> Places:
 
 
 def searched(graph: Graph, budget_bytes: int, places: Places | None, time_limit_s: float) -> Row:
-    """auto's overhead, bound and processor seconds, and what it takes of the host."""
+    """Search with `auto`: overhead, bound, gap, peak on the host and processor seconds.
+
+    places: the host (None: recomputation alone).
+    """
     began_s = time.process_time()
     proposal = METHODS["auto"](
         graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=0, places=places
@@ -136,7 +139,8 @@ def searched(graph: Graph, budget_bytes: int, places: Places | None, time_limit_
 
 
 def offloaded(graph: Graph, budget_bytes: int, places: Places) -> Row:
-    """The plain step with what overflows on the host; perhaps above the budget all the same."""
+    """The plain step with copies to the host alone: overhead (None: it exceeds the budget even
+    so) and peak on the host."""
     assert places.host is not None
     folded, order = StorageGraph.of(graph), baseline(graph).order
     gaps = overflowing(folded, order, budget_bytes)
@@ -149,7 +153,7 @@ def offloaded(graph: Graph, budget_bytes: int, places: Places) -> Row:
 def measured(
     graph: Graph, schedule: Schedule | None, budget_bytes: int, places: Places | None
 ) -> tuple[float | None, int]:
-    """Overhead (None: nothing within the budget) and peak on the host, by the simulator."""
+    """Simulated overhead (None: no schedule, or above the budget) and peak bytes on the host."""
     if schedule is None:
         return None, 0
     simulation = simulate(graph, schedule, places=places)
@@ -159,14 +163,14 @@ def measured(
 
 
 def target(name: str, share: float) -> float:
-    """The gap to reach, as a share of the step."""
+    """The gap that a plan should reach, as a share of the step's time."""
     if name not in NETS:
         return TARGET
     return TARGET_OF_TIGHT_NETS if share <= TIGHT_SHARE else TARGET_OF_NETS
 
 
 def misses(report: Row) -> list[str]:
-    """Cells above the targets for the gap or for the search time."""
+    """Results that miss the target for the gap or for the search time, in words."""
     found = []
     for name, graph in report["graphs"].items():
         for row in graph["rows"]:
@@ -184,7 +188,8 @@ def misses(report: Row) -> list[str]:
 
 
 def gains(report: Row) -> str:
-    """What copies take off the overhead of recomputation, and off the memory for activations."""
+    """A table of how much copies reduce the overhead of recomputation and the memory for
+    activations."""
     heads = ["", *(f"removed, {rate} GB/s" for rate in LINKS_GB_PER_S)]
     heads += ["activations, no host", *(f"{rate} GB/s" for rate in LINKS_GB_PER_S)]
     rows = []
@@ -196,13 +201,15 @@ def gains(report: Row) -> str:
 
 
 def _removed(rows: Sequence[Row], column: str) -> str:
+    """The share of recomputation's overhead that copies remove, averaged over the rows."""
     alone = [(row["recompute"]["overhead"], row[column]["overhead"]) for row in rows]
     shares = [1 - both / one for one, both in alone if one and both is not None]
     return f"{100 * statistics.mean(shares):.0f} %" if shares else ""
 
 
 def _times_less(graph: Row, column: str) -> str:
-    """Of the least budget in the table at which the overhead is below 20 %."""
+    """How many times less memory activations take than without a plan, at the least budget in the
+    table with an overhead below 20 %."""
     resident_bytes = graph["resident_bytes"]
     plain_bytes = graph["baseline_peak_bytes"] - resident_bytes
     fitting = [
@@ -214,7 +221,7 @@ def _times_less(graph: Row, column: str) -> str:
 
 
 def markdown(report: Row) -> str:
-    """One table for each graph, and what misses the targets."""
+    """A table for each graph, the gains beside published ones, and what misses the targets."""
     parts = [
         "# Recomputation, copies to the host, and both\n",
         f"{harness.ran(report)}\n",

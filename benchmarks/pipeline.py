@@ -1,15 +1,16 @@
-"""Four stages of a Llama under 1F1B within one budget: a plan for each stage, and one for all.
+"""Plan the four stages of a Llama pipeline (1F1B) for one budget, each by itself or all alike.
 
     python -m benchmarks.pipeline --out benchmarks/results/pipeline.json [--time-limit S]
 
-16 layers of Llama 3 8B's shape on four ranks, bf16, one sequence of 4096 tokens in a micro-batch,
-AdamW, H100 roofline, without rewrites. Seconds are those of the forward and backward pass of one
-micro-batch: the slowest stage sets the pace of the pipeline. Compared are
+16 layers of Llama 3 8B's shape on four ranks: bf16, micro-batches of one sequence of 4096 tokens,
+AdamW, an H100's roofline, without rewrites. Times are those of the forward and backward pass of one
+micro-batch; the slowest stage sets the pace of the pipeline. Compared are
 
 - every block: stock checkpointing of each layer in all stages;
-- uniform: each stage is planned as though it had as many micro-batches in flight as the first;
-- per stage: each is planned for those that it has;
-- per stage, split: the layers are divided so that the slowest stage is fastest (`split_pipeline`).
+- uniform: each stage is planned as if it had as many micro-batches in flight as the first stage;
+- per stage: each stage is planned for the micro-batches that it has in flight;
+- per stage, split: as before, with the layers divided so that the slowest stage is as fast as
+  possible (`split_pipeline`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BUDGETS = ("20GB", "26GB")
 
 
 class Layer(nn.Module):
-    """A layer of a Llama: the first one with the embedding before it, the last with the head."""
+    """A layer of a Llama; the first includes the embedding, the last the head."""
 
     def __init__(self, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Layer(nn.Module):
 
 
 class LlamaStage(nn.Module):
-    """Some layers of a Llama, with the rotations that they share."""
+    """Some layers of a Llama, with the cosines and sines that they share."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def figures(solution: Solution) -> Row:
-    """Seconds are of one micro-batch, without the optimizer's step."""
+    """A row for a stage's plan. Times are of one micro-batch, without the optimizer's step."""
     graph, found = solution.graph, solution.simulation
     steps_s = sum(node.time_s for node in graph.nodes if node.phase == "optimizer")
     return {
@@ -108,7 +109,8 @@ def figures(solution: Solution) -> Row:
 
 
 def measured(budget: str, time_limit_s: float) -> Iterator[tuple[str, Row]]:
-    """The rows: "per stage 0", "uniform 0", "every block 0", "split 0" and "split"."""
+    """Yield names and rows: "split" for the division of the layers, and for each stage, such as
+    stage 0, "split 0", "per stage 0", "every block 0" and "uniform 0"."""
     found = split(budget, time_limit_s)
     yield (
         "split",
@@ -184,7 +186,7 @@ def _proven(row: Row) -> str:
 
 
 def _ways(rows: Mapping[str, Row]) -> str:
-    """Each way to plan, with the milliseconds of its stages."""
+    """A table of the ways to plan, with the milliseconds of each stage."""
     even = [N_LAYERS // N_STAGES] * N_STAGES
     ways = [(way, way, even) for way in ("every block", "uniform", "per stage")]
     ways.append(("per stage, split", "split", rows["split"]["sizes"]))
@@ -198,7 +200,7 @@ def _ways(rows: Mapping[str, Row]) -> str:
 
 
 def _stages(rows: Mapping[str, Row], way: str) -> str:
-    """The plans per stage of a division."""
+    """A table of the stages of one division of the layers, with their plans."""
     heads = ("stage", "in flight", "plain peak", "plain ms", "saved", "overhead, %", "bound, %")
     lines = []
     for i in range(N_STAGES):

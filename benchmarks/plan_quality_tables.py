@@ -1,4 +1,4 @@
-"""The pages of `benchmarks.plan_quality`: its report as Markdown, and what is missed or worse."""
+"""The report of `benchmarks.plan_quality` as Markdown: plans, missed targets, what became worse."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from benchmarks import harness
 from benchmarks.harness import Row, percent, table
 
 TARGET_GAP = 0.001
-"""Of the baseline's time, at shares of a half and more."""
+"""Target for the gap at budget shares of a half and more, as a share of the baseline's time."""
 TIGHT_TARGET_GAP = 0.01
-"""Of the baseline's time, at smaller shares."""
+"""The same at smaller budget shares."""
 WORSE = 0.0002
-"""Of the baseline's time: an overhead that is higher by more is worse."""
+"""By how much an overhead must have grown to count as worse, as a share of the baseline's time."""
 SHOWN_GAP = 0.001
 SHOWN_SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)
 WAYS = ("none", "bitwise")
@@ -36,11 +36,11 @@ TITLES = {
     "lstm-2000": "recurrent, 2000 steps (synthetic)",
     "residual-1000": "1000 residual blocks (synthetic)",
 }
-"""The graphs of the table in the docs."""
+"""The graphs in the table of the docs, with their titles there."""
 
 
 def markdown(report: Row) -> str:
-    """The tables: the one of the docs, what falls short, then each graph by itself."""
+    """The page: the table of the docs, what misses targets, then a table for each graph."""
     graphs = report["graphs"]
     counts = Counter(way for _, _, way in _cells(graphs))
     aim = "0.1 points at shares of a half and more, 1 point below"
@@ -60,7 +60,7 @@ def markdown(report: Row) -> str:
 
 
 def summary(graphs: Row) -> str:
-    """The table of the docs: a row for each graph that has a title there."""
+    """The table of the docs: a row for each graph in TITLES."""
     shares = [f"{share:.0%}".replace("%", " %") for share in SHOWN_SHARES]
     others = ("every block", "√L", "`dp`", "PyTorch")
     head = ["", "ops", "least GB", *shares, "search", *others]
@@ -78,7 +78,7 @@ def _summary_row(title: str, found: Row) -> list[object]:
     least = (found["least"][way]["reached_bytes"] for way in ways)
     last = {share: [row[way] for way in ways if way in row][-1] for share, row in rows.items()}
     seconds = [last[share]["seconds"] for share in shown or rows]
-    half = rows[0.5]["others"] if 0.5 in rows else {}  # a part of the shares was measured
+    half = rows[0.5]["others"] if 0.5 in rows else {}  # a run may have only some shares
     torch = [half[name] for name in half if name.startswith("torch") and half[name] is not None]
     others = [*(half.get(name) for name in ("every_block", "sqrt", "dp")), min(torch, default=None)]
     return [
@@ -96,7 +96,7 @@ def _rounded(seconds: float) -> str:
 
 
 def _with_gap(cell: Row) -> str:
-    """The overhead, with the gap to the bound in brackets where it matters."""
+    """The overhead, followed by the gap to the bound in brackets if that is SHOWN_GAP or more."""
     if cell["gap"] is None or cell["gap"] < SHOWN_GAP:
         return percent(cell["overhead"])
     return f"{percent(cell['overhead'])} ({percent(cell['gap'])})"
@@ -109,7 +109,8 @@ def missed(cell: Row, *, share: float) -> bool:
 
 
 def worse_than(before: Row, now: Row, *, names: Collection[str]) -> list[str]:
-    """The cells of these graphs whose overhead is WORSE than in an earlier report."""
+    """Results of these graphs with an overhead higher by more than WORSE than in an earlier report,
+    in words."""
     found = []
     for name, row, way in _cells(now):
         earlier = {each["share"]: each for each in before.get(name, {"rows": []})["rows"]}
@@ -123,7 +124,7 @@ def worse_than(before: Row, now: Row, *, names: Collection[str]) -> list[str]:
 
 
 def _cells(graphs: Row) -> Iterator[tuple[str, Row, str]]:
-    """Name, row and way of each cell that was measured."""
+    """Yield (graph, row, way) for each result that was measured."""
     for name, found in graphs.items():
         for row in found["rows"]:
             yield from ((name, row, way) for way in WAYS if way in row)
@@ -187,7 +188,7 @@ def _details(name: str, found: Row) -> list[str]:
 def _detail(row: Row, ways: list[str], others: list[str]) -> list[object]:
     cells: list[object] = [row["share"], f"{row['budget_bytes'] / 1e9:.3f}"]
     for way in ways:
-        if way not in row:  # at this share it was not measured
+        if way not in row:  # not measured at this share
             cells += [""] * 4
             continue
         cell = row[way]

@@ -1,9 +1,9 @@
-"""Small modules put together at random, to look for a step that a plan changes in any bit.
+"""Random small modules, to search for a training step that a plan changes in any bit.
 
-A module is a straight line of operations on values of one shape (rows x width), each of which may
-read any earlier value: so there are long skips, values read once or never, shared layers, views,
-in-place changes, dropout, buffers that change, and branches that end nowhere. The loss is of the
-last value, or row-wise over so many classes that it may be computed in row chunks.
+A module is a straight line of operations on values of one shape (rows x width). Each operation may
+read any earlier value. So there are long skips, values that are read once or never, shared layers,
+views, in-place changes, dropout, buffers that change, and dead branches. The loss is computed from
+the last value; it may be row-wise over so many classes that plans compute it in row chunks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Step:
     """One operation.
 
     operation: its name in OPERATIONS.
-    layer: which layer of its kind.
-    reads: earlier values.
+    layer: index of the layer to use, for operations that have layers.
+    reads: indices of the values that it reads.
     """
 
     operation: str
@@ -38,9 +38,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a module does; two modules of one recipe and seed are the same.
+    """What a module does. Two modules of the same recipe and random seed are the same.
 
-    wide_loss: its name in WIDE_LOSSES, over n_classes; "" is the mean square.
+    steps: the operations; step k makes value k + 1.
+    returned: indices of the values that are returned beside the loss.
+    frozen: indices of the linear layers without gradients.
+    n_layers: how many layers there are of each kind.
+    n_rows: rows of the batch.
+    wide_loss: name of a loss over `n_classes` in WIDE_LOSSES, or "" for the mean square.
     """
 
     steps: tuple[Step, ...]
@@ -53,7 +58,7 @@ class Recipe:
 
 
 class RandomModule(nn.Module):
-    """Runs a recipe. Returns the loss, or a dict with other outputs beside it."""
+    """Runs a recipe. Returns the loss, or a dict of the loss and the other returned values."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -98,7 +103,7 @@ def _count(module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
 
 
 def _written(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
-    """A part of a new tensor is written in place."""
+    """Writes a part of a new tensor in place."""
     result = values[0].clone()
     result[:, : WIDTH // 2] += values[-1][:, WIDTH // 2 :]
     return result
@@ -135,7 +140,8 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def _chosen_by_hand(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """As preference losses do: the log-probability of each row's class, masked and summed."""
+    """Cross-entropy written by hand, as preference losses do: the log-probability of each row's
+    class, masked and summed."""
     chosen = torch.log_softmax(logits, -1).gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
     return -(chosen * (targets != IGNORED)).sum() / len(targets)
 
@@ -160,7 +166,7 @@ WIDE_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def random_recipe(choice: random.Random, *, wide: bool = False) -> Recipe:
-    """A recipe of 3 to 16 operations, with a loss over many classes if wide."""
+    """A recipe of 3 to 16 operations. wide: with a loss over many classes."""
     steps = []
     for index in range(choice.randint(3, 16)):
         # Most values read the latest ones; some reach far back.
@@ -183,7 +189,7 @@ def random_recipe(choice: random.Random, *, wide: bool = False) -> Recipe:
 
 
 def described(recipe: Recipe) -> str:
-    """For a report of a mismatch: the steps, one after the other."""
+    """The recipe as text, for reports."""
     steps = "; ".join(
         f"v{index} = {step.operation} {step.layer} of "
         + ", ".join(f"v{read}" for read in step.reads)

@@ -1,10 +1,10 @@
-"""What the command takes for tiny problems, nearly all of it imports.
+"""Time the command `solve` on tiny problems, where it spends nearly all of its time in imports.
 
     python -m benchmarks.start_up --out benchmarks/results/start_up.json
 
-Processor seconds of a process of its own, the median of several runs in turns, beside `import
-torch`. The aims are 1.5 times that for the model file and 0.5 s for the graph file. Run it once
-before, so that Python's bytecode is there.
+Each run is a separate process. Reported are the median processor seconds of several runs, which
+take turns, and their ratio to those of `import torch`. The aims are a ratio of 1.5 for the model
+file and 0.5 s for the graph file. Run this once before, so that Python's bytecode is cached.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def get_loss(output, batch):
 """
 SOLVE = ("-m", "checkpoint_solver", "--budget")
 SHARE = 0.8
-"""Of the peak without a plan. Where the step fits as it is, the command loads less."""
+"""The budget, as a share of the peak without a plan. If the step fits without recomputation, the
+command imports less."""
 
 
 def commands(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Arguments of Python by name; writes the files that they read."""
+    """Name of a run -> arguments for Python. Writes the files that they read into the folder."""
     model, graph = str(folder / "model.py"), str(folder / "graph.json")
     Path(model).write_text(MODEL)
     on_cpu = ("--device", "cpu", model)

@@ -1,7 +1,7 @@
-"""Steps as people write them: how a model is prepared, and how one optimizer step goes.
+"""Training steps as people write them: how a model is prepared, and how an optimizer step runs.
 
-A style is run on a plain model and on a planned one, and the two must be bitwise identical, so it
-notes whatever it can see: losses, gradients as hooks are handed them, calls of hooks.
+Each style runs on a model with a plan and on one without, which must be bitwise identical. So a
+style records everything that it can see: losses, the gradients that hooks get, the calls of hooks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from benchmarks.zoo import Entry
 from graphs.model_calls import as_call, find_loss
 
 Seen = dict[str, torch.Tensor]
-"""What a step shows beside the state that it leaves, by name."""
+"""Name -> tensor that a step has shown (besides parameters, buffers, gradients)."""
 
 
 @dataclass
 class Training:
     """One model in training, with what its steps need.
 
-    entry: how the model is called.
-    optimizer: None where the style steps by itself.
-    scaler: of half-precision gradients.
+    entry: how the model is called and where its loss is computed.
+    optimizer: None if the style has its own optimizers.
+    scaler: gradient scaler, for half precision (None: none).
     seen: what the current step has shown.
-    output: what the model returned, held to the end of the step as a plan expects.
+    output: the model's output, held to the end of the step, as a plan expects.
     """
 
     model: nn.Module
@@ -42,7 +42,7 @@ class Training:
     output: Any = None
 
     def loss(self) -> torch.Tensor:
-        """Forward pass and loss, inside of the model or outside."""
+        """Run the forward pass and return the loss, which model or caller computes."""
         args, kwargs = as_call(self.batch, self.entry.inputs)
         self.output = self.model(*args, **kwargs)
         loss = self.entry.loss
@@ -55,9 +55,9 @@ class Training:
                 tensor.grad = None
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of what was seen; the name is counted on where it was seen before.
+        """Keep a copy of a tensor under this name, with a count of those noted under it before.
 
-        It is NumPy's memory, so that the peak of the step does not count what is noted.
+        The copy is in NumPy's memory, which the measured peak of the step does not include.
         """
         count = sum(other.startswith(name) for other in self.seen)
         seen = tensor.detach().cpu()
@@ -67,17 +67,17 @@ class Training:
 
 @dataclass(frozen=True)
 class Style:
-    """How one step goes.
+    """How a training step is written.
 
-    step: one optimizer step.
-    prepare: changes model and batch before planning (None: nothing).
-    set_up: puts hooks and optimizers on a training, after planning.
-    applies: to which models.
-    autocast: of forward pass and loss.
+    step: runs one optimizer step.
+    prepare: changes model and batch before planning (None: does not).
+    set_up: adds hooks and optimizers to a training, after planning (None: adds none).
+    applies: (model, batch) -> whether the style can train this model.
+    autocast: dtype for the forward pass and the loss (None: no autocast).
     gradients: as in `solve`.
     steps_inside: the optimizer steps while the backward pass runs.
-    own_bytes: what the step takes at most beside model, loss and optimizer, which no plan knows of,
-        for a model; the peak is checked with it.
+    own_bytes: model -> the most bytes that the step takes besides model, loss and optimizer. Plans
+        do not know of them, so the measured peak may be higher by them.
     """
 
     step: Callable[[Training], None]
@@ -98,7 +98,7 @@ def autocast_to(dtype: torch.dtype | None) -> torch.autocast:
 def _step(
     training: Training, *, autocast: torch.dtype | None = None, max_norm: float | None = None
 ) -> None:
-    """As in PyTorch's examples; with a gradient scaler where the training has one."""
+    """A step as in PyTorch's examples, with a gradient scaler if the training has one."""
     optimizer, scaler = training.optimizer, training.scaler
     assert optimizer is not None
     training.zero_grad()
@@ -119,14 +119,14 @@ def _step(
 
 
 def _accumulating(training: Training) -> None:
-    """Two micro-batches, gradients kept in place from step to step."""
+    """A step of two micro-batches; gradients are set to zero in place, not to None."""
     assert training.optimizer is not None
     training.optimizer.zero_grad(set_to_none=False)
     for _ in range(2):
         loss = training.loss() / 2
         loss.backward()
         training.note("loss", loss)
-        training.output = None  # else it is held while the next micro-batch runs, beyond its plan
+        training.output = None  # else it is live in the next micro-batch, which no plan expects
     training.optimizer.step()
 
 
@@ -135,9 +135,9 @@ def _with_scaler(training: Training) -> None:
 
 
 def _with_hooks(training: Training) -> None:
-    """Every kind of hook that a training script puts on parameters and on the whole model.
+    """Add every kind of hook that training scripts put on parameters and on the whole model.
 
-    One gradient is changed on its way, others are looked at before and after they are accumulated.
+    One hook changes a gradient; others note gradients before and after they are accumulated.
     """
     named = [(n, p) for n, p in training.model.named_parameters() if p.requires_grad]
     named[0][1].register_hook(lambda gradient: gradient * 2)
@@ -158,7 +158,7 @@ def _with_hooks(training: Training) -> None:
 
 
 def _optimizer_in_backward(training: Training) -> None:
-    """Each parameter is stepped and its gradient dropped as soon as it is there."""
+    """Step each parameter and drop its gradient as soon as the gradient is accumulated."""
     training.optimizer = None
     for name, parameter in training.model.named_parameters():
         if not parameter.requires_grad:
@@ -180,7 +180,7 @@ def _backward_alone(training: Training) -> None:
 
 
 def _half_frozen(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """The first half of the parameters, as in fine-tuning the upper layers."""
+    """Freeze the first half of the parameters, as when the upper layers are fine-tuned."""
     parameters = list(model.parameters())
     for parameter in parameters[: len(parameters) // 2]:
         parameter.requires_grad_(False)
@@ -188,7 +188,7 @@ def _half_frozen(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
 
 
 def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """Low-rank adapters of the peft library on every linear layer; all else is frozen."""
+    """Put the peft library's low-rank adapters on every linear layer; all else is frozen."""
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
@@ -204,7 +204,7 @@ def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
 
 
 def _needing_gradients(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """Every tensor of the batch that can have a gradient gets one (saliency, adversaries)."""
+    """Ask for gradients of the batch's floating-point tensors (saliency, adversarial examples)."""
     return model, pytree.tree_map_only(
         torch.Tensor, lambda t: t.requires_grad_(True) if t.is_floating_point() else t, batch
     )
@@ -217,7 +217,8 @@ def _has_floating_point(_model: nn.Module, batch: Any) -> bool:
 
 
 SCALER_BYTES = 1024
-"""Scalars of a gradient scaler: scale, growth, what it found, each in a block of the allocator."""
+"""The scalar tensors of a gradient scaler (scale, growth, found_inf); each takes a block of the
+allocator."""
 
 
 def _trained_bytes(model: nn.Module) -> list[int]:
@@ -225,20 +226,20 @@ def _trained_bytes(model: nn.Module) -> list[int]:
 
 
 def _bytes_of_hooks(model: nn.Module) -> int:
-    """The gradient of the first parameter times two, and a norm for each parameter."""
+    """For the doubled gradient of the first parameter, and the norm of each gradient."""
     sizes = _trained_bytes(model)
     return sizes[0] + 2 * NORM_BYTES * len(sizes)
 
 
 def _bytes_of_stepping(model: nn.Module) -> int:
-    """AdamW steps one parameter at a time with two more tensors like it: the root of its second
-    moment, and that over the correction of its bias.
+    """For two temporaries of AdamW, as large as the parameter that it steps: the square root of the
+    second moment, and that divided by the bias correction.
     """
     return 2 * max(_trained_bytes(model))
 
 
 NORM_BYTES = 64
-"""A scalar in a block of the allocator."""
+"""What a scalar tensor takes in the allocator."""
 STYLES: dict[str, Style] = {
     "plain": Style(_step),
     "accumulation": Style(_accumulating, gradients="accumulate"),

@@ -1,17 +1,17 @@
-"""Real overhead of plans on this CPU beside the forecast, and where the difference goes.
+"""Measure the overhead of plans on this CPU and compare it with the forecasts.
 
     python -m benchmarks.step_time --out benchmarks/results/step_time.json
         [--models moe,convnext,unet] [--share 0.5] [--rounds N] [--keep-blocks]
 
-Steps (forward and backward pass) of copies of a model take turns in one process: without a plan,
-with a plan that recomputes nothing, with one that recomputes by the rates of a generic CPU, with
-one by measured operator times (all three without rewrites), and with the default, which has
-rewrites. Each figure is the median over the rounds of the ratio to the round's step without a plan,
-in processor time on one thread, so other load matters little. The budget's share is its place
-between what is resident (0) and the peak without a plan (1).
+Copies of a model run a step (forward and backward pass) in turns, in one process: one without a
+plan, one with a plan that recomputes nothing, one planned by the rates of a generic CPU, one by
+measured times of operators (these three without rewrites), and one with rewrites, the default. Each
+figure is the median over all rounds of the ratio to the step without a plan in the same round. It
+is processor time on one thread, so that other load matters little. A budget given as a share lies
+between the resident bytes (0) and the peak without a plan (1).
 
---keep-blocks: glibc keeps freed blocks for the process, in place of giving large ones back to the
-system, which maps fresh pages at the next use.
+--keep-blocks makes glibc keep freed memory in the process. By default it returns large blocks to
+the system, which must map fresh pages at the next use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KEPT_BLOCKS = {
     "MALLOC_TOP_PAD_": str(2**28),
 }
 N_WARM_UP = 3
-"""The first step of a plan finds its program."""
+"""Rounds that do not count: the first step with a plan makes its program."""
 NOTHING, BY_RATES, BY_TIMES = "recomputes nothing", "by rates", "by measured times"
 REWRITTEN = "by rates, with rewrites"
 
@@ -127,7 +127,7 @@ def _rows(name: str, arguments: Any) -> Iterator[Row]:
     used = measured(sides, batch, arguments.rounds)
     for title, solution in solutions.items():
         ratios = [s / plain - 1 for s, plain in zip(used[title], used[""], strict=True)]
-        is_other = title == REWRITTEN  # another graph, of which no operator times were measured
+        is_other = title == REWRITTEN  # another graph, for which operators were not measured
         low, middle, high = statistics.quantiles(ratios, n=4)
         yield {
             "model": name,
@@ -145,14 +145,17 @@ def _rows(name: str, arguments: Any) -> Iterator[Row]:
 
 
 def _forecast(costed: Solution, planned: Solution) -> float:
-    """The overhead of a plan, with the operators' times in another solution's graph."""
+    """The overhead of the plan `planned`, by the operator times in the graph of `costed`."""
     assert planned.schedule is not None
     plain_s = simulate(costed.graph, baseline(costed.graph)).time_s
     return simulate(costed.graph, planned.schedule).time_s / plain_s - 1
 
 
 def measured(sides: dict[str, nn.Module], batch: Any, n_rounds: int) -> dict[str, list[float]]:
-    """Processor seconds of each side's step in each round."""
+    """Processor seconds of each model's step in each round.
+
+    sides: name of the plan -> model; the models take turns.
+    """
     used: dict[str, list[float]] = {title: [] for title in sides}
     gc.disable()
     try:
