@@ -50,8 +50,8 @@ def layered_graph(n_layers: int) -> Graph:
         name = f"t{len(nodes)}"
         tensors.append(Tensor(name, 64, "activation"))
         inputs = (last,) if part == "attention" else (last, "weight")
-        about: Any = {"phase": "forward", "module": f"layers.{i}.{part}", "time_s": 1.0}
-        nodes.append(Node(f"n{len(nodes)}", f"aten.{op}.default", inputs, (name,), **about))
+        node_fields: Any = {"phase": "forward", "module": f"layers.{i}.{part}", "time_s": 1.0}
+        nodes.append(Node(f"n{len(nodes)}", f"aten.{op}.default", inputs, (name,), **node_fields))
         last = name
     return Graph(nodes=tuple(nodes), tensors=tuple(tensors), outputs=(last,))
 
@@ -136,7 +136,7 @@ CHECKS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
 """System -> its name on PyPI, and a function (setting) -> {key: (value given, value read)}."""
 
 
-def checked(system: str, graph: Graph) -> dict[str, Any]:
+def check_system(system: str, graph: Graph) -> dict[str, Any]:
     """Every candidate of the system, and whether the values read are those given ("taken")."""
     distribution, read = CHECKS[system]
     try:
@@ -156,7 +156,7 @@ def main() -> int:
     graph = layered_graph(N_LAYERS)
     result = {
         "command": harness.command(),
-        "systems": {system: checked(system, graph) for system in CHECKS},
+        "systems": {system: check_system(system, graph) for system in CHECKS},
     }
     print(json.dumps(result, indent=1))
     harness.write(given.out, result)

@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks import harness
 from benchmarks.harness import Row, percent
-from benchmarks.zoo.graphs import captured
+from benchmarks.zoo.graphs import capture_step
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
@@ -115,13 +115,15 @@ def rows_of(
     """Plan and export one model: a row for each share of the budget."""
     with torch.device("meta"):
         model, batch = make()
-        graph = captured(model, batch).graph if fsdp is None else sharded(model, batch, fsdp)
+        graph = (
+            capture_step(model, batch).graph if fsdp is None else sharded_step(model, batch, fsdp)
+        )
     least_bytes = find_obstacle(graph).reached_bytes
     for share in shares:
         yield row_of(model, graph, share, least_bytes=least_bytes, time_limit_s=time_limit_s)
 
 
-def sharded(model: nn.Module, batch: Batch, n_ranks: int) -> Graph:
+def sharded_step(model: nn.Module, batch: Batch, n_ranks: int) -> Graph:
     """The step of one of `n_ranks` ranks of FSDP2."""
     return trace(model, batch, device="cpu", costs=Roofline(named("h100")), fsdp=n_ranks)
 
@@ -175,14 +177,14 @@ def markdown(report: Row) -> str:
                 )
             )
     head = ("model", "budget", "plan %", "export %", "lost", "checkpoints", "search s")
-    about = (
+    legend = (
         "Overhead of the plan of single operators (without rewrites) and of its export, in percent "
         "of the plain step, and the difference in points. The budget lies between the least "
         "feasible one (0 %) and the peak of the plain step (100 %). Seconds: processor time of the "
         "export."
     )
     title = "# What exporting to torch.utils.checkpoint loses"
-    return "\n\n".join([title, harness.ran(report), about, harness.table(head, rows)]) + "\n"
+    return "\n\n".join([title, harness.ran(report), legend, harness.table(head, rows)]) + "\n"
 
 
 if __name__ == "__main__":

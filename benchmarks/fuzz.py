@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks import harness
-from benchmarks.random_modules import WIDTH, RandomModule, Recipe, described, random_recipe
+from benchmarks.random_modules import WIDTH, RandomModule, Recipe, random_recipe, recipe_text
 from benchmarks.same_bits import compare, solution_of, trained
 from benchmarks.step_styles import STYLES, Training
 from benchmarks.zoo import LOSS_INSIDE
@@ -51,39 +51,39 @@ class Tally:
     refusals: list[str] = field(default_factory=list)
 
 
-def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: bool = True) -> None:
+def try_recipe(recipe: Recipe, rng: random.Random, tally: Tally, *, search: bool = True) -> None:
     """Run one module under several schedules and add the results to the tally.
 
     search: also run plans for a random budget and for the least one, which take a search.
     """
-    torch.manual_seed(choice.randrange(10**6))
+    torch.manual_seed(rng.randrange(10**6))
     model = RandomModule(recipe)
     batch = torch.randn(recipe.n_rows, WIDTH)
     tally.n_models += 1
     try:
         steps = trace_variants(model, batch)
     except TraceError as error:
-        tally.refusals.append(f"{error} [{described(recipe)}]")
+        tally.refusals.append(f"{error} [{recipe_text(recipe)}]")
         return
     style = STYLES["plain"]
     expected, _ = trained(Training(copy.deepcopy(model), batch.clone(), LOSS_INSIDE), style)
-    solutions = _searched(steps, choice) if search else []
+    solutions = _searched_solutions(steps, rng) if search else []
     graph = steps.planned[-1]  # with the most rewrites
-    half = {tensor.name for tensor in graph.tensors if choice.random() < 0.5}
-    solutions += [solution_of(graph, keep(graph, kept)) for kept in (set[str](), half)]
+    random_half = {tensor.name for tensor in graph.tensors if rng.random() < 0.5}
+    solutions += [solution_of(graph, keep(graph, kept)) for kept in (set[str](), random_half)]
     for solution in solutions:
-        found = compare(model, batch, LOSS_INSIDE, style, solution, expected=expected)
+        comparison = compare(model, batch, LOSS_INSIDE, style, solution, expected=expected)
         assert solution.simulation is not None
         tally.n_plans += 1
         tally.n_rewritten += bool(solution.graph.meta.rewrites)
         tally.n_chunked += any("chunked" in name for name in solution.graph.meta.rewrites)
         tally.n_recomputed += solution.simulation.n_recomputed
-        tally.n_compared += found.n_compared
-        if found.differences:
-            tally.mismatches.append(f"{found.differences[0]} [{described(recipe)}]")
+        tally.n_compared += comparison.n_compared
+        if comparison.differences:
+            tally.mismatches.append(f"{comparison.differences[0]} [{recipe_text(recipe)}]")
 
 
-def _searched(steps: Variants, choice: random.Random) -> list[Solution]:
+def _searched_solutions(steps: Variants, rng: random.Random) -> list[Solution]:
     """The schedule of the least feasible budget, and a plan for a random budget if one is found."""
     plain = simulate(steps.plain, baseline(steps.plain))
     obstacles = [find_obstacle(graph) for graph in steps.planned]
@@ -91,13 +91,13 @@ def _searched(steps: Variants, choice: random.Random) -> list[Solution]:
         zip(obstacles, steps.planned, strict=True), key=lambda pair: pair[0].reached_bytes
     )
     assert least.schedule is not None
-    found = [solution_of(graph, least.schedule)]
-    budget_bytes = choice.randint(least.reached_bytes, plain.peak_bytes)
+    solutions = [solution_of(graph, least.schedule)]
+    budget_bytes = rng.randint(least.reached_bytes, plain.peak_bytes)
     request = Request(budget_bytes, time_limit_s=TIME_LIMIT_S, rewrites="bitwise")
     solution = attempt(steps, request, starts=[least.schedule])
     if solution.simulation is not None:
-        found.append(solution)
-    return found
+        solutions.append(solution)
+    return solutions
 
 
 def main() -> None:
@@ -107,10 +107,10 @@ def main() -> None:
     parser.add_argument("--wide", action="store_true", help="losses over thousands of classes")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
-    choice, tally = random.Random(arguments.seed), Tally()
+    rng, tally = random.Random(arguments.seed), Tally()
     for index in range(arguments.n_models):
-        recipe = random_recipe(choice, wide=arguments.wide)
-        try_recipe(recipe, choice, tally, search=index % SEARCHED_EVERY == 0)
+        recipe = random_recipe(rng, wide=arguments.wide)
+        try_recipe(recipe, rng, tally, search=index % SEARCHED_EVERY == 0)
         if index % 50 == 49 or index == arguments.n_models - 1:
             print(
                 f"{tally.n_models} models, {tally.n_plans} plans, {len(tally.mismatches)} "

@@ -76,7 +76,7 @@ class Subject:
         return self.steps.planned[-1]
 
     @functools.cached_property
-    def least(self) -> Obstacle:
+    def least_budget(self) -> Obstacle:
         """The least budget for which a schedule is found, and that schedule; takes a search."""
         obstacles = map(find_obstacle, self.steps.planned)
         return min(obstacles, key=lambda obstacle: obstacle.reached_bytes)
@@ -87,7 +87,7 @@ class Subject:
         return simulate(self.steps.plain, baseline(self.steps.plain)).peak_bytes
 
     def budget_bytes(self, share: float) -> int:
-        least_bytes = self.least.reached_bytes
+        least_bytes = self.least_budget.reached_bytes
         return least_bytes + int(share * (self.peak_bytes - least_bytes))
 
 
@@ -97,7 +97,7 @@ def prepare(entry: Entry, style: Style, *, costs: CostModel | None = None) -> Su
     Raises TraceError if the step cannot be planned, and AssertionError if tracing has changed the
     model or the random state.
     """
-    model, batch = entry.made()
+    model, batch = entry.model_and_batch()
     if not style.applies(model, batch):
         return None
     if style.prepare is not None:
@@ -154,7 +154,7 @@ def run_budget(
     """Plan for one budget, train with the plan, and return the row of `run_solution`."""
     budget_bytes = subject.budget_bytes(share)
     began_s = time.perf_counter()
-    least = [] if subject.least.schedule is None else [subject.least.schedule]
+    least = [] if subject.least_budget.schedule is None else [subject.least_budget.schedule]
     request = Request(
         budget_bytes,
         time_limit_s=time_limit_s,
@@ -172,16 +172,16 @@ def run_solution(subject: Subject, solution: Solution) -> Row:
     row: Row = {"budget_bytes": solution.request.budget_bytes, "status": solution.status}
     if solution.simulation is None:
         return row
-    about = (subject.model, subject.batch, subject.entry, subject.style)
-    found = compare(*about, solution, expected=subject.expected)
+    setting = (subject.model, subject.batch, subject.entry, subject.style)
+    comparison = compare(*setting, solution, expected=subject.expected)
     return row | {
         "rewrites": list(solution.graph.meta.rewrites),
         "n_recomputed": solution.simulation.n_recomputed,
         "host_peak_bytes": solution.simulation.host_peak_bytes,
-        "n_compared": found.n_compared,
-        "differences": list(found.differences[:5]),
+        "n_compared": comparison.n_compared,
+        "differences": list(comparison.differences[:5]),
         "predicted_peak_bytes": solution.simulation.peak_bytes,
-        "measured_peak_bytes": found.measured_peak_bytes,
+        "measured_peak_bytes": comparison.measured_peak_bytes,
         "own_bytes": subject.style.own_bytes(subject.model),
     }
 
@@ -228,21 +228,21 @@ def run_model(name: str, arguments: Any, costs: CostModel | None) -> Iterator[Ro
             continue
         if subject is None:
             continue
-        about = {
+        labels = {
             "model": name,
             "style": style,
             "n_nodes": len(subject.steps.plain.nodes),
             "prepared_s": time.perf_counter() - began_s,
-            "least_bytes": subject.least.reached_bytes,
+            "least_bytes": subject.least_budget.reached_bytes,
             "baseline_peak_bytes": subject.peak_bytes,
         }
         for share in arguments.shares if style == "plain" else arguments.style_shares:
             try:
-                yield about | run_budget(
+                yield labels | run_budget(
                     subject, share, time_limit_s=arguments.time_limit, places=places
                 )
             except (RuntimeError, ValueError, AssertionError) as error:
-                yield about | {"share": share, "failed": f"{type(error).__name__}: {error}"}
+                yield labels | {"share": share, "failed": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:

@@ -31,8 +31,8 @@ SHARES = (0.7, 0.5, 0.3, 0.2, 0.1)
 LINKS_GB_PER_S = (25, 50, 450)
 """The rates of PCI Express 4, PCI Express 5 and NVLink-C2C."""
 HOST_BYTES = 10**13
-MOST_OVERHEAD = 0.2
-NETS = ("resnet50", "unet")
+MAX_OVERHEAD = 0.2
+CONV_NETS = ("resnet50", "unet")
 TARGET, TARGET_OF_NETS, TARGET_OF_TIGHT_NETS = 0.001, 0.005, 0.03
 TIGHT_SHARE = 0.1
 """Target gaps, as shares of the step's time: for language models, for convolutional networks, and
@@ -96,11 +96,11 @@ def measure_graph(name: str, graph: Graph, *, shares: Sequence[float], time_limi
     for share in shares:
         budget_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
         row: Row = {"share": share, "budget_bytes": budget_bytes}
-        row["recompute"] = searched(graph, budget_bytes, None, time_limit_s)
+        row["recompute"] = search_figures(graph, budget_bytes, None, time_limit_s)
         for rate in LINKS_GB_PER_S:
-            places = host_of(rate)
-            row[f"both_{rate}"] = searched(graph, budget_bytes, places, time_limit_s)
-            row[f"offload_{rate}"] = offloaded(graph, budget_bytes, places)
+            places = host_with_rate(rate)
+            row[f"both_{rate}"] = search_figures(graph, budget_bytes, places, time_limit_s)
+            row[f"offload_{rate}"] = offload_figures(graph, budget_bytes, places)
         rows.append(row)
         print(f"{name} {share}: {row}", file=sys.stderr, flush=True)
     return {
@@ -112,11 +112,13 @@ def measure_graph(name: str, graph: Graph, *, shares: Sequence[float], time_limi
     }
 
 
-def host_of(gb_per_s: float) -> Places:
+def host_with_rate(gb_per_s: float) -> Places:
     return Places(host=Place(HOST_BYTES, Link(1e9 * gb_per_s, 1e9 * gb_per_s)))
 
 
-def searched(graph: Graph, budget_bytes: int, places: Places | None, time_limit_s: float) -> Row:
+def search_figures(
+    graph: Graph, budget_bytes: int, places: Places | None, time_limit_s: float
+) -> Row:
     """Search with `auto`: overhead, bound, gap, peak on the host and processor seconds.
 
     places: the host (None: recomputation alone).
@@ -126,7 +128,7 @@ def searched(graph: Graph, budget_bytes: int, places: Places | None, time_limit_
         graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=0, places=places
     )
     seconds = time.process_time() - began_s
-    overhead, host_bytes = measured(graph, proposal.schedule, budget_bytes, places)
+    overhead, host_bytes = simulated_figures(graph, proposal.schedule, budget_bytes, places)
     bound = max(0.0, proposal.lower_bound_s / graph.baseline_time_s - 1.0)
     return {
         "overhead": overhead,
@@ -138,19 +140,21 @@ def searched(graph: Graph, budget_bytes: int, places: Places | None, time_limit_
     }
 
 
-def offloaded(graph: Graph, budget_bytes: int, places: Places) -> Row:
+def offload_figures(graph: Graph, budget_bytes: int, places: Places) -> Row:
     """The plain step with copies to the host alone: overhead (None: it exceeds the budget even
     so) and peak on the host."""
     assert places.host is not None
     folded, order = StorageGraph.of(graph), baseline(graph).order
     gaps = overflowing(folded, order, budget_bytes)
-    beside = Places(host=places.host)
-    schedule = place_copies(folded, order, gaps, budget_bytes=budget_bytes, places=beside).schedule
-    overhead, host_bytes = measured(graph, schedule, budget_bytes, places)
+    host_only = Places(host=places.host)
+    schedule = place_copies(
+        folded, order, gaps, budget_bytes=budget_bytes, places=host_only
+    ).schedule
+    overhead, host_bytes = simulated_figures(graph, schedule, budget_bytes, places)
     return {"overhead": overhead, "host_peak_bytes": host_bytes}
 
 
-def measured(
+def simulated_figures(
     graph: Graph, schedule: Schedule | None, budget_bytes: int, places: Places | None
 ) -> tuple[float | None, int]:
     """Simulated overhead (None: no schedule, or above the budget) and peak bytes on the host."""
@@ -162,23 +166,25 @@ def measured(
     return (overhead if fits else None), simulation.host_peak_bytes
 
 
-def target(name: str, share: float) -> float:
+def target_gap(name: str, share: float) -> float:
     """The gap that a plan should reach, as a share of the step's time."""
-    if name not in NETS:
+    if name not in CONV_NETS:
         return TARGET
     return TARGET_OF_TIGHT_NETS if share <= TIGHT_SHARE else TARGET_OF_NETS
 
 
-def misses(report: Row) -> list[str]:
+def missed_targets(report: Row) -> list[str]:
     """Results that miss the target for the gap or for the search time, in words."""
     found = []
     for name, graph in report["graphs"].items():
         for row in graph["rows"]:
-            most = target(name, row["share"])
+            largest_gap = target_gap(name, row["share"])
             for rate in LINKS_GB_PER_S:
                 cell, where = row[f"both_{rate}"], f"{name} at {row['share']}, {rate} GB/s"
-                if cell["gap"] is None or cell["gap"] > most:
-                    found.append(f"{where}: gap {percent(cell['gap'])}, target {percent(most)}")
+                if cell["gap"] is None or cell["gap"] > largest_gap:
+                    found.append(
+                        f"{where}: gap {percent(cell['gap'])}, target {percent(largest_gap)}"
+                    )
                 if cell["seconds"] > 2 * row["recompute"]["seconds"] + 2:
                     found.append(
                         f"{where}: {cell['seconds']:.1f} s, recomputation alone "
@@ -187,27 +193,27 @@ def misses(report: Row) -> list[str]:
     return found
 
 
-def gains(report: Row) -> str:
+def gains_table(report: Row) -> str:
     """A table of how much copies reduce the overhead of recomputation and the memory for
     activations."""
     heads = ["", *(f"removed, {rate} GB/s" for rate in LINKS_GB_PER_S)]
     heads += ["activations, no host", *(f"{rate} GB/s" for rate in LINKS_GB_PER_S)]
     rows = []
     for name, graph in report["graphs"].items():
-        removed = [_removed(graph["rows"], f"both_{rate}") for rate in LINKS_GB_PER_S]
+        removed = [_overhead_removed(graph["rows"], f"both_{rate}") for rate in LINKS_GB_PER_S]
         columns = ("recompute", *(f"both_{rate}" for rate in LINKS_GB_PER_S))
-        rows.append([name, *removed, *(_times_less(graph, column) for column in columns)])
+        rows.append([name, *removed, *(_times_less_memory(graph, column) for column in columns)])
     return table(heads, rows)
 
 
-def _removed(rows: Sequence[Row], column: str) -> str:
+def _overhead_removed(rows: Sequence[Row], column: str) -> str:
     """The share of recomputation's overhead that copies remove, averaged over the rows."""
     alone = [(row["recompute"]["overhead"], row[column]["overhead"]) for row in rows]
     shares = [1 - both / one for one, both in alone if one and both is not None]
     return f"{100 * statistics.mean(shares):.0f} %" if shares else ""
 
 
-def _times_less(graph: Row, column: str) -> str:
+def _times_less_memory(graph: Row, column: str) -> str:
     """How many times less memory activations take than without a plan, at the least budget in the
     table with an overhead below 20 %."""
     resident_bytes = graph["resident_bytes"]
@@ -215,7 +221,7 @@ def _times_less(graph: Row, column: str) -> str:
     fitting = [
         plain_bytes / (row["budget_bytes"] - resident_bytes)
         for row in graph["rows"]
-        if row[column]["overhead"] is not None and row[column]["overhead"] < MOST_OVERHEAD
+        if row[column]["overhead"] is not None and row[column]["overhead"] < MAX_OVERHEAD
     ]
     return f"{max(fitting):.1f} times" if fitting else ""
 
@@ -244,8 +250,8 @@ def markdown(report: Row) -> str:
         "## Beside published gains\n",
         table(["", "measured by its authors"], PUBLISHED) + "\n",
     ]
-    parts += [ABOUT_GAINS, gains(report) + "\n"]
-    missed = misses(report)
+    parts += [ABOUT_GAINS, gains_table(report) + "\n"]
+    missed = missed_targets(report)
     parts.append(f"Misses: {len(missed)}." + "".join(f"\n- {text}" for text in missed) + "\n")
     return "\n".join(parts)
 

@@ -95,9 +95,11 @@ class Operator(nn.Module):
         """The outputs that require gradients; complex ones as pairs of real numbers."""
         items = {"other": iter(self.others), "trained": iter(self.trained), "batch": iter(batch)}
         first, args, kwargs = pytree.tree_unflatten([next(items[k]) for k in self.kinds], self.spec)
-        made = pytree.tree_leaves(self.operator(first, *args, **kwargs))
-        made = [each for each in made if isinstance(each, torch.Tensor) and each.requires_grad]
-        return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in made]
+        results = pytree.tree_leaves(self.operator(first, *args, **kwargs))
+        results = [
+            each for each in results if isinstance(each, torch.Tensor) and each.requires_grad
+        ]
+        return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in results]
 
     def forward(self, weights: list[torch.Tensor], *batch: torch.Tensor) -> Any:
         outputs = self.outputs(*batch)
@@ -112,10 +114,10 @@ def step(model: nn.Module, weights: list[torch.Tensor], batch: list[torch.Tensor
     loss, outputs = model(weights, *batch)
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
-    return [_bytes(each) for each in (loss, *outputs, *gradients, torch.get_rng_state())]
+    return [_comparable_bytes(each) for each in (loss, *outputs, *gradients, torch.get_rng_state())]
 
 
-def _bytes(tensor: torch.Tensor | None) -> Any:
+def _comparable_bytes(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
     tensor = tensor.detach().to_dense().resolve_conj().resolve_neg()
@@ -136,12 +138,12 @@ def try_sample(name: str, operator: Any, sample: Any, tally: Tally) -> None:
         if not weights:
             return
         expected = step(model, weights, model.batch)
-        again = step(model, weights, model.batch)
+        repeated = step(model, weights, model.batch)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         # eager mode itself refuses the sample (no gradient, this dtype): nothing to compare with
         tally.skipped[name] = f"{type(error).__name__}: {error}"[:200]
         return
-    if again != expected:
+    if repeated != expected:
         tally.differ_in_eager_mode.append(name)
         return
     watch = Watch()
@@ -155,17 +157,17 @@ def try_sample(name: str, operator: Any, sample: Any, tally: Tally) -> None:
         tally.differ_watched.append(name)
     try:
         planned = apply(model, keeping_nothing(trace(model, (weights, *model.batch))))
-        found = step(planned, weights, model.batch)
+        planned_results = step(planned, weights, model.batch)
     except TraceError as error:
-        here = f"{Path(__file__).parents[1]}/"
-        tally.refused[name] = str(error).replace(here, "")[:200]
+        root = f"{Path(__file__).parents[1]}/"
+        tally.refused[name] = str(error).replace(root, "")[:200]
         return
     tally.n_planned += 1
-    if found != expected:
+    if planned_results != expected:
         tally.differ_planned.append(name)
 
 
-def operators(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+def differentiable_operators(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
     """Names and `op_db` entries of the operators that support autograd in this dtype."""
     module: Any = importlib.import_module("torch.testing._internal.common_methods_invocations")
     # the wrapper sets the seed, which a planned forward may not do
@@ -183,13 +185,13 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     dtype, tally = getattr(torch, arguments.dtype), Tally(arguments.dtype)
-    for name, entry in operators(dtype):
+    for name, entry in differentiable_operators(dtype):
         if arguments.only and not name.startswith(tuple(arguments.only)):
             continue
         torch.manual_seed(0)
         samples = list(entry.sample_inputs("cpu", dtype, requires_grad=True))
-        every = max(1, len(samples) // arguments.samples)
-        for sample in samples[::every][: arguments.samples]:
+        stride = max(1, len(samples) // arguments.samples)
+        for sample in samples[::stride][: arguments.samples]:
             try_sample(name, entry, sample, tally)
         tally.n_operators += 1
     report = {"circumstances": harness.circumstances(0.0), **vars(tally)}

@@ -34,7 +34,7 @@ Simulations = Mapping[str, tuple[Simulation, ...]]
 """Name of the partitioner's solver -> simulations of the sets that it chose, one per ratio."""
 
 
-def partitioned(step: CapturedStep, *, time_limit_s: float) -> Simulations:
+def simulate_partitions(step: CapturedStep, *, time_limit_s: float) -> Simulations:
     """Simulate the sets that the partitioner chooses for this step, for as many RATIOS as the time
     limit allows."""
     deadline_s = time.monotonic() + time_limit_s
@@ -42,7 +42,7 @@ def partitioned(step: CapturedStep, *, time_limit_s: float) -> Simulations:
     for ratio in RATIOS:
         for solver in SOLVERS:
             if time.monotonic() < deadline_s:
-                kept = _saved(step, solver, ratio)
+                kept = _saved_storages(step, solver, ratio)
                 found[f"torch {solver}"] += (simulate(step.graph, keep(step.graph, kept)),)
     return found
 
@@ -53,7 +53,7 @@ def best_overhead(graph: Graph, found: Iterable[Simulation], *, budget_bytes: in
     return min(times_s) / graph.baseline_time_s - 1.0 if times_s else None
 
 
-def _saved(step: CapturedStep, solver: str, ratio: float) -> frozenset[str]:
+def _saved_storages(step: CapturedStep, solver: str, ratio: float) -> frozenset[str]:
     """The storages that the partitioner's forward graph saves for its backward graph."""
     captured = step.captured
     # The partitioner changes its graph, so it gets a copy, with the metadata that it reads.

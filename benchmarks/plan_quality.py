@@ -37,7 +37,7 @@ from solver.schedule import Request, Simulation, baseline, simulate
 from solver.solving import attempt
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
-OTHERS = ("every_block", "sqrt", "dp")
+OTHER_METHODS = ("every_block", "sqrt", "dp")
 PEERS_TIME_LIMIT_S = 120.0
 """For all sets of one graph that the partitioner chooses."""
 
@@ -86,12 +86,12 @@ def measure_graph(
     print(f"{name}: {len(graph.nodes)} ops, {peak_bytes=}, {from_bytes=}, {least}", file=sys.stderr)
     least_bytes = least["none"]["reached_bytes"]  # may have grown, too, if an operator needs more
     budgets = {s: max(from_bytes + int(s * range_bytes), least_bytes) for s in shares}
-    others = _others(source, graph, budgets, before)
+    others = _other_overheads(source, graph, budgets, before)
     rows = []
     for share, budget_bytes in budgets.items():
         row: Row = {"share": share, "budget_bytes": budget_bytes}
         for way, steps in ways.items():
-            row[way] = searched(steps, budget_bytes, time_limit_s=time_limit_s)
+            row[way] = search_figures(steps, budget_bytes, time_limit_s=time_limit_s)
             print(f"  {share:.1f} {way}: {_line(row[way])}", file=sys.stderr, flush=True)
         rows.append(row | {"others": others[share]})
     return {
@@ -118,7 +118,7 @@ def least_budget(steps: Variants) -> Row:
     }
 
 
-def searched(steps: Variants, budget_bytes: int, *, time_limit_s: float) -> Row:
+def search_figures(steps: Variants, budget_bytes: int, *, time_limit_s: float) -> Row:
     """Plan with `auto`, as `solve` does, and report overhead, bound and gap as shares of the plain
     step's time.
 
@@ -157,21 +157,23 @@ def _line(cell: Row) -> str:
     )
 
 
-def _others(
+def _other_overheads(
     source: Graph | CapturedStep, graph: Graph, budgets: Mapping[float, int], before: Row | None
 ) -> Mapping[float, Mapping[str, float | None]]:
     """Share of the budget -> overheads of our other methods and of the partitioner.
 
     The partitioner's overheads are taken from the earlier report if it is of the same step.
     """
-    found = {share: _methods(graph, budget_bytes) for share, budget_bytes in budgets.items()}
+    found = {
+        share: _method_overheads(graph, budget_bytes) for share, budget_bytes in budgets.items()
+    }
     if not isinstance(source, CapturedStep):
         return found
     if before is not None and before["n_nodes"] == len(graph.nodes):
         rows = {row["share"]: row["others"] for row in before["rows"]}
-        if all(share in rows and _agree(each, rows[share]) for share, each in found.items()):
+        if all(share in rows and _is_same_step(each, rows[share]) for share, each in found.items()):
             return {share: {**rows[share], **each} for share, each in found.items()}
-    partitioned = peers.partitioned(source, time_limit_s=PEERS_TIME_LIMIT_S)
+    partitioned = peers.simulate_partitions(source, time_limit_s=PEERS_TIME_LIMIT_S)
     return {
         share: each
         | {
@@ -182,16 +184,16 @@ def _others(
     }
 
 
-def _methods(graph: Graph, budget_bytes: int) -> dict[str, float | None]:
+def _method_overheads(graph: Graph, budget_bytes: int) -> dict[str, float | None]:
     limits = {"budget_bytes": budget_bytes, "time_limit_s": 600.0, "seed": 0}
-    schedules = {name: METHODS[name](graph, **limits).schedule for name in OTHERS}  # type: ignore[arg-type]
+    schedules = {name: METHODS[name](graph, **limits).schedule for name in OTHER_METHODS}  # type: ignore[arg-type]
     return {
         name: None if schedule is None else _overhead(graph, simulate(graph, schedule))
         for name, schedule in schedules.items()
     }
 
 
-def _agree(now: Row, before: Row) -> bool:
+def _is_same_step(now: Row, before: Row) -> bool:
     """Whether two reports are of the same step: `every_block`, which chooses nothing, agrees."""
     one, other = now["every_block"], before["every_block"]
     return one is other or math.isclose(one or 0.0, other or 0.0, abs_tol=1e-9)

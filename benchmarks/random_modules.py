@@ -95,21 +95,21 @@ class RandomModule(nn.Module):
 Operation = Callable[[RandomModule, int, Values], torch.Tensor]
 
 
-def _count(module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
+def _read_and_change_buffer(module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
     """Reads a buffer, then changes it."""
     result = values[0] + module.seen
     module.seen.add_(values[0].detach().mean(0) * 0.1)
     return result
 
 
-def _written(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
+def _write_in_place(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
     """Writes a part of a new tensor in place."""
     result = values[0].clone()
     result[:, : WIDTH // 2] += values[-1][:, WIDTH // 2 :]
     return result
 
 
-def _attended(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
+def _attend(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
     query, key, value = (v[None, None] for v in values)
     return F.scaled_dot_product_attention(query, key, value, dropout_p=0.2)[0, 0]
 
@@ -133,20 +133,20 @@ OPERATIONS: dict[str, Operation] = {
     "turned": lambda _m, _i, v: v[0].t().contiguous().t() + v[1],
     "detached": lambda _m, _i, v: v[0] * v[1].detach(),
     "layer norm": lambda _m, _i, v: F.layer_norm(v[0], (WIDTH,)),
-    "count": _count,
-    "written": _written,
-    "attended": _attended,
+    "count": _read_and_change_buffer,
+    "written": _write_in_place,
+    "attended": _attend,
 }
 
 
-def _chosen_by_hand(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _cross_entropy_by_hand(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross-entropy written by hand, as preference losses do: the log-probability of each row's
     class, masked and summed."""
     chosen = torch.log_softmax(logits, -1).gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
     return -(chosen * (targets != IGNORED)).sum() / len(targets)
 
 
-def _taught(logits: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
+def _teacher_loss(logits: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
     teacher = torch.softmax(logits.detach().flip(0), -1)
     return -(teacher * torch.log_softmax(logits, -1)).sum(-1).mean()
 
@@ -160,35 +160,33 @@ WIDE_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "z-loss": lambda logits, targets: (
         F.cross_entropy(logits, targets) + 1e-3 * torch.logsumexp(logits, -1).square().mean()
     ),
-    "by hand": _chosen_by_hand,
-    "teacher": _taught,
+    "by hand": _cross_entropy_by_hand,
+    "teacher": _teacher_loss,
 }
 
 
-def random_recipe(choice: random.Random, *, wide: bool = False) -> Recipe:
+def random_recipe(rng: random.Random, *, wide: bool = False) -> Recipe:
     """A recipe of 3 to 16 operations. wide: with a loss over many classes."""
     steps = []
-    for index in range(choice.randint(3, 16)):
+    for index in range(rng.randint(3, 16)):
         # Most values read the latest ones; some reach far back.
-        reads = tuple(
-            index if choice.random() < 0.6 else choice.randrange(index + 1) for _ in range(3)
-        )
-        steps.append(Step(choice.choice(list(OPERATIONS)), choice.randrange(2), reads))
+        reads = tuple(index if rng.random() < 0.6 else rng.randrange(index + 1) for _ in range(3))
+        steps.append(Step(rng.choice(list(OPERATIONS)), rng.randrange(2), reads))
     n_values = len(steps) + 1
-    returned = choice.sample(range(n_values), choice.choice([0, 0, 1, 2]))
-    frozen = (1,) if choice.random() < 0.2 else ()
+    returned = rng.sample(range(n_values), rng.choice([0, 0, 1, 2]))
+    frozen = (1,) if rng.random() < 0.2 else ()
     recipe = Recipe(tuple(steps), tuple(sorted(returned)), frozen)
     if not wide:
         return recipe
     return dataclasses.replace(
         recipe,
-        n_rows=choice.choice([256, 300, 385, 512]),
-        wide_loss=choice.choice(list(WIDE_LOSSES)),
-        n_classes=choice.choice([16384, 17001]),
+        n_rows=rng.choice([256, 300, 385, 512]),
+        wide_loss=rng.choice(list(WIDE_LOSSES)),
+        n_classes=rng.choice([16384, 17001]),
     )
 
 
-def described(recipe: Recipe) -> str:
+def recipe_text(recipe: Recipe) -> str:
     """The recipe as text, for reports."""
     steps = "; ".join(
         f"v{index} = {step.operation} {step.layer} of "

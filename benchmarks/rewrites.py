@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from benchmarks import harness
 from benchmarks.harness import Row, percent, table
-from benchmarks.plan_quality import least_budget, searched
+from benchmarks.plan_quality import least_budget, search_figures
 from benchmarks.zoo.graphs import example
 from graphs.rewrites import Variants, offered, variants_of
 from graphs.trace import CapturedStep
@@ -76,7 +76,7 @@ def measure(step: CapturedStep, *, budgets_gb: tuple[float, ...], time_limit_s: 
     budgets |= {f"{size} GB": int(size * 1e9) for size in budgets_gb}
     for name, steps in sets.items():
         for title, budget_bytes in budgets.items():
-            plan = searched(steps, budget_bytes, time_limit_s=time_limit_s)
+            plan = search_figures(steps, budget_bytes, time_limit_s=time_limit_s)
             found[name]["plans"].append({"budget": title, "budget_bytes": budget_bytes, **plan})
     return found
 

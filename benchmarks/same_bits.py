@@ -40,7 +40,7 @@ class Comparison:
 
 def trained(training: Training, style: Style, *, measure: bool = False) -> tuple[list[Seen], int]:
     """Train N_STEPS steps. Returns, for each step, what it showed (`Training.seen`) and the state
-    after it (`_left`), and the peak bytes of the last step.
+    after it (`_state_after_step`), and the peak bytes of the last step.
 
     measure: measure the peak (else it is 0).
     """
@@ -60,14 +60,14 @@ def trained(training: Training, style: Style, *, measure: bool = False) -> tuple
                 training.zero_grad()
             gc.collect()
             optimizers = () if training.optimizer is None else (training.optimizer,)
-            there = resident_tensors(training.model, training.batch, optimizers)
+            resident = resident_tensors(training.model, training.batch, optimizers)
             peak_bytes = absolute_peak_bytes(
-                lambda: style.step(training), torch.device("cpu"), there
+                lambda: style.step(training), torch.device("cpu"), resident
             )
         else:
             style.step(training)
         training.output = None
-        shown.append({**training.seen, **_left(training)})
+        shown.append({**training.seen, **_state_after_step(training)})
     return shown, peak_bytes
 
 
@@ -97,22 +97,22 @@ def between(expected: Sequence[Seen], shown: Sequence[Seen]) -> tuple[str, ...]:
     )
 
 
-def _left(training: Training) -> Seen:
+def _state_after_step(training: Training) -> Seen:
     """Copies of parameters, buffers, gradients (also those of the batch) and the random state."""
-    left: Seen = {"random state": torch.get_rng_state()}
+    state: Seen = {"random state": torch.get_rng_state()}
     device = next(training.model.parameters()).device
     if device.type == "cuda":
-        left["random state of the device"] = torch.cuda.get_rng_state(device)
+        state["random state of the device"] = torch.cuda.get_rng_state(device)
     for name, parameter in training.model.named_parameters():
-        left[f"parameter {name}"] = parameter.detach().clone()
+        state[f"parameter {name}"] = parameter.detach().clone()
         if parameter.grad is not None:
-            left[f"gradient of {name}"] = parameter.grad.clone()
+            state[f"gradient of {name}"] = parameter.grad.clone()
     for name, buffer in training.model.named_buffers():
-        left[f"buffer {name}"] = buffer.clone()
+        state[f"buffer {name}"] = buffer.clone()
     for index, tensor in enumerate(pytree.tree_leaves(training.batch)):
         if isinstance(tensor, torch.Tensor) and tensor.grad is not None:
-            left[f"gradient of tensor {index} of the batch"] = tensor.grad.clone()
-    return left
+            state[f"gradient of tensor {index} of the batch"] = tensor.grad.clone()
+    return state
 
 
 def solution_of(graph: Graph, schedule: Schedule) -> Solution:

@@ -70,22 +70,22 @@ def processor_s(arguments: tuple[str, ...]) -> float:
 
 
 def main() -> None:
-    given = harness.parser("start_up", __doc__).parse_args()
+    options = harness.parser("start_up", __doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = commands(Path(folder))
-        taken: dict[str, list[float]] = {name: [] for name in runs}
+        times_s: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(N_RUNS):
             for name, arguments in runs.items():
-                taken[name].append(processor_s(arguments))
-    torch_s = statistics.median(taken["import torch"])
+                times_s[name].append(processor_s(arguments))
+    torch_s = statistics.median(times_s["import torch"])
     rows: dict[str, Row] = {}
-    for name, each in taken.items():
+    for name, each in times_s.items():
         seconds = statistics.median(each)
         rows[name] = {"processor_s": seconds, "of_import_torch": seconds / torch_s}
         print(f"{name}: {seconds:.2f} s, {seconds / torch_s:.2f} of `import torch`")
-    if given.out is not None:
+    if options.out is not None:
         report = {"circumstances": harness.circumstances(), "runs": rows}
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def _step(
         scaler.update()
 
 
-def _accumulating(training: Training) -> None:
+def _accumulation_step(training: Training) -> None:
     """A step of two micro-batches; gradients are set to zero in place, not to None."""
     assert training.optimizer is not None
     training.optimizer.zero_grad(set_to_none=False)
@@ -130,11 +130,11 @@ def _accumulating(training: Training) -> None:
     training.optimizer.step()
 
 
-def _with_scaler(training: Training) -> None:
+def _add_scaler(training: Training) -> None:
     training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
 
 
-def _with_hooks(training: Training) -> None:
+def _add_hooks(training: Training) -> None:
     """Add every kind of hook that training scripts put on parameters and on the whole model.
 
     One hook changes a gradient; others note gradients before and after they are accumulated.
@@ -148,16 +148,16 @@ def _with_hooks(training: Training) -> None:
         lambda p: training.note(f"accumulated {middle}", p.grad)
     )
 
-    def called(_module: nn.Module, args: Any, *rest: Any) -> None:
+    def note_call(_module: nn.Module, args: Any, *rest: Any) -> None:
         tensors = [t for t in pytree.tree_leaves((args, rest)) if isinstance(t, torch.Tensor)]
         for tensor in tensors[:1]:
             training.note("handed to a hook of the model", tensor)
 
-    training.model.register_forward_pre_hook(called, with_kwargs=True)
-    training.model.register_forward_hook(called, with_kwargs=True)
+    training.model.register_forward_pre_hook(note_call, with_kwargs=True)
+    training.model.register_forward_hook(note_call, with_kwargs=True)
 
 
-def _optimizer_in_backward(training: Training) -> None:
+def _step_in_backward(training: Training) -> None:
     """Step each parameter and drop its gradient as soon as the gradient is accumulated."""
     training.optimizer = None
     for name, parameter in training.model.named_parameters():
@@ -173,13 +173,13 @@ def _optimizer_in_backward(training: Training) -> None:
         parameter.register_post_accumulate_grad_hook(partial(step, name, optimizer))
 
 
-def _backward_alone(training: Training) -> None:
+def _backward_step(training: Training) -> None:
     loss = training.loss()
     loss.backward()
     training.note("loss", loss)
 
 
-def _half_frozen(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+def _freeze_half(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """Freeze the first half of the parameters, as when the upper layers are fine-tuned."""
     parameters = list(model.parameters())
     for parameter in parameters[: len(parameters) // 2]:
@@ -187,7 +187,7 @@ def _half_frozen(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return model, batch
 
 
-def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+def _add_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """Put the peft library's low-rank adapters on every linear layer; all else is frozen."""
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
@@ -203,7 +203,7 @@ def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return get_peft_model(model, config).train(), batch
 
 
-def _needing_gradients(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+def _require_input_gradients(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """Ask for gradients of the batch's floating-point tensors (saliency, adversarial examples)."""
     return model, pytree.tree_map_only(
         torch.Tensor, lambda t: t.requires_grad_(True) if t.is_floating_point() else t, batch
@@ -221,13 +221,13 @@ SCALER_BYTES = 1024
 allocator."""
 
 
-def _trained_bytes(model: nn.Module) -> list[int]:
+def _trainable_sizes_bytes(model: nn.Module) -> list[int]:
     return [p.nbytes for p in model.parameters() if p.requires_grad]
 
 
 def _bytes_of_hooks(model: nn.Module) -> int:
     """For the doubled gradient of the first parameter, and the norm of each gradient."""
-    sizes = _trained_bytes(model)
+    sizes = _trainable_sizes_bytes(model)
     return sizes[0] + 2 * NORM_BYTES * len(sizes)
 
 
@@ -235,35 +235,37 @@ def _bytes_of_stepping(model: nn.Module) -> int:
     """For two temporaries of AdamW, as large as the parameter that it steps: the square root of the
     second moment, and that divided by the bias correction.
     """
-    return 2 * max(_trained_bytes(model))
+    return 2 * max(_trainable_sizes_bytes(model))
 
 
 NORM_BYTES = 64
 """What a scalar tensor takes in the allocator."""
 STYLES: dict[str, Style] = {
     "plain": Style(_step),
-    "accumulation": Style(_accumulating, gradients="accumulate"),
+    "accumulation": Style(_accumulation_step, gradients="accumulate"),
     "autocast bf16": Style(partial(_step, autocast=torch.bfloat16), autocast=torch.bfloat16),
     "autocast fp16, scaler": Style(
         partial(_step, autocast=torch.float16, max_norm=1.0),
-        set_up=_with_scaler,
+        set_up=_add_scaler,
         autocast=torch.float16,
         own_bytes=lambda _model: SCALER_BYTES,
     ),
     "hooks, clipping": Style(
-        partial(_step, max_norm=0.1), set_up=_with_hooks, own_bytes=_bytes_of_hooks
+        partial(_step, max_norm=0.1), set_up=_add_hooks, own_bytes=_bytes_of_hooks
     ),
     "optimizer in backward": Style(
-        _backward_alone,
-        set_up=_optimizer_in_backward,
+        _backward_step,
+        set_up=_step_in_backward,
         steps_inside=True,
         own_bytes=_bytes_of_stepping,
     ),
-    "half frozen": Style(_step, prepare=_half_frozen),
+    "half frozen": Style(_step, prepare=_freeze_half),
     "LoRA": Style(
         _step,
-        prepare=_with_lora,
+        prepare=_add_lora,
         applies=lambda model, _batch: type(model).__module__.startswith("transformers."),
     ),
-    "gradients of inputs": Style(_step, prepare=_needing_gradients, applies=_has_floating_point),
+    "gradients of inputs": Style(
+        _step, prepare=_require_input_gradients, applies=_has_floating_point
+    ),
 }

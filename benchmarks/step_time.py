@@ -44,7 +44,7 @@ KEPT_BLOCKS = {
 }
 N_WARM_UP = 3
 """Rounds that do not count: the first step with a plan makes its program."""
-NOTHING, BY_RATES, BY_TIMES = "recomputes nothing", "by rates", "by measured times"
+NO_RECOMPUTATION, BY_RATES, BY_TIMES = "recomputes nothing", "by rates", "by measured times"
 REWRITTEN = "by rates, with rewrites"
 
 
@@ -113,32 +113,35 @@ def _rows(name: str, arguments: Any) -> Iterator[Row]:
     free = solve(model, batch, budget="100GB", rewrites="none")
     resident = free.graph.resident_bytes
     budget = int(resident + arguments.share * (free.baseline.peak_bytes - resident))
-    of_plans = {"budget": budget, "rewrites": "none", "time_limit_s": arguments.time_limit}
+    plan_options = {"budget": budget, "rewrites": "none", "time_limit_s": arguments.time_limit}
     solutions = {
-        NOTHING: free,
-        BY_RATES: solve(model, batch, **of_plans),
-        BY_TIMES: solve(model, batch, costs="measured", **of_plans),
-        REWRITTEN: solve(model, batch, **{**of_plans, "rewrites": "bitwise"}),
+        NO_RECOMPUTATION: free,
+        BY_RATES: solve(model, batch, **plan_options),
+        BY_TIMES: solve(model, batch, costs="measured", **plan_options),
+        REWRITTEN: solve(model, batch, **{**plan_options, "rewrites": "bitwise"}),
     }
-    sides: dict[str, nn.Module] = {"": copy.deepcopy(model)}
+    models: dict[str, nn.Module] = {"": copy.deepcopy(model)}
     for title, solution in solutions.items():
-        sides[title] = copy.deepcopy(model)
-        apply(sides[title], solution)
-    used = measured(sides, batch, arguments.rounds)
+        models[title] = copy.deepcopy(model)
+        apply(models[title], solution)
+    seconds_by_plan = measure_rounds(models, batch, arguments.rounds)
     for title, solution in solutions.items():
-        ratios = [s / plain - 1 for s, plain in zip(used[title], used[""], strict=True)]
-        is_other = title == REWRITTEN  # another graph, for which operators were not measured
+        ratios = [
+            s / plain - 1
+            for s, plain in zip(seconds_by_plan[title], seconds_by_plan[""], strict=True)
+        ]
+        is_rewritten = title == REWRITTEN  # another graph, for which operators were not measured
         low, middle, high = statistics.quantiles(ratios, n=4)
         yield {
             "model": name,
             "plan": title,
             "n_nodes": len(solution.graph.nodes),
             "n_recomputed": solution.simulation.n_recomputed if solution.simulation else None,
-            "plain_step_s": statistics.median(used[""]),
+            "plain_step_s": statistics.median(seconds_by_plan[""]),
             "forecast_by_rates": solution.overhead
-            if is_other
+            if is_rewritten
             else _forecast(solutions[BY_RATES], solution),
-            "forecast_by_times": None if is_other else _forecast(solutions[BY_TIMES], solution),
+            "forecast_by_times": None if is_rewritten else _forecast(solutions[BY_TIMES], solution),
             "measured": middle,
             "quartiles": [low, high],
         }
@@ -151,25 +154,27 @@ def _forecast(costed: Solution, planned: Solution) -> float:
     return simulate(costed.graph, planned.schedule).time_s / plain_s - 1
 
 
-def measured(sides: dict[str, nn.Module], batch: Any, n_rounds: int) -> dict[str, list[float]]:
+def measure_rounds(
+    models: dict[str, nn.Module], batch: Any, n_rounds: int
+) -> dict[str, list[float]]:
     """Processor seconds of each model's step in each round.
 
-    sides: name of the plan -> model; the models take turns.
+    models: name of the plan -> model; the models take turns.
     """
-    used: dict[str, list[float]] = {title: [] for title in sides}
+    seconds_by_plan: dict[str, list[float]] = {title: [] for title in models}
     gc.disable()
     try:
         for _ in range(N_WARM_UP + n_rounds):
-            for title, model in sides.items():
+            for title, model in models.items():
                 model.zero_grad()
                 started_s = time.process_time()
                 loss = model(**batch) if isinstance(batch, dict) else model(*batch)
                 loss.backward()
-                used[title].append(time.process_time() - started_s)
+                seconds_by_plan[title].append(time.process_time() - started_s)
             gc.collect()
     finally:
         gc.enable()
-    return {title: times_s[N_WARM_UP:] for title, times_s in used.items()}
+    return {title: times_s[N_WARM_UP:] for title, times_s in seconds_by_plan.items()}
 
 
 def _line(row: Row) -> str:

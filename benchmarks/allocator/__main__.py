@@ -31,10 +31,10 @@ from benchmarks import harness
 from benchmarks.allocator.traces import (
     GPT2,
     Trace,
-    of_plans,
-    of_steps,
     outcomes,
+    plan_traces,
     random_trace,
+    steps_trace,
 )
 from graphs.graph import Graph
 from solver import solve
@@ -86,14 +86,19 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         player = Player(Path(folder), options.wheel, options.cuda)
-        rows = [_row(kind, kind.traces(N_RANDOM, N_OPS), player) for kind in kinds]
+        rows = [_compare_traces(kind, kind.traces(N_RANDOM, N_OPS), player) for kind in kinds]
         rows += [
-            _row(Kind("plans", 1, expandable, None, downwards=False), of_plans(), player)
+            _compare_traces(
+                Kind("plans", 1, expandable, None, downwards=False), plan_traces(), player
+            )
             for expandable in (False, True)
         ]
-        fits = [_fits(*each, player) for each in itertools.product((False, True), BUDGETS, OF)]
+        budget_rows = [
+            _run_within_budget(*each, player)
+            for each in itertools.product((False, True), BUDGETS, OF)
+        ]
         report = {"circumstances": harness.circumstances(), "wheel": options.wheel.name}
-        harness.write(options.out, report | {"kinds": rows, "fits": fits})
+        harness.write(options.out, report | {"kinds": rows, "fits": budget_rows})
         if options.record:
             recorded = [
                 {**vars(kind), "trace": trace, "outcomes": player(trace, kind)}
@@ -103,38 +108,42 @@ def main() -> None:
             ]
             options.record.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
     different = any(row["n_different"] for row in rows if not row["downwards"])
-    sys.exit(different or any(row["n_failed"] for row in fits if row["budget_of"] == "reserved"))
+    sys.exit(
+        different or any(row["n_failed"] for row in budget_rows if row["budget_of"] == "reserved")
+    )
 
 
-def _row(kind: Kind, traces: Iterator[Trace], player: Player) -> harness.Row:
+def _compare_traces(kind: Kind, traces: Iterator[Trace], player: Player) -> harness.Row:
     """Play the traces through both allocators and count those that differ."""
-    found = [
+    agreements = [
         player(trace, kind)
         == outcomes(trace, expandable=kind.expandable, capacity_bytes=kind.capacity_bytes)
         for trace in traces
     ]
-    row = {**vars(kind), "n_traces": len(found), "n_different": found.count(False)}
+    row = {**vars(kind), "n_traces": len(agreements), "n_different": agreements.count(False)}
     print(row, file=sys.stderr, flush=True)
     return row
 
 
-def _fits(expandable: bool, budget_bytes: int, budget_of: str, player: Player) -> harness.Row:
+def _run_within_budget(
+    expandable: bool, budget_bytes: int, budget_of: str, player: Player
+) -> harness.Row:
     """Play six steps of a plan for GPT-2 on a device that has just the bytes of the budget."""
     graph = Graph.load(GPT2)
     os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable}"
-    found = solve(graph, budget=budget_bytes, budget_of=budget_of)
-    assert found.schedule is not None
-    trace = of_steps(graph, found.schedule, n_steps=6)
+    solution = solve(graph, budget=budget_bytes, budget_of=budget_of)
+    assert solution.schedule is not None
+    trace = steps_trace(graph, solution.schedule, n_steps=6)
     kind = Kind("plan", 1, expandable, budget_bytes, downwards=False)
-    played = player(trace, kind)
+    results = player(trace, kind)
     row = {
         "expandable": expandable,
         "budget_bytes": budget_bytes,
         "budget_of": budget_of,
-        "overhead": found.overhead,
-        "n_failed": sum(failed for *_, failed in played),
-        "n_returns": played[-1][2],
-        "reserved_bytes": max(each[1] for each in played),
+        "overhead": solution.overhead,
+        "n_failed": sum(failed for *_, failed in results),
+        "n_returns": results[-1][2],
+        "reserved_bytes": max(each[1] for each in results),
     }
     print(row, file=sys.stderr, flush=True)
     return row
@@ -173,19 +182,19 @@ class Player:
             environment["FAKE_CAPACITY"] = str(kind.capacity_bytes)
         if kind.downwards:
             environment["FAKE_DOWNWARDS"] = "1"
-        played = subprocess.run(
+        process = subprocess.run(
             [str(self.folder / "play")],
-            input="\n".join(_line(op) for op in trace),
+            input="\n".join(_request_line(op) for op in trace),
             capture_output=True,
             text=True,
             env=environment,
             check=True,
         )
-        lines = [line.split() for line in played.stdout.splitlines()]
+        lines = [line.split() for line in process.stdout.splitlines()]
         return [[*map(int, line[:3]), int(len(line) > 3)] for line in lines]
 
 
-def _line(op: Sequence[int]) -> str:
+def _request_line(op: Sequence[int]) -> str:
     return f"f {op[0]}" if len(op) == 1 else f"a {op[0]} {op[1]} {op[2]}"
 
 

@@ -42,7 +42,7 @@ from graphs.costs import circumstances
 from graphs.files import write_json
 
 MARK = "figures: "
-SAVING = threading.Lock()
+SAVE_LOCK = threading.Lock()
 BITS_CASES = frozenset(PARTS["bits"].cases(Settings(torch.device("cpu")))) | {
     *("plans", "compile", "recorded", "copies")
 }
@@ -64,19 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.case:
         part, case = arguments.case.split(":", 1)
         earlier = json.loads(sys.stdin.read() or "{}")
-        print(MARK + json.dumps(_row(PARTS[part], case, settings, earlier)))
+        print(MARK + json.dumps(_run_case(PARTS[part], case, settings, earlier)))
         return 0
     if arguments.machine:
         print(MARK + json.dumps(machine_of(device)))
         return 0
     names = arguments.parts or (list(PARTS) if arguments.full else list(QUICK_PARTS))
-    results = Results(arguments.out, _machine(device, arguments))
+    results = Results(arguments.out, _query_machine(device, arguments))
     deadline_s = time.monotonic() + 60 * arguments.minutes
     for name in names:
         _run_part(name, settings, results, arguments, deadline_s)
     parts = {name: results.data["parts"][name] for name in PARTS if name in results.data["parts"]}
-    found = targets.found({name: part["cases"] for name, part in parts.items()})
-    results.data |= {"parts": parts, "targets": found}
+    target_results = targets.check_targets({name: part["cases"] for name, part in parts.items()})
+    results.data |= {"parts": parts, "targets": target_results}
     results.save()
     try:
         from benchmarks.gpu.picture import draw
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(parts.get("ways", {}).get("cases", {}), arguments.out)
     for name in names:
         print(table(name, parts[name]["cases"]))
-    print(*targets.lines(found), sep="\n")
+    print(*targets.target_lines(target_results), sep="\n")
     return 0
 
 
@@ -98,12 +98,12 @@ class Results:
         self.path = folder / "gpu.json"
         self.data: dict[str, Any] = {"format": "gpu-benchmark/1", "machine": machine, "parts": {}}
         if self.path.exists():
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            if found.get("machine") != machine:
+            saved = json.loads(self.path.read_text(encoding="utf-8"))
+            if saved.get("machine") != machine:
                 raise SystemExit(
                     f"{self.path} has figures of another machine or versions; choose another --out"
                 )
-            self.data = found
+            self.data = saved
 
     def cases(self, part: str) -> dict[str, Any]:
         entry = self.data["parts"].setdefault(
@@ -126,54 +126,58 @@ def _run_part(
     deadline_s: float,
 ) -> None:
     """Run the cases of a part that are chosen and not done yet, `--jobs` at a time."""
-    done = results.cases(name)
-    begun_s = time.monotonic()
+    rows = results.cases(name)
+    started_s = time.monotonic()
     n_jobs = 1 if PARTS[name].is_alone else arguments.jobs
     chosen = [case for case in PARTS[name].cases(settings) if _is_chosen(case, arguments.only)]
 
     def run(case: str) -> None:
-        first = f"{case.split('/')[0]}/eager"  # budgets are shares of its peak, so wait for it
-        waits = len(case.split("/")) > 2 and first in chosen
-        while waits and first not in done and time.monotonic() < deadline_s:
+        eager_case = f"{case.split('/')[0]}/eager"  # budgets are shares of its peak, so wait for it
+        must_wait = len(case.split("/")) > 2 and eager_case in chosen
+        while must_wait and eager_case not in rows and time.monotonic() < deadline_s:
             time.sleep(0.1)
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return
         print(f"{name}: {case}", flush=True)
-        earlier = dict(done)
-        found = (
-            _row(PARTS[name], case, settings, earlier)
+        earlier = dict(rows)
+        row = (
+            _run_case(PARTS[name], case, settings, earlier)
             if arguments.in_process
-            else _in_own_process(name, case, earlier, arguments, left_s, n_jobs=n_jobs)
+            else _run_case_in_process(name, case, earlier, arguments, left_s, n_jobs=n_jobs)
         )
-        with SAVING:
-            done[case] = found
-            for check, words in found.get("checks", {}).items():
+        with SAVE_LOCK:
+            rows[case] = row
+            for check, words in row.get("checks", {}).items():
                 print(f"  {check}: {words}", flush=True)
             results.save()
 
-    left = sorted((case for case in chosen if case not in done), key=_order)
+    remaining = sorted((case for case in chosen if case not in rows), key=_case_order)
     with ThreadPoolExecutor(n_jobs) as pool:
-        list(pool.map(run, left))
+        list(pool.map(run, remaining))
     if n_jobs > 1:  # retry what ran out of memory: alone, a case has all of the device
         n_jobs = 1
-        for case in [case for case in left if done.get(case, {}).get("status") == OUT_OF_MEMORY]:
-            del done[case]
+        for case in [
+            case for case in remaining if rows.get(case, {}).get("status") == OUT_OF_MEMORY
+        ]:
+            del rows[case]
             run(case)
-    if n_left := sum(case not in done for case in chosen):
+    if n_left := sum(case not in rows for case in chosen):
         print(f"{name}: {n_left} cases are left; repeat the command to continue")
-    results.data["parts"][name]["seconds"] += time.monotonic() - begun_s
+    results.data["parts"][name]["seconds"] += time.monotonic() - started_s
     results.save()
 
 
-def _order(case: str) -> int:
+def _case_order(case: str) -> int:
     """Eager cases first, then those that wait for one, so that their plans are searched while the
     rest is timed."""
     words = case.split("/")
     return 0 if words[-1] == "eager" else 1 if len(words) > 2 else 2
 
 
-def _row(part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+def _run_case(
+    part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]
+) -> dict[str, Any]:
     """Run a case in this process. An exception becomes a row, so that other cases still run."""
     try:
         return part.run(case, settings, earlier)
@@ -191,7 +195,7 @@ def _is_chosen(case: str, only: Sequence[Sequence[str]] | None) -> bool:
     return all(any(word in words for word in group) for group in only or ())
 
 
-def _in_own_process(
+def _run_case_in_process(
     part: str,
     case: str,
     earlier: Mapping[str, Any],
@@ -204,20 +208,20 @@ def _in_own_process(
     timeout becomes a row."""
     limit_s = max(1.0, min(left_s, 60 * arguments.case_minutes))
     options = ["--case", f"{part}:{case}", *(["--full"] if arguments.full else [])]
-    variables = _variables(case)
+    variables = _environment_variables(case)
     if n_jobs > 1:
-        own = str((arguments.out / "turn").absolute())
-        variables[turns.FILE_VARIABLE] = os.environ.get(turns.FILE_VARIABLE, own)
-    code, found, errors = _child(options, arguments, variables, earlier, limit_s)
-    if found is not None:
-        return found
+        turn_file = str((arguments.out / "turn").absolute())
+        variables[turns.FILE_VARIABLE] = os.environ.get(turns.FILE_VARIABLE, turn_file)
+    code, row, errors = _run_child(options, arguments, variables, earlier, limit_s)
+    if row is not None:
+        return row
     if code is None:
         return {"status": "failed", "reason": f"not done within {limit_s:.0f} s: {errors[-500:]}"}
-    ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    return {"status": "failed", "reason": f"{ended}: {errors[-900:]}"}
+    end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    return {"status": "failed", "reason": f"{end}: {errors[-900:]}"}
 
 
-def _variables(case: str) -> dict[str, str]:
+def _environment_variables(case: str) -> dict[str, str]:
     """Environment variables for the case's process; torch reads them once, at its start."""
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case in BITS_CASES else {}
     if case.endswith(EXPANDABLE):
@@ -225,17 +229,17 @@ def _variables(case: str) -> dict[str, str]:
     return variables
 
 
-def _child(
+def _run_child(
     options: Sequence[str],
     arguments: argparse.Namespace,
     variables: Mapping[str, str],
-    given: Mapping[str, Any],
+    stdin_data: Mapping[str, Any],
     limit_s: float,
 ) -> tuple[int | None, dict[str, Any] | None, str]:
     """Run this module in a child process: its exit status (None: out of time), the figures that it
     printed (None: none) and its stderr.
 
-    given: figures of earlier cases, sent to its stdin.
+    stdin_data: figures of earlier cases, sent to its stdin.
 
     Compilers start processes of their own, which would hold pipes open. So output goes to files,
     and the whole process group is killed at the time limit.
@@ -245,15 +249,15 @@ def _child(
         *("--device", arguments.device, "--backend", arguments.backend, *options),
     ]
     with (
-        tempfile.TemporaryFile("w+") as sent,
+        tempfile.TemporaryFile("w+") as stdin,
         tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as errors,
     ):
-        json.dump(given, sent)
-        sent.seek(0)
+        json.dump(stdin_data, stdin)
+        stdin.seek(0)
         child = subprocess.Popen(
             command,
-            stdin=sent,
+            stdin=stdin,
             stdout=out,
             stderr=errors,
             env={**os.environ, **variables},
@@ -271,21 +275,21 @@ def _child(
         out.seek(0)
         errors.seek(0)
         lines = [line for line in out.read().splitlines() if line.startswith(MARK)]
-        found = dict(json.loads(lines[-1].removeprefix(MARK))) if lines else None
-        return code, found, errors.read()
+        figures = dict(json.loads(lines[-1].removeprefix(MARK))) if lines else None
+        return code, figures, errors.read()
 
 
-def _machine(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
+def _query_machine(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
     """`machine_of` in a child process: a CUDA context in this process would take GPU memory.
 
     Raises SystemExit if the device cannot be queried.
     """
     if arguments.in_process or device.type == "cpu":
         return machine_of(device)
-    code, found, errors = _child(["--machine"], arguments, {}, {}, 120.0)
-    if found is None:
+    code, machine, errors = _run_child(["--machine"], arguments, {}, {}, 120.0)
+    if machine is None:
         raise SystemExit(f"the device {device} cannot be queried ({code}): {errors[-900:]}")
-    return found
+    return machine
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:

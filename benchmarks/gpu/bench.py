@@ -27,7 +27,7 @@ OUT_OF_MEMORY = "out of memory"
 N_WARM_UP = 3
 ROW_S = 0.6
 """Duration of a row of steps, about; at most 10 steps."""
-PREDICTED = (
+PREDICTED_FIELDS = (
     *("predicted_bytes", "planned_bytes", "predicted_reserved_bytes"),
     *("overhead", "bound", "predicted_s"),
 )
@@ -79,7 +79,7 @@ def step_of(
     return step
 
 
-def measured(
+def measure_step(
     step: Callable[[], None],
     model: nn.Module,
     batch: tuple[torch.Tensor, ...],
@@ -120,7 +120,7 @@ def measured(
             peak_bytes=reserved if replays else torch.cuda.max_memory_allocated(device),
             **common,
             reserved_bytes=reserved,
-            context_bytes=None if turns.are_taken() else context_bytes(device),
+            context_bytes=None if turns.has_other_processes() else context_bytes(device),
             requested_bytes=torch.cuda.memory_stats(device).get("requested_bytes.all.peak"),
             other_bytes=other,
         )
@@ -128,7 +128,7 @@ def measured(
 
 
 @contextlib.contextmanager
-def limited(device: torch.device, card_bytes: int | None) -> Iterator[None]:
+def limited_memory(device: torch.device, card_bytes: int | None) -> Iterator[None]:
     """Limit this process to the memory of a card of that size; no limit on the CPU.
 
     The allocator limits what it reserves, so the context's bytes are subtracted. It returns cached
@@ -169,18 +169,18 @@ def run_way(
     """
     row: dict[str, Any] = {"way": way, "share": share, "budget_bytes": budget_bytes}
     torch.empty(0, device=device)  # creates the CUDA context, which takes a while, before the turn
-    with turns.turn():
+    with turns.exclusive_turn():
         emptied(device)
         prepared: Prepared | None = None
         try:
-            model, batch = subject.made(device, batch_size=batch_size)
+            model, batch = subject.model_and_batch(device, batch_size=batch_size)
             optimizer = optimizer_of(model)
             setting = Setting(share, budget_bytes, optimizer, time_limit_s, backend, reserve_bytes)
             prepared = WAYS[way](model, batch, subject, setting)
             step = step_of(prepared.call, batch, optimizer)
-            with limited(device, card_bytes):
-                figures = measured(step, model, batch, optimizer, replays=prepared.replays)
-            row |= _compared(prepared, figures)
+            with limited_memory(device, card_bytes):
+                figures = measure_step(step, model, batch, optimizer, replays=prepared.replays)
+            row |= _result_row(prepared, figures)
         except torch.OutOfMemoryError:
             row["status"] = OUT_OF_MEMORY
         except (ValueError, NotImplementedError) as error:
@@ -191,9 +191,9 @@ def run_way(
     return row
 
 
-def _compared(prepared: Prepared, figures: Figures) -> dict[str, Any]:
+def _result_row(prepared: Prepared, figures: Figures) -> dict[str, Any]:
     """A row of measured and predicted figures, and the relative errors of the predictions."""
-    row = asdict(figures) | {name: getattr(prepared, name) for name in PREDICTED}
+    row = asdict(figures) | {name: getattr(prepared, name) for name in PREDICTED_FIELDS}
     # The peak of a recorded step is that of reserved bytes: not comparable with the prediction.
     if prepared.predicted_bytes is not None and not prepared.replays:
         row["peak_off"] = prepared.predicted_bytes / figures.peak_bytes - 1.0

@@ -36,7 +36,7 @@ def subjects() -> Iterator[tuple[str, Subject]]:
         yield name, LARGE[name]
 
 
-def step_of(subject: Subject, device: str, costs: str) -> Graph:
+def traced_step(subject: Subject, device: str, costs: str) -> Graph:
     """The training step with AdamW, traced from a model on the meta device, which takes no memory.
 
     device: the step's device. costs: name of the hardware for the roofline.
@@ -52,7 +52,7 @@ def step_of(subject: Subject, device: str, costs: str) -> Graph:
     )
 
 
-def described(graph: Graph) -> dict[str, list[Any]]:
+def comparable_fields(graph: Graph) -> dict[str, list[Any]]:
     """The fields of operators and tensors that are compared, for JSON."""
     return {
         "operators": [
@@ -87,7 +87,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.out is not None:
         steps = {
-            name: described(step_of(subject, "cuda", arguments.device))
+            name: comparable_fields(traced_step(subject, "cuda", arguments.device))
             for name, subject in subjects()
         }
         arguments.out.write_text(json.dumps({"device": arguments.device, "steps": steps}))
@@ -95,11 +95,14 @@ def main() -> int:
     earlier = json.loads(arguments.compare.read_text())
     failed = False
     for name, subject in subjects():
-        step = described(step_of(subject, "cuda", earlier["device"]))
-        found = differences(step, earlier["steps"][name])
-        print(f"{name}: {len(step['operators'])} operators, {len(found)} differences", flush=True)
-        print(*(f"  {each}" for each in found[:12]), sep="\n")
-        failed = failed or bool(found)
+        step = comparable_fields(traced_step(subject, "cuda", earlier["device"]))
+        step_differences = differences(step, earlier["steps"][name])
+        print(
+            f"{name}: {len(step['operators'])} operators, {len(step_differences)} differences",
+            flush=True,
+        )
+        print(*(f"  {each}" for each in step_differences[:12]), sep="\n")
+        failed = failed or bool(step_differences)
     return int(failed)
 
 

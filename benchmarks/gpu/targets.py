@@ -12,8 +12,8 @@ OURS = tuple(way for way in WAYS if way.startswith("ours"))
 STOCK = tuple(way for way in WAYS if way not in OURS)
 PEAK_ABOVE, PEAK_BELOW = 0.01, 0.005
 """How far the predicted peak may be above and below the measured one, as shares of it."""
-TIME_OFF = 0.05
-MORE_THAN_BOUND = 0.02
+TIME_ERROR = 0.05
+OVERHEAD_ABOVE_BOUND = 0.02
 SAME_PEAK = 1.01
 """A stock way counts as one in the same memory if its peak is at most this multiple of ours."""
 
@@ -39,7 +39,7 @@ class Target:
             self.missed[case] = words
 
 
-def found(parts: Mapping[str, Cases]) -> dict[str, Any]:
+def check_targets(parts: Mapping[str, Cases]) -> dict[str, Any]:
     """Check all targets: the fields of each `Target` by its name, without targets that no case is
     about.
 
@@ -54,27 +54,27 @@ def found(parts: Mapping[str, Cases]) -> dict[str, Any]:
         "bits": Target("training is bitwise identical"),
         "host": Target("the host needs no more time for a step than in eager mode"),
     }
-    ran = {
+    rows_that_ran = {
         name: {case: row for case, row in cases.items() if row.get("status") == "ran"}
         for name, cases in parts.items()
     }
-    ways, host = ran.get("ways", {}), ran.get("host", {})
+    ways, host = rows_that_ran.get("ways", {}), rows_that_ran.get("host", {})
     for case, row in parts.get("budget", {}).items():
         kept, fails = row.get("kept"), row.get("plain_fails")
         words = row.get("reason") or f"kept {kept}, the plain model fails {fails}"
         targets["kept"].check(case, bool(kept and fails), f"{row['status']}: {words}"[:160])
-    for case, row in {**ways, **ran.get("budget", {})}.items():
-        off = row.get("peak_off")
-        if off is not None and "compiled" not in case:  # compiled: measured while planning
-            targets["peak"].check(case, -PEAK_BELOW <= off <= PEAK_ABOVE, f"{100 * off:+.2f} %")
+    for case, row in {**ways, **rows_that_ran.get("budget", {})}.items():
+        error = row.get("peak_off")
+        if error is not None and "compiled" not in case:  # compiled: measured while planning
+            targets["peak"].check(case, -PEAK_BELOW <= error <= PEAK_ABOVE, f"{100 * error:+.2f} %")
     for case, row in ways.items():
-        off = row.get("time_off")
-        if off is not None:
-            targets["time"].check(case, abs(off) <= TIME_OFF, f"{100 * off:+.1f} %")
+        error = row.get("time_off")
+        if error is not None:
+            targets["time"].check(case, abs(error) <= TIME_ERROR, f"{100 * error:+.1f} %")
         bound, overhead = row.get("bound"), row.get("measured_overhead")
         if bound is not None and overhead is not None:
             words = f"{100 * overhead:+.1f} %, bound {100 * bound:+.1f} %"
-            targets["overhead"].check(case, overhead <= bound + MORE_THAN_BOUND, words)
+            targets["overhead"].check(case, overhead <= bound + OVERHEAD_ABOVE_BOUND, words)
         stock = _fastest_stock(case, row, ways)
         if stock is not None:
             name, fastest = stock
@@ -111,7 +111,7 @@ def _fastest_stock(case: str, row: Mapping[str, Any], cases: Cases) -> tuple[str
     return name, fastest
 
 
-def lines(targets: Mapping[str, Any]) -> Iterator[str]:
+def target_lines(targets: Mapping[str, Any]) -> Iterator[str]:
     """Lines of text: each target with the cases that miss it."""
     if targets:
         yield "\nTargets"

@@ -48,7 +48,7 @@ class Prediction:
     kinds: tuple[float, float] | None = None
 
 
-def predicted(row: Mapping[str, Any]) -> Prediction:
+def predict_row(row: Mapping[str, Any]) -> Prediction:
     """Predict the peak or the time of a row. Raises NotPredictedError if that is not possible."""
     if level_of(row) == "model":
         value, measured, rate_share, ratio = model_step(row)
@@ -66,7 +66,9 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
         kinds = products_ms, at_peak_rates - products_ms
         share, ratio = at_peak_rates / measured, ratio_range(*kinds, measured)
         return Prediction(value, measured, rate_share=share, ratio=ratio, kinds=kinds)
-    return Prediction(simulate_unplanned(graph).peak_bytes / MIB, measured, script.compiles)
+    return Prediction(
+        simulate_unplanned(graph).peak_bytes / MIB, measured, script.has_compiled_before
+    )
 
 
 def _capacity_bytes(gpu: str) -> int:
@@ -93,13 +95,13 @@ def graph_of(script: Script, hardware: Hardware) -> Graph:
     if script.gradient == "made":
         graph = with_unknown_loss(graph, reserved_bytes=0)
         # backward(gradient) keeps the gradients of the outputs alive while it runs
-        graph = _held(graph, {t.name for t in graph.tensors if t.kind == "tangent"})
+        graph = _live_to_the_end(graph, {t.name for t in graph.tensors if t.kind == "tangent"})
     if script.retains_graph:
-        graph = _held(graph, _saved(graph))
-    beside = sum(each.nbytes for each in script.beside)
-    if script.has_multiplied and "cublas_workspaces" not in graph.tensor_by_name:
-        beside += cublas_workspace_bytes(hardware)
-    return with_resident(graph, "beside", beside)
+        graph = _live_to_the_end(graph, _saved_for_backward(graph))
+    unused_bytes = sum(each.nbytes for each in script.unused_tensors)
+    if script.has_cublas_workspace and "cublas_workspaces" not in graph.tensor_by_name:
+        unused_bytes += cublas_workspace_bytes(hardware)
+    return with_resident(graph, "beside", unused_bytes)
 
 
 def time_ms(graph: Graph, script: Script, hardware: Hardware) -> float:
@@ -107,7 +109,7 @@ def time_ms(graph: Graph, script: Script, hardware: Hardware) -> float:
 
     Beside the operators, these count the bytes moved where the script adds gradients to those of
     earlier calls and draws the output's gradient at random. Operators that ran before the measured
-    call (`made_before`) do not count.
+    call (`ops_run_before`) do not count.
     """
     inputs = ("x", "residual") if script.drops_x_gradient else ()
     layout = graph.meta.parameter_layout
@@ -120,7 +122,7 @@ def time_ms(graph: Graph, script: Script, hardware: Hardware) -> float:
             moved_bytes += sum(sizes) + sizes[0]  # the sum is written, too
         if node.phase == "outside":
             moved_bytes += sum(graph.tensor_by_name[name].size_bytes for name in node.outputs)
-        if node.phase == "forward" and node.op.rpartition(".")[0] in script.made_before:
+        if node.phase == "forward" and node.op.rpartition(".")[0] in script.ops_run_before:
             before_s += node.time_s
     return 1e3 * (graph.baseline_time_s - before_s + moved_bytes / hardware.bytes_per_s)
 
@@ -129,13 +131,13 @@ def _every_output(output: Any) -> tuple[int, ...]:
     return tuple(range(len(output))) if isinstance(output, tuple) else (0,)
 
 
-def _saved(graph: Graph) -> set[str]:
+def _saved_for_backward(graph: Graph) -> set[str]:
     """Tensors that forward makes and backward reads."""
     made = {name for node in graph.forward_nodes for name in node.outputs}
     return made & {name for node in graph.later_nodes for name in node.inputs}
 
 
-def _held(graph: Graph, names: set[str]) -> Graph:
+def _live_to_the_end(graph: Graph, names: set[str]) -> Graph:
     """The graph with these tensors as further outputs, so that they are live to the end of the
     step."""
     added = tuple(sorted(names.difference(graph.outputs)))

@@ -48,8 +48,8 @@ def module_row(row: Mapping[str, Any]) -> ModuleRow:
         raise NotPredictedError(f"metric {metric!r}; known are {PEAK!r} and {TIME!r}")
     measured = number(row, "value")
     config, x = (_settings(row, name) for name in ("config", "x"))
-    if twice := sorted(config.keys() & x.keys()):
-        raise NotPredictedError(f"{twice[0]} is in config and in x")
+    if duplicates := sorted(config.keys() & x.keys()):
+        raise NotPredictedError(f"{duplicates[0]} is in config and in x")
     settings = Settings({**config, **x}, date=row.get("date"), is_time=metric == TIME)
     script = SCRIPTS[op](settings)
     settings.refuse_unread()

@@ -2,8 +2,8 @@
 
 One share is fitted for all operators. Matrix products take most of the time of each row, and other
 operators about the same part of it in every row, so that the rows cannot tell apart a share for
-products and one for other operators (`two_shares`). One share scales all times alike and does not
-change the overheads of plans, so plans do not use it. But each row bounds the ratio of the two
+products and one for other operators (`fit_two_shares`). One share scales all times alike and does
+not change the overheads of plans, so plans do not use it. But each row bounds the ratio of the two
 shares, from which reports derive a range for an overhead (`plan_analysis.rate_shares`).
 """
 
@@ -60,7 +60,7 @@ class TwoShares:
     errors: tuple[float, ...]
 
 
-def two_shares(rows: Sequence[tuple[float, float, float]]) -> TwoShares:
+def fit_two_shares(rows: Sequence[tuple[float, float, float]]) -> TwoShares:
     """Fit two shares.
 
     rows: (time of products, time of other operators, both at peak rates, measured time); four or
@@ -77,14 +77,17 @@ def two_shares(rows: Sequence[tuple[float, float, float]]) -> TwoShares:
         found = lsq_linear(relative[chosen], ones[chosen], bounds=(1.0, np.inf))
         return np.asarray(found.x)
 
-    every = np.arange(len(rows))
-    slower = bounded(every)
+    all_rows = np.arange(len(rows))
+    factors_at_least_1 = bounded(all_rows)
     # leave one out: each row by the factors of all other rows
-    errors = [abs(float(relative[at] @ bounded(every[every != at])) - 1.0) for at in every]
+    errors = [
+        abs(float(relative[index] @ bounded(all_rows[all_rows != index])) - 1.0)
+        for index in all_rows
+    ]
     return TwoShares(
         condition=float(singular[0] / singular[-1]),
         factors=(float(factors[0]), float(factors[1])),
         spreads=(float(spreads[0]), float(spreads[1])),
-        shares=(1.0 / float(slower[0]), 1.0 / float(slower[1])),
+        shares=(1.0 / float(factors_at_least_1[0]), 1.0 / float(factors_at_least_1[1])),
         errors=tuple(errors),
     )

@@ -82,25 +82,25 @@ def step(
                 link="nvlink4",
             ),
         )
-    saves = row["ckpt"] == "per-op SAC"
+    is_selective = row["ckpt"] == "per-op SAC"
     checkpointed = () if row["ckpt"] == "none" else blocks
     graph = with_dropped_outputs(graph, graph.returned)
-    regions = [_region(graph, f"{path}.block", saves=saves) for path in checkpointed]
+    regions = [_region(graph, f"{path}.block", is_selective=is_selective) for path in checkpointed]
     return graph, plan_regions(graph, regions).schedule
 
 
-def _region(graph: Graph, path: str, *, saves: bool) -> CheckpointRegion:
+def _region(graph: Graph, path: str, *, is_selective: bool) -> CheckpointRegion:
     """The checkpoint around one block.
 
-    saves: selective checkpointing per op: the results of attention and of every second matrix
-        product are saved. The policy names kinds of operators, so the result of the block's last
-        product is saved, too, though nothing reads it.
+    is_selective: selective checkpointing per op: the results of attention and of every second
+        matrix product are saved. The policy names kinds of operators, so the result of the block's
+        last product is saved, too, though nothing reads it.
     """
     names = nodes_of(graph, path)
     ops = {name: graph.node_by_name[name].op for name in names}
     products = [name for name in names if ops[name].startswith("aten.mm.")]
     saved = {*products[::2], *(name for name in names if "dot_product" in ops[name])}
-    kept = frozenset(saved if saves else ())
+    kept = frozenset(saved if is_selective else ())
     return CheckpointRegion(names, (path,), kept, keeps_unread=True)
 
 
@@ -136,7 +136,7 @@ class _Attention(nn.Module):
         b, t, h = x.shape
         q, k, v = self.q(x), self.k(x), self.v(x)
         q, k, v = (each.view(b, t, -1, self.size) for each in (q, k, v))
-        q, k = _turned(q, angles), _turned(k, angles)
+        q, k = _rotated(q, angles), _rotated(k, angles)
         keys, values = self.for_all_heads(k), self.for_all_heads(v)
         q, k, v = (each.transpose(1, 2) for each in (q, keys, values))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -148,7 +148,7 @@ class _Attention(nn.Module):
         return shared.reshape(b, t, n_kv * self.n_shared, size)
 
 
-def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * angles[None, :, None]).flatten(3).type_as(x)
 

@@ -5,4 +5,13 @@ Needs only torch until a model of a library is built. `benchmarks.zoo.graphs` ha
 """
 
 from benchmarks.zoo.matrix import LOSS_INSIDE, ZOO, Entry
-from benchmarks.zoo.on_gpu import LARGE, QUICK, SMALL, TINY, Subject, fitted, subjects, tiny
+from benchmarks.zoo.on_gpu import (
+    LARGE,
+    QUICK,
+    SMALL,
+    TINY,
+    Subject,
+    subjects,
+    tiny,
+    with_fitting_layers,
+)

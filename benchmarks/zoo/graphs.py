@@ -32,7 +32,7 @@ INSTANCE = Path(__file__).parents[2] / "tests" / "data" / "gpt2_small_b8_t1024.j
 _MODELS: list[nn.Module] = []
 
 
-def captured(model: nn.Module, batch: Any) -> CapturedStep:
+def capture_step(model: nn.Module, batch: Any) -> CapturedStep:
     """Trace the training step of a model whose forward returns the loss."""
     _MODELS.append(model)
     return trace_module(
@@ -65,14 +65,14 @@ def example(
         # Imported only now: the Llama example needs transformers.
         module = importlib.import_module(f"examples.{name}")
         with torch.device("meta"):
-            return captured(module.get_model(**sizes), module.get_batch(**batch or {}))
+            return capture_step(module.get_model(**sizes), module.get_batch(**batch or {}))
 
     return capture
 
 
 def _densenet() -> CapturedStep:
     with torch.device("meta"):
-        return captured(densenet121(), resnet50.get_batch())
+        return capture_step(densenet121(), resnet50.get_batch())
 
 
 GRAPHS: dict[str, Callable[[], Graph | CapturedStep]] = {

@@ -34,7 +34,7 @@ class Subject:
     blocks: Callable[[nn.Module], list[nn.Module]] = lambda model: list(model.blocks)
     with_layers: Callable[[int], Subject] | None = None
 
-    def made(
+    def model_and_batch(
         self, device: torch.device, *, batch_size: int | None = None, seed: int = 0
     ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         """The model in training mode and a batch, on the device. Parameters are initialized there,
@@ -179,7 +179,7 @@ def subjects(device: torch.device) -> Mapping[str, Subject]:
     return SMALL if device.type == "cpu" else LARGE
 
 
-def fitted(subject: Subject, memory_bytes: int) -> Subject:
+def with_fitting_layers(subject: Subject, memory_bytes: int) -> Subject:
     """The subject with as many layers as fit a card with this memory, if their number can vary."""
     if subject.with_layers is None:
         return subject

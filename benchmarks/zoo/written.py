@@ -119,10 +119,10 @@ class DenseNet(nn.Module):
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.stem(images)
         for layers, shrink in zip(self.blocks, self.shrink, strict=True):
-            made = [x]
+            features = [x]
             for layer in layers:
-                made.append(layer(torch.cat(made, dim=1)))
-            x = shrink(torch.cat(made, dim=1))
+                features.append(layer(torch.cat(features, dim=1)))
+            x = shrink(torch.cat(features, dim=1))
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 

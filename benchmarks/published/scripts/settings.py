@@ -40,7 +40,7 @@ class Settings:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
-    def whole(self, *names: str) -> int:
+    def size(self, *names: str) -> int:
         """A size: the value of the first of these names that the row has."""
         value = self._value(*names)
         if isinstance(value, str) and value.isdecimal():
