@@ -1,6 +1,5 @@
-"""The long description: the README with absolute links, for indexes that show it alone.
-
-Everything else is in pyproject.toml.
+"""Sets the long description: the README with absolute links, since package indexes show it without
+the repository. Everything else is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|#)([^)]+)\)")
 
 
 def absolute(readme: str, repository: str) -> str:
-    """Markdown whose links into the repository, and images in it, are addresses at its host."""
+    """The README with relative links and images turned into URLs of the hosted repository."""
 
     def at_host(link: re.Match[str]) -> str:
         kind = "raw" if link.group(1) else "blob"

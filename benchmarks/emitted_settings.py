@@ -1,16 +1,16 @@
-"""Whether the settings of `solve --emit` are ones that the named systems take.
+"""Check that other frameworks accept the settings that `solve --emit` prints for them.
 
     python -m venv systems && systems/bin/pip install megatron-core==0.16.1 axolotl==0.19.0 \\
         torchtitan==0.3.0 deepspeed==0.19.8
     PYTHONPATH=. systems/bin/python -m benchmarks.emitted_settings \\
         [--out benchmarks/results/emitted_settings.json]
 
-Every candidate that `solver.module_checkpointing.for_other_frameworks` offers for a small model is
-read by the system's own code and the values are looked up in what it read: Megatron-LM's by the
-fields and checks of `TransformerConfig` (its flags are their names), DeepSpeed's by its
-configuration classes, axolotl's by its pydantic schema, torchtitan's by a tyro parser of its policy
-type. A system that is not installed is said to be so. It has to be an environment of its own: these
-packages pin others that the tests need newer.
+`solver.module_checkpointing.for_other_frameworks` offers candidates for a small model. Each is read
+by the framework's own code, and the values that it read are compared with those given: in
+Megatron-LM the fields of `TransformerConfig`, which checks them (its flags have the fields' names),
+in DeepSpeed the configuration classes, in axolotl the pydantic schema, in torchtitan a tyro parser
+of its policy type. A framework that is not installed is reported as such. Use a separate
+environment: these packages pin older versions of packages than the tests need.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ LAYER = (
 
 
 def layered_graph(n_layers: int) -> Graph:
-    """Layers of a norm, attention and an MLP, as their operators and modules; all of one size."""
+    """A graph of transformer layers: the operators of a norm, attention and an MLP, each in its
+    module. All tensors have one size, all nodes take one second."""
     tensors = [Tensor("x", 64, "input"), Tensor("weight", 64, "parameter")]
     nodes: list[Node] = []
     last = "x"
@@ -49,14 +50,14 @@ def layered_graph(n_layers: int) -> Graph:
         name = f"t{len(nodes)}"
         tensors.append(Tensor(name, 64, "activation"))
         inputs = (last,) if part == "attention" else (last, "weight")
-        about: Any = {"phase": "forward", "module": f"layers.{i}.{part}", "time_s": 1.0}
-        nodes.append(Node(f"n{len(nodes)}", f"aten.{op}.default", inputs, (name,), **about))
+        node_fields: Any = {"phase": "forward", "module": f"layers.{i}.{part}", "time_s": 1.0}
+        nodes.append(Node(f"n{len(nodes)}", f"aten.{op}.default", inputs, (name,), **node_fields))
         last = name
     return Graph(nodes=tuple(nodes), tensors=tuple(tensors), outputs=(last,))
 
 
 def megatron(text: str) -> dict[str, Any]:
-    """Build a TransformerConfig of the flags; it checks them as it is built."""
+    """Build a TransformerConfig from the flags; building it checks them."""
     module = importlib.import_module("megatron.core.transformer.transformer_config")
     fields: dict[str, Any] = {}
     for flag in f" {text}".split(" --")[1:]:
@@ -71,7 +72,8 @@ def megatron(text: str) -> dict[str, Any]:
 
 
 def deepspeed(text: str) -> dict[str, Any]:
-    """Read both blocks; a key that its defaults do not have would be passed over in silence."""
+    """Read both blocks of the JSON. DeepSpeed ignores unknown keys without a word, so each must be
+    in its defaults."""
     config = importlib.import_module("deepspeed.runtime.config")
     blocks = importlib.import_module("deepspeed.runtime.activation_checkpointing.config")
     given = json.loads(text)
@@ -87,7 +89,7 @@ def deepspeed(text: str) -> dict[str, Any]:
 
 
 def axolotl(text: str) -> dict[str, Any]:
-    """Validate the YAML within the smallest configuration that the schema takes."""
+    """Validate the YAML as part of the smallest configuration that the schema accepts."""
     import yaml
 
     schema = importlib.import_module("axolotl.utils.schemas.config")
@@ -109,7 +111,7 @@ def axolotl(text: str) -> dict[str, Any]:
 
 
 def torchtitan(text: str) -> dict[str, Any]:
-    """Parse the subcommand by the policy's own type, as the trainer's parser does."""
+    """Parse the subcommand with the policy's own type, as torchtitan's trainer does."""
     import tyro
 
     policies = importlib.import_module("torchtitan.distributed.activation_checkpoint")
@@ -131,11 +133,11 @@ CHECKS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
     "axolotl": ("axolotl", axolotl),
     "torchtitan": ("torchtitan", torchtitan),
 }
-"""The system's name on PyPI, and (setting) -> by key, what was given and what was read."""
+"""System -> its name on PyPI, and a function (setting) -> {key: (value given, value read)}."""
 
 
-def checked(system: str, graph: Graph) -> dict[str, Any]:
-    """Every candidate of the system, and whether what was read is what was given."""
+def check_system(system: str, graph: Graph) -> dict[str, Any]:
+    """Every candidate of the system, and whether the values read are those given ("taken")."""
     distribution, read = CHECKS[system]
     try:
         version = metadata.version(distribution)
@@ -154,7 +156,7 @@ def main() -> int:
     graph = layered_graph(N_LAYERS)
     result = {
         "command": harness.command(),
-        "systems": {system: checked(system, graph) for system in CHECKS},
+        "systems": {system: check_system(system, graph) for system in CHECKS},
     }
     print(json.dumps(result, indent=1))
     harness.write(given.out, result)

@@ -1,13 +1,15 @@
-"""What a user of `to_torch_checkpoint` loses against the plan of single operators.
+"""What exporting a plan to `torch.utils.checkpoint` costs: overheads of plan and export.
 
     python -m benchmarks.export_loss --out benchmarks/results/export_loss.json
         [--models gpt2,bert-base] [--shares 0.7,0.5] [--fsdp N] [--time-limit S]
 
-Models x budgets. A budget's share is its place between the least feasible budget found (0) and the
-peak of the step without checkpointing (1), as in `benchmarks.plan_quality`. Planned on fake tensors
-with an H100's roofline and without rewrites, which checkpointed modules cannot run. Each overhead
-is that of a simulated schedule, in percent of the plain step. With --fsdp it is the step
-of one of N ranks of FSDP2 over NVLink.
+A plan schedules single operators; its export (`to_torch_checkpoint`) can only checkpoint modules.
+Each model is planned for several budgets. A budget given as a share lies between the smallest
+budget known to be feasible (0) and the peak of the step without checkpointing (1), as in
+`benchmarks.plan_quality`. Plans are made on fake tensors with an H100's roofline, and without
+rewrites, which checkpointed modules cannot run. Overheads are those of simulated schedules, in
+percent of the step without checkpointing. With --fsdp, the step is that of one of N ranks of FSDP2
+over NVLink.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import nn
 
 from benchmarks import harness
 from benchmarks.harness import Row, percent
-from benchmarks.zoo.graphs import captured
+from benchmarks.zoo.graphs import capture_step
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import named
@@ -73,7 +75,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "t5-small": _t5,
     "unet": functools.partial(_example, "unet"),
 }
-"""Sizes as published; the batches are those of the examples, and 16 x 512 tokens."""
+"""Models of the published sizes (Llama: 4 layers), with the examples' batches; BERT and T5 have
+16 x 512 tokens."""
 
 
 def main() -> None:
@@ -109,24 +112,26 @@ def rows_of(
     fsdp: int | None,
     time_limit_s: float,
 ) -> Iterator[Row]:
-    """A row for each share."""
+    """Plan and export one model: a row for each share of the budget."""
     with torch.device("meta"):
         model, batch = make()
-        graph = captured(model, batch).graph if fsdp is None else sharded(model, batch, fsdp)
+        graph = (
+            capture_step(model, batch).graph if fsdp is None else sharded_step(model, batch, fsdp)
+        )
     least_bytes = find_obstacle(graph).reached_bytes
     for share in shares:
         yield row_of(model, graph, share, least_bytes=least_bytes, time_limit_s=time_limit_s)
 
 
-def sharded(model: nn.Module, batch: Batch, n_ranks: int) -> Graph:
-    """The same step of a rank of FSDP2."""
+def sharded_step(model: nn.Module, batch: Batch, n_ranks: int) -> Graph:
+    """The step of one of `n_ranks` ranks of FSDP2."""
     return trace(model, batch, device="cpu", costs=Roofline(named("h100")), fsdp=n_ranks)
 
 
 def row_of(
     model: nn.Module, graph: Graph, share: float, *, least_bytes: int, time_limit_s: float
 ) -> Row:
-    """The plan within this share, and its export."""
+    """Plan for this share of the budget range, export the plan, and report both."""
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
     solution = attempt(graph, Request(budget_bytes, time_limit_s=time_limit_s))
@@ -172,14 +177,14 @@ def markdown(report: Row) -> str:
                 )
             )
     head = ("model", "budget", "plan %", "export %", "lost", "checkpoints", "search s")
-    about = (
+    legend = (
         "Overhead of the plan of single operators (without rewrites) and of its export, in percent "
         "of the plain step, and the difference in points. The budget lies between the least "
         "feasible one (0 %) and the peak of the plain step (100 %). Seconds: processor time of the "
         "export."
     )
     title = "# What exporting to torch.utils.checkpoint loses"
-    return "\n\n".join([title, harness.ran(report), about, harness.table(head, rows)]) + "\n"
+    return "\n\n".join([title, harness.ran(report), legend, harness.table(head, rows)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Random small modules x budgets, each trained with and without a plan: what differs in any bit.
+"""Train random small modules with and without plans, and report what is not bitwise identical.
 
     python -m benchmarks.fuzz --n-models 1000 --out benchmarks/results/fuzz.json
     python -m benchmarks.fuzz --wide --n-models 200 --out benchmarks/results/fuzz_wide.json
 
-The step has its rewrites that keep all bits, as in `solve` by default. Each module runs under the
-schedule that keeps nothing and one that keeps a random half, every fifth also under a plan for a
-random budget between the least feasible and the peak without checkpointing, and under the least
-feasible schedule itself (these take a search). Three steps are compared bitwise: loss, gradients,
-parameters, buffers and the random state. The count is written after every fifty modules, so that a
-run that was stopped has one. With --wide the losses are over thousands of classes, which plans may
-compute in row chunks.
+Steps are rewritten in the ways that keep all bits, as `solve` does by default. Each module runs
+under a schedule that saves nothing for backward and one that saves a random half. Every fifth also
+runs under two schedules that take a search: that of the smallest feasible budget, and a plan for a
+random budget between it and the peak without checkpointing. Three steps are compared bitwise: loss,
+gradients, parameters, buffers and the random state. Results are written after every fifty modules,
+so that a run that is stopped has some. With --wide, losses are over thousands of classes, which
+plans may compute in row chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks import harness
-from benchmarks.random_modules import WIDTH, RandomModule, Recipe, described, random_recipe
+from benchmarks.random_modules import WIDTH, RandomModule, Recipe, random_recipe, recipe_text
 from benchmarks.same_bits import compare, solution_of, trained
 from benchmarks.step_styles import STYLES, Training
 from benchmarks.zoo import LOSS_INSIDE
@@ -39,7 +39,7 @@ SEARCHED_EVERY = 5
 
 @dataclass
 class Tally:
-    """What came out; mismatches and refusals in words, with the recipe."""
+    """Counts over all modules; mismatches and refusals as text, with the module's recipe."""
 
     n_models: int = 0
     n_plans: int = 0
@@ -51,52 +51,53 @@ class Tally:
     refusals: list[str] = field(default_factory=list)
 
 
-def try_recipe(recipe: Recipe, choice: random.Random, tally: Tally, *, search: bool = True) -> None:
-    """Run one module under several schedules and add what came out to the tally.
+def try_recipe(recipe: Recipe, rng: random.Random, tally: Tally, *, search: bool = True) -> None:
+    """Run one module under several schedules and add the results to the tally.
 
-    search: with the plans that take a search, for a random budget and for the least one.
+    search: also run plans for a random budget and for the least one, which take a search.
     """
-    torch.manual_seed(choice.randrange(10**6))
+    torch.manual_seed(rng.randrange(10**6))
     model = RandomModule(recipe)
     batch = torch.randn(recipe.n_rows, WIDTH)
     tally.n_models += 1
     try:
         steps = trace_variants(model, batch)
     except TraceError as error:
-        tally.refusals.append(f"{error} [{described(recipe)}]")
+        tally.refusals.append(f"{error} [{recipe_text(recipe)}]")
         return
     style = STYLES["plain"]
     expected, _ = trained(Training(copy.deepcopy(model), batch.clone(), LOSS_INSIDE), style)
-    solutions = _searched(steps, choice) if search else []
+    solutions = _searched_solutions(steps, rng) if search else []
     graph = steps.planned[-1]  # with the most rewrites
-    half = {tensor.name for tensor in graph.tensors if choice.random() < 0.5}
-    solutions += [solution_of(graph, keep(graph, kept)) for kept in (set[str](), half)]
+    random_half = {tensor.name for tensor in graph.tensors if rng.random() < 0.5}
+    solutions += [solution_of(graph, keep(graph, kept)) for kept in (set[str](), random_half)]
     for solution in solutions:
-        found = compare(model, batch, LOSS_INSIDE, style, solution, expected=expected)
+        comparison = compare(model, batch, LOSS_INSIDE, style, solution, expected=expected)
         assert solution.simulation is not None
         tally.n_plans += 1
         tally.n_rewritten += bool(solution.graph.meta.rewrites)
         tally.n_chunked += any("chunked" in name for name in solution.graph.meta.rewrites)
         tally.n_recomputed += solution.simulation.n_recomputed
-        tally.n_compared += found.n_compared
-        if found.differences:
-            tally.mismatches.append(f"{found.differences[0]} [{described(recipe)}]")
+        tally.n_compared += comparison.n_compared
+        if comparison.differences:
+            tally.mismatches.append(f"{comparison.differences[0]} [{recipe_text(recipe)}]")
 
 
-def _searched(steps: Variants, choice: random.Random) -> list[Solution]:
+def _searched_solutions(steps: Variants, rng: random.Random) -> list[Solution]:
+    """The schedule of the least feasible budget, and a plan for a random budget if one is found."""
     plain = simulate(steps.plain, baseline(steps.plain))
     obstacles = [find_obstacle(graph) for graph in steps.planned]
     least, graph = min(
         zip(obstacles, steps.planned, strict=True), key=lambda pair: pair[0].reached_bytes
     )
     assert least.schedule is not None
-    found = [solution_of(graph, least.schedule)]
-    budget_bytes = choice.randint(least.reached_bytes, plain.peak_bytes)
+    solutions = [solution_of(graph, least.schedule)]
+    budget_bytes = rng.randint(least.reached_bytes, plain.peak_bytes)
     request = Request(budget_bytes, time_limit_s=TIME_LIMIT_S, rewrites="bitwise")
     solution = attempt(steps, request, starts=[least.schedule])
     if solution.simulation is not None:
-        found.append(solution)
-    return found
+        solutions.append(solution)
+    return solutions
 
 
 def main() -> None:
@@ -106,10 +107,10 @@ def main() -> None:
     parser.add_argument("--wide", action="store_true", help="losses over thousands of classes")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
-    choice, tally = random.Random(arguments.seed), Tally()
+    rng, tally = random.Random(arguments.seed), Tally()
     for index in range(arguments.n_models):
-        recipe = random_recipe(choice, wide=arguments.wide)
-        try_recipe(recipe, choice, tally, search=index % SEARCHED_EVERY == 0)
+        recipe = random_recipe(rng, wide=arguments.wide)
+        try_recipe(recipe, rng, tally, search=index % SEARCHED_EVERY == 0)
         if index % 50 == 49 or index == arguments.n_models - 1:
             print(
                 f"{tally.n_models} models, {tally.n_plans} plans, {len(tally.mismatches)} "

@@ -1,18 +1,18 @@
-"""Any model, bitwise identical: models x budgets x steps, each trained with and without its plan.
+"""Train models with and without plans, and check bits and peaks: models x budgets x kinds of steps.
 
     python -m benchmarks.matrix --out benchmarks/results/matrix.json
         [--models "GPT-2;VGG"] [--shares 0.7] [--styles plain] [--time-limit S] [--host RATE]
 
-Plans are of the step with the rewrites that keep all bits, so that these run as often as they can
-(`solve` plans the step without them too by default; here only where no rewrite finds anything). A
-budget's share is its place between the least budget found (0) and the peak of the plain step
-without checkpointing (1). Three optimizer steps are compared: loss, every gradient, every parameter
-and buffer, what hooks were handed, and the random state after each step, all bitwise. The memory of
-the last step is measured: its peak must be within the budget and agree with the predicted one. The
-random states that are kept for recomputing count. Figures are written after each model, so that a
-run that was stopped can be continued model by model.
+Plans are made of the step with the rewrites that keep all bits, to test these as often as possible.
+(`solve` by default also plans the step without rewrites; this does so only if no rewrite applies.)
+A budget given as a share lies between the least budget that was found (0) and the peak of the plain
+step without checkpointing (1). After each of three optimizer steps, loss, gradients, parameters,
+buffers, the tensors that hooks get and the random state are compared bitwise. The memory of the
+last step is measured: its peak, with the random states that are kept for recomputation, must be
+within the budget and agree with the predicted peak. Figures are written after each model, so that a
+run that was stopped can be continued.
 
-With --host plans may also copy to a host as large as needed, at so many bytes per second each way.
+With --host, plans may also copy to a host with unlimited memory, at this rate in each direction.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ from solver.solving import attempt
 
 SHARES = (1.0, 0.7, 0.4, 0.0)
 STYLE_SHARES = (0.4,)
-"""Of the styles other than the plain loop."""
+"""Shares of the budget for the styles other than the plain loop."""
 HOST_BYTES = 10**13
 CLOSE_SHARE, CLOSE_BYTES = 0.02, 1 << 20
-"""A measured peak agrees with the predicted one within the larger of the two."""
+"""How far a measured peak may be from the predicted one: this share of it or these bytes, whichever
+is more."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model prepared for a style, traced, with the plain training that it is compared with."""
+    """A model prepared for a style and traced, with the results of training it without a plan."""
 
     model: nn.Module
     batch: Any
@@ -75,28 +76,28 @@ class Subject:
         return self.steps.planned[-1]
 
     @functools.cached_property
-    def least(self) -> Obstacle:
+    def least_budget(self) -> Obstacle:
         """The least budget for which a schedule is found, and that schedule; takes a search."""
         obstacles = map(find_obstacle, self.steps.planned)
         return min(obstacles, key=lambda obstacle: obstacle.reached_bytes)
 
     @functools.cached_property
     def peak_bytes(self) -> int:
-        """Of the plain step without checkpointing."""
+        """The peak of the plain step without checkpointing."""
         return simulate(self.steps.plain, baseline(self.steps.plain)).peak_bytes
 
     def budget_bytes(self, share: float) -> int:
-        least_bytes = self.least.reached_bytes
+        least_bytes = self.least_budget.reached_bytes
         return least_bytes + int(share * (self.peak_bytes - least_bytes))
 
 
 def prepare(entry: Entry, style: Style, *, costs: CostModel | None = None) -> Subject | None:
-    """Build, trace and train plainly; None where the style does not apply to the model.
+    """Build and trace a model, and train it without a plan. None if the style does not apply to it.
 
-    Raises TraceError with the reason where the step cannot be planned, and AssertionError where
-    tracing has changed the model or the random state.
+    Raises TraceError if the step cannot be planned, and AssertionError if tracing has changed the
+    model or the random state.
     """
-    model, batch = entry.made()
+    model, batch = entry.model_and_batch()
     if not style.applies(model, batch):
         return None
     if style.prepare is not None:
@@ -114,13 +115,13 @@ def prepare(entry: Entry, style: Style, *, costs: CostModel | None = None) -> Su
 
 
 def with_rewrites(steps: Variants) -> Variants:
-    """Without the plain step among those that are planned, where there is another."""
+    """Plan only the variants with rewrites, if there are any."""
     changed = tuple(graph for graph in steps.planned if graph.meta.rewrites)
     return Variants(steps.plain, changed or steps.planned)
 
 
 def footprint(model: nn.Module) -> dict[str, Any]:
-    """All that tracing must leave as it was, by name."""
+    """Everything that tracing must not change, by name."""
     values: dict[str, Any] = {"the random state": torch.get_rng_state()}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -136,7 +137,7 @@ def footprint(model: nn.Module) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The names of what is no longer as it was."""
+    """Names of the values that differ between two footprints."""
 
     def equal(one: Any, other: Any) -> bool:
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -150,10 +151,10 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def run_budget(
     subject: Subject, share: float, *, time_limit_s: float, places: Places | None = None
 ) -> Row:
-    """Plan for one budget, train with the plan, compare and measure."""
+    """Plan for one budget, train with the plan, and return the row of `run_solution`."""
     budget_bytes = subject.budget_bytes(share)
     began_s = time.perf_counter()
-    least = [] if subject.least.schedule is None else [subject.least.schedule]
+    least = [] if subject.least_budget.schedule is None else [subject.least_budget.schedule]
     request = Request(
         budget_bytes,
         time_limit_s=time_limit_s,
@@ -167,29 +168,28 @@ def run_budget(
 
 
 def run_solution(subject: Subject, solution: Solution) -> Row:
-    """Train with the plan, compare and measure."""
+    """Train with the plan, compare with the training without it, and measure the peak."""
     row: Row = {"budget_bytes": solution.request.budget_bytes, "status": solution.status}
     if solution.simulation is None:
         return row
-    about = (subject.model, subject.batch, subject.entry, subject.style)
-    found = compare(*about, solution, expected=subject.expected)
+    setting = (subject.model, subject.batch, subject.entry, subject.style)
+    comparison = compare(*setting, solution, expected=subject.expected)
     return row | {
         "rewrites": list(solution.graph.meta.rewrites),
         "n_recomputed": solution.simulation.n_recomputed,
         "host_peak_bytes": solution.simulation.host_peak_bytes,
-        "n_compared": found.n_compared,
-        "differences": list(found.differences[:5]),
+        "n_compared": comparison.n_compared,
+        "differences": list(comparison.differences[:5]),
         "predicted_peak_bytes": solution.simulation.peak_bytes,
-        "measured_peak_bytes": found.measured_peak_bytes,
+        "measured_peak_bytes": comparison.measured_peak_bytes,
         "own_bytes": subject.style.own_bytes(subject.model),
     }
 
 
 def faults(row: Row) -> list[str]:
-    """What is wrong with a row, in words; none: it keeps every promise.
+    """What is wrong with a row, in words; an empty list if nothing is.
 
-    Older rows have `own_memory` where copies of the harness counted, and their peaks are not
-    judged.
+    Peaks of older rows with `own_memory` are not checked: copies made by the benchmark are in them.
     """
     if "refused" in row:
         return []
@@ -201,7 +201,10 @@ def faults(row: Row) -> list[str]:
 
 
 def peak_faults(row: Row) -> list[str]:
-    """What is wrong with the measured peak, in words."""
+    """Whether the measured peak is above the budget or far from the predicted one, in words.
+
+    Both may be exceeded by `own_bytes` of the row's style.
+    """
     found = []
     measured, predicted = row["measured_peak_bytes"], row["predicted_peak_bytes"]
     own_bytes, close_bytes = row.get("own_bytes", 0), max(CLOSE_SHARE * predicted, CLOSE_BYTES)
@@ -213,7 +216,7 @@ def peak_faults(row: Row) -> list[str]:
 
 
 def run_model(name: str, arguments: Any, costs: CostModel | None) -> Iterator[Row]:
-    """The rows of one model, as they come."""
+    """Yield the rows of one model, for each style and share of the budget."""
     host = arguments.host and Place(HOST_BYTES, Link(arguments.host, arguments.host))
     places = Places(host=host) if host else None
     for style in arguments.styles:
@@ -225,21 +228,21 @@ def run_model(name: str, arguments: Any, costs: CostModel | None) -> Iterator[Ro
             continue
         if subject is None:
             continue
-        about = {
+        labels = {
             "model": name,
             "style": style,
             "n_nodes": len(subject.steps.plain.nodes),
             "prepared_s": time.perf_counter() - began_s,
-            "least_bytes": subject.least.reached_bytes,
+            "least_bytes": subject.least_budget.reached_bytes,
             "baseline_peak_bytes": subject.peak_bytes,
         }
         for share in arguments.shares if style == "plain" else arguments.style_shares:
             try:
-                yield about | run_budget(
+                yield labels | run_budget(
                     subject, share, time_limit_s=arguments.time_limit, places=places
                 )
             except (RuntimeError, ValueError, AssertionError) as error:
-                yield about | {"share": share, "failed": f"{type(error).__name__}: {error}"}
+                yield labels | {"share": share, "failed": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:

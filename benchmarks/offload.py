@@ -1,12 +1,12 @@
-"""Recomputation, copies to the host, and both: overhead, proven bound and search time.
+"""Compare recomputation, copies to the host, and both: overhead, proven bound and search time.
 
     python -m benchmarks.offload --out benchmarks/results/offload.json
         [--graphs gpt2,unet] [--shares 0.5,0.3] [--time-limit S]
 
 Graphs and shares of budgets are those of `benchmarks.plan_quality` (the step without rewrites, an
-H100's roofline); the host is as large as is needed. "offload" is the plain step with what overflows
-on the host, the longest gaps between two uses first, without any recomputation. Search times are
-processor seconds of one process. The figures are written after each graph.
+H100's roofline). The host's memory is unlimited. "offload" is the plain step without recomputation:
+what exceeds the budget is copied to the host, the longest gaps between two uses first. Search times
+are processor seconds of one process. The figures are written after each graph.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from solver.schedule import Link, Place, Places, Schedule, baseline, simulate
 DEFAULT_GRAPHS = ["gpt2-instance", "gpt2", "llama-4", "llama-32", "resnet50", "unet"]
 SHARES = (0.7, 0.5, 0.3, 0.2, 0.1)
 LINKS_GB_PER_S = (25, 50, 450)
-"""As PCI Express 4, PCI Express 5 and NVLink-C2C."""
+"""The rates of PCI Express 4, PCI Express 5 and NVLink-C2C."""
 HOST_BYTES = 10**13
-MOST_OVERHEAD = 0.2
-NETS = ("resnet50", "unet")
+MAX_OVERHEAD = 0.2
+CONV_NETS = ("resnet50", "unet")
 TARGET, TARGET_OF_NETS, TARGET_OF_TIGHT_NETS = 0.001, 0.005, 0.03
 TIGHT_SHARE = 0.1
-"""Gaps as a share of the step: of language models, of convolutional networks, and of these at
-budgets of this share and below."""
+"""Target gaps, as shares of the step's time: for language models, for convolutional networks, and
+for convolutional networks at budgets of TIGHT_SHARE and below."""
 LEGEND = """\
 Overhead in % of the step, proven bound / found; s: processor seconds of the search. Targets: a gap
 of at most 0.1 points, for resnet50 and unet 0.5 at shares of 0.2 and more and 3 at 0.1; a search of
@@ -61,7 +61,7 @@ PUBLISHED = (
         ),
     ),
 )
-"""What authors measured, in their abstracts."""
+"""What the authors report in their abstracts."""
 ABOUT_GAINS = """\
 The same for the table above. Removed: of the overhead of recomputation alone, the mean over the
 shares of the budget. Activations: how many times less memory there is beside what is resident than
@@ -89,18 +89,18 @@ def main() -> None:
 
 
 def measure_graph(name: str, graph: Graph, *, shares: Sequence[float], time_limit_s: float) -> Row:
-    """All rows of one graph; printed to stderr as they come."""
+    """All figures of one graph; each row is printed to stderr when it is measured."""
     least_bytes = find_obstacle(graph).reached_bytes
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     rows = []
     for share in shares:
         budget_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
         row: Row = {"share": share, "budget_bytes": budget_bytes}
-        row["recompute"] = searched(graph, budget_bytes, None, time_limit_s)
+        row["recompute"] = search_figures(graph, budget_bytes, None, time_limit_s)
         for rate in LINKS_GB_PER_S:
-            places = host_of(rate)
-            row[f"both_{rate}"] = searched(graph, budget_bytes, places, time_limit_s)
-            row[f"offload_{rate}"] = offloaded(graph, budget_bytes, places)
+            places = host_with_rate(rate)
+            row[f"both_{rate}"] = search_figures(graph, budget_bytes, places, time_limit_s)
+            row[f"offload_{rate}"] = offload_figures(graph, budget_bytes, places)
         rows.append(row)
         print(f"{name} {share}: {row}", file=sys.stderr, flush=True)
     return {
@@ -112,18 +112,23 @@ def measure_graph(name: str, graph: Graph, *, shares: Sequence[float], time_limi
     }
 
 
-def host_of(gb_per_s: float) -> Places:
+def host_with_rate(gb_per_s: float) -> Places:
     return Places(host=Place(HOST_BYTES, Link(1e9 * gb_per_s, 1e9 * gb_per_s)))
 
 
-def searched(graph: Graph, budget_bytes: int, places: Places | None, time_limit_s: float) -> Row:
-    """auto's overhead, bound and processor seconds, and what it takes of the host."""
+def search_figures(
+    graph: Graph, budget_bytes: int, places: Places | None, time_limit_s: float
+) -> Row:
+    """Search with `auto`: overhead, bound, gap, peak on the host and processor seconds.
+
+    places: the host (None: recomputation alone).
+    """
     began_s = time.process_time()
     proposal = METHODS["auto"](
         graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=0, places=places
     )
     seconds = time.process_time() - began_s
-    overhead, host_bytes = measured(graph, proposal.schedule, budget_bytes, places)
+    overhead, host_bytes = simulated_figures(graph, proposal.schedule, budget_bytes, places)
     bound = max(0.0, proposal.lower_bound_s / graph.baseline_time_s - 1.0)
     return {
         "overhead": overhead,
@@ -135,21 +140,24 @@ def searched(graph: Graph, budget_bytes: int, places: Places | None, time_limit_
     }
 
 
-def offloaded(graph: Graph, budget_bytes: int, places: Places) -> Row:
-    """The plain step with what overflows on the host; perhaps above the budget all the same."""
+def offload_figures(graph: Graph, budget_bytes: int, places: Places) -> Row:
+    """The plain step with copies to the host alone: overhead (None: it exceeds the budget even
+    so) and peak on the host."""
     assert places.host is not None
     folded, order = StorageGraph.of(graph), baseline(graph).order
     gaps = gaps_to_offload(folded, order, budget_bytes)
-    beside = Places(host=places.host)
-    schedule = place_copies(folded, order, gaps, budget_bytes=budget_bytes, places=beside).schedule
-    overhead, host_bytes = measured(graph, schedule, budget_bytes, places)
+    host_only = Places(host=places.host)
+    schedule = place_copies(
+        folded, order, gaps, budget_bytes=budget_bytes, places=host_only
+    ).schedule
+    overhead, host_bytes = simulated_figures(graph, schedule, budget_bytes, places)
     return {"overhead": overhead, "host_peak_bytes": host_bytes}
 
 
-def measured(
+def simulated_figures(
     graph: Graph, schedule: Schedule | None, budget_bytes: int, places: Places | None
 ) -> tuple[float | None, int]:
-    """Overhead (None: nothing within the budget) and peak on the host, by the simulator."""
+    """Simulated overhead (None: no schedule, or above the budget) and peak bytes on the host."""
     if schedule is None:
         return None, 0
     simulation = simulate(graph, schedule, places=places)
@@ -158,23 +166,25 @@ def measured(
     return (overhead if fits else None), simulation.host_peak_bytes
 
 
-def target(name: str, share: float) -> float:
-    """The gap to reach, as a share of the step."""
-    if name not in NETS:
+def target_gap(name: str, share: float) -> float:
+    """The gap that a plan should reach, as a share of the step's time."""
+    if name not in CONV_NETS:
         return TARGET
     return TARGET_OF_TIGHT_NETS if share <= TIGHT_SHARE else TARGET_OF_NETS
 
 
-def misses(report: Row) -> list[str]:
-    """Cells above the targets for the gap or for the search time."""
+def missed_targets(report: Row) -> list[str]:
+    """Results that miss the target for the gap or for the search time, in words."""
     found = []
     for name, graph in report["graphs"].items():
         for row in graph["rows"]:
-            most = target(name, row["share"])
+            largest_gap = target_gap(name, row["share"])
             for rate in LINKS_GB_PER_S:
                 cell, where = row[f"both_{rate}"], f"{name} at {row['share']}, {rate} GB/s"
-                if cell["gap"] is None or cell["gap"] > most:
-                    found.append(f"{where}: gap {percent(cell['gap'])}, target {percent(most)}")
+                if cell["gap"] is None or cell["gap"] > largest_gap:
+                    found.append(
+                        f"{where}: gap {percent(cell['gap'])}, target {percent(largest_gap)}"
+                    )
                 if cell["seconds"] > 2 * row["recompute"]["seconds"] + 2:
                     found.append(
                         f"{where}: {cell['seconds']:.1f} s, recomputation alone "
@@ -183,38 +193,41 @@ def misses(report: Row) -> list[str]:
     return found
 
 
-def gains(report: Row) -> str:
-    """What copies take off the overhead of recomputation, and off the memory for activations."""
+def gains_table(report: Row) -> str:
+    """A table of how much copies reduce the overhead of recomputation and the memory for
+    activations."""
     heads = ["", *(f"removed, {rate} GB/s" for rate in LINKS_GB_PER_S)]
     heads += ["activations, no host", *(f"{rate} GB/s" for rate in LINKS_GB_PER_S)]
     rows = []
     for name, graph in report["graphs"].items():
-        removed = [_removed(graph["rows"], f"both_{rate}") for rate in LINKS_GB_PER_S]
+        removed = [_overhead_removed(graph["rows"], f"both_{rate}") for rate in LINKS_GB_PER_S]
         columns = ("recompute", *(f"both_{rate}" for rate in LINKS_GB_PER_S))
-        rows.append([name, *removed, *(_times_less(graph, column) for column in columns)])
+        rows.append([name, *removed, *(_times_less_memory(graph, column) for column in columns)])
     return table(heads, rows)
 
 
-def _removed(rows: Sequence[Row], column: str) -> str:
+def _overhead_removed(rows: Sequence[Row], column: str) -> str:
+    """The share of recomputation's overhead that copies remove, averaged over the rows."""
     alone = [(row["recompute"]["overhead"], row[column]["overhead"]) for row in rows]
     shares = [1 - both / one for one, both in alone if one and both is not None]
     return f"{100 * statistics.mean(shares):.0f} %" if shares else ""
 
 
-def _times_less(graph: Row, column: str) -> str:
-    """Of the least budget in the table at which the overhead is below 20 %."""
+def _times_less_memory(graph: Row, column: str) -> str:
+    """How many times less memory activations take than without a plan, at the least budget in the
+    table with an overhead below 20 %."""
     resident_bytes = graph["resident_bytes"]
     plain_bytes = graph["baseline_peak_bytes"] - resident_bytes
     fitting = [
         plain_bytes / (row["budget_bytes"] - resident_bytes)
         for row in graph["rows"]
-        if row[column]["overhead"] is not None and row[column]["overhead"] < MOST_OVERHEAD
+        if row[column]["overhead"] is not None and row[column]["overhead"] < MAX_OVERHEAD
     ]
     return f"{max(fitting):.1f} times" if fitting else ""
 
 
 def markdown(report: Row) -> str:
-    """One table for each graph, and what misses the targets."""
+    """A table for each graph, the gains beside published ones, and what misses the targets."""
     parts = [
         "# Recomputation, copies to the host, and both\n",
         f"{harness.ran(report)}\n",
@@ -237,8 +250,8 @@ def markdown(report: Row) -> str:
         "## Beside published gains\n",
         table(["", "measured by its authors"], PUBLISHED) + "\n",
     ]
-    parts += [ABOUT_GAINS, gains(report) + "\n"]
-    missed = misses(report)
+    parts += [ABOUT_GAINS, gains_table(report) + "\n"]
+    missed = missed_targets(report)
     parts.append(f"Misses: {len(missed)}." + "".join(f"\n- {text}" for text in missed) + "\n")
     return "\n".join(parts)
 

@@ -1,19 +1,19 @@
-"""Every differentiable operator of PyTorch's own tests: what differs in any bit from eager mode.
+"""Check every differentiable operator of PyTorch's own tests: is it bitwise as in eager mode?
 
     pip install expecttest            # PyTorch's test data need it
     python -m benchmarks.operators --samples 1 --out benchmarks/results/operators.json
 
-The samples are those of `op_db` (torch.testing), on the CPU, the first of `--samples` equal shares.
-Each operator is a module whose trained inputs are parameters, with a weighted sum of its outputs as
-the loss. Compared with eager mode, byte by byte (-0 is not 0, NaN is NaN):
+The sample inputs are those of `op_db` (torch.testing) on the CPU: `--samples` of them, at equal
+distances. Each operator becomes a module whose differentiable inputs are parameters, and whose loss
+is a weighted sum of its outputs. Loss, outputs, gradients and the random state of a step are
+compared with eager mode, byte by byte (-0 is not 0, any NaN equals any NaN):
 
-- "watched": outputs and gradients while a mode watches that does nothing, as in the first step of
-  `fit` with a loss outside;
-- "planned": loss, outputs, gradients and the random state of the step under the schedule that keeps
-  nothing.
+- "watched": the step under a dispatch mode that does nothing, as in the first step of `fit` with a
+  loss outside of the model;
+- "planned": the step under the schedule that saves nothing for backward.
 
-An operator that differs between two runs in eager mode is listed apart: LAPACK's solvers do, with
-the place of their workspace.
+Operators that differ between two runs in eager mode are listed separately. LAPACK's solvers do, as
+their results depend on the address of their workspace.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from scheduler_runtime.execute import Watching
 
 @dataclass
 class Tally:
-    """What came out: operators with their samples, and why some were refused or skipped."""
+    """Counts and names of operators, and why some were refused or skipped."""
 
     dtype: str
     n_operators: int = 0
@@ -54,7 +54,7 @@ class Tally:
 
 
 class Watch(Watching):
-    """Looks at nothing."""
+    """A mode that observes nothing."""
 
     is_over = False
 
@@ -68,7 +68,10 @@ class Watch(Watching):
 
 
 class Operator(nn.Module):
-    """The operator on the arguments of a sample; its trained inputs are parameters."""
+    """The operator applied to a sample's arguments; inputs that require gradients are parameters.
+
+    batch: the other tensors of the sample, which the model is called with.
+    """
 
     def __init__(self, operator: Any, sample: Any) -> None:
         super().__init__()
@@ -89,12 +92,14 @@ class Operator(nn.Module):
                 self.batch.append(item)
 
     def outputs(self, *batch: torch.Tensor) -> list[torch.Tensor]:
-        """Those that depend on what is trained; complex ones as pairs of real numbers."""
+        """The outputs that require gradients; complex ones as pairs of real numbers."""
         items = {"other": iter(self.others), "trained": iter(self.trained), "batch": iter(batch)}
         first, args, kwargs = pytree.tree_unflatten([next(items[k]) for k in self.kinds], self.spec)
-        made = pytree.tree_leaves(self.operator(first, *args, **kwargs))
-        made = [each for each in made if isinstance(each, torch.Tensor) and each.requires_grad]
-        return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in made]
+        results = pytree.tree_leaves(self.operator(first, *args, **kwargs))
+        results = [
+            each for each in results if isinstance(each, torch.Tensor) and each.requires_grad
+        ]
+        return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in results]
 
     def forward(self, weights: list[torch.Tensor], *batch: torch.Tensor) -> Any:
         outputs = self.outputs(*batch)
@@ -109,21 +114,21 @@ def step(model: nn.Module, weights: list[torch.Tensor], batch: list[torch.Tensor
     loss, outputs = model(weights, *batch)
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
-    return [_bytes(each) for each in (loss, *outputs, *gradients, torch.get_rng_state())]
+    return [_comparable_bytes(each) for each in (loss, *outputs, *gradients, torch.get_rng_state())]
 
 
-def _bytes(tensor: torch.Tensor | None) -> Any:
+def _comparable_bytes(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
     tensor = tensor.detach().to_dense().resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if tensor.is_floating_point():
-        tensor = tensor.where(~tensor.isnan(), torch.nan)  # one of them
+        tensor = tensor.where(~tensor.isnan(), torch.nan)  # the same bits for every NaN
     return tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def try_sample(name: str, operator: Any, sample: Any, tally: Tally) -> None:
-    """Compare one sample and add what came out to the tally."""
+    """Compare one sample with eager mode and add the result to the tally."""
     try:
         model = Operator(operator, sample)
         torch.manual_seed(3)
@@ -133,12 +138,12 @@ def try_sample(name: str, operator: Any, sample: Any, tally: Tally) -> None:
         if not weights:
             return
         expected = step(model, weights, model.batch)
-        again = step(model, weights, model.batch)
+        repeated = step(model, weights, model.batch)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         # eager mode itself refuses the sample (no gradient, this dtype): nothing to compare with
         tally.skipped[name] = f"{type(error).__name__}: {error}"[:200]
         return
-    if again != expected:
+    if repeated != expected:
         tally.differ_in_eager_mode.append(name)
         return
     watch = Watch()
@@ -152,20 +157,20 @@ def try_sample(name: str, operator: Any, sample: Any, tally: Tally) -> None:
         tally.differ_watched.append(name)
     try:
         planned = apply(model, keeping_nothing(trace(model, (weights, *model.batch))))
-        found = step(planned, weights, model.batch)
+        planned_results = step(planned, weights, model.batch)
     except TraceError as error:
-        here = f"{Path(__file__).parents[1]}/"
-        tally.refused[name] = str(error).replace(here, "")[:200]
+        root = f"{Path(__file__).parents[1]}/"
+        tally.refused[name] = str(error).replace(root, "")[:200]
         return
     tally.n_planned += 1
-    if found != expected:
+    if planned_results != expected:
         tally.differ_planned.append(name)
 
 
-def operators(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-    """Names and entries of PyTorch's list of operators that are differentiable in this type."""
+def differentiable_operators(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+    """Names and `op_db` entries of the operators that support autograd in this dtype."""
     module: Any = importlib.import_module("torch.testing._internal.common_methods_invocations")
-    # a wrapper that sets the seed, which a planned forward may not do
+    # the wrapper sets the seed, which a planned forward may not do
     module.wrapper_set_seed = lambda operator, *args, **kwargs: operator(*args, **kwargs)
     for each in module.op_db:
         if dtype in each.dtypes and each.supports_autograd:
@@ -180,13 +185,13 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     dtype, tally = getattr(torch, arguments.dtype), Tally(arguments.dtype)
-    for name, entry in operators(dtype):
+    for name, entry in differentiable_operators(dtype):
         if arguments.only and not name.startswith(tuple(arguments.only)):
             continue
         torch.manual_seed(0)
         samples = list(entry.sample_inputs("cpu", dtype, requires_grad=True))
-        every = max(1, len(samples) // arguments.samples)
-        for sample in samples[::every][: arguments.samples]:
+        stride = max(1, len(samples) // arguments.samples)
+        for sample in samples[::stride][: arguments.samples]:
             try_sample(name, entry, sample, tally)
         tally.n_operators += 1
     report = {"circumstances": harness.circumstances(0.0), **vars(tally)}

@@ -1,10 +1,10 @@
-"""What PyTorch's own partitioner would save for backward, as schedules that `simulate` takes.
+"""What PyTorch's own partitioner would save for backward, as schedules that can be simulated.
 
-`torch._functorch.partitioners` with `activation_memory_budget` b (a share of the activations) and
-one of its knapsack solvers chooses which tensors the forward pass saves for the backward pass. The
-set becomes the schedule that it means: keep these, recompute the rest right before it is needed
-(`solver.schedule.keep`). Its budget is a ratio and says nothing about the peak, so a sweep over
-ratios is made once per graph, and at a budget in bytes the fastest schedule that fits counts.
+`torch._functorch.partitioners`, given an `activation_memory_budget` (a ratio: a share of the
+activations) and one of its knapsack solvers, chooses which tensors the forward pass saves for
+backward. `solver.schedule.keep` turns this set into a schedule: keep these tensors, recompute the
+others right before they are needed. A ratio says nothing about the peak, so we try several ratios
+per graph, and for a budget in bytes take the fastest of the schedules that fit.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ _FORWARD_OUTPUTS = (
 RATIOS = (0.5, 0.7, 0.3, 0.9, 0.1, 0.8, 0.6, 0.4, 0.2, 0.0, 0.95, 0.05)
 
 Simulations = Mapping[str, tuple[Simulation, ...]]
-"""By solver of the partitioner: its sets, simulated, one for each ratio."""
+"""Name of the partitioner's solver -> simulations of the sets that it chose, one per ratio."""
 
 
-def partitioned(step: CapturedStep, *, time_limit_s: float) -> Simulations:
-    """The partitioner's sets on the joint graph of this step; as many ratios as there is time."""
+def simulate_partitions(step: CapturedStep, *, time_limit_s: float) -> Simulations:
+    """Simulate the sets that the partitioner chooses for this step, for as many RATIOS as the time
+    limit allows."""
     deadline_s = time.monotonic() + time_limit_s
     found: dict[str, tuple[Simulation, ...]] = {f"torch {solver}": () for solver in SOLVERS}
     for ratio in RATIOS:
         for solver in SOLVERS:
             if time.monotonic() < deadline_s:
-                kept = _saved(step, solver, ratio)
+                kept = _saved_storages(step, solver, ratio)
                 found[f"torch {solver}"] += (simulate(step.graph, keep(step.graph, kept)),)
     return found
 
 
 def best_overhead(graph: Graph, found: Iterable[Simulation], *, budget_bytes: int) -> float | None:
-    """The least overhead of those that fit; None: none does."""
+    """The least overhead of the simulations within the budget; None if there are none."""
     times_s = [simulation.time_s for simulation in found if simulation.peak_bytes <= budget_bytes]
     return min(times_s) / graph.baseline_time_s - 1.0 if times_s else None
 
 
-def _saved(step: CapturedStep, solver: str, ratio: float) -> frozenset[str]:
-    """The storages that the partitioner's forward graph hands to its backward graph."""
+def _saved_storages(step: CapturedStep, solver: str, ratio: float) -> frozenset[str]:
+    """The storages that the partitioner's forward graph saves for its backward graph."""
     captured = step.captured
     # The partitioner changes its graph, so it gets a copy, with the metadata that it reads.
     graph = torch.fx.Graph()

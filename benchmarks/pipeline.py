@@ -1,15 +1,16 @@
-"""Four stages of a Llama under 1F1B within one budget: a plan for each stage, and one for all.
+"""Plan the four stages of a Llama pipeline (1F1B) for one budget, each by itself or all alike.
 
     python -m benchmarks.pipeline --out benchmarks/results/pipeline.json [--time-limit S]
 
-16 layers of Llama 3 8B's shape on four ranks, bf16, one sequence of 4096 tokens in a micro-batch,
-AdamW, H100 roofline, without rewrites. Seconds are those of the forward and backward pass of one
-micro-batch: the slowest stage sets the pace of the pipeline. Compared are
+16 layers of Llama 3 8B's shape on four ranks: bf16, micro-batches of one sequence of 4096 tokens,
+AdamW, an H100's roofline, without rewrites. Times are those of the forward and backward pass of one
+micro-batch; the slowest stage sets the pace of the pipeline. Compared are
 
 - every block: stock checkpointing of each layer in all stages;
-- uniform: each stage is planned as though it had as many micro-batches in flight as the first;
-- per stage: each is planned for those that it has;
-- per stage, split: the layers are divided so that the slowest stage is fastest (`split_pipeline`).
+- uniform: each stage is planned as if it had as many micro-batches in flight as the first stage;
+- per stage: each stage is planned for the micro-batches that it has in flight;
+- per stage, split: as before, with the layers divided so that the slowest stage is as fast as
+  possible (`split_pipeline`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BUDGETS = ("20GB", "26GB")
 
 
 class Layer(nn.Module):
-    """A layer of a Llama: the first one with the embedding before it, the last with the head."""
+    """A layer of a Llama; the first includes the embedding, the last the head."""
 
     def __init__(self, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Layer(nn.Module):
 
 
 class LlamaStage(nn.Module):
-    """Some layers of a Llama, with the rotations that they share."""
+    """Some layers of a Llama, with the cosines and sines that they share."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -90,8 +91,8 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
-def figures(solution: Solution) -> Row:
-    """Seconds are of one micro-batch, without the optimizer's step."""
+def stage_figures(solution: Solution) -> Row:
+    """A row for a stage's plan. Times are of one micro-batch, without the optimizer's step."""
     graph, found = solution.graph, solution.simulation
     steps_s = sum(node.time_s for node in graph.nodes if node.phase == "optimizer")
     return {
@@ -107,8 +108,9 @@ def figures(solution: Solution) -> Row:
     }
 
 
-def measured(budget: str, time_limit_s: float) -> Iterator[tuple[str, Row]]:
-    """The rows: "per stage 0", "uniform 0", "every block 0", "split 0" and "split"."""
+def measured_rows(budget: str, time_limit_s: float) -> Iterator[tuple[str, Row]]:
+    """Yield names and rows: "split" for the division of the layers, and for each stage, such as
+    stage 0, "split 0", "per stage 0", "every block 0" and "uniform 0"."""
     found = split(budget, time_limit_s)
     yield (
         "split",
@@ -121,17 +123,17 @@ def measured(budget: str, time_limit_s: float) -> Iterator[tuple[str, Row]]:
         },
     )
     for stage, solution in enumerate(found.solutions):
-        yield f"split {stage}", figures(solution)
+        yield f"split {stage}", stage_figures(solution)
     for stage, solution in enumerate(found.equal):
-        yield f"per stage {stage}", figures(solution)
+        yield f"per stage {stage}", stage_figures(solution)
         options: dict[str, Any] = {"budget": budget, "reserve": "750MB"}
         options["time_limit_s"] = time_limit_s
         yield (
             f"every block {stage}",
-            figures(solve(solution.graph, method="every_block", **options)),
+            stage_figures(solve(solution.graph, method="every_block", **options)),
         )
         first = dataclasses.replace(solution.graph, n_in_flight=N_STAGES)
-        yield f"uniform {stage}", figures(solve(first, **options))
+        yield f"uniform {stage}", stage_figures(solve(first, **options))
 
 
 def main() -> None:
@@ -140,7 +142,7 @@ def main() -> None:
     report["circumstances"] = harness.circumstances(arguments.time_limit)
     for budget in BUDGETS:
         rows = report["rows"][budget] = {}
-        for name, row in measured(budget, arguments.time_limit):
+        for name, row in measured_rows(budget, arguments.time_limit):
             rows[name] = row
             print(budget, name, row, flush=True)
             harness.write(arguments.out, report)
@@ -159,23 +161,27 @@ def markdown(report: Row) -> str:
         [
             "# Pipelines\n",
             text,
-            *(line for budget, rows in report["rows"].items() for line in _lines(budget, rows)),
+            *(
+                line
+                for budget, rows in report["rows"].items()
+                for line in _budget_section(budget, rows)
+            ),
             "",
         ]
     )
 
 
-def _lines(budget: str, rows: Mapping[str, Row]) -> Iterator[str]:
+def _budget_section(budget: str, rows: Mapping[str, Row]) -> Iterator[str]:
     yield f"## {budget} on each rank\n"
-    yield _ways(rows)
-    yield _proven(rows["split"])
+    yield _ways_table(rows)
+    yield _bound_sentence(rows["split"])
     for title, way in (("The even split, stage by stage", "per stage"), ("The best one", "split")):
         yield f"\n{title}:\n"
-        yield _stages(rows, way)
+        yield _stages_table(rows, way)
     yield ""
 
 
-def _proven(row: Row) -> str:
+def _bound_sentence(row: Row) -> str:
     return (
         f"\nNo division has a slowest stage faster than {_ms(row['bound_s'])} ms. Of "
         f"{row['n_divisions']} divisions, {row['n_plans']} stages were planned to know it, those "
@@ -183,8 +189,8 @@ def _proven(row: Row) -> str:
     )
 
 
-def _ways(rows: Mapping[str, Row]) -> str:
-    """Each way to plan, with the milliseconds of its stages."""
+def _ways_table(rows: Mapping[str, Row]) -> str:
+    """A table of the ways to plan, with the milliseconds of each stage."""
     even = [N_LAYERS // N_STAGES] * N_STAGES
     ways = [(way, way, even) for way in ("every block", "uniform", "per stage")]
     ways.append(("per stage, split", "split", rows["split"]["sizes"]))
@@ -197,8 +203,8 @@ def _ways(rows: Mapping[str, Row]) -> str:
     return harness.table(["plans", "layers", *heads, "slowest"], lines)
 
 
-def _stages(rows: Mapping[str, Row], way: str) -> str:
-    """The plans per stage of a division."""
+def _stages_table(rows: Mapping[str, Row], way: str) -> str:
+    """A table of the stages of one division of the layers, with their plans."""
     heads = ("stage", "in flight", "plain peak", "plain ms", "saved", "overhead, %", "bound, %")
     lines = []
     for i in range(N_STAGES):

@@ -1,18 +1,19 @@
-"""How good plans are, and how long they take, without rewrites and with: graphs x budgets.
+"""How good plans are and how long they take, with and without rewrites: graphs x budgets.
 
     python -m benchmarks.plan_quality --out benchmarks/results/plan_quality.json
         [--graphs gpt2,unet] [--shares 0.9,0.5] [--time-limit S] [--before EARLIER.json]
 
-A budget's share is its place between the least feasible budget found (0) and the peak of the step
-without checkpointing (1), both of the plain step, so that plans with rewrites are asked for the
-same bytes. For each graph and share: the plan, its proven bound, and beside them, of the plain
-step, our other methods and what PyTorch's partitioner saves (`benchmarks.peers`). Every figure is
-one of `solver.simulate`. Search times are processor seconds of one process, so that other load does
-not change them; the time limit is on the clock, and far away. The figures are written as JSON after
-each graph, so a run that is stopped can be continued, and as Markdown beside it.
+A budget given as a share lies between the least feasible budget found (0) and the peak without
+checkpointing (1). Both are those of the step without rewrites, so that plans with and without them
+get the same bytes. For each graph and share, the report has the plan of `auto` and its proven
+bound, and, for the step without rewrites, our other methods and PyTorch's partitioner
+(`benchmarks.peers`). Every schedule is judged by `solver.simulate`. Search times are processor
+seconds of one process, which other load does not change; the time limit is wall-clock time, and
+generous. After each graph, the figures are written as JSON, so that a run that was stopped can be
+continued, and as Markdown next to it.
 
---before: an earlier report. Graphs that are in it get its budgets, the partitioner's figures are
-taken from it where the step is the same, and cells that are worse than there are listed.
+--before compares with an earlier report: graphs that are in it get its budgets, the partitioner's
+figures are taken from it if the step is the same, and results that became worse are listed.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from solver.schedule import Request, Simulation, baseline, simulate
 from solver.solving import attempt
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
-OTHERS = ("every_block", "sqrt", "dp")
+OTHER_METHODS = ("every_block", "sqrt", "dp")
 PEERS_TIME_LIMIT_S = 120.0
-"""For all of the partitioner's sets of one graph."""
+"""For all sets of one graph that the partitioner chooses."""
 
 
 def main() -> None:
@@ -67,9 +68,9 @@ def measure_graph(
     time_limit_s: float,
     before: Row | None = None,
 ) -> Row:
-    """All rows of one graph; printed to stderr as they come.
+    """All figures of one graph; each result is printed to stderr when it is there.
 
-    time_limit_s: of the search in one variant of the step, on the clock.
+    time_limit_s: wall-clock limit of the search in one variant of the step.
     before: the graph's part of an earlier report.
     """
     graph = source if isinstance(source, Graph) else source.graph
@@ -79,18 +80,18 @@ def measure_graph(
     least = {way: least_budget(steps) for way, steps in ways.items()}
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     range_bytes = peak_bytes - least["none"]["reached_bytes"]
-    if before is not None:  # what is resident may have become more
+    if before is not None:  # the same range above what is resident, which may have grown since
         range_bytes = before["baseline_peak_bytes"] - before["range_from_bytes"]
     from_bytes = peak_bytes - range_bytes
     print(f"{name}: {len(graph.nodes)} ops, {peak_bytes=}, {from_bytes=}, {least}", file=sys.stderr)
-    least_bytes = least["none"]["reached_bytes"]  # what an operator needs may have become more too
+    least_bytes = least["none"]["reached_bytes"]  # may have grown, too, if an operator needs more
     budgets = {s: max(from_bytes + int(s * range_bytes), least_bytes) for s in shares}
-    others = _others(source, graph, budgets, before)
+    others = _other_overheads(source, graph, budgets, before)
     rows = []
     for share, budget_bytes in budgets.items():
         row: Row = {"share": share, "budget_bytes": budget_bytes}
         for way, steps in ways.items():
-            row[way] = searched(steps, budget_bytes, time_limit_s=time_limit_s)
+            row[way] = search_figures(steps, budget_bytes, time_limit_s=time_limit_s)
             print(f"  {share:.1f} {way}: {_line(row[way])}", file=sys.stderr, flush=True)
         rows.append(row | {"others": others[share]})
     return {
@@ -106,7 +107,8 @@ def measure_graph(
 
 
 def least_budget(steps: Variants) -> Row:
-    """The least budget of any variant: proven, reached by a schedule, and processor seconds."""
+    """The least budget of any variant, as proven and as reached by a schedule, and the processor
+    seconds of the search."""
     began_s = time.process_time()
     found = [find_obstacle(graph) for graph in steps.planned]
     return {
@@ -116,12 +118,13 @@ def least_budget(steps: Variants) -> Row:
     }
 
 
-def searched(steps: Variants, budget_bytes: int, *, time_limit_s: float) -> Row:
-    """`auto`'s plan, as `solve` makes it, beside the plain step.
+def search_figures(steps: Variants, budget_bytes: int, *, time_limit_s: float) -> Row:
+    """Plan with `auto`, as `solve` does, and report overhead, bound and gap as shares of the plain
+    step's time.
 
-    time_limit_s: for one variant, on the clock.
+    time_limit_s: wall-clock limit for one variant of the step.
 
-    Without an overhead nothing was found; without a bound there is proof that nothing fits.
+    "overhead" is None if no plan was found, "bound" if there is a proof that nothing fits.
     """
     limit_s = time_limit_s * len(steps.planned)  # they share the time
     request = Request(budget_bytes, time_limit_s=limit_s)
@@ -154,21 +157,23 @@ def _line(cell: Row) -> str:
     )
 
 
-def _others(
+def _other_overheads(
     source: Graph | CapturedStep, graph: Graph, budgets: Mapping[float, int], before: Row | None
 ) -> Mapping[float, Mapping[str, float | None]]:
-    """By share: the overheads of our other methods and of the partitioner.
+    """Share of the budget -> overheads of our other methods and of the partitioner.
 
-    The partitioner's are those of the earlier report if it has this step.
+    The partitioner's overheads are taken from the earlier report if it is of the same step.
     """
-    found = {share: _methods(graph, budget_bytes) for share, budget_bytes in budgets.items()}
+    found = {
+        share: _method_overheads(graph, budget_bytes) for share, budget_bytes in budgets.items()
+    }
     if not isinstance(source, CapturedStep):
         return found
     if before is not None and before["n_nodes"] == len(graph.nodes):
         rows = {row["share"]: row["others"] for row in before["rows"]}
-        if all(share in rows and _agree(each, rows[share]) for share, each in found.items()):
+        if all(share in rows and _is_same_step(each, rows[share]) for share, each in found.items()):
             return {share: {**rows[share], **each} for share, each in found.items()}
-    partitioned = peers.partitioned(source, time_limit_s=PEERS_TIME_LIMIT_S)
+    partitioned = peers.simulate_partitions(source, time_limit_s=PEERS_TIME_LIMIT_S)
     return {
         share: each
         | {
@@ -179,17 +184,17 @@ def _others(
     }
 
 
-def _methods(graph: Graph, budget_bytes: int) -> dict[str, float | None]:
+def _method_overheads(graph: Graph, budget_bytes: int) -> dict[str, float | None]:
     limits = {"budget_bytes": budget_bytes, "time_limit_s": 600.0, "seed": 0}
-    schedules = {name: METHODS[name](graph, **limits).schedule for name in OTHERS}  # type: ignore[arg-type]
+    schedules = {name: METHODS[name](graph, **limits).schedule for name in OTHER_METHODS}  # type: ignore[arg-type]
     return {
         name: None if schedule is None else _overhead(graph, simulate(graph, schedule))
         for name, schedule in schedules.items()
     }
 
 
-def _agree(now: Row, before: Row) -> bool:
-    """Whether it is the same step, by a method without a choice."""
+def _is_same_step(now: Row, before: Row) -> bool:
+    """Whether two reports are of the same step: `every_block`, which chooses nothing, agrees."""
     one, other = now["every_block"], before["every_block"]
     return one is other or math.isclose(one or 0.0, other or 0.0, abs_tol=1e-9)
 

@@ -1,4 +1,4 @@
-"""The pages of `benchmarks.plan_quality`: its report as Markdown, and what is missed or worse."""
+"""The report of `benchmarks.plan_quality` as Markdown: plans, missed targets, what became worse."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from benchmarks import harness
 from benchmarks.harness import Row, percent, table
 
 TARGET_GAP = 0.001
-"""Of the baseline's time, at shares of a half and more."""
+"""Target for the gap at budget shares of a half and more, as a share of the baseline's time."""
 TIGHT_TARGET_GAP = 0.01
-"""Of the baseline's time, at smaller shares."""
-WORSE = 0.0002
-"""Of the baseline's time: an overhead that is higher by more is worse."""
+"""The same at smaller budget shares."""
+WORSE_BY = 0.0002
+"""By how much an overhead must have grown to count as worse, as a share of the baseline's time."""
 SHOWN_GAP = 0.001
 SHOWN_SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)
 WAYS = ("none", "bitwise")
@@ -36,13 +36,13 @@ TITLES = {
     "lstm-2000": "recurrent, 2000 steps (synthetic)",
     "residual-1000": "1000 residual blocks (synthetic)",
 }
-"""The graphs of the table in the docs."""
+"""The graphs in the table of the docs, with their titles there."""
 
 
 def markdown(report: Row) -> str:
-    """The tables: the one of the docs, what falls short, then each graph by itself."""
+    """The page: the table of the docs, what misses targets, then a table for each graph."""
     graphs = report["graphs"]
-    counts = Counter(way for _, _, way in _cells(graphs))
+    counts = Counter(way for _, _, way in _measured_cells(graphs))
     aim = "0.1 points at shares of a half and more, 1 point below"
     parts = [
         "# Quality of plans",
@@ -50,17 +50,17 @@ def markdown(report: Row) -> str:
         LEGEND,
         summary(graphs),
         f"Above the target for the gap ({aim}):",
-        *(_listed(f"Rewrites {way}", _missed(graphs, way), counts[way]) for way in WAYS),
-        _listed("Worse with rewrites", _worse_with_rewrites(graphs), counts["bitwise"]),
-        _listed("Searches that the clock ended", _late(graphs), counts.total()),
+        *(_list_line(f"Rewrites {way}", _missed_gaps(graphs, way), counts[way]) for way in WAYS),
+        _list_line("Worse with rewrites", _worse_with_rewrites(graphs), counts["bitwise"]),
+        _list_line("Searches that the clock ended", _timed_out(graphs), counts.total()),
     ]
     for name, found in graphs.items():
-        parts += _details(name, found)
+        parts += _graph_section(name, found)
     return "\n\n".join(parts) + "\n"
 
 
 def summary(graphs: Row) -> str:
-    """The table of the docs: a row for each graph that has a title there."""
+    """The table of the docs: a row for each graph in TITLES."""
     shares = [f"{share:.0%}".replace("%", " %") for share in SHOWN_SHARES]
     others = ("every block", "√L", "`dp`", "PyTorch")
     head = ["", "ops", "least GB", *shares, "search", *others]
@@ -78,7 +78,7 @@ def _summary_row(title: str, found: Row) -> list[object]:
     least = (found["least"][way]["reached_bytes"] for way in ways)
     last = {share: [row[way] for way in ways if way in row][-1] for share, row in rows.items()}
     seconds = [last[share]["seconds"] for share in shown or rows]
-    half = rows[0.5]["others"] if 0.5 in rows else {}  # a part of the shares was measured
+    half = rows[0.5]["others"] if 0.5 in rows else {}  # a run may have only some shares
     torch = [half[name] for name in half if name.startswith("torch") and half[name] is not None]
     others = [*(half.get(name) for name in ("every_block", "sqrt", "dp")), min(torch, default=None)]
     return [
@@ -86,32 +86,33 @@ def _summary_row(title: str, found: Row) -> list[object]:
         found["n_nodes"],
         " → ".join(f"{size / 1e9:.2f}" for size in least),
         *(plans.get(share, "") for share in SHOWN_SHARES),
-        f"{_rounded(min(seconds))}{DASH}{_rounded(max(seconds))} s",
+        f"{_rounded_s(min(seconds))}{DASH}{_rounded_s(max(seconds))} s",
         *(DASH if other is None else f"{100 * other:.1f}" for other in others),
     ]
 
 
-def _rounded(seconds: float) -> str:
+def _rounded_s(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds < 1 else f"{seconds:.0f}"
 
 
 def _with_gap(cell: Row) -> str:
-    """The overhead, with the gap to the bound in brackets where it matters."""
+    """The overhead, followed by the gap to the bound in brackets if that is SHOWN_GAP or more."""
     if cell["gap"] is None or cell["gap"] < SHOWN_GAP:
         return percent(cell["overhead"])
     return f"{percent(cell['overhead'])} ({percent(cell['gap'])})"
 
 
-def missed(cell: Row, *, share: float) -> bool:
+def misses_target(cell: Row, *, share: float) -> bool:
     """Whether the gap is above the target for the share of the budget."""
     target = TARGET_GAP if share >= 0.5 else TIGHT_TARGET_GAP
     return cell["gap"] is None or cell["gap"] > target
 
 
 def worse_than(before: Row, now: Row, *, names: Collection[str]) -> list[str]:
-    """The cells of these graphs whose overhead is WORSE than in an earlier report."""
+    """Results of these graphs with an overhead higher by more than WORSE_BY than in an earlier
+    report, in words."""
     found = []
-    for name, row, way in _cells(now):
+    for name, row, way in _measured_cells(now):
         earlier = {each["share"]: each for each in before.get(name, {"rows": []})["rows"]}
         known = earlier.get(row["share"], {}).get(way)
         if name in names and known is not None and _is_worse(row[way], known):
@@ -122,8 +123,8 @@ def worse_than(before: Row, now: Row, *, names: Collection[str]) -> list[str]:
     return found
 
 
-def _cells(graphs: Row) -> Iterator[tuple[str, Row, str]]:
-    """Name, row and way of each cell that was measured."""
+def _measured_cells(graphs: Row) -> Iterator[tuple[str, Row, str]]:
+    """Yield (graph, row, way) for each result that was measured."""
     for name, found in graphs.items():
         for row in found["rows"]:
             yield from ((name, row, way) for way in WAYS if way in row)
@@ -132,14 +133,14 @@ def _cells(graphs: Row) -> Iterator[tuple[str, Row, str]]:
 def _is_worse(cell: Row, known: Row) -> bool:
     if known["overhead"] is None:
         return False
-    return cell["overhead"] is None or cell["overhead"] > known["overhead"] + WORSE
+    return cell["overhead"] is None or cell["overhead"] > known["overhead"] + WORSE_BY
 
 
-def _missed(graphs: Row, word: str) -> list[str]:
+def _missed_gaps(graphs: Row, word: str) -> list[str]:
     return [
         f"{name} at {row['share']}: {percent(row[way]['gap'])}"
-        for name, row, way in _cells(graphs)
-        if way == word and missed(row[way], share=row["share"])
+        for name, row, way in _measured_cells(graphs)
+        if way == word and misses_target(row[way], share=row["share"])
     ]
 
 
@@ -147,24 +148,24 @@ def _worse_with_rewrites(graphs: Row) -> list[str]:
     return [
         f"{name} at {row['share']}: {percent(row['none']['overhead'])} → "
         f"{percent(row[way]['overhead'])}"
-        for name, row, way in _cells(graphs)
+        for name, row, way in _measured_cells(graphs)
         if way != "none" and _is_worse(row[way], row["none"])
     ]
 
 
-def _late(graphs: Row) -> list[str]:
+def _timed_out(graphs: Row) -> list[str]:
     return [
         f"{name} at {row['share']}, {way}, {row[way]['seconds']:.0f} s"
-        for name, row, way in _cells(graphs)
+        for name, row, way in _measured_cells(graphs)
         if row[way]["timed_out"]
     ]
 
 
-def _listed(title: str, found: list[str], n_cells: int) -> str:
+def _list_line(title: str, found: list[str], n_cells: int) -> str:
     return f"{title}: {len(found)} of {n_cells}: {'; '.join(found) or 'none'}."
 
 
-def _details(name: str, found: Row) -> list[str]:
+def _graph_section(name: str, found: Row) -> list[str]:
     """A graph's heading, its sizes, and a row for each share."""
     ways = [way for way in WAYS if way in found["least"]]
     others = list(found["rows"][0]["others"])
@@ -181,13 +182,17 @@ def _details(name: str, found: Row) -> list[str]:
     for way in ways:
         head += [f"{way}: peak GB", "bound", "auto", "seconds"]
     head += ["with", *others] if "bitwise" in ways else others
-    return [f"## {name}", about, table(head, (_detail(row, ways, others) for row in found["rows"]))]
+    return [
+        f"## {name}",
+        about,
+        table(head, (_detail_cells(row, ways, others) for row in found["rows"])),
+    ]
 
 
-def _detail(row: Row, ways: list[str], others: list[str]) -> list[object]:
+def _detail_cells(row: Row, ways: list[str], others: list[str]) -> list[object]:
     cells: list[object] = [row["share"], f"{row['budget_bytes'] / 1e9:.3f}"]
     for way in ways:
-        if way not in row:  # at this share it was not measured
+        if way not in row:  # not measured at this share
             cells += [""] * 4
             continue
         cell = row[way]

@@ -1,9 +1,9 @@
-"""Small modules put together at random, to look for a step that a plan changes in any bit.
+"""Random small modules, to search for a training step that a plan changes in any bit.
 
-A module is a straight line of operations on values of one shape (rows x width), each of which may
-read any earlier value: so there are long skips, values read once or never, shared layers, views,
-in-place changes, dropout, buffers that change, and branches that end nowhere. The loss is of the
-last value, or row-wise over so many classes that it may be computed in row chunks.
+A module is a straight line of operations on values of one shape (rows x width). Each operation may
+read any earlier value. So there are long skips, values that are read once or never, shared layers,
+views, in-place changes, dropout, buffers that change, and dead branches. The loss is computed from
+the last value; it may be row-wise over so many classes that plans compute it in row chunks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Step:
     """One operation.
 
     operation: its name in OPERATIONS.
-    layer: which layer of its kind.
-    reads: earlier values.
+    layer: index of the layer to use, for operations that have layers.
+    reads: indices of the values that it reads.
     """
 
     operation: str
@@ -38,9 +38,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a module does; two modules of one recipe and seed are the same.
+    """What a module does. Two modules of the same recipe and random seed are the same.
 
-    wide_loss: its name in WIDE_LOSSES, over n_classes; "" is the mean square.
+    steps: the operations; step k makes value k + 1.
+    returned: indices of the values that are returned beside the loss.
+    frozen: indices of the linear layers without gradients.
+    n_layers: how many layers there are of each kind.
+    n_rows: rows of the batch.
+    wide_loss: name of a loss over `n_classes` in WIDE_LOSSES, or "" for the mean square.
     """
 
     steps: tuple[Step, ...]
@@ -53,7 +58,7 @@ class Recipe:
 
 
 class RandomModule(nn.Module):
-    """Runs a recipe. Returns the loss, or a dict with other outputs beside it."""
+    """Runs a recipe. Returns the loss, or a dict of the loss and the other returned values."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -90,21 +95,21 @@ class RandomModule(nn.Module):
 Operation = Callable[[RandomModule, int, Values], torch.Tensor]
 
 
-def _count(module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
+def _read_and_change_buffer(module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
     """Reads a buffer, then changes it."""
     result = values[0] + module.seen
     module.seen.add_(values[0].detach().mean(0) * 0.1)
     return result
 
 
-def _written(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
-    """A part of a new tensor is written in place."""
+def _write_in_place(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
+    """Writes a part of a new tensor in place."""
     result = values[0].clone()
     result[:, : WIDTH // 2] += values[-1][:, WIDTH // 2 :]
     return result
 
 
-def _attended(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
+def _attend(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
     query, key, value = (v[None, None] for v in values)
     return F.scaled_dot_product_attention(query, key, value, dropout_p=0.2)[0, 0]
 
@@ -128,19 +133,20 @@ OPERATIONS: dict[str, Operation] = {
     "turned": lambda _m, _i, v: v[0].t().contiguous().t() + v[1],
     "detached": lambda _m, _i, v: v[0] * v[1].detach(),
     "layer norm": lambda _m, _i, v: F.layer_norm(v[0], (WIDTH,)),
-    "count": _count,
-    "written": _written,
-    "attended": _attended,
+    "count": _read_and_change_buffer,
+    "written": _write_in_place,
+    "attended": _attend,
 }
 
 
-def _chosen_by_hand(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """As preference losses do: the log-probability of each row's class, masked and summed."""
+def _cross_entropy_by_hand(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy written by hand, as preference losses do: the log-probability of each row's
+    class, masked and summed."""
     chosen = torch.log_softmax(logits, -1).gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
     return -(chosen * (targets != IGNORED)).sum() / len(targets)
 
 
-def _taught(logits: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
+def _teacher_loss(logits: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
     teacher = torch.softmax(logits.detach().flip(0), -1)
     return -(teacher * torch.log_softmax(logits, -1)).sum(-1).mean()
 
@@ -154,36 +160,34 @@ WIDE_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "z-loss": lambda logits, targets: (
         F.cross_entropy(logits, targets) + 1e-3 * torch.logsumexp(logits, -1).square().mean()
     ),
-    "by hand": _chosen_by_hand,
-    "teacher": _taught,
+    "by hand": _cross_entropy_by_hand,
+    "teacher": _teacher_loss,
 }
 
 
-def random_recipe(choice: random.Random, *, wide: bool = False) -> Recipe:
-    """A recipe of 3 to 16 operations, with a loss over many classes if wide."""
+def random_recipe(rng: random.Random, *, wide: bool = False) -> Recipe:
+    """A recipe of 3 to 16 operations. wide: with a loss over many classes."""
     steps = []
-    for index in range(choice.randint(3, 16)):
+    for index in range(rng.randint(3, 16)):
         # Most values read the latest ones; some reach far back.
-        reads = tuple(
-            index if choice.random() < 0.6 else choice.randrange(index + 1) for _ in range(3)
-        )
-        steps.append(Step(choice.choice(list(OPERATIONS)), choice.randrange(2), reads))
+        reads = tuple(index if rng.random() < 0.6 else rng.randrange(index + 1) for _ in range(3))
+        steps.append(Step(rng.choice(list(OPERATIONS)), rng.randrange(2), reads))
     n_values = len(steps) + 1
-    returned = choice.sample(range(n_values), choice.choice([0, 0, 1, 2]))
-    frozen = (1,) if choice.random() < 0.2 else ()
+    returned = rng.sample(range(n_values), rng.choice([0, 0, 1, 2]))
+    frozen = (1,) if rng.random() < 0.2 else ()
     recipe = Recipe(tuple(steps), tuple(sorted(returned)), frozen)
     if not wide:
         return recipe
     return dataclasses.replace(
         recipe,
-        n_rows=choice.choice([256, 300, 385, 512]),
-        wide_loss=choice.choice(list(WIDE_LOSSES)),
-        n_classes=choice.choice([16384, 17001]),
+        n_rows=rng.choice([256, 300, 385, 512]),
+        wide_loss=rng.choice(list(WIDE_LOSSES)),
+        n_classes=rng.choice([16384, 17001]),
     )
 
 
-def described(recipe: Recipe) -> str:
-    """For a report of a mismatch: the steps, one after the other."""
+def recipe_text(recipe: Recipe) -> str:
+    """The recipe as text, for reports."""
     steps = "; ".join(
         f"v{index} = {step.operation} {step.layer} of "
         + ", ".join(f"v{read}" for read in step.reads)

@@ -1,10 +1,10 @@
-"""What each set of rewrites does to the peak, the least budget and the overhead of some steps.
+"""How each set of rewrites changes the peak, the least budget and the overhead of some steps.
 
     python -m benchmarks.rewrites --out benchmarks/results/rewrites.json [--steps "NAME;NAME"]
 
-Budgets are shares of the range of the plain step, from its least budget (0) to its peak without
-checkpointing (1). Every step is traced on an H100's rates without an optimizer, whose bytes are the
-same at every budget. The figures are written after each step.
+Budgets are shares of the range from the plain step's least budget (0) to its peak without
+checkpointing (1). Every step is traced with an H100's rates and without an optimizer, whose bytes
+would be the same at every budget. The figures are written after each step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from benchmarks import harness
 from benchmarks.harness import Row, percent, table
-from benchmarks.plan_quality import least_budget, searched
+from benchmarks.plan_quality import least_budget, search_figures
 from benchmarks.zoo.graphs import example
 from graphs.rewrites import Variants, allowed_variants, variants_of
 from graphs.trace import CapturedStep
@@ -26,7 +26,7 @@ SETS = {
     "bitwise": variants_of("bitwise"),
     "allclose": variants_of("allclose"),
 }
-"""From a name to the variants of the step that are planned."""
+"""Name of a set of rewrites -> the variants of the step to plan, each as its rewrites."""
 SHARES = (0.3, 0.1, 0.0)
 
 
@@ -46,7 +46,7 @@ BUDGETS_GB: Mapping[str, tuple[float, ...]] = {
     "GPT-2 small, 8 x 1024, fp32": (4, 3, 2.4),
     "Llama 8B, 4 layers, 2 x 8192, bf16": (20, 14),
 }
-"""Budgets below the range of the plain step."""
+"""Further budgets, below the range of the plain step, in GB."""
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(step: CapturedStep, *, budgets_gb: tuple[float, ...], time_limit_s: float) -> Row:
-    """By set of rewrites: peak without a plan, least budget, and plans at each budget."""
+    """Set of rewrites -> peak without checkpointing, least budget, and the plan at each budget."""
     traced = [(s.graph, s.captured) for s in step.variants(SETS["allclose"])]
     sets = {name: allowed_variants(traced, planned) for name, planned in SETS.items()}
     found: Row = {
@@ -76,13 +76,13 @@ def measure(step: CapturedStep, *, budgets_gb: tuple[float, ...], time_limit_s: 
     budgets |= {f"{size} GB": int(size * 1e9) for size in budgets_gb}
     for name, steps in sets.items():
         for title, budget_bytes in budgets.items():
-            plan = searched(steps, budget_bytes, time_limit_s=time_limit_s)
+            plan = search_figures(steps, budget_bytes, time_limit_s=time_limit_s)
             found[name]["plans"].append({"budget": title, "budget_bytes": budget_bytes, **plan})
     return found
 
 
 def least_peak_bytes(steps: Variants) -> int:
-    """Of the variant that holds least, without checkpointing."""
+    """The peak without checkpointing of the variant that takes the least memory."""
     return min(simulate(graph, baseline(graph)).peak_bytes for graph in steps.planned)
 
 

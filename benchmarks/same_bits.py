@@ -1,4 +1,4 @@
-"""The same training twice, plain and planned: compared bitwise, the memory of a step measured."""
+"""Train a model with and without a plan, compare bitwise, and measure the memory of a step."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Comparison:
-    """A planned training beside a plain one.
+    """How training with a plan compares with training without one.
 
-    differences: what is not bitwise identical, in words (none: everything is).
-    n_compared: tensors compared.
-    measured_peak_bytes: the most on the device in the last step, resident included.
+    differences: what is not bitwise identical, in words (empty: everything is).
+    n_compared: number of tensors that were compared.
+    measured_peak_bytes: peak of the last step with the plan, resident bytes included.
     """
 
     differences: tuple[str, ...]
@@ -39,9 +39,10 @@ class Comparison:
 
 
 def trained(training: Training, style: Style, *, measure: bool = False) -> tuple[list[Seen], int]:
-    """Three steps: what each shows and leaves behind; peak bytes of the last (0: not measured).
+    """Train N_STEPS steps. Returns, for each step, what it showed (`Training.seen`) and the state
+    after it (`_state_after_step`), and the peak bytes of the last step.
 
-    Left behind are parameters, buffers, every gradient and the random state.
+    measure: measure the peak (else it is 0).
     """
     if not style.steps_inside:
         training.optimizer = torch.optim.AdamW(
@@ -59,14 +60,14 @@ def trained(training: Training, style: Style, *, measure: bool = False) -> tuple
                 training.zero_grad()
             gc.collect()
             optimizers = () if training.optimizer is None else (training.optimizer,)
-            there = resident_tensors(training.model, training.batch, optimizers)
+            resident = resident_tensors(training.model, training.batch, optimizers)
             peak_bytes = absolute_peak_bytes(
-                lambda: style.step(training), torch.device("cpu"), there
+                lambda: style.step(training), torch.device("cpu"), resident
             )
         else:
             style.step(training)
         training.output = None
-        shown.append({**training.seen, **_left(training)})
+        shown.append({**training.seen, **_state_after_step(training)})
     return shown, peak_bytes
 
 
@@ -79,7 +80,8 @@ def compare(
     *,
     expected: list[Seen],
 ) -> Comparison:
-    """Train a copy of the model with the plan and compare it with `expected`, a plain training."""
+    """Train a copy of the model with the plan, and compare the results with `expected`, those of
+    `trained` without a plan."""
     planned = apply(copy.deepcopy(model), solution)
     training = Training(planned, copy.deepcopy(batch), entry)
     shown, peak_bytes = trained(training, style, measure=True)
@@ -87,7 +89,7 @@ def compare(
 
 
 def between(expected: Sequence[Seen], shown: Sequence[Seen]) -> tuple[str, ...]:
-    """What two trainings show differently, step by step, in words."""
+    """The differences between the results of two trainings, step by step, in words."""
     return tuple(
         f"step {index}: {difference}"
         for index, (one, other) in enumerate(zip(expected, shown, strict=True))
@@ -95,25 +97,26 @@ def between(expected: Sequence[Seen], shown: Sequence[Seen]) -> tuple[str, ...]:
     )
 
 
-def _left(training: Training) -> Seen:
-    left: Seen = {"random state": torch.get_rng_state()}
+def _state_after_step(training: Training) -> Seen:
+    """Copies of parameters, buffers, gradients (also those of the batch) and the random state."""
+    state: Seen = {"random state": torch.get_rng_state()}
     device = next(training.model.parameters()).device
     if device.type == "cuda":
-        left["random state of the device"] = torch.cuda.get_rng_state(device)
+        state["random state of the device"] = torch.cuda.get_rng_state(device)
     for name, parameter in training.model.named_parameters():
-        left[f"parameter {name}"] = parameter.detach().clone()
+        state[f"parameter {name}"] = parameter.detach().clone()
         if parameter.grad is not None:
-            left[f"gradient of {name}"] = parameter.grad.clone()
+            state[f"gradient of {name}"] = parameter.grad.clone()
     for name, buffer in training.model.named_buffers():
-        left[f"buffer {name}"] = buffer.clone()
+        state[f"buffer {name}"] = buffer.clone()
     for index, tensor in enumerate(pytree.tree_leaves(training.batch)):
         if isinstance(tensor, torch.Tensor) and tensor.grad is not None:
-            left[f"gradient of tensor {index} of the batch"] = tensor.grad.clone()
-    return left
+            state[f"gradient of tensor {index} of the batch"] = tensor.grad.clone()
+    return state
 
 
 def solution_of(graph: Graph, schedule: Schedule) -> Solution:
-    """A schedule as the answer for a budget that it fits, and the plain step too."""
+    """A Solution with this schedule, for a budget that both the schedule and the plain step fit."""
     plain, planned = simulate(graph, baseline(graph)), simulate(graph, schedule)
     request = Request(max(plain.peak_bytes, planned.peak_bytes))
     return Solution(
@@ -122,5 +125,5 @@ def solution_of(graph: Graph, schedule: Schedule) -> Solution:
 
 
 def keeping_nothing(graph: Graph) -> Solution:
-    """Everything that may be recomputed is."""
+    """A Solution whose schedule saves nothing for backward that can be recomputed."""
     return solution_of(graph, keep(graph, set()))

@@ -1,10 +1,10 @@
-"""What the command takes for tiny problems, nearly all of it imports.
+"""Time the command `solve` on tiny problems, where it spends nearly all of its time in imports.
 
     python -m benchmarks.start_up --out benchmarks/results/start_up.json
 
-Processor seconds of a process of its own, the median of several runs in turns, beside `import
-torch`. The aims are 1.5 times that for the model file and 0.5 s for the graph file. Run it once
-before, so that Python's bytecode is there.
+Each run is a separate process. Reported are the median processor seconds of several runs, which
+take turns, and their ratio to those of `import torch`. The aims are a ratio of 1.5 for the model
+file and 0.5 s for the graph file. Run this once before, so that Python's bytecode is cached.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def get_loss(output, batch):
 """
 SOLVE = ("-m", "checkpoint_solver", "--budget")
 SHARE = 0.8
-"""Of the peak without a plan. Where the step fits as it is, the command loads less."""
+"""The budget, as a share of the peak without a plan. If the step fits without recomputation, the
+command imports less."""
 
 
 def commands(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Arguments of Python by name; writes the files that they read."""
+    """Name of a run -> arguments for Python. Writes the files that they read into the folder."""
     model, graph = str(folder / "model.py"), str(folder / "graph.json")
     Path(model).write_text(MODEL)
     on_cpu = ("--device", "cpu", model)
@@ -69,22 +70,22 @@ def processor_s(arguments: tuple[str, ...]) -> float:
 
 
 def main() -> None:
-    given = harness.parser("start_up", __doc__).parse_args()
+    options = harness.parser("start_up", __doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = commands(Path(folder))
-        taken: dict[str, list[float]] = {name: [] for name in runs}
+        times_s: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(N_RUNS):
             for name, arguments in runs.items():
-                taken[name].append(processor_s(arguments))
-    torch_s = statistics.median(taken["import torch"])
+                times_s[name].append(processor_s(arguments))
+    torch_s = statistics.median(times_s["import torch"])
     rows: dict[str, Row] = {}
-    for name, each in taken.items():
+    for name, each in times_s.items():
         seconds = statistics.median(each)
         rows[name] = {"processor_s": seconds, "of_import_torch": seconds / torch_s}
         print(f"{name}: {seconds:.2f} s, {seconds / torch_s:.2f} of `import torch`")
-    if given.out is not None:
+    if options.out is not None:
         report = {"circumstances": harness.circumstances(), "runs": rows}
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Steps as people write them: how a model is prepared, and how one optimizer step goes.
+"""Training steps as people write them: how a model is prepared, and how an optimizer step runs.
 
-A style is run on a plain model and on a planned one, and the two must be bitwise identical, so it
-notes whatever it can see: losses, gradients as hooks are handed them, calls of hooks.
+Each style runs on a model with a plan and on one without, which must be bitwise identical. So a
+style records everything that it can see: losses, the gradients that hooks get, the calls of hooks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from benchmarks.zoo import Entry
 from graphs.model_calls import as_call, find_loss
 
 Seen = dict[str, torch.Tensor]
-"""What a step shows beside the state that it leaves, by name."""
+"""Name -> tensor that a step has shown (besides parameters, buffers, gradients)."""
 
 
 @dataclass
 class Training:
     """One model in training, with what its steps need.
 
-    entry: how the model is called.
-    optimizer: None where the style steps by itself.
-    scaler: of half-precision gradients.
+    entry: how the model is called and where its loss is computed.
+    optimizer: None if the style has its own optimizers.
+    scaler: gradient scaler, for half precision (None: none).
     seen: what the current step has shown.
-    output: what the model returned, held to the end of the step as a plan expects.
+    output: the model's output, held to the end of the step, as a plan expects.
     """
 
     model: nn.Module
@@ -42,7 +42,7 @@ class Training:
     output: Any = None
 
     def loss(self) -> torch.Tensor:
-        """Forward pass and loss, inside of the model or outside."""
+        """Run the forward pass and return the loss, which model or caller computes."""
         args, kwargs = as_call(self.batch, self.entry.inputs)
         self.output = self.model(*args, **kwargs)
         loss = self.entry.loss
@@ -55,9 +55,9 @@ class Training:
                 tensor.grad = None
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of what was seen; the name is counted on where it was seen before.
+        """Keep a copy of a tensor under this name, with a count of those noted under it before.
 
-        It is NumPy's memory, so that the peak of the step does not count what is noted.
+        The copy is in NumPy's memory, which the measured peak of the step does not include.
         """
         count = sum(other.startswith(name) for other in self.seen)
         seen = tensor.detach().cpu()
@@ -67,17 +67,17 @@ class Training:
 
 @dataclass(frozen=True)
 class Style:
-    """How one step goes.
+    """How a training step is written.
 
-    step: one optimizer step.
-    prepare: changes model and batch before planning (None: nothing).
-    set_up: puts hooks and optimizers on a training, after planning.
-    applies: to which models.
-    autocast: of forward pass and loss.
+    step: runs one optimizer step.
+    prepare: changes model and batch before planning (None: does not).
+    set_up: adds hooks and optimizers to a training, after planning (None: adds none).
+    applies: (model, batch) -> whether the style can train this model.
+    autocast: dtype for the forward pass and the loss (None: no autocast).
     gradients: as in `solve`.
     steps_inside: the optimizer steps while the backward pass runs.
-    own_bytes: what the step takes at most beside model, loss and optimizer, which no plan knows of,
-        for a model; the peak is checked with it.
+    own_bytes: model -> the most bytes that the step takes besides model, loss and optimizer. Plans
+        do not know of them, so the measured peak may be higher by them.
     """
 
     step: Callable[[Training], None]
@@ -98,7 +98,7 @@ def autocast_to(dtype: torch.dtype | None) -> torch.autocast:
 def _step(
     training: Training, *, autocast: torch.dtype | None = None, max_norm: float | None = None
 ) -> None:
-    """As in PyTorch's examples; with a gradient scaler where the training has one."""
+    """A step as in PyTorch's examples, with a gradient scaler if the training has one."""
     optimizer, scaler = training.optimizer, training.scaler
     assert optimizer is not None
     training.zero_grad()
@@ -118,26 +118,26 @@ def _step(
         scaler.update()
 
 
-def _accumulating(training: Training) -> None:
-    """Two micro-batches, gradients kept in place from step to step."""
+def _accumulation_step(training: Training) -> None:
+    """A step of two micro-batches; gradients are set to zero in place, not to None."""
     assert training.optimizer is not None
     training.optimizer.zero_grad(set_to_none=False)
     for _ in range(2):
         loss = training.loss() / 2
         loss.backward()
         training.note("loss", loss)
-        training.output = None  # else it is held while the next micro-batch runs, beyond its plan
+        training.output = None  # else it is live in the next micro-batch, which no plan expects
     training.optimizer.step()
 
 
-def _with_scaler(training: Training) -> None:
+def _add_scaler(training: Training) -> None:
     training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
 
 
-def _with_hooks(training: Training) -> None:
-    """Every kind of hook that a training script puts on parameters and on the whole model.
+def _add_hooks(training: Training) -> None:
+    """Add every kind of hook that training scripts put on parameters and on the whole model.
 
-    One gradient is changed on its way, others are looked at before and after they are accumulated.
+    One hook changes a gradient; others note gradients before and after they are accumulated.
     """
     named = [(n, p) for n, p in training.model.named_parameters() if p.requires_grad]
     named[0][1].register_hook(lambda gradient: gradient * 2)
@@ -148,17 +148,17 @@ def _with_hooks(training: Training) -> None:
         lambda p: training.note(f"accumulated {middle}", p.grad)
     )
 
-    def called(_module: nn.Module, args: Any, *rest: Any) -> None:
+    def note_call(_module: nn.Module, args: Any, *rest: Any) -> None:
         tensors = [t for t in pytree.tree_leaves((args, rest)) if isinstance(t, torch.Tensor)]
         for tensor in tensors[:1]:
             training.note("handed to a hook of the model", tensor)
 
-    training.model.register_forward_pre_hook(called, with_kwargs=True)
-    training.model.register_forward_hook(called, with_kwargs=True)
+    training.model.register_forward_pre_hook(note_call, with_kwargs=True)
+    training.model.register_forward_hook(note_call, with_kwargs=True)
 
 
-def _optimizer_in_backward(training: Training) -> None:
-    """Each parameter is stepped and its gradient dropped as soon as it is there."""
+def _step_in_backward(training: Training) -> None:
+    """Step each parameter and drop its gradient as soon as the gradient is accumulated."""
     training.optimizer = None
     for name, parameter in training.model.named_parameters():
         if not parameter.requires_grad:
@@ -173,22 +173,22 @@ def _optimizer_in_backward(training: Training) -> None:
         parameter.register_post_accumulate_grad_hook(partial(step, name, optimizer))
 
 
-def _backward_alone(training: Training) -> None:
+def _backward_step(training: Training) -> None:
     loss = training.loss()
     loss.backward()
     training.note("loss", loss)
 
 
-def _half_frozen(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """The first half of the parameters, as in fine-tuning the upper layers."""
+def _freeze_half(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """Freeze the first half of the parameters, as when the upper layers are fine-tuned."""
     parameters = list(model.parameters())
     for parameter in parameters[: len(parameters) // 2]:
         parameter.requires_grad_(False)
     return model, batch
 
 
-def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """Low-rank adapters of the peft library on every linear layer; all else is frozen."""
+def _add_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """Put the peft library's low-rank adapters on every linear layer; all else is frozen."""
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
@@ -203,8 +203,8 @@ def _with_lora(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return get_peft_model(model, config).train(), batch
 
 
-def _needing_gradients(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """Every tensor of the batch that can have a gradient gets one (saliency, adversaries)."""
+def _require_input_gradients(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """Ask for gradients of the batch's floating-point tensors (saliency, adversarial examples)."""
     return model, pytree.tree_map_only(
         torch.Tensor, lambda t: t.requires_grad_(True) if t.is_floating_point() else t, batch
     )
@@ -217,52 +217,55 @@ def _has_floating_point(_model: nn.Module, batch: Any) -> bool:
 
 
 SCALER_BYTES = 1024
-"""Scalars of a gradient scaler: scale, growth, what it found, each in a block of the allocator."""
+"""The scalar tensors of a gradient scaler (scale, growth, found_inf); each takes a block of the
+allocator."""
 
 
-def _trained_bytes(model: nn.Module) -> list[int]:
+def _trainable_sizes_bytes(model: nn.Module) -> list[int]:
     return [p.nbytes for p in model.parameters() if p.requires_grad]
 
 
 def _bytes_of_hooks(model: nn.Module) -> int:
-    """The gradient of the first parameter times two, and a norm for each parameter."""
-    sizes = _trained_bytes(model)
+    """For the doubled gradient of the first parameter, and the norm of each gradient."""
+    sizes = _trainable_sizes_bytes(model)
     return sizes[0] + 2 * NORM_BYTES * len(sizes)
 
 
 def _bytes_of_stepping(model: nn.Module) -> int:
-    """AdamW steps one parameter at a time with two more tensors like it: the root of its second
-    moment, and that over the correction of its bias.
+    """For two temporaries of AdamW, as large as the parameter that it steps: the square root of the
+    second moment, and that divided by the bias correction.
     """
-    return 2 * max(_trained_bytes(model))
+    return 2 * max(_trainable_sizes_bytes(model))
 
 
 NORM_BYTES = 64
-"""A scalar in a block of the allocator."""
+"""What a scalar tensor takes in the allocator."""
 STYLES: dict[str, Style] = {
     "plain": Style(_step),
-    "accumulation": Style(_accumulating, gradients="accumulate"),
+    "accumulation": Style(_accumulation_step, gradients="accumulate"),
     "autocast bf16": Style(partial(_step, autocast=torch.bfloat16), autocast=torch.bfloat16),
     "autocast fp16, scaler": Style(
         partial(_step, autocast=torch.float16, max_norm=1.0),
-        set_up=_with_scaler,
+        set_up=_add_scaler,
         autocast=torch.float16,
         own_bytes=lambda _model: SCALER_BYTES,
     ),
     "hooks, clipping": Style(
-        partial(_step, max_norm=0.1), set_up=_with_hooks, own_bytes=_bytes_of_hooks
+        partial(_step, max_norm=0.1), set_up=_add_hooks, own_bytes=_bytes_of_hooks
     ),
     "optimizer in backward": Style(
-        _backward_alone,
-        set_up=_optimizer_in_backward,
+        _backward_step,
+        set_up=_step_in_backward,
         steps_inside=True,
         own_bytes=_bytes_of_stepping,
     ),
-    "half frozen": Style(_step, prepare=_half_frozen),
+    "half frozen": Style(_step, prepare=_freeze_half),
     "LoRA": Style(
         _step,
-        prepare=_with_lora,
+        prepare=_add_lora,
         applies=lambda model, _batch: type(model).__module__.startswith("transformers."),
     ),
-    "gradients of inputs": Style(_step, prepare=_needing_gradients, applies=_has_floating_point),
+    "gradients of inputs": Style(
+        _step, prepare=_require_input_gradients, applies=_has_floating_point
+    ),
 }

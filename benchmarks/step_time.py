@@ -1,17 +1,17 @@
-"""Real overhead of plans on this CPU beside the forecast, and where the difference goes.
+"""Measure the overhead of plans on this CPU and compare it with the forecasts.
 
     python -m benchmarks.step_time --out benchmarks/results/step_time.json
         [--models moe,convnext,unet] [--share 0.5] [--rounds N] [--keep-blocks]
 
-Steps (forward and backward pass) of copies of a model take turns in one process: without a plan,
-with a plan that recomputes nothing, with one that recomputes by the rates of a generic CPU, with
-one by measured operator times (all three without rewrites), and with the default, which has
-rewrites. Each figure is the median over the rounds of the ratio to the round's step without a plan,
-in processor time on one thread, so other load matters little. The budget's share is its place
-between what is resident (0) and the peak without a plan (1).
+Copies of a model run a step (forward and backward pass) in turns, in one process: one without a
+plan, one with a plan that recomputes nothing, one planned by the rates of a generic CPU, one by
+measured times of operators (these three without rewrites), and one with rewrites, the default. Each
+figure is the median over all rounds of the ratio to the step without a plan in the same round. It
+is processor time on one thread, so that other load matters little. A budget given as a share lies
+between the resident bytes (0) and the peak without a plan (1).
 
---keep-blocks: glibc keeps freed blocks for the process, in place of giving large ones back to the
-system, which maps fresh pages at the next use.
+--keep-blocks makes glibc keep freed memory in the process. By default it returns large blocks to
+the system, which must map fresh pages at the next use.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ KEPT_BLOCKS = {
     "MALLOC_TOP_PAD_": str(2**28),
 }
 N_WARM_UP = 3
-"""The first step of a plan finds its program."""
-NOTHING, BY_RATES, BY_TIMES = "recomputes nothing", "by rates", "by measured times"
+"""Rounds that do not count: the first step with a plan makes its program."""
+NO_RECOMPUTATION, BY_RATES, BY_TIMES = "recomputes nothing", "by rates", "by measured times"
 REWRITTEN = "by rates, with rewrites"
 
 
@@ -113,60 +113,68 @@ def _rows(name: str, arguments: Any) -> Iterator[Row]:
     free = solve(model, batch, budget="100GB", rewrites="none")
     resident = free.graph.resident_bytes
     budget = int(resident + arguments.share * (free.baseline.peak_bytes - resident))
-    of_plans = {"budget": budget, "rewrites": "none", "time_limit_s": arguments.time_limit}
+    plan_options = {"budget": budget, "rewrites": "none", "time_limit_s": arguments.time_limit}
     solutions = {
-        NOTHING: free,
-        BY_RATES: solve(model, batch, **of_plans),
-        BY_TIMES: solve(model, batch, costs="measured", **of_plans),
-        REWRITTEN: solve(model, batch, **{**of_plans, "rewrites": "bitwise"}),
+        NO_RECOMPUTATION: free,
+        BY_RATES: solve(model, batch, **plan_options),
+        BY_TIMES: solve(model, batch, costs="measured", **plan_options),
+        REWRITTEN: solve(model, batch, **{**plan_options, "rewrites": "bitwise"}),
     }
-    sides: dict[str, nn.Module] = {"": copy.deepcopy(model)}
+    models: dict[str, nn.Module] = {"": copy.deepcopy(model)}
     for title, solution in solutions.items():
-        sides[title] = copy.deepcopy(model)
-        apply(sides[title], solution)
-    used = measured(sides, batch, arguments.rounds)
+        models[title] = copy.deepcopy(model)
+        apply(models[title], solution)
+    seconds_by_plan = measure_rounds(models, batch, arguments.rounds)
     for title, solution in solutions.items():
-        ratios = [s / plain - 1 for s, plain in zip(used[title], used[""], strict=True)]
-        is_other = title == REWRITTEN  # another graph, of which no operator times were measured
+        ratios = [
+            s / plain - 1
+            for s, plain in zip(seconds_by_plan[title], seconds_by_plan[""], strict=True)
+        ]
+        is_rewritten = title == REWRITTEN  # another graph, for which operators were not measured
         low, middle, high = statistics.quantiles(ratios, n=4)
         yield {
             "model": name,
             "plan": title,
             "n_nodes": len(solution.graph.nodes),
             "n_recomputed": solution.simulation.n_recomputed if solution.simulation else None,
-            "plain_step_s": statistics.median(used[""]),
+            "plain_step_s": statistics.median(seconds_by_plan[""]),
             "forecast_by_rates": solution.overhead
-            if is_other
+            if is_rewritten
             else _forecast(solutions[BY_RATES], solution),
-            "forecast_by_times": None if is_other else _forecast(solutions[BY_TIMES], solution),
+            "forecast_by_times": None if is_rewritten else _forecast(solutions[BY_TIMES], solution),
             "measured": middle,
             "quartiles": [low, high],
         }
 
 
 def _forecast(costed: Solution, planned: Solution) -> float:
-    """The overhead of a plan, with the operators' times in another solution's graph."""
+    """The overhead of the plan `planned`, by the operator times in the graph of `costed`."""
     assert planned.schedule is not None
     plain_s = simulate(costed.graph, baseline(costed.graph)).time_s
     return simulate(costed.graph, planned.schedule).time_s / plain_s - 1
 
 
-def measured(sides: dict[str, nn.Module], batch: Any, n_rounds: int) -> dict[str, list[float]]:
-    """Processor seconds of each side's step in each round."""
-    used: dict[str, list[float]] = {title: [] for title in sides}
+def measure_rounds(
+    models: dict[str, nn.Module], batch: Any, n_rounds: int
+) -> dict[str, list[float]]:
+    """Processor seconds of each model's step in each round.
+
+    models: name of the plan -> model; the models take turns.
+    """
+    seconds_by_plan: dict[str, list[float]] = {title: [] for title in models}
     gc.disable()
     try:
         for _ in range(N_WARM_UP + n_rounds):
-            for title, model in sides.items():
+            for title, model in models.items():
                 model.zero_grad()
                 started_s = time.process_time()
                 loss = model(**batch) if isinstance(batch, dict) else model(*batch)
                 loss.backward()
-                used[title].append(time.process_time() - started_s)
+                seconds_by_plan[title].append(time.process_time() - started_s)
             gc.collect()
     finally:
         gc.enable()
-    return {title: times_s[N_WARM_UP:] for title, times_s in used.items()}
+    return {title: times_s[N_WARM_UP:] for title, times_s in seconds_by_plan.items()}
 
 
 def _line(row: Row) -> str:

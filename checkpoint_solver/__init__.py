@@ -1,9 +1,9 @@
 """One name to import everything from: `from checkpoint_solver import solve, apply, fit, report`.
 
-It offers what `graphs`, `solver` and `scheduler_runtime` export, the same objects under the same
-names. The modules beside it (`checkpoint_solver.export`, `.fsdp`, `.costs`, ...) offer what the
-folders of these packages export. Nothing is loaded before it is asked for (PEP 562), so importing
-this package imports neither torch nor Matplotlib.
+It has everything that `graphs`, `solver` and `scheduler_runtime` export, under the same names. Its
+modules (`checkpoint_solver.export`, `.fsdp`, `.costs`, ...) have what subpackages of these packages
+export. A name is imported when it is first used (PEP 562), so importing this package imports
+neither torch nor Matplotlib.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from solver.sizes_deadlines_progress import BudgetError as BudgetError
 
 _PACKAGES = ("graphs", "solver", "scheduler_runtime")
-"""In the order of what they load: only the last one imports torch."""
+"""The lightest first: only the last one imports torch."""
 _FROM_FOLDERS = {
     "BudgetError": "solver.sizes_deadlines_progress",
     "DeviceError": "solver.device_and_costs",
@@ -50,11 +50,12 @@ _FROM_FOLDERS = {
     "trace_variants": "graphs.trace",
 }
 _MODULES = {found.name for found in iter_modules(__path__)} - {"__main__", "cli"}
-"""The public ones; `cli` is the command."""
+"""The public modules; `cli` is the command's code."""
 
 
 def _refuse_other_packages() -> None:
-    """Raise ImportError where one of the names belongs to a file or package of somebody else."""
+    """Raise ImportError if one of _PACKAGES is missing, or if another file or package with its name
+    would be imported instead."""
     ours = Path(__file__).resolve().parents[1]
     for name in _PACKAGES:
         spec = find_spec(name)
@@ -70,7 +71,10 @@ _refuse_other_packages()
 
 
 def __getattr__(name: str) -> Any:
-    """Called once for each name; the import system keeps modules, the line below the rest."""
+    """Import a public name when it is first used.
+
+    This is called once for each name: modules are kept by the import system, others in globals().
+    """
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _FROM_FOLDERS:
@@ -94,12 +98,12 @@ def _from_a_package(name: str) -> Any:
 
 
 def _names(packages: Sequence[str] = _PACKAGES) -> list[str]:
-    """Every public name. Of all packages: imports torch."""
+    """All public names of these packages. Imports them; only scheduler_runtime imports torch."""
     exported = (importlib.import_module(package).__all__ for package in packages)
     return sorted({*_FROM_FOLDERS, *_MODULES, *(name for names in exported for name in names)})
 
 
 def __dir__() -> list[str]:
-    """The public names; without torch, those that plan graph files."""
+    """The public names; if torch is not installed, those of `graphs` and `solver`."""
     is_whole = find_spec("torch") is not None
     return _names(_PACKAGES if is_whole else _PACKAGES[:-1])

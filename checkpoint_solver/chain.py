@@ -1,4 +1,4 @@
-"""A graph as a chain of blocks, and exact solvers for chains, of `solver.chain`."""
+"""Graphs as chains of blocks, and exact solvers for chains (from `solver.chain`)."""
 
 from solver.chain import (
     Chain,

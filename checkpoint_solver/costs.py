@@ -1,4 +1,4 @@
-"""Costs of operators, named devices and links: `graphs.costs`, `.hardware` and `.links`."""
+"""Costs of operators, named devices and links (from `graphs.costs` and `graphs.hardware`)."""
 
 from graphs.costs import (
     Cost,

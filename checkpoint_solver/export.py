@@ -1,5 +1,5 @@
-"""A plan in PyTorch's own means: `torch.utils.checkpoint` around modules, or hooks of saved tensors
-(`scheduler_runtime.export`)."""
+"""Export plans to plain PyTorch: `torch.utils.checkpoint` around modules, or saved-tensor hooks
+(from `scheduler_runtime.export`)."""
 
 from scheduler_runtime.export import (
     Export,

@@ -1,4 +1,4 @@
-"""Planning a model that cannot be traced, of `scheduler_runtime.fallback`."""
+"""Plan models that cannot be traced (from `scheduler_runtime.fallback`)."""
 
 from scheduler_runtime.fallback import FallbackError, SubmoduleSolution, plan_chain
 

@@ -1,4 +1,4 @@
-"""Planning and sharding for FSDP2, of `graphs.fsdp` and `scheduler_runtime.fsdp`."""
+"""Planning and sharding for FSDP2 (from `graphs.fsdp` and `scheduler_runtime.fsdp`)."""
 
 from graphs.fsdp import MixedPrecision, Sharding, ShardingError, sharded
 from scheduler_runtime.fsdp import shard

@@ -1,4 +1,4 @@
-"""Plots that draw into Matplotlib axes, of `solver.reporting.plot`."""
+"""Plots that draw into Matplotlib axes (from `solver.reporting.plot`)."""
 
 from solver.reporting.plot import before_and_after, memory, pareto, save, schedule, throughput
 

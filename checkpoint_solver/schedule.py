@@ -1,4 +1,4 @@
-"""Schedules, their operations, and the simulator, of `solver.schedule`. Imports no torch."""
+"""Schedules, their operations, and the simulator (from `solver.schedule`). Imports no torch."""
 
 from solver.schedule import (
     Compute,

@@ -1,4 +1,4 @@
-"""Graphs made from numbers, of `graphs.synthetic`. Imports no torch."""
+"""Graphs made from numbers instead of models (from `graphs.synthetic`). Imports no torch."""
 
 from graphs.synthetic import Tape
 

@@ -1,4 +1,4 @@
-"""Planning for one rank of tensor parallelism, of `graphs.trace`."""
+"""Planning for one rank of tensor parallelism (from `graphs.trace` and `graphs.capture`)."""
 
 from graphs.capture import MeshError
 from graphs.trace import fake_mesh

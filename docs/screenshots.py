@@ -1,8 +1,8 @@
-"""The images of the README and of the site: the plots, and screenshots of the `--report` page.
+"""Make the images of the README and the site: the plots, and screenshots of the `--report` page.
 
     PYTHONPATH=. python docs/screenshots.py [--budget 8GB] [--problem examples/gpt2.py]
 
-The page is opened in headless Chromium (Debian: `apt install chromium`), light and dark.
+Headless Chromium opens the page, once light and once dark (Debian: `apt install chromium`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 WIDTH, HEIGHT = 1000, 1500
-"""Pixels of a screenshot: the top of the page."""
+"""Pixels of a screenshot, which shows the top of the page."""
 TIME_LIMIT_S = "600"
-"""For the search; each point of the Pareto curve gets a twentieth."""
+"""Limit of the search; each point of the Pareto curve gets a twentieth of it."""
 MEMORY, PARETO, HOST = "gpt2_memory.png", "gpt2_pareto.png", "gpt2_host.png"
 HOST_OPTIONS = ("--budget", "5GB", "--device", "h100", "--host", "64GB")
-"""Of the plan with copies to the host, as in docs/offload.md."""
+"""Options of the plan with copies to the host; docs/offload.md has the same."""
 
 
 def take_screenshot(browser: str, page: Path, image: Path, *, dark: bool) -> None:
-    """Write what a window of WIDTH by HEIGHT shows."""
+    """Write what a browser window of WIDTH by HEIGHT pixels shows of the page."""
     with tempfile.TemporaryDirectory() as home:
         subprocess.run(
             [
                 browser,
                 "--headless",
-                "--no-sandbox",  # Chromium refuses to start as root with it
+                "--no-sandbox",  # as root, Chromium only starts without its sandbox
                 "--disable-gpu",
                 "--disable-dev-shm-usage",
                 "--hide-scrollbars",
@@ -68,7 +68,7 @@ def main() -> int:
     out = given.out.resolve()
     (out / "images").mkdir(exist_ok=True, parents=True)
     with tempfile.TemporaryDirectory() as directory:
-        # The page shows paths as given, so the command runs beside the examples.
+        # The page shows paths as given; the link makes "examples/gpt2.py" work in this directory.
         os.chdir(directory)
         Path("examples").symlink_to(ROOT / "examples")
         outputs = ("--plot", MEMORY, "--pareto", PARETO, "--report", "report.html")

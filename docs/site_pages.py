@@ -1,8 +1,9 @@
-"""How the documentation site is built: the order of its pages, and their generated parts.
+"""Hooks that build the documentation site: the order of its pages, and their generated parts.
 
-Every page under docs/ is in the navigation: known ones and folders in the order below, others under
-"More". Pages may show sections of the README. Links that leave docs/ (to code, to results) are
-shown as the path in the repository, which must exist. Formulas become MathML.
+Every page under docs/ gets into the navigation: those in NAVIGATION in its order, all others under
+"More". Comments in a page are replaced by sections of the README, by the help of the command, or by
+docstrings. Links that leave docs/ (to code, to results) become the path in the repository, which
+must exist. Formulas become MathML.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NAVIGATION = (
     ("Guides", "guides/"),
     ("Reference", "reference/"),
 )
-"""Title, and pages or a folder."""
+"""Titles in the navigation, each with its pages or a folder of pages."""
 SECTION = re.compile(r"<!-- section of README.md: (.+) -->")
 HELP = "<!-- solve --help -->"
 FACES = re.compile(r"<!-- faces of (\w+) -->")
@@ -46,7 +47,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """The navigation: all pages that exist."""
+    """Set the navigation, with all pages that exist."""
     found = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     nav: list[Any] = []
     for title, pages in NAVIGATION:
@@ -64,7 +65,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Fill in the generated parts, and show links that leave the site as paths."""
+    """Fill in the generated parts of a page, and turn links that leave the site into paths.
+
+    Raises FileNotFoundError if such a link leads nowhere.
+    """
     markdown = SECTION.sub(lambda match: _section(match.group(1)), markdown)
     markdown = FACES.sub(lambda match: "\n".join(_faces(match.group(1))), markdown)
     markdown = DOCSTRINGS.sub(lambda match: _docstrings(match.group(1).split()), markdown)
@@ -88,7 +92,10 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def _section(title: str) -> str:
-    """What is under a title of the README, with its links as seen from docs/."""
+    """The text under a title of the README, with links relative to docs/.
+
+    Raises ValueError if there is no such title.
+    """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     _, _, rest = text.partition(f"\n## {title}\n")
     if not rest:
@@ -98,7 +105,7 @@ def _section(title: str) -> str:
 
 
 def _faces(package: str) -> Iterator[str]:
-    """Every folder of a package: the first line of its docstring, and the names it exports."""
+    """List the folders of a package: the first line of each docstring, and the exported names."""
     for path in sorted((ROOT / package).rglob("*/__init__.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         about = (ast.get_docstring(tree) or "").partition("\n")[0]
@@ -109,7 +116,7 @@ def _faces(package: str) -> Iterator[str]:
 
 
 def _docstrings(folders: list[str]) -> str:
-    """A section for each module of these folders whose docstring has more than one paragraph."""
+    """Markdown that shows the module docstrings in these folders that have several paragraphs."""
     parts = []
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("[!_]*.py")):
@@ -121,12 +128,12 @@ def _docstrings(folders: list[str]) -> str:
 
 
 def _mathml(match: re.Match[str]) -> str:
-    """Formulas as MathML, which browsers show without a script."""
+    """A formula as MathML, which browsers show without a script."""
     block, inline = match.groups()
     words = " ".join((block or inline).split())
     if block:
         return str(convert(words, display="block"))
-    # In a span, since Markdown takes a line that begins with <math> for a block of its own.
+    # In a span, since Markdown takes a line that begins with <math> for a separate block.
     return f"<span>{convert(words)}</span>"
 
 

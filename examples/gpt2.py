@@ -3,7 +3,7 @@
     solve --budget 8GB examples/gpt2.py
 
 Written as people train it today: fused attention, tied embedding and head, no dropout in
-pre-training. The loss alone is returned: logits held by the caller would cost 1.6 GB.
+pre-training. Forward returns only the loss: logits held by the caller would cost 1.6 GB.
 """
 
 from __future__ import annotations

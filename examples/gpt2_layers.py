@@ -2,15 +2,15 @@
 
     solve --budget 16GB --device a100 --pipeline 4 --microbatches 8 examples/gpt2_layers.py
 
-Embedding and head are layers of their own, with a matrix each: layers that share one would have to
-be in one stage.
+Embedding and head are separate layers and do not share their weight: layers that share parameters
+would have to be in one stage.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from gpt2 import Block  # the file beside this one
+from gpt2 import Block  # examples/gpt2.py
 from torch import nn
 
 

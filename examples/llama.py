@@ -1,11 +1,11 @@
-"""Llama 3 8B's shape from the transformers library, bf16, 1 x 4096 tokens.
+"""Llama 3 8B from the transformers library, bf16, batch 1 x 4096 tokens, AdamW.
 
     pip install 'checkpoint-solver[transformers]'
     solve --budget 80GB --device h100 examples/llama.py
     solve --budget 30GB --device h100 --tensor 8 examples/llama.py
 
-Built from its configuration: nothing is downloaded, and planning allocates no weights. The loss
-alone is returned, so that nobody holds the logits (1 GB) to the end of the step.
+Built from a configuration: nothing is downloaded, and planning allocates no weights. Forward
+returns only the loss, so that the logits (1 GB) are not held to the end of the step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def get_model(
 
 
 def four_layers() -> nn.Module:
-    """`examples/llama.py:four_layers`: four layers of this shape."""
+    """Four layers of this shape; give `examples/llama.py:four_layers` to the command."""
     return get_model(n_layers=4)
 
 
@@ -63,13 +63,14 @@ def get_batch(
 
 
 def get_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Fused: the default implementation on a GPU takes another 16 GB of temporaries in its step."""
+    """Fused AdamW: the default implementation on a GPU takes another 16 GB of temporaries."""
     return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Over tensor-parallel ranks: heads and the inner width of each block, and the vocabulary."""
-    from torch.distributed.tensor import Replicate  # here: it takes a second to import
+    """Split the heads and the MLP's inner width of each block, and the vocabulary, over the
+    tensor-parallel ranks of the mesh."""
+    from torch.distributed.tensor import Replicate  # imported here, since it takes a second
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,

@@ -3,8 +3,8 @@
     solve --budget 200MB examples/lstm.py
     solve --budget 400MB --seq-length 500 examples/lstm.py
 
-nn.LSTM is one opaque operator, of which nothing can be kept or dropped; a loop of cells can be
-scheduled step by step, which is where checkpointing began.
+nn.LSTM is a single opaque operator, inside which nothing can be kept or recomputed by itself. A
+loop of cells can be scheduled step by step: such chains are where checkpointing began.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     solve --budget 1GB examples/unet.py
 
-Long skips are what breaks block-level checkpointing: the first activations are read again last.
+Long skips are hard for block-level checkpointing: the first activations are read again at the end.
 """
 
 from __future__ import annotations

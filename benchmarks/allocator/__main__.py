@@ -1,16 +1,16 @@
-"""The model of PyTorch's caching allocator beside PyTorch's own binary, without a card.
+"""Compare the model of PyTorch's caching allocator with PyTorch's own binary, without a GPU.
 
     pip download --no-deps torch==2.13.0          # the build with CUDA, from pypi.org
     python -m benchmarks.allocator --wheel torch-2.13.0-*.whl --record tests/data/allocator.json
 
-libc10_cuda.so of the wheel runs over a CUDA runtime that only hands out addresses and counts bytes
-(`fake_cuda.cpp`). It needs g++ and the headers of CUDA 13 (`--cuda`), but neither a driver nor a
-card. Random traces and those of plans are played through both; after each allocation and free,
-allocated and reserved bytes, the returns to a full device, and failures must be the same. Plans
-whose budget is of reserved memory must run on a device that has no more.
+The wheel's libc10_cuda.so runs on a fake CUDA runtime, which only hands out addresses and counts
+bytes (`fake_cuda.cpp`). This needs g++ and the headers of CUDA 13 (`--cuda`), but neither a driver
+nor a GPU. Random traces and traces of plans are played through both. After each allocation and free
+they must agree on allocated bytes, reserved bytes, failures, and how often free memory was returned
+to a full device. Plans whose budget is of reserved memory must run on a device of just that size.
 
-CUDA chooses the addresses of segments, the model has them upwards. With addresses downwards, a full
-device and expandable segments, traces may differ: the second range is then searched first.
+CUDA chooses the addresses of segments; the model assumes that they ascend. If they descend, results
+may differ on a full device with expandable segments, where the second range is then searched first.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from benchmarks import harness
 from benchmarks.allocator.traces import (
     GPT2,
     Trace,
-    of_plans,
-    of_steps,
     outcomes,
+    plan_traces,
     random_trace,
+    steps_trace,
 )
 from graphs.graph import Graph
 from solver import solve
@@ -43,17 +43,23 @@ SOURCES = Path(__file__).parent
 SHAPES = ("mixed", "few")
 N_STREAMS = (1, 3)
 N_RANDOM = 40
-"""Traces of each kind."""
+"""Random traces of each `Kind`."""
 N_OPS = 400
 CAPACITY_BYTES = 700 * 2**20
 BUDGETS, OF = (5_200_000_000, 4_000_000_000, 3_200_000_000), ("allocated", "reserved")
 N_RECORDED, N_RECORDED_OPS = 1, 150
-"""Shorter ones of each kind, for the tests."""
+"""How many shorter traces of each `Kind` to record for the tests, and their length."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How traces are played. capacity_bytes: of the device (None: no limit)."""
+    """How traces are made and played.
+
+    shape, n_streams: of the traces; see `random_trace`.
+    expandable: whether the allocator uses expandable segments.
+    capacity_bytes: memory of the device (None: unlimited).
+    downwards: whether the fake CUDA runtime hands out descending addresses.
+    """
 
     shape: str
     n_streams: int
@@ -80,14 +86,19 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         player = Player(Path(folder), options.wheel, options.cuda)
-        rows = [_row(kind, kind.traces(N_RANDOM, N_OPS), player) for kind in kinds]
+        rows = [_compare_traces(kind, kind.traces(N_RANDOM, N_OPS), player) for kind in kinds]
         rows += [
-            _row(Kind("plans", 1, expandable, None, downwards=False), of_plans(), player)
+            _compare_traces(
+                Kind("plans", 1, expandable, None, downwards=False), plan_traces(), player
+            )
             for expandable in (False, True)
         ]
-        fits = [_fits(*each, player) for each in itertools.product((False, True), BUDGETS, OF)]
+        budget_rows = [
+            _run_within_budget(*each, player)
+            for each in itertools.product((False, True), BUDGETS, OF)
+        ]
         report = {"circumstances": harness.circumstances(), "wheel": options.wheel.name}
-        harness.write(options.out, report | {"kinds": rows, "fits": fits})
+        harness.write(options.out, report | {"kinds": rows, "fits": budget_rows})
         if options.record:
             recorded = [
                 {**vars(kind), "trace": trace, "outcomes": player(trace, kind)}
@@ -97,44 +108,49 @@ def main() -> None:
             ]
             options.record.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
     different = any(row["n_different"] for row in rows if not row["downwards"])
-    sys.exit(different or any(row["n_failed"] for row in fits if row["budget_of"] == "reserved"))
+    sys.exit(
+        different or any(row["n_failed"] for row in budget_rows if row["budget_of"] == "reserved")
+    )
 
 
-def _row(kind: Kind, traces: Iterator[Trace], player: Player) -> harness.Row:
-    found = [
+def _compare_traces(kind: Kind, traces: Iterator[Trace], player: Player) -> harness.Row:
+    """Play the traces through both allocators and count those that differ."""
+    agreements = [
         player(trace, kind)
         == outcomes(trace, expandable=kind.expandable, capacity_bytes=kind.capacity_bytes)
         for trace in traces
     ]
-    row = {**vars(kind), "n_traces": len(found), "n_different": found.count(False)}
+    row = {**vars(kind), "n_traces": len(agreements), "n_different": agreements.count(False)}
     print(row, file=sys.stderr, flush=True)
     return row
 
 
-def _fits(expandable: bool, budget_bytes: int, budget_of: str, player: Player) -> harness.Row:
-    """Six steps of a plan for GPT-2 on a device that has the budget and no more."""
+def _run_within_budget(
+    expandable: bool, budget_bytes: int, budget_of: str, player: Player
+) -> harness.Row:
+    """Play six steps of a plan for GPT-2 on a device that has just the bytes of the budget."""
     graph = Graph.load(GPT2)
     os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable}"
-    found = solve(graph, budget=budget_bytes, budget_of=budget_of)
-    assert found.schedule is not None
-    trace = of_steps(graph, found.schedule, n_steps=6)
+    solution = solve(graph, budget=budget_bytes, budget_of=budget_of)
+    assert solution.schedule is not None
+    trace = steps_trace(graph, solution.schedule, n_steps=6)
     kind = Kind("plan", 1, expandable, budget_bytes, downwards=False)
-    played = player(trace, kind)
+    results = player(trace, kind)
     row = {
         "expandable": expandable,
         "budget_bytes": budget_bytes,
         "budget_of": budget_of,
-        "overhead": found.overhead,
-        "n_failed": sum(failed for *_, failed in played),
-        "n_returns": played[-1][2],
-        "reserved_bytes": max(each[1] for each in played),
+        "overhead": solution.overhead,
+        "n_failed": sum(failed for *_, failed in results),
+        "n_returns": results[-1][2],
+        "reserved_bytes": max(each[1] for each in results),
     }
     print(row, file=sys.stderr, flush=True)
     return row
 
 
 class Player:
-    """PyTorch's allocator, built to be played."""
+    """PyTorch's own allocator as a program that plays traces; built when this is made."""
 
     def __init__(self, folder: Path, wheel: Path, cuda: Path) -> None:
         self.folder = folder
@@ -159,26 +175,26 @@ class Player:
         subprocess.run(command, check=True)
 
     def __call__(self, trace: Trace, kind: Kind) -> list[list[int]]:
-        """See `outcomes`."""
+        """Play a trace; returns what `outcomes` returns for the model."""
         environment = dict(os.environ, LD_LIBRARY_PATH=f"{self.folder}:{self.libraries}")
         environment["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{kind.expandable}"
         if kind.capacity_bytes is not None:
             environment["FAKE_CAPACITY"] = str(kind.capacity_bytes)
         if kind.downwards:
             environment["FAKE_DOWNWARDS"] = "1"
-        played = subprocess.run(
+        process = subprocess.run(
             [str(self.folder / "play")],
-            input="\n".join(_line(op) for op in trace),
+            input="\n".join(_request_line(op) for op in trace),
             capture_output=True,
             text=True,
             env=environment,
             check=True,
         )
-        lines = [line.split() for line in played.stdout.splitlines()]
+        lines = [line.split() for line in process.stdout.splitlines()]
         return [[*map(int, line[:3]), int(len(line) > 3)] for line in lines]
 
 
-def _line(op: Sequence[int]) -> str:
+def _request_line(op: Sequence[int]) -> str:
     return f"f {op[0]}" if len(op) == 1 else f"a {op[0]} {op[1]} {op[2]}"
 
 

@@ -1,4 +1,4 @@
-"""Allocations and frees, and what the model of the allocator makes of them."""
+"""Traces of allocations and frees, and their outcomes under the model of the allocator."""
 
 from __future__ import annotations
 
@@ -20,41 +20,45 @@ from solver.schedule.caching_allocator import (
 from solver.schedule.reserved_memory import Steps
 
 Trace = list[list[int]]
-"""Allocations: an index, bytes and a stream. Frees: the index. Streams are multiples of 32."""
+"""A list of requests: [index, bytes, stream] allocates, [index] frees. An allocation's index is its
+position in the trace; streams are multiples of 32."""
 
 GPT2 = Path(__file__).parents[2] / "tests" / "data" / "gpt2_small_b8_t1024.json"
 SHARES = (1.0, 0.8, 0.6)
-FEW = (8192, MIB, 3 * MIB, 12 * MIB + 5, 32 * MIB, 112 * MIB, 256 * MIB)
-"""As in a model: many tensors of few sizes."""
+FEW_SIZES = (8192, MIB, 3 * MIB, 12 * MIB + 5, 32 * MIB, 112 * MIB, 256 * MIB)
+"""A few sizes: models, too, have many tensors of few sizes."""
 
 
 def random_trace(rng: random.Random, n_ops: int, shape: str, n_streams: int) -> Trace:
-    """shape: "mixed", sizes from 10 bytes to 300 MB; "few", those of FEW."""
+    """Allocations and frees in random order.
+
+    shape: "mixed" for sizes from 10 bytes to 300 MB, "few" for those in FEW_SIZES.
+    """
     trace: Trace = []
     live: list[int] = []
     for index in range(n_ops):
         if live and rng.random() < 0.47:
             trace.append([live.pop(rng.randrange(len(live)))])
             continue
-        size_bytes = int(10 ** rng.uniform(1, 8.5)) if shape == "mixed" else rng.choice(FEW)
+        size_bytes = int(10 ** rng.uniform(1, 8.5)) if shape == "mixed" else rng.choice(FEW_SIZES)
         trace.append([index, size_bytes, 32 * rng.randrange(n_streams)])
         live.append(index)
     return trace
 
 
-def of_plans() -> Iterator[Trace]:
-    """Two steps of GPT-2, without a plan and with plans for less memory."""
+def plan_traces() -> Iterator[Trace]:
+    """Traces of two steps of GPT-2 under plans for SHARES of the peak without a plan."""
     graph = Graph.load(GPT2)
     plain = baseline(graph)
     peak_bytes = simulate(graph, plain).peak_bytes
     for share in SHARES:
         budget_bytes = int(share * peak_bytes)
-        found = METHODS["auto"](graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
-        yield of_steps(graph, found.schedule or plain, n_steps=2)
+        proposal = METHODS["auto"](graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
+        yield steps_trace(graph, proposal.schedule or plain, n_steps=2)
 
 
-def of_steps(graph: Graph, schedule: Schedule, *, n_steps: int) -> Trace:
-    """What is resident before the first step, and so many steps of a plan."""
+def steps_trace(graph: Graph, schedule: Schedule, *, n_steps: int) -> Trace:
+    """The allocation of the resident tensors, then `n_steps` steps under the schedule."""
     recorder = _Recorder()
     steps = Steps(graph, schedule)
     steps.start(recorder)
@@ -64,7 +68,7 @@ def of_steps(graph: Graph, schedule: Schedule, *, n_steps: int) -> Trace:
 
 
 class _Recorder(CachingAllocator):
-    """Notes what is asked of it."""
+    """Records the requests that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,21 +87,22 @@ class _Recorder(CachingAllocator):
 
 
 def outcomes(trace: Trace, *, expandable: bool, capacity_bytes: int | None) -> list[list[int]]:
-    """After each op: allocated and reserved bytes, returns to a full device, 1 if it failed."""
+    """Play a trace through the model. After each request: allocated bytes, reserved bytes, how
+    often free memory was returned to a full device so far, and 1 if the request failed (else 0)."""
     kind = ExpandableAllocator if expandable else CachingAllocator
     allocator = kind(capacity_bytes=capacity_bytes or math.inf)
-    held: dict[int, Block] = {}
-    found = []
+    blocks: dict[int, Block] = {}
+    results = []
     for index, *request in trace:
         failed = 0
         if request:
             size_bytes, stream = request
             try:
-                held[index] = allocator.allocate(size_bytes, stream=stream)
+                blocks[index] = allocator.allocate(size_bytes, stream=stream)
             except DeviceFullError:
                 failed = 1
-        elif index in held:
-            allocator.free(held.pop(index))
+        elif index in blocks:
+            allocator.free(blocks.pop(index))
         counts = (allocator.allocated_bytes, allocator.reserved_bytes, allocator.n_returns)
-        found.append([*counts, failed])
-    return found
+        results.append([*counts, failed])
+    return results

@@ -1,1 +1,1 @@
-"""Everything that only a machine with a GPU can tell: `python -m benchmarks.gpu --out DIR`."""
+"""Everything that must be checked or measured on a GPU: `python -m benchmarks.gpu --out DIR`."""

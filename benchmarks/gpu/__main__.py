@@ -1,4 +1,4 @@
-"""Check and measure on a GPU all that a CPU cannot show, in one command.
+"""Check and measure on a GPU everything that a CPU cannot show, in one command.
 
     python -m benchmarks.gpu --out DIR --parts smoke    # first: every path once, under 3 minutes
     python -m benchmarks.gpu --out DIR                  # the quick set on the first CUDA device
@@ -6,11 +6,11 @@
     python -m benchmarks.gpu --out DIR --parts ways     # one part
     python -m benchmarks.gpu --out DIR --device cpu     # the same code at small size
 
-DIR/gpu.json holds the machine, versions, commands and figures; a case that is in it is skipped, so
-a run that was stopped continues. The command stops after `--minutes`, a case
-after `--case-minutes`. Each case runs in a process of its own, so that one does not leave memory or
-settings to the next. `--only gpt2 ours` runs the cases with one of these words between slashes for
-each `--only`.
+DIR/gpu.json holds the machine, versions, commands and figures. Cases that are in it are skipped, so
+repeat the command to continue a run that was stopped. The command stops after `--minutes`, each
+case after `--case-minutes`. Each case runs in a separate process, so that it leaves no memory or
+settings to the next. Names of cases are words with slashes between them ("gpt2/ours/0.5").
+`--only gpt2 unet --only ours` runs those that have one of the words of each `--only`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from graphs.costs import circumstances
 from graphs.files import write_json
 
 MARK = "figures: "
-SAVING = threading.Lock()
+SAVE_LOCK = threading.Lock()
 BITS_CASES = frozenset(PARTS["bits"].cases(Settings(torch.device("cpu")))) | {
     *("plans", "compile", "recorded", "copies")
 }
-"""Cases that compare bits: cuBLAS is asked for sums in a fixed order."""
+"""Cases that compare bits: cuBLAS must add in a fixed order (CUBLAS_WORKSPACE_CONFIG)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,19 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.case:
         part, case = arguments.case.split(":", 1)
         earlier = json.loads(sys.stdin.read() or "{}")
-        print(MARK + json.dumps(_row(PARTS[part], case, settings, earlier)))
+        print(MARK + json.dumps(_run_case(PARTS[part], case, settings, earlier)))
         return 0
     if arguments.machine:
         print(MARK + json.dumps(machine_of(device)))
         return 0
     names = arguments.parts or (list(PARTS) if arguments.full else list(QUICK_PARTS))
-    results = Results(arguments.out, _machine(device, arguments))
+    results = Results(arguments.out, _query_machine(device, arguments))
     deadline_s = time.monotonic() + 60 * arguments.minutes
     for name in names:
         _run_part(name, settings, results, arguments, deadline_s)
     parts = {name: results.data["parts"][name] for name in PARTS if name in results.data["parts"]}
-    found = targets.found({name: part["cases"] for name, part in parts.items()})
-    results.data |= {"parts": parts, "targets": found}
+    target_results = targets.check_targets({name: part["cases"] for name, part in parts.items()})
+    results.data |= {"parts": parts, "targets": target_results}
     results.save()
     try:
         from benchmarks.gpu.picture import draw
@@ -86,24 +86,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(parts.get("ways", {}).get("cases", {}), arguments.out)
     for name in names:
         print(table(name, parts[name]["cases"]))
-    print(*targets.lines(found), sep="\n")
+    print(*targets.target_lines(target_results), sep="\n")
     return 0
 
 
 class Results:
-    """DIR/gpu.json, written after every case."""
+    """The contents of DIR/gpu.json, which is written after every case."""
 
     def __init__(self, folder: Path, machine: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "gpu.json"
         self.data: dict[str, Any] = {"format": "gpu-benchmark/1", "machine": machine, "parts": {}}
         if self.path.exists():
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            if found.get("machine") != machine:
+            saved = json.loads(self.path.read_text(encoding="utf-8"))
+            if saved.get("machine") != machine:
                 raise SystemExit(
                     f"{self.path} has figures of another machine or versions; choose another --out"
                 )
-            self.data = found
+            self.data = saved
 
     def cases(self, part: str) -> dict[str, Any]:
         entry = self.data["parts"].setdefault(
@@ -125,54 +125,60 @@ def _run_part(
     arguments: argparse.Namespace,
     deadline_s: float,
 ) -> None:
-    done = results.cases(name)
-    begun_s = time.monotonic()
+    """Run the cases of a part that are chosen and not done yet, `--jobs` at a time."""
+    rows = results.cases(name)
+    started_s = time.monotonic()
     n_jobs = 1 if PARTS[name].is_alone else arguments.jobs
     chosen = [case for case in PARTS[name].cases(settings) if _is_chosen(case, arguments.only)]
 
     def run(case: str) -> None:
-        first = f"{case.split('/')[0]}/eager"  # budgets are shares of what it finds
-        waits = len(case.split("/")) > 2 and first in chosen
-        while waits and first not in done and time.monotonic() < deadline_s:
+        eager_case = f"{case.split('/')[0]}/eager"  # budgets are shares of its peak, so wait for it
+        must_wait = len(case.split("/")) > 2 and eager_case in chosen
+        while must_wait and eager_case not in rows and time.monotonic() < deadline_s:
             time.sleep(0.1)
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return
         print(f"{name}: {case}", flush=True)
-        earlier = dict(done)
-        found = (
-            _row(PARTS[name], case, settings, earlier)
+        earlier = dict(rows)
+        row = (
+            _run_case(PARTS[name], case, settings, earlier)
             if arguments.in_process
-            else _in_own_process(name, case, earlier, arguments, left_s, n_jobs=n_jobs)
+            else _run_case_in_process(name, case, earlier, arguments, left_s, n_jobs=n_jobs)
         )
-        with SAVING:
-            done[case] = found
-            for check, words in found.get("checks", {}).items():
+        with SAVE_LOCK:
+            rows[case] = row
+            for check, words in row.get("checks", {}).items():
                 print(f"  {check}: {words}", flush=True)
             results.save()
 
-    left = sorted((case for case in chosen if case not in done), key=_order)
+    remaining = sorted((case for case in chosen if case not in rows), key=_case_order)
     with ThreadPoolExecutor(n_jobs) as pool:
-        list(pool.map(run, left))
-    if n_jobs > 1:  # alone, they may have the memory that others had
+        list(pool.map(run, remaining))
+    if n_jobs > 1:  # retry what ran out of memory: alone, a case has all of the device
         n_jobs = 1
-        for case in [case for case in left if done.get(case, {}).get("status") == OUT_OF_MEMORY]:
-            del done[case]
+        for case in [
+            case for case in remaining if rows.get(case, {}).get("status") == OUT_OF_MEMORY
+        ]:
+            del rows[case]
             run(case)
-    if n_left := sum(case not in done for case in chosen):
+    if n_left := sum(case not in rows for case in chosen):
         print(f"{name}: {n_left} cases are left; repeat the command to continue")
-    results.data["parts"][name]["seconds"] += time.monotonic() - begun_s
+    results.data["parts"][name]["seconds"] += time.monotonic() - started_s
     results.save()
 
 
-def _order(case: str) -> int:
-    """Eager first, then what waits for it: its plans are searched while the others are timed."""
+def _case_order(case: str) -> int:
+    """Eager cases first, then those that wait for one, so that their plans are searched while the
+    rest is timed."""
     words = case.split("/")
     return 0 if words[-1] == "eager" else 1 if len(words) > 2 else 2
 
 
-def _row(part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """A case's figures; what goes wrong is a row too, so that the others still run."""
+def _run_case(
+    part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run a case in this process. An exception becomes a row, so that other cases still run."""
     try:
         return part.run(case, settings, earlier)
     except Exception as error:  # noqa: BLE001 - every failure is a row
@@ -184,12 +190,12 @@ def _row(part: Part, case: str, settings: Settings, earlier: Mapping[str, Any]) 
 
 
 def _is_chosen(case: str, only: Sequence[Sequence[str]] | None) -> bool:
-    """Whether each group of words has one that is a word of the case, or all of it."""
+    """Whether each group of `--only` has a word of the case's name, or the whole name."""
     words = [*case.split("/"), case]
     return all(any(word in words for word in group) for group in only or ())
 
 
-def _in_own_process(
+def _run_case_in_process(
     part: str,
     case: str,
     earlier: Mapping[str, Any],
@@ -198,55 +204,60 @@ def _in_own_process(
     *,
     n_jobs: int = 1,
 ) -> dict[str, Any]:
+    """Run a case in a child process, for `--case-minutes` or until `left_s` is over. A crash or a
+    timeout becomes a row."""
     limit_s = max(1.0, min(left_s, 60 * arguments.case_minutes))
     options = ["--case", f"{part}:{case}", *(["--full"] if arguments.full else [])]
-    variables = _variables(case)
+    variables = _environment_variables(case)
     if n_jobs > 1:
-        own = str((arguments.out / "turn").absolute())
-        variables[turns.FILE_VARIABLE] = os.environ.get(turns.FILE_VARIABLE, own)
-    code, found, errors = _child(options, arguments, variables, earlier, limit_s)
-    if found is not None:
-        return found
+        turn_file = str((arguments.out / "turn").absolute())
+        variables[turns.FILE_VARIABLE] = os.environ.get(turns.FILE_VARIABLE, turn_file)
+    code, row, errors = _run_child(options, arguments, variables, earlier, limit_s)
+    if row is not None:
+        return row
     if code is None:
         return {"status": "failed", "reason": f"not done within {limit_s:.0f} s: {errors[-500:]}"}
-    ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    return {"status": "failed", "reason": f"{ended}: {errors[-900:]}"}
+    end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    return {"status": "failed", "reason": f"{end}: {errors[-900:]}"}
 
 
-def _variables(case: str) -> dict[str, str]:
-    """What a process must be started with: torch reads it once."""
+def _environment_variables(case: str) -> dict[str, str]:
+    """Environment variables for the case's process; torch reads them once, at its start."""
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case in BITS_CASES else {}
     if case.endswith(EXPANDABLE):
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return variables
 
 
-def _child(
+def _run_child(
     options: Sequence[str],
     arguments: argparse.Namespace,
     variables: Mapping[str, str],
-    given: Mapping[str, Any],
+    stdin_data: Mapping[str, Any],
     limit_s: float,
 ) -> tuple[int | None, dict[str, Any] | None, str]:
-    """Exit status (None: out of time), the figures it printed, and its errors.
+    """Run this module in a child process: its exit status (None: out of time), the figures that it
+    printed (None: none) and its stderr.
 
-    Compilers start processes of their own, which would hold a pipe open: so files are written, and
-    the whole group is ended when the time is over.
+    stdin_data: figures of earlier cases, sent to its stdin.
+
+    Compilers start processes of their own, which would hold pipes open. So output goes to files,
+    and the whole process group is killed at the time limit.
     """
     command = [
         *(sys.executable, "-m", "benchmarks.gpu", "--out", str(arguments.out)),
         *("--device", arguments.device, "--backend", arguments.backend, *options),
     ]
     with (
-        tempfile.TemporaryFile("w+") as sent,
+        tempfile.TemporaryFile("w+") as stdin,
         tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as errors,
     ):
-        json.dump(given, sent)
-        sent.seek(0)
+        json.dump(stdin_data, stdin)
+        stdin.seek(0)
         child = subprocess.Popen(
             command,
-            stdin=sent,
+            stdin=stdin,
             stdout=out,
             stderr=errors,
             env={**os.environ, **variables},
@@ -264,29 +275,32 @@ def _child(
         out.seek(0)
         errors.seek(0)
         lines = [line for line in out.read().splitlines() if line.startswith(MARK)]
-        found = dict(json.loads(lines[-1].removeprefix(MARK))) if lines else None
-        return code, found, errors.read()
+        figures = dict(json.loads(lines[-1].removeprefix(MARK))) if lines else None
+        return code, figures, errors.read()
 
 
-def _machine(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Queried in another process: a CUDA context in this one would take memory of the card."""
+def _query_machine(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
+    """`machine_of` in a child process: a CUDA context in this process would take GPU memory.
+
+    Raises SystemExit if the device cannot be queried.
+    """
     if arguments.in_process or device.type == "cpu":
         return machine_of(device)
-    code, found, errors = _child(["--machine"], arguments, {}, {}, 120.0)
-    if found is None:
+    code, machine, errors = _run_child(["--machine"], arguments, {}, {}, 120.0)
+    if machine is None:
         raise SystemExit(f"the device {device} cannot be queried ({code}): {errors[-900:]}")
-    return found
+    return machine
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
-    """Versions and settings; another value of any of these is another machine."""
+    """Versions and settings. If any of them differs, figures are from another machine."""
     versions = {name: metadata.version(name) for name in ("numpy", "scipy")}
     host = {"python": platform.python_version(), "processor": platform.machine()}
     return {**host, **versions, **circumstances(device)}
 
 
 def table(part: str, cases: Mapping[str, Any]) -> str:
-    """The part's figures, a case a line."""
+    """A table of the part's figures, one line per case."""
     columns = PARTS[part].columns.split()
     rows = []
     for case, row in cases.items():

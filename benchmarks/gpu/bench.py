@@ -1,4 +1,4 @@
-"""One training step, measured: peak by the allocator, seconds by events or the clock."""
+"""Measure one training step: its peak memory, and its time alone and in a row of steps."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ from scheduler_runtime.measuring import (
 OUT_OF_MEMORY = "out of memory"
 N_WARM_UP = 3
 ROW_S = 0.6
-"""Steps are timed in rows of about this length."""
-PREDICTED = (
+"""Duration of a row of steps, about; at most 10 steps."""
+PREDICTED_FIELDS = (
     *("predicted_bytes", "planned_bytes", "predicted_reserved_bytes"),
     *("overhead", "bound", "predicted_s"),
 )
-"""What a row says of a plan beside the figures."""
+"""Fields of `Prepared` (what the plan predicts) that a result has beside the measured figures."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one step takes; the fields with None are of CUDA alone.
+    """Time and memory of one step; the fields that may be None are measured on CUDA only.
 
-    time_s: of one in a row of steps, between which nobody waits for the device.
-    alone_s: of one after which the device is waited for, as by `loss.item()`: the host has no lead
-        when the next one begins.
-    peak_bytes: allocated, resident included; of recorded steps what the allocator holds, since
-        their memory belongs to no tensor.
-    reserved_bytes: what the allocator took from the device.
-    context_bytes: what everything else of the process takes beside it (None where other processes
-        are on the device).
-    requested_bytes: the peak before the allocator rounds up.
+    time_s: of one step in a row of steps, without waiting for the device between them.
+    alone_s: of a step with a wait for the device after it, as `loss.item()` does: the host is not
+        ahead of the device when the next step begins.
+    peak_bytes: allocated bytes at the peak, resident ones included; for steps recorded as a CUDA
+        graph the reserved bytes, since their memory belongs to no tensor.
+    resident_bytes: bytes of parameters, buffers, optimizer state and batch.
+    reserved_bytes: most bytes that the allocator reserved on the device.
+    context_bytes: device memory of the process outside of the allocator (None also if other
+        processes may use the device).
+    requested_bytes: the peak before the allocator rounds sizes up.
     other_bytes: allocated between steps beside resident tensors (workspaces of cuBLAS).
     """
 
@@ -62,7 +63,7 @@ class Figures:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW; fused on CUDA, whose step then takes no copy of the parameters."""
+    """AdamW; on CUDA the fused one, whose step allocates no copy of the parameters."""
     fused = next(model.parameters()).is_cuda
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
 
@@ -78,7 +79,7 @@ def step_of(
     return step
 
 
-def measured(
+def measure_step(
     step: Callable[[], None],
     model: nn.Module,
     batch: tuple[torch.Tensor, ...],
@@ -87,9 +88,10 @@ def measured(
     n_timed: int = 5,
     replays: bool = False,
 ) -> Figures:
-    """Peak of a step, and its time in a row of steps; gradients are set to None before each.
+    """Measure a step, which must set gradients to None first.
 
-    replays: the step is a recorded one.
+    n_timed: how many steps are timed alone; the median counts.
+    replays: whether the step replays CUDA graphs.
     """
     device = batch[0].device
     for _ in range(N_WARM_UP):
@@ -118,7 +120,7 @@ def measured(
             peak_bytes=reserved if replays else torch.cuda.max_memory_allocated(device),
             **common,
             reserved_bytes=reserved,
-            context_bytes=None if turns.are_taken() else context_bytes(device),
+            context_bytes=None if turns.has_other_processes() else context_bytes(device),
             requested_bytes=torch.cuda.memory_stats(device).get("requested_bytes.all.peak"),
             other_bytes=other,
         )
@@ -126,11 +128,11 @@ def measured(
 
 
 @contextlib.contextmanager
-def limited(device: torch.device, card_bytes: int | None) -> Iterator[None]:
-    """Let the process take no more than a card of that size has; no limit on the CPU.
+def limited_memory(device: torch.device, card_bytes: int | None) -> Iterator[None]:
+    """Limit this process to the memory of a card of that size; no limit on the CPU.
 
-    The allocator's limit is on what it reserves, so the context is taken off; cached blocks are
-    given back when the limit is met.
+    The allocator limits what it reserves, so the context's bytes are subtracted. It returns cached
+    blocks before it fails at the limit.
     """
     if device.type != "cuda" or card_bytes is None:
         yield
@@ -158,24 +160,27 @@ def run_way(
     time_limit_s: float = 30.0,
     backend: str = "inductor",
 ) -> dict[str, Any]:
-    """A row: what the way predicted and what was measured, or why there is nothing to measure.
+    """Prepare the model in one way, run it, and return a row: predicted and measured figures, or
+    why there are none ("status" and "reason").
 
-    card_bytes: of the card that the steps run on; plans are made with all of the device.
+    budget_bytes, share, reserve_bytes, time_limit_s, backend: see `Setting`.
+    batch_size: of the batch (None: the subject's).
+    card_bytes: limit the steps to a card of this size. Planning may use all of the device.
     """
     row: dict[str, Any] = {"way": way, "share": share, "budget_bytes": budget_bytes}
-    torch.empty(0, device=device)  # its context takes a while, which nobody should wait for
-    with turns.turn():
+    torch.empty(0, device=device)  # creates the CUDA context, which takes a while, before the turn
+    with turns.exclusive_turn():
         emptied(device)
         prepared: Prepared | None = None
         try:
-            model, batch = subject.made(device, batch_size=batch_size)
+            model, batch = subject.model_and_batch(device, batch_size=batch_size)
             optimizer = optimizer_of(model)
             setting = Setting(share, budget_bytes, optimizer, time_limit_s, backend, reserve_bytes)
             prepared = WAYS[way](model, batch, subject, setting)
             step = step_of(prepared.call, batch, optimizer)
-            with limited(device, card_bytes):
-                figures = measured(step, model, batch, optimizer, replays=prepared.replays)
-            row |= _compared(prepared, figures)
+            with limited_memory(device, card_bytes):
+                figures = measure_step(step, model, batch, optimizer, replays=prepared.replays)
+            row |= _result_row(prepared, figures)
         except torch.OutOfMemoryError:
             row["status"] = OUT_OF_MEMORY
         except (ValueError, NotImplementedError) as error:
@@ -186,10 +191,10 @@ def run_way(
     return row
 
 
-def _compared(prepared: Prepared, figures: Figures) -> dict[str, Any]:
-    """What was measured, beside what was predicted."""
-    row = asdict(figures) | {name: getattr(prepared, name) for name in PREDICTED}
-    # A recorded step has a peak of another kind, which is not compared.
+def _result_row(prepared: Prepared, figures: Figures) -> dict[str, Any]:
+    """A row of measured and predicted figures, and the relative errors of the predictions."""
+    row = asdict(figures) | {name: getattr(prepared, name) for name in PREDICTED_FIELDS}
+    # The peak of a recorded step is that of reserved bytes: not comparable with the prediction.
     if prepared.predicted_bytes is not None and not prepared.replays:
         row["peak_off"] = prepared.predicted_bytes / figures.peak_bytes - 1.0
     if prepared.predicted_s is not None:

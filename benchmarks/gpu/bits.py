@@ -1,4 +1,4 @@
-"""Is training with a plan bitwise identical? Dropout inside fused attention included."""
+"""Check that training with a plan is bitwise identical, with dropout inside attention, too."""
 
 from __future__ import annotations
 
@@ -18,47 +18,57 @@ from solver import Solution, solve
 from solver.schedule import baseline, simulate
 
 TIME_LIMIT_S = 20.0
-"""Of a search: which bits come out does not depend on how good the plan is."""
+"""Of each search. It may be short: the bits must agree however good the plan is."""
 
 
 def tight_plan(
     model: nn.Module, batch: tuple[torch.Tensor, ...], *, share: float = 0.75, **options: Any
 ) -> Solution:
-    """A plan that has to recompute: for the resident bytes and a share of the activations, and less
-    than any variant of the step takes as it is."""
+    """A plan that has to recompute. Its budget is the resident bytes and a share of the
+    activations, and less than any variant of the step takes without recomputation.
+
+    share: tried first; then larger ones, if nothing fits.
+    options: of `solve`.
+
+    Raises ValueError if nothing fits.
+    """
     options |= {"reserve": 0, "time_limit_s": TIME_LIMIT_S}
-    free = solve(model, batch, budget="1TB", **options)
-    resident = free.graph.resident_bytes
-    variants = Variants.of(free.variants or free.graph).planned
+    unlimited = solve(model, batch, budget="1TB", **options)
+    resident = unlimited.graph.resident_bytes
+    variants = Variants.of(unlimited.variants or unlimited.graph).planned
     least_bytes = min(simulate(graph, baseline(graph)).peak_bytes for graph in variants)
-    for wanted in (share, 0.8, 0.9, 1.0):  # what operators take themselves may leave no room
-        budget = resident + int(wanted * (free.baseline.peak_bytes - resident))
+    for tried_share in (share, 0.8, 0.9, 1.0):  # workspaces of operators may leave no room
+        budget = resident + int(tried_share * (unlimited.baseline.peak_bytes - resident))
         solution = solve(model, batch, budget=min(budget, least_bytes - 1), **options)
         if solution.simulation is not None:
             return solution
-    raise ValueError(f"nothing fits {least_bytes - 1} bytes of {free.baseline.peak_bytes}")
+    raise ValueError(f"nothing fits {least_bytes - 1} bytes of {unlimited.baseline.peak_bytes}")
 
 
 def compare(name: str, way: str, device: torch.device, *, backend: str) -> dict[str, Any]:
-    """Three steps without a plan and with one; how many tensors differ in any bit.
+    """Train three steps without a plan and with one, and count the tensors that differ.
 
-    "ours" is compared with eager, "ours, compiled" with the same backend of torch.compile.
-    Operators whose sums have no fixed order are made to have one, where PyTorch can: fused
-    attention on CUDA only when it may raise for other operators, so that is tried first. What
-    differs between two runs without a plan all the same (n_unsteady) says nothing about the plan.
+    name: one of `benchmarks.zoo.TINY`.
+    way: "ours" is compared with eager mode, "ours, compiled" with torch.compile.
+    backend: of torch.compile.
+
+    PyTorch is asked for deterministic algorithms. Fused attention on CUDA only uses one if PyTorch
+    may raise an error for operators that have none, so that is tried first, and a warning only
+    after such an error. Tensors that differ between two runs without a plan even so (n_unsteady)
+    say nothing about the plan and are not counted.
     """
     try:
-        return _compared(name, way, device, backend=backend, warn_only=device.type != "cuda")
+        return _compare_runs(name, way, device, backend=backend, warn_only=device.type != "cuda")
     except RuntimeError as error:
         if device.type != "cuda" or "deterministic" not in str(error):
             raise
-    return _compared(name, way, device, backend=backend, warn_only=True)
+    return _compare_runs(name, way, device, backend=backend, warn_only=True)
 
 
-def _compared(
+def _compare_runs(
     name: str, way: str, device: torch.device, *, backend: str, warn_only: bool
 ) -> dict[str, Any]:
-    model, batch = tiny(name, device).made(device)
+    model, batch = tiny(name, device).model_and_batch(device)
     plain = copy.deepcopy(model)
     state = copy.deepcopy(model.state_dict())
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
@@ -69,9 +79,9 @@ def _compared(
             assert solution.simulation is not None
             n_recomputed = solution.simulation.n_recomputed
         else:
-            n_recomputed = _compile(model, plain, batch, backend=backend)
+            n_recomputed = _compile_both(model, plain, batch, backend=backend)
         runs = []
-        for trainee in (plain, plain, model):
+        for trainee in (plain, plain, model):  # the plain model twice: is it itself deterministic?
             trainee.load_state_dict(state)
             steps, _ = trained(Training(trainee, batch, LOSS_INSIDE), STYLES["plain"])
             runs.append(
@@ -79,30 +89,32 @@ def _compared(
             )
     finally:
         torch.use_deterministic_algorithms(False)
-    expected, second, planned = runs
-    unsteady = differences(expected, second)
-    other = differences(expected, planned).items()
-    found = [words for name, words in other if name not in unsteady]
+    expected, repeated, planned = runs
+    unsteady = differences(expected, repeated)
+    planned_differences = differences(expected, planned).items()
+    texts = [words for name, words in planned_differences if name not in unsteady]
     return {
         "status": "ran",
         "n_again": n_recomputed,
         "n_compared": len(expected),
         "n_unsteady": len(unsteady),
-        "n_different": len(found),
-        "different": found[:8],
+        "n_different": len(texts),
+        "different": texts[:8],
         "unsteady": list(unsteady.values())[:8],
         "all_deterministic": not warn_only,
     }
 
 
-def _compile(
+def _compile_both(
     model: nn.Module, plain: nn.Module, batch: tuple[torch.Tensor, ...], *, backend: str
 ) -> int:
+    """Compile `plain` without a memory limit and `model` for a budget that forces recomputation;
+    returns how many operators are recomputed."""
     options = {"reserve": 0, "backend": backend, "time_limit_s": TIME_LIMIT_S}
     scheduler_runtime.compile(plain, batch, budget="1TB", **options)
     (report,) = scheduler_runtime.compile_reports(plain)
-    free = report.chosen
-    budget = (free.measured_bytes or 0) - int(0.25 * free.partition.saved_bytes)
+    unlimited = report.chosen
+    budget = (unlimited.measured_bytes or 0) - int(0.25 * unlimited.partition.saved_bytes)
     scheduler_runtime.compile(model, batch, budget=budget, **options)
     (report,) = scheduler_runtime.compile_reports(model)
     return report.chosen.partition.n_recomputed

@@ -1,10 +1,10 @@
-"""Is the step that is traced without a card the one that the card runs?
+"""Check that a step traced for a GPU on a machine without one is the step that the GPU runs.
 
-    python -m benchmarks.gpu.laptop --device h200 --out steps.json    # on a machine without a card
-    python -m benchmarks.gpu.laptop --compare steps.json              # on that card, same torch
+    python -m benchmarks.gpu.laptop --device h200 --out steps.json    # on a machine without a GPU
+    python -m benchmarks.gpu.laptop --compare steps.json              # on that GPU, same torch
 
-Compares every operator and every tensor (name, bytes, inputs, outputs), and what a plan made
-without the card would be refused for.
+Compares every operator (name, op, phase, whether it can be recomputed, inputs, outputs) and every
+tensor (name, bytes, kind, alias). A plan made for one step is refused if the model runs another.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ def subjects() -> Iterator[tuple[str, Subject]]:
         yield name, LARGE[name]
 
 
-def step_of(subject: Subject, device: str, costs: str) -> Graph:
-    """Traced from a model on the meta device, so that the card holds none."""
+def traced_step(subject: Subject, device: str, costs: str) -> Graph:
+    """The training step with AdamW, traced from a model on the meta device, which takes no memory.
+
+    device: the step's device. costs: name of the hardware for the roofline.
+    """
     with torch.device("meta"):
         model = subject.build().to(dtype=subject.dtype).train()
     batch = tuple(
@@ -49,8 +52,8 @@ def step_of(subject: Subject, device: str, costs: str) -> Graph:
     )
 
 
-def described(graph: Graph) -> dict[str, list[Any]]:
-    """What makes the step: operators with their tensors, and tensors with their bytes."""
+def comparable_fields(graph: Graph) -> dict[str, list[Any]]:
+    """The fields of operators and tensors that are compared, for JSON."""
     return {
         "operators": [
             [n.name, n.op, n.phase, n.recomputable, [*n.inputs], [*n.outputs]] for n in graph.nodes
@@ -84,7 +87,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.out is not None:
         steps = {
-            name: described(step_of(subject, "cuda", arguments.device))
+            name: comparable_fields(traced_step(subject, "cuda", arguments.device))
             for name, subject in subjects()
         }
         arguments.out.write_text(json.dumps({"device": arguments.device, "steps": steps}))
@@ -92,11 +95,14 @@ def main() -> int:
     earlier = json.loads(arguments.compare.read_text())
     failed = False
     for name, subject in subjects():
-        step = described(step_of(subject, "cuda", earlier["device"]))
-        found = differences(step, earlier["steps"][name])
-        print(f"{name}: {len(step['operators'])} operators, {len(found)} differences", flush=True)
-        print(*(f"  {each}" for each in found[:12]), sep="\n")
-        failed = failed or bool(found)
+        step = comparable_fields(traced_step(subject, "cuda", earlier["device"]))
+        step_differences = differences(step, earlier["steps"][name])
+        print(
+            f"{name}: {len(step['operators'])} operators, {len(step_differences)} differences",
+            flush=True,
+        )
+        print(*(f"  {each}" for each in step_differences[:12]), sep="\n")
+        failed = failed or bool(step_differences)
     return int(failed)
 
 

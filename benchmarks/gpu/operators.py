@@ -1,4 +1,4 @@
-"""Operators one by one: their cost measured and by roofline, and the host's time for each."""
+"""Costs of operators, measured and by roofline, and the host's time to launch a step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.bench import measured, optimizer_of, step_of
-from benchmarks.gpu.turns import MeasuredInTurn, turn
+from benchmarks.gpu.bench import measure_step, optimizer_of, step_of
+from benchmarks.gpu.turns import MeasuredInTurn, exclusive_turn
 from benchmarks.zoo import Subject
 from graphs.costs import Cost, OpCall
 from graphs.trace import trace
 
 
-class _Both(MeasuredInTurn):
-    """Notes what its roofline says of every call that is measured."""
+class _MeasuredAndRoofline(MeasuredInTurn):
+    """Measured costs that record, for every call, the measured and the roofline's time."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -29,10 +29,11 @@ class _Both(MeasuredInTurn):
         return cost
 
 
-def measured_beside_roofline(subject: Subject, device: torch.device) -> dict[str, Any]:
-    """Sums over the step's operators, the ratio, and a real step beside them.
+def compare_with_roofline(subject: Subject, device: torch.device) -> dict[str, Any]:
+    """Measured and roofline times, summed over the step's operators, their ratio, the 12 slowest
+    operators, and the time of a real step.
 
-    The model is traced on paper first, so that measuring an operator has the device to itself.
+    The model is traced on the meta device, so that each operator is measured on an empty device.
     """
     with torch.device("meta"):
         model = subject.build().to(dtype=subject.dtype).train()
@@ -40,25 +41,25 @@ def measured_beside_roofline(subject: Subject, device: torch.device) -> dict[str
         t.to(subject.dtype if t.is_floating_point() else None)
         for t in subject.batch(subject.batch_size)
     )
-    both = _Both(device)
-    trace(model, batch, device=device, costs=both)
-    described = both.description
+    cost_model = _MeasuredAndRoofline(device)
+    trace(model, batch, device=device, costs=cost_model)
+    description = cost_model.description
     by_operator: dict[str, dict[str, float]] = {}
-    for name, measured_s, roofline_s in both.pairs:
+    for name, measured_s, roofline_s in cost_model.pairs:
         sums = by_operator.setdefault(name, {"measured_s": 0.0, "roofline_s": 0.0})
         sums["measured_s"] += measured_s
         sums["roofline_s"] += roofline_s
-    with turn():
-        real, real_batch = subject.made(device)
+    with exclusive_turn():
+        real, real_batch = subject.model_and_batch(device)
         optimizer = optimizer_of(real)
-        figures = measured(step_of(real, real_batch, optimizer), real, real_batch, optimizer)
-    measured_s = sum(pair[1] for pair in both.pairs)
-    roofline_s = sum(pair[2] for pair in both.pairs)
+        figures = measure_step(step_of(real, real_batch, optimizer), real, real_batch, optimizer)
+    measured_s = sum(pair[1] for pair in cost_model.pairs)
+    roofline_s = sum(pair[2] for pair in cost_model.pairs)
     slowest = sorted(by_operator.items(), key=lambda item: -item[1]["measured_s"])[:12]
     return {
         "status": "ran",
-        "n_distinct": described["n_distinct"],
-        "n_fallbacks": described["n_fallbacks"],
+        "n_distinct": description["n_distinct"],
+        "n_fallbacks": description["n_fallbacks"],
         "measured_s": measured_s,
         "roofline_s": roofline_s,
         "ratio": measured_s / roofline_s,
@@ -67,7 +68,7 @@ def measured_beside_roofline(subject: Subject, device: torch.device) -> dict[str
     }
 
 
-class _Counter(TorchDispatchMode):
+class _OperatorCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.n_calls = 0
@@ -78,8 +79,9 @@ class _Counter(TorchDispatchMode):
 
 
 def host_time(step: Callable[[], None], device: torch.device) -> tuple[int, float]:
-    """Operators of a step, and the least seconds until the host has handed all of them over."""
-    with _Counter() as counter:
+    """Number of operators in a step, and the seconds that the host takes to launch all of them: the
+    least of five runs."""
+    with _OperatorCounter() as counter:
         step()
     times_s = []
     for _ in range(5):

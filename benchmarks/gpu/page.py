@@ -1,6 +1,8 @@
-"""The page and the plots of a card's committed figures.
+"""Write the Markdown page and the plots of the committed figures of a GPU.
 
-python -m benchmarks.gpu.page benchmarks/results/gpu_h200.json --plots docs
+    python -m benchmarks.gpu.page benchmarks/results/gpu_h200.json --plots docs
+
+The page is written next to the figures.
 """
 
 from __future__ import annotations
@@ -29,16 +31,18 @@ def page(report: Mapping[str, Any]) -> str:
             rows = TABLES[name](part["cases"]) if name in TABLES else [table(name, part["cases"])]
             lines += [*rows, ""]
         lines += [f"{run['tests_of_plans']}.", ""] if "tests_of_plans" in run else []
-    lines += _steps(report["steps"]) + _without_card(report["traced_without_the_card"])
+    lines += _steps_section(report["steps"]) + _traced_without_card(
+        report["traced_without_the_card"]
+    )
     return "\n".join(lines)
 
 
-def _smoke(cases: Mapping[str, Any]) -> Iterator[str]:
+def _smoke_table(cases: Mapping[str, Any]) -> Iterator[str]:
     rows = [(name, row["n_held"], row["n_failed"]) for name, row in cases.items()]
     yield harness.table(("group of tests", "hold", "fail"), rows)
 
 
-def _costs(cases: Mapping[str, Any]) -> Iterator[str]:
+def _costs_table(cases: Mapping[str, Any]) -> Iterator[str]:
     columns = ("measured_s", "roofline_s", "step_s")
     rows = [
         (name, *(f"{1e3 * row[column]:.1f} ms" for column in columns), row.get("note", ""))
@@ -48,17 +52,17 @@ def _costs(cases: Mapping[str, Any]) -> Iterator[str]:
     yield harness.table(head, rows)
 
 
-def _ways(cases: Mapping[str, Any]) -> Iterator[str]:
+def _ways_table(cases: Mapping[str, Any]) -> Iterator[str]:
     yield harness.table(
         (
             *("model", "way", "share", "budget", "peak", "predicted", "error", "reserved"),
             *("step", "overhead", "planned", "bound", "predicted step"),
         ),
-        [_way(case, row) for case, row in sorted(cases.items())],
+        [_way_cells(case, row) for case, row in sorted(cases.items())],
     )
 
 
-def _way(case: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+def _way_cells(case: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     model, way, *share = case.split("/")
     has_budget = bool(share)
     start = (model, way, share[0] if share else "", _gb(row["budget_bytes"]) if has_budget else "")
@@ -80,7 +84,7 @@ def _way(case: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _steps(steps: Mapping[str, Any]) -> list[str]:
+def _steps_section(steps: Mapping[str, Any]) -> list[str]:
     rows = []
     for model, figures in steps["models"].items():
         for way in ("eager", "ours"):
@@ -101,7 +105,7 @@ def _steps(steps: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _without_card(found: Mapping[str, Any]) -> list[str]:
+def _traced_without_card(found: Mapping[str, Any]) -> list[str]:
     rows = [(n, r["n_operators"], r["n_differences"]) for n, r in found["models"].items()]
     return [
         *("## Steps traced without the card", "", f"`{found['command']}`: {found['note']}.", ""),
@@ -118,8 +122,8 @@ def _percent(value: float | None, form: str) -> str:
     return "" if value is None else f"{100 * value:{form}} %"
 
 
-def _most_cases(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each model, the cases of the run that has most of them."""
+def _fullest_cases(report: Mapping[str, Any]) -> dict[str, Any]:
+    """For each model, the cases of the run that has the most cases of it."""
     by_model: dict[str, dict[str, Any]] = {}
     for run in report["runs"]:
         cases = run["parts"].get("ways", {}).get("cases", {})
@@ -129,7 +133,7 @@ def _most_cases(report: Mapping[str, Any]) -> dict[str, Any]:
     return {case: row for cases in by_model.values() for case, row in cases.items()}
 
 
-TABLES = {"smoke": _smoke, "costs": _costs, "ways": _ways}
+TABLES = {"smoke": _smoke_table, "costs": _costs_table, "ways": _ways_table}
 
 
 def main() -> None:
@@ -141,7 +145,7 @@ def main() -> None:
     report = json.loads(arguments.report.read_text())
     arguments.report.with_suffix(".md").write_text(page(report))
     if arguments.plots is not None:
-        draw(_most_cases(report), arguments.plots, prefix=f"{arguments.report.stem}-")
+        draw(_fullest_cases(report), arguments.plots, prefix=f"{arguments.report.stem}-")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The parts of the GPU benchmark: what cases each has, and what one case measures.
+"""The parts of the GPU benchmark: the cases of each, and what a case measures.
 
-A case is named by words with a slash between them ("gpt2/ours/0.5"), so that a run can be
-continued.
+A case has a name of words with slashes between them, such as "gpt2/ours/0.5". Results are stored
+under it, so that a run can be continued.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import bits, operators, smoke
-from benchmarks.gpu.bench import measured, optimizer_of, run_way, step_of
+from benchmarks.gpu.bench import measure_step, optimizer_of, run_way, step_of
 from benchmarks.gpu.ways import WAYS, WITH_BUDGET, Setting
-from benchmarks.zoo import QUICK, TINY, Subject, fitted, subjects
+from benchmarks.zoo import QUICK, TINY, Subject, subjects, with_fitting_layers
 from solver.sizes_deadlines_progress import CUDA_RESERVE_BYTES
 
 SHARES = (1.0, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1)
 QUICK_SHARES = (1.0, 0.7, 0.5, 0.3, 0.15)
-KEPT_SHARES = (0.8, 0.6, 0.4)
-ALL_KEPT_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+BUDGET_SHARES = (0.8, 0.6, 0.4)
+ALL_BUDGET_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 EXPANDABLE = "/expandable"
-"""At a case's end: the allocator is to use segments that grow (its process is started so)."""
+"""Suffix of cases whose process is started with expandable segments."""
 CARDS_BYTES = {"16 GB": 16 * 10**9, "24 GB": 24 * 10**9, "80 GB": 80 * 10**9}
 
 
@@ -32,7 +32,8 @@ CARDS_BYTES = {"16 GB": 16 * 10**9, "24 GB": 24 * 10**9, "80 GB": 80 * 10**9}
 class Settings:
     """How the parts are run.
 
-    full: all models and shares.
+    device: the device to measure.
+    full: all models and shares, instead of the quick set.
     backend: of torch.compile.
     time_limit_s: of one search.
     """
@@ -58,11 +59,12 @@ class Settings:
         return CUDA_RESERVE_BYTES if self.device.type == "cuda" else 0
 
     def subject(self, name: str, *, card_bytes: int | None = None) -> Subject:
-        """card_bytes: of the card that it is for (None: the device's)."""
-        return fitted(subjects(self.device)[name], card_bytes or self.capacity_bytes)
+        """A model of the benchmark, with as many layers as suit a card of `card_bytes` (None: of
+        the device's memory)."""
+        return with_fitting_layers(subjects(self.device)[name], card_bytes or self.capacity_bytes)
 
     def run(self, way: str, subject: Subject, **options: Any) -> dict[str, Any]:
-        """A row of `run_way`; all of the device may be used where no budget is given."""
+        """A row of `run_way`; by default, the budget is all of the device."""
         options = {"budget_bytes": self.capacity_bytes, "time_limit_s": self.time_limit_s} | options
         return run_way(way, subject, self.device, backend=self.backend, **options)
 
@@ -71,12 +73,12 @@ class Settings:
 class Part:
     """A part of the benchmark.
 
-    title: what it answers.
-    cases: their names, in order.
+    title: what the part shows.
+    cases: settings -> names of the cases, in order.
     run: (case, settings, figures of the cases before it) -> figures of the case.
     columns: of its table, with a space between them.
-    is_alone: its cases limit what the process may take of the device, or time the host: nothing
-        else may run beside them.
+    is_alone: no other case may run at the same time, because cases limit the memory of their
+        process or time the host.
     """
 
     title: str
@@ -86,11 +88,11 @@ class Part:
     is_alone: bool = False
 
 
-# ---- side by side ------------------------------------------------------------------------------
+# ---- all ways ----------------------------------------------------------------------------------
 
 
 def _ways_cases(settings: Settings) -> list[str]:
-    """Eager first: budgets are shares of its activations."""
+    """Cases without a budget first: budgets are shares of what eager mode takes."""
     cases = []
     for name in settings.names:
         cases += [f"{name}/{way}" for way in WAYS if way not in WITH_BUDGET]
@@ -99,7 +101,7 @@ def _ways_cases(settings: Settings) -> list[str]:
     return cases
 
 
-def _ways_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+def _run_ways_case(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
     name, way, *rest = case.split("/")
     share = float(rest[0]) if rest else None
     subject = settings.subject(name)
@@ -117,26 +119,30 @@ def _ways_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict
 
 
 def _share_bytes(plain: Mapping[str, Any], share: float) -> int:
-    """Resident bytes, and that share of what eager takes beside them at its peak."""
+    """The budget for a share: resident bytes plus that share of what eager mode takes above them.
+
+    plain: figures of the eager step.
+    """
     resident: int = plain["resident_bytes"]
     return int(resident + share * (plain["peak_bytes"] - resident))
 
 
-# ---- the budget is kept ------------------------------------------------------------------------
+# ---- budgets are respected ---------------------------------------------------------------------
 
 
-def _kept_cases(settings: Settings) -> list[str]:
-    """On CUDA with the allocator as it is, and with segments that grow, which fragment less."""
+def _budget_cases(settings: Settings) -> list[str]:
+    """On CUDA also with expandable segments, which fragment less than the default allocator."""
     allocators = ("", EXPANDABLE) if settings.device.type == "cuda" else ("",)
-    shares = ALL_KEPT_SHARES if settings.full else KEPT_SHARES
+    shares = ALL_BUDGET_SHARES if settings.full else BUDGET_SHARES
     cases = itertools.product(settings.names, shares, allocators)
     return [f"{name}/{share}{allocator}" for name, share, allocator in cases]
 
 
-def _kept_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """On a card of the budget's size: the plain model must fail, the planned one must not.
+def _run_budget_case(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """On a card of the budget's size, the plain model must run out of memory and the planned one
+    must not.
 
-    On the CPU nothing can be enforced: the peak that is counted stands for it.
+    On the CPU, where memory cannot be limited, the measured peaks are compared with the budget.
     """
     name, share_text, *_ = case.split("/")
     share = float(share_text)
@@ -168,8 +174,11 @@ def _batch_cases(settings: Settings) -> list[str]:
     return [f"{name}/{way}/{card}" for name in settings.names for card in cards for way in WAYS]
 
 
-def _batch_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Doubling, then halving the distance; on CUDA it fits if it runs on a card of that size."""
+def _run_batch_case(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Find the largest batch by doubling, then bisection to within an eighth.
+
+    On CUDA a batch fits if it runs on a card of that size, on the CPU if its peak is at most that.
+    """
     name, way, card = case.split("/")
     card_bytes = {**CARDS_BYTES, "4 MB": 4 * 10**6}[card]
     options = {
@@ -179,19 +188,19 @@ def _batch_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dic
         "reserve_bytes": settings.reserve_bytes,
     }
     subject = settings.subject(name, card_bytes=card_bytes)
-    largest, smallest_not, best = 0, None, {}
+    largest, smallest_failing, best = 0, None, {}
     size = 1
-    while smallest_not is None or smallest_not - largest > max(1, largest // 8):
+    while smallest_failing is None or smallest_failing - largest > max(1, largest // 8):
         row = settings.run(way, subject, batch_size=size, **options)
         fits = settings.device.type == "cuda" or row.get("peak_bytes", 0) <= card_bytes
         if row["status"] == "ran" and fits:
             largest, best = size, row
         else:
-            smallest_not = size
+            smallest_failing = size
             if not largest:
                 return {**row, "batch_size": 0}
-        size = 2 * size if smallest_not is None else (largest + smallest_not) // 2
-        if smallest_not is not None and size == largest:
+        size = 2 * size if smallest_failing is None else (largest + smallest_failing) // 2
+        if smallest_failing is not None and size == largest:
             break
     return {**best, "batch_size": largest}
 
@@ -199,19 +208,19 @@ def _batch_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dic
 # ---- host overhead -----------------------------------------------------------------------------
 
 
-def _host_run(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds in which the host hands a step over, by its operators.
+def _run_host_case(case: str, settings: Settings, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds that the host takes to launch a step, and per operator.
 
-    The plan is that of a budget that everything fits, so the operators are those of eager.
+    The plan has all of the device as its budget, so it runs the operators of eager mode.
     """
     name, way = case.split("/")
     subject = settings.subject(name)
-    model, batch = subject.made(settings.device)
+    model, batch = subject.model_and_batch(settings.device)
     optimizer = optimizer_of(model)
     setting = Setting(None, settings.capacity_bytes, None, settings.time_limit_s)
     prepared = WAYS[way](model, batch, subject, setting)
     step = step_of(prepared.call, batch, optimizer)
-    figures = measured(step, model, batch, optimizer)
+    figures = measure_step(step, model, batch, optimizer)
     n_operators, host_s = operators.host_time(step, settings.device)
     prepared.undo()
     return {
@@ -234,15 +243,15 @@ PARTS: Mapping[str, Part] = {
     "costs": Part(
         "What operators cost, measured beside the roofline",
         lambda settings: settings.names,
-        lambda case, settings, _: operators.measured_beside_roofline(
+        lambda case, settings, _: operators.compare_with_roofline(
             settings.subject(case), settings.device
         ),
         "n_distinct n_fallbacks measured_s roofline_s ratio step_s",
     ),
     "budget": Part(
         "The budget is kept where the plain model fails",
-        _kept_cases,
-        _kept_run,
+        _budget_cases,
+        _run_budget_case,
         "budget_bytes predicted_bytes peak_bytes peak_off reserved_bytes plain_fails kept status",
         is_alone=True,
     ),
@@ -257,20 +266,20 @@ PARTS: Mapping[str, Part] = {
     "host": Part(
         "Host time per operator",
         lambda settings: [f"{name}/{way}" for name in settings.names for way in ("eager", "ours")],
-        _host_run,
+        _run_host_case,
         "n_operators host_s_per_operator time_s",
         is_alone=True,
     ),
     "ways": Part(
         "All ways side by side",
         _ways_cases,
-        _ways_run,
+        _run_ways_case,
         "samples_per_s measured_overhead bound budget_bytes peak_bytes peak_off time_off status",
     ),
     "batch": Part(
         "The largest batch of each way",
         _batch_cases,
-        _batch_run,
+        _run_batch_case,
         "batch_size samples_per_s peak_bytes status",
         is_alone=True,
     ),

@@ -1,4 +1,4 @@
-"""Throughput against measured peak, all ways in one picture for each model."""
+"""Plot throughput over measured peak: one image per model, with all ways in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ MARKERS = "osv^D*PXh"
 
 
 def draw(cases: Mapping[str, Any], folder: Path, *, prefix: str = "ways-") -> list[Path]:
-    """Write `ways-MODEL.png`, or with another prefix, for each model of the part; the paths."""
+    """Write `ways-MODEL.png` (or another prefix) for each model, and return the paths.
+
+    cases: rows of the part "ways".
+    """
     by_model: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for case, row in cases.items():
         model, way, *_ = case.split("/")

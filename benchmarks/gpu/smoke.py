@@ -1,4 +1,4 @@
-"""The part "smoke": the tests of tests/gpu on one device, file by file, with their findings."""
+"""The part "smoke": run the tests of tests/gpu on one device, one file per case."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ TESTS = Path(__file__).parents[2] / "tests" / "gpu"
 
 
 def groups(_settings: object) -> list[str]:
-    """Files of tests: each runs in a process of its own, so that a crash ends only that one."""
+    """The files of tests; each is a case and so a separate process, which may crash alone."""
     return sorted(path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py"))
 
 
 class _Checks:
-    """Collects each test's outcome as pytest runs it."""
+    """A pytest plugin that collects each test's outcome and the findings that it recorded."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        print(nodeid, file=sys.stderr, flush=True)  # the last one, where the process is killed
+        print(nodeid, file=sys.stderr, flush=True)  # if the process is killed: the test that ran
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid.rpartition("::")[2].removeprefix("test_").replace("_", " ")
@@ -42,7 +42,7 @@ class _Checks:
 
 
 def run(group: str, device: torch.device, backend: str) -> dict[str, Any]:
-    """A row; `checks` has what was found by each check."""
+    """Run one file of tests and return its row; "checks" has each test's outcome as text."""
     started_s = time.monotonic()
     if device.type == "cuda":
         torch.cuda.set_device(device)

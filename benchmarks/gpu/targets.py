@@ -1,4 +1,4 @@
-"""The targets of the GPU benchmark, and the rows that miss them."""
+"""The targets of the GPU benchmark, and the cases that miss them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from benchmarks.gpu.ways import WAYS
 OURS = tuple(way for way in WAYS if way.startswith("ours"))
 STOCK = tuple(way for way in WAYS if way not in OURS)
 PEAK_ABOVE, PEAK_BELOW = 0.01, 0.005
-"""The predicted peak may be so far above the measured one, and so far below."""
-TIME_OFF = 0.05
-MORE_THAN_BOUND = 0.02
+"""How far the predicted peak may be above and below the measured one, as shares of it."""
+TIME_ERROR = 0.05
+OVERHEAD_ABOVE_BOUND = 0.02
 SAME_PEAK = 1.01
-"""A stock way has the same peak as ours up to this factor of it."""
+"""A stock way counts as one in the same memory if its peak is at most this multiple of ours."""
 
 Cases = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass
 class Target:
-    """n_rows: rows that were looked at. missed: those that miss it, and by what."""
+    """A target and how well it is met.
+
+    title: the target in words.
+    n_rows: cases that were checked.
+    missed: case that misses the target -> what was found there.
+    """
 
     title: str
     n_rows: int = 0
@@ -34,8 +39,12 @@ class Target:
             self.missed[case] = words
 
 
-def found(parts: Mapping[str, Cases]) -> dict[str, Any]:
-    """Each target by name; parts: cases with their rows, by part."""
+def check_targets(parts: Mapping[str, Cases]) -> dict[str, Any]:
+    """Check all targets: the fields of each `Target` by its name, without targets that no case is
+    about.
+
+    parts: part -> its cases with their rows.
+    """
     targets = {
         "kept": Target("steps run within the budget, where the plain model fails"),
         "peak": Target("the peak is predicted within 1 %, and never more than 0.5 % too low"),
@@ -45,27 +54,27 @@ def found(parts: Mapping[str, Cases]) -> dict[str, Any]:
         "bits": Target("training is bitwise identical"),
         "host": Target("the host needs no more time for a step than in eager mode"),
     }
-    ran = {
+    rows_that_ran = {
         name: {case: row for case, row in cases.items() if row.get("status") == "ran"}
         for name, cases in parts.items()
     }
-    ways, host = ran.get("ways", {}), ran.get("host", {})
+    ways, host = rows_that_ran.get("ways", {}), rows_that_ran.get("host", {})
     for case, row in parts.get("budget", {}).items():
         kept, fails = row.get("kept"), row.get("plain_fails")
         words = row.get("reason") or f"kept {kept}, the plain model fails {fails}"
         targets["kept"].check(case, bool(kept and fails), f"{row['status']}: {words}"[:160])
-    for case, row in {**ways, **ran.get("budget", {})}.items():
-        off = row.get("peak_off")
-        if off is not None and "compiled" not in case:  # which is measured, not predicted
-            targets["peak"].check(case, -PEAK_BELOW <= off <= PEAK_ABOVE, f"{100 * off:+.2f} %")
+    for case, row in {**ways, **rows_that_ran.get("budget", {})}.items():
+        error = row.get("peak_off")
+        if error is not None and "compiled" not in case:  # compiled: measured while planning
+            targets["peak"].check(case, -PEAK_BELOW <= error <= PEAK_ABOVE, f"{100 * error:+.2f} %")
     for case, row in ways.items():
-        off = row.get("time_off")
-        if off is not None:
-            targets["time"].check(case, abs(off) <= TIME_OFF, f"{100 * off:+.1f} %")
+        error = row.get("time_off")
+        if error is not None:
+            targets["time"].check(case, abs(error) <= TIME_ERROR, f"{100 * error:+.1f} %")
         bound, overhead = row.get("bound"), row.get("measured_overhead")
         if bound is not None and overhead is not None:
             words = f"{100 * overhead:+.1f} %, bound {100 * bound:+.1f} %"
-            targets["overhead"].check(case, overhead <= bound + MORE_THAN_BOUND, words)
+            targets["overhead"].check(case, overhead <= bound + OVERHEAD_ABOVE_BOUND, words)
         stock = _fastest_stock(case, row, ways)
         if stock is not None:
             name, fastest = stock
@@ -85,7 +94,8 @@ def found(parts: Mapping[str, Cases]) -> dict[str, Any]:
 
 
 def _fastest_stock(case: str, row: Mapping[str, Any], cases: Cases) -> tuple[str, float] | None:
-    """For a row of ours: the fastest stock way of its model in no more memory, samples/s."""
+    """Of the stock ways to run the model in at most SAME_PEAK times the memory, the fastest: its
+    name and samples/s. None if there is none, and for rows of a stock way."""
     model, way, *_ = case.split("/")
     rivals = [
         (other["samples_per_s"], name)
@@ -101,8 +111,8 @@ def _fastest_stock(case: str, row: Mapping[str, Any], cases: Cases) -> tuple[str
     return name, fastest
 
 
-def lines(targets: Mapping[str, Any]) -> Iterator[str]:
-    """The table, as text."""
+def target_lines(targets: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of text: each target with the cases that miss it."""
     if targets:
         yield "\nTargets"
     for target in targets.values():

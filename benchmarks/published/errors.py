@@ -1,5 +1,5 @@
-"""Why a row has no prediction."""
+"""The error of rows that have no prediction."""
 
 
 class NotPredictedError(ValueError):
-    """Says why nothing can be predicted for a row."""
+    """Nothing can be predicted for a row; the message says why."""

@@ -1,7 +1,7 @@
-"""GPT with low-rank adapters on the meta device, as litgpt fine-tuned it in October 2023.
+"""GPT with low-rank adapters (LoRA) on the meta device, as litgpt fine-tuned it in October 2023.
 
-Weights are bfloat16 and frozen; adapters of rank 8 stand beside queries and values. The head and
-its loss run in chunks of 128 tokens.
+Weights are bfloat16 and frozen. Queries and values have adapters of rank 8. The head and its loss
+run in chunks of 128 tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ _CHUNK = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """n_rotated: of each head. gated: an MLP of Llama's kind, root-mean-square norms, and the MLP
-    after attention; else GPT-NeoX's MLP and layer norms, and both side by side."""
+    """Shape of a model.
+
+    h: width. i: inner width of the MLP. n_tokens: size of the vocabulary.
+    n_rotated: dimensions of each head with rotary positions.
+    gated: Llama's blocks: a gated MLP after attention, root-mean-square norms, no biases. Else
+        GPT-NeoX's: MLP parallel to attention, layer norms, biases.
+    shared_norm: attention and MLP read the output of the same norm.
+    head_bias: the head has a bias.
+    """
 
     n_layers: int
     h: int
@@ -45,26 +52,27 @@ SHAPES = {
 
 
 class QueryKeyValue(nn.Module):
-    """One product for all three, and the adapter, whose zeros for the keys are made each time."""
+    """One product for queries, keys and values, and the adapter, which in each call is padded with
+    zeros for the keys."""
 
     def __init__(self, h: int, *, bias: bool) -> None:
         super().__init__()
-        self.whole = linear(h, 3 * h, bias=bias)
+        self.qkv = linear(h, 3 * h, bias=bias)
         self.down = nn.Parameter(torch.empty(2 * _RANK, h, dtype=BF16, device="meta"))
         self.up = nn.Parameter(torch.empty(2 * h, _RANK, dtype=BF16, device="meta"))
         index = torch.cat((torch.arange(h), torch.arange(2 * h, 3 * h)))
         self.register_buffer("index", index.to("meta"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.whole(x)
+        result = self.qkv(x)
         low = F.linear(F.dropout(x, _DROPOUT, self.training), self.down)
         high = F.conv1d(low.transpose(-2, -1), self.up[..., None], groups=2).transpose(-2, -1)
-        result += self.with_zeros(high) * _SCALE
+        result += self.padded_for_keys(high) * _SCALE
         return result
 
-    def with_zeros(self, high: torch.Tensor) -> torch.Tensor:
+    def padded_for_keys(self, high: torch.Tensor) -> torch.Tensor:
         high = high.transpose(0, 1)
-        rows = high.new_zeros(*high.shape[:-1], self.whole.out_features).flatten(0, -2)
+        rows = high.new_zeros(*high.shape[:-1], self.qkv.out_features).flatten(0, -2)
         rows = rows.index_copy(1, self.index, high.reshape(-1, high.shape[-1]))
         return rows.view(*high.shape[:-1], -1).transpose(0, 1)
 
@@ -86,8 +94,8 @@ class Attention(nn.Module):
 
     def with_positions(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         n = self.n_rotated
-        turned = rotated(x[..., :n], cos, sin).to(x.dtype)
-        return torch.cat((turned, x[..., n:]), dim=-1)
+        rotated_part = rotated(x[..., :n], cos, sin).to(x.dtype)
+        return torch.cat((rotated_part, x[..., n:]), dim=-1)
 
 
 class MLP(nn.Module):
@@ -107,7 +115,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.one_after_the_other = shape.gated
+        self.is_sequential = shape.gated
         self.norm_1 = _norm(shape)
         self.norm_2 = None if shape.shared_norm else _norm(shape)
         self.attention, self.mlp = Attention(shape), MLP(shape)
@@ -115,12 +123,12 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         normed = self.norm_1(x)
         attended = self.attention(normed, cos, sin)
-        if self.one_after_the_other:
+        if self.is_sequential:
             assert self.norm_2 is not None
             x = attended + x
             return self.mlp(self.norm_2(x)) + x
-        again = normed if self.norm_2 is None else self.norm_2(x)
-        return self.mlp(again) + attended + x
+        mlp_input = normed if self.norm_2 is None else self.norm_2(x)
+        return self.mlp(mlp_input) + attended + x
 
 
 def _norm(shape: Shape) -> nn.Module:
@@ -128,8 +136,8 @@ def _norm(shape: Shape) -> nn.Module:
 
 
 class GPT(nn.Module):
-    """Returns the loss and the logits, which a variable of the loop holds during the backward pass;
-    Fabric's half precision hands them to the loop in float32."""
+    """Returns the loss and the logits. A variable of the training loop keeps the logits alive
+    during the backward pass; Fabric's half precision returns them in float32."""
 
     def __init__(self, shape: Shape, length: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Llama in bfloat16 on the meta device, as the transformers library and torchtune write it."""
+"""Llama in bfloat16 on the meta device, written as in the transformers library and torchtune."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Norm(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """As the transformers library writes it, with fused attention."""
+    """A layer as the transformers library writes it, with fused attention.
+
+    h: width. a: heads. n_kv: heads of keys and values. i: inner width of the MLP.
+    """
 
     def __init__(self, h: int, a: int, n_kv: int, i: int) -> None:
         super().__init__()
@@ -63,7 +66,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class Llama(nn.Module):
-    """Returns the loss of float32 logits; the head is the embedding's table where they are tied."""
+    """Returns the loss of float32 logits. If `tied`, the head uses the embedding's weight."""
 
     def __init__(
         self,

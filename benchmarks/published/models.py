@@ -1,4 +1,4 @@
-"""Whole training set-ups: those that are predicted, and the rest with the reason."""
+"""Predict peaks and times of whole training set-ups, or say why a set-up cannot be predicted."""
 
 from __future__ import annotations
 
@@ -36,33 +36,35 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": {"n_layers": 32, "h": 4096, "a": 32, "n_kv": 8, "i": 14336, "tied": False},
     "llama-3-8b": {"n_layers": 32, "h": 4096, "a": 32, "n_kv": 8, "i": 14336, "tied": False},
 }
-"""Meta's configurations; all have 128 256 tokens."""
+"""Meta's configurations; all have a vocabulary of 128 256 tokens."""
 _N_TOKENS = 128256
 ModelStep: TypeAlias = tuple[float, float, float | None, tuple[float, float] | None]
 _UNITS = {"GiB": 2**30, "GB": 10**9}
-_KNOWN = {
+_ALLOWED = {
     "dtype": (None, "bf16"),
     "opt": (None, "AdamW", "AdamW fp32 master, bf16 mp"),
     "technique": (None, "", "packed", "+packed", "FSDP2 eager"),
     "accumulation": (None, 1),
 }
-"""Settings that are described, with what they may say."""
+"""Optional settings, with the values for which a prediction is possible."""
 _FIELDS = {
-    *("level", "source", "model", "gpu", "batch_per_gpu", "seq", "ckpt", *_KNOWN),
+    *("level", "source", "model", "gpu", "batch_per_gpu", "seq", "ckpt", *_ALLOWED),
     *("tps", "tps_per_gpu", "min_per_1k_iterations", "step_s", "time", "note"),
 }
 
 
 def model_step(row: Mapping[str, Any]) -> ModelStep:
-    """Predicted and measured peak, in the row's unit, the share of the card's peak rates that the
-    measured speed is, and the range of `ratio_range` (None: not measured).
+    """The predicted and the measured peak in the row's unit, the share of the card's peak rates at
+    which the measured step ran, and the range of `ratio_range` (both None: no measured time, and
+    the range also for several cards).
 
-    Predicted are eager steps with AdamW: on one card, without checkpointing, full fine-tunings of
-    Llama 3 in bfloat16 with packed sequences, as torchtune's recipe for a single device runs them,
-    and litgpt's with low-rank adapters, at the length of the longest sample; and torchtitan's of
-    Llama 3 under FSDP2, whose peak is what the allocator reserves.
+    These eager steps with AdamW can be predicted:
+    - on one card, without checkpointing: full fine-tuning of Llama 3 in bfloat16 with packed
+      sequences, by torchtune's recipe for a single device; litgpt's fine-tuning with low-rank
+      adapters, at the length of the longest sample;
+    - torchtitan's training of Llama 3 under FSDP2, whose peak is that of reserved memory.
 
-    Raises NotPredictedError.
+    Raises NotPredictedError for any other row.
     """
     text = " ".join(str(row.get(key, "")) for key in ("technique", "model", "gpu")).lower()
     for pattern, reason in _REASONS.items():
@@ -73,7 +75,7 @@ def model_step(row: Mapping[str, Any]) -> ModelStep:
     for name in ("seq", "batch_per_gpu"):
         if not isinstance(row[name], int) or isinstance(row[name], bool) or row[name] < 1:
             raise NotPredictedError(f"{name} is {row[name]!r}; a whole number above 0")
-    for name, known in _KNOWN.items():
+    for name, known in _ALLOWED.items():
         if row.get(name) not in known:
             raise NotPredictedError(f"{name} {row[name]!r} is not described here")
     peaks = [name for name in row if str(name).startswith("peak")]
@@ -86,13 +88,14 @@ def model_step(row: Mapping[str, Any]) -> ModelStep:
     if unit is None:
         raise NotPredictedError(f"{field}: its unit is none of {', '.join(_UNITS)}")
     if torchtitan.is_described(row):
-        return _of_ranks(row, measured, unit)
+        return _rank_step(row, measured, unit)
     if "fsdp" in text:
         raise NotPredictedError("its checkpointing and recipe are not described here")
-    return _of_one_card(row, measured, unit)
+    return _one_card_step(row, measured, unit)
 
 
-def _of_one_card(row: Mapping[str, Any], measured: float, unit: int) -> ModelStep:
+def _one_card_step(row: Mapping[str, Any], measured: float, unit: int) -> ModelStep:
+    """Predict a step on one card, by the peak of allocated memory."""
     if not re.match(r"1x[^x]", str(row.get("gpu"))):
         raise NotPredictedError(f"gpu is {row.get('gpu')!r}; one card, such as '1xA100-80GB'")
     if row.get("ckpt") not in (None, "none"):
@@ -100,11 +103,11 @@ def _of_one_card(row: Mapping[str, Any], measured: float, unit: int) -> ModelSte
     tokens = torch.empty(row["batch_per_gpu"], row["seq"], dtype=torch.int64, device="meta")
     step_s = tokens.numel() / number(row, "tps") if "tps" in row else None
     graph = trace(
-        _model(row),
+        _model_of(row),
         (tokens, tokens),
         optimizer=torch.optim.AdamW,
         device=torch.device("cuda" if can_trace_absent() else "cpu"),
-        costs=Roofline(_card(row["gpu"])),
+        costs=Roofline(_hardware_of(row["gpu"])),
     )
     peak = simulate_unplanned(graph).peak_bytes / unit
     if step_s is None:
@@ -113,23 +116,23 @@ def _of_one_card(row: Mapping[str, Any], measured: float, unit: int) -> ModelSte
     return peak, measured, graph.baseline_time_s / step_s, ratio
 
 
-def _of_ranks(row: Mapping[str, Any], measured: float, unit: int) -> ModelStep:
-    """Of one rank, which logs what its allocator has reserved."""
+def _rank_step(row: Mapping[str, Any], measured: float, unit: int) -> ModelStep:
+    """Predict a rank of torchtitan, whose log has the peak of reserved memory."""
     name = str(row.get("model", "")).lower()
     if name not in _SHAPES:
         raise NotPredictedError(f"the shape of {row.get('model')} is not described here")
     shape = {**_SHAPES[name], "n_tokens": _N_TOKENS}
     n_tokens = row["seq"] * row["batch_per_gpu"]
     step_s = n_tokens / number(row, "tps_per_gpu") if "tps_per_gpu" in row else None
-    graph, schedule = torchtitan.step(row, shape, _card(_model_of_card(str(row.get("gpu")))))
+    graph, schedule = torchtitan.step(row, shape, _hardware_of(_card_model(str(row.get("gpu")))))
     peak = reserved(graph, schedule, expandable=False).reserved_bytes / unit
     if step_s is None:
         return peak, measured, None, None
     return peak, measured, simulate(graph, schedule).time_s / step_s, None
 
 
-def _model(row: Mapping[str, Any]) -> nn.Module:
-    """It returns the loss first, and takes tokens and targets."""
+def _model_of(row: Mapping[str, Any]) -> nn.Module:
+    """The model of a row, which takes tokens and targets and returns the loss first."""
     name, recipe = str(row.get("model", "")).lower(), str(row.get("source", "")).lower()
     technique = str(row.get("technique", ""))
     if "torchtune" in recipe and "packed" in technique:
@@ -143,13 +146,13 @@ def _model(row: Mapping[str, Any]) -> nn.Module:
     raise NotPredictedError("this set-up is not described here")
 
 
-def _model_of_card(gpu: str) -> str:
-    """ "H100" of "8xH100 96GB HBM2e 500W, FSDP8"."""
+def _card_model(gpu: str) -> str:
+    """The card's model: "H100" for "8xH100 96GB HBM2e 500W, FSDP8"."""
     return re.split(r"[ ,]", gpu.partition("x")[2])[0]
 
 
-def _card(gpu: object) -> Hardware:
-    """Of a name such as "1xA100-80GB"."""
+def _hardware_of(gpu: object) -> Hardware:
+    """The hardware for a name such as "1xA100-80GB"."""
     name = str(gpu).lower().removeprefix("1x")
     try:
         return named(f"rtx{name}" if name.isdigit() else name)

@@ -1,4 +1,4 @@
-"""A published row, checked: what it is of, and what was measured."""
+"""Read and check published rows: what was run, and what was measured."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.published.scripts import REASONS, SCRIPTS, Script, Settings
 
 PEAK, TIME = "max_memory_allocated MiB", "median ms fwd+bwd"
 PYTORCHS_OWN = ("huggingface", "torch")
-"""Providers that run PyTorch's operators one by one."""
+"""Providers (implementations) that run PyTorch's operators one by one."""
 
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """measured: in MiB or milliseconds, as `metric` says."""
+    """A checked row of a module's benchmark. measured: in MiB or milliseconds, by `metric`."""
 
     script: Script
     gpu: str
@@ -26,7 +26,7 @@ class ModuleRow:
 
 
 def level_of(row: object) -> str:
-    """ "op" or "model". Raises NotPredictedError."""
+    """The row's level, "op" or "model". Raises NotPredictedError for any other."""
     level = row.get("level") if isinstance(row, Mapping) else None
     if level not in ("op", "model"):
         raise NotPredictedError(f"level is {level!r}; 'op' for a module or 'model'")
@@ -34,7 +34,7 @@ def level_of(row: object) -> str:
 
 
 def module_row(row: Mapping[str, Any]) -> ModuleRow:
-    """Raises NotPredictedError."""
+    """Check a row of level "op". Raises NotPredictedError if it cannot be predicted."""
     op, metric = _text(row, "op"), _text(row, "metric")
     provider = _text(row, "provider")
     if provider not in PYTORCHS_OWN:
@@ -48,8 +48,8 @@ def module_row(row: Mapping[str, Any]) -> ModuleRow:
         raise NotPredictedError(f"metric {metric!r}; known are {PEAK!r} and {TIME!r}")
     measured = number(row, "value")
     config, x = (_settings(row, name) for name in ("config", "x"))
-    if twice := sorted(config.keys() & x.keys()):
-        raise NotPredictedError(f"{twice[0]} is in config and in x")
+    if duplicates := sorted(config.keys() & x.keys()):
+        raise NotPredictedError(f"{duplicates[0]} is in config and in x")
     settings = Settings({**config, **x}, date=row.get("date"), is_time=metric == TIME)
     script = SCRIPTS[op](settings)
     settings.refuse_unread()
@@ -57,7 +57,7 @@ def module_row(row: Mapping[str, Any]) -> ModuleRow:
 
 
 def number(row: Mapping[str, Any], name: str) -> float:
-    """What was measured. Raises NotPredictedError."""
+    """A measured number of the row. Raises NotPredictedError if it is not a number above 0."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise NotPredictedError(f"{name} is {value!r}; a measured number above 0")

@@ -1,10 +1,10 @@
-"""Which share of its peak rates a card reaches, fitted on the published rows.
+"""The share of its peak rates that a card reaches, fitted on the published rows.
 
-It is one share for all operators: matrix products take most of each row, and the other operators
-nearly the same part of each, so the rows cannot tell kinds of operators apart (`two_shares`). One
-share scales every time and leaves the overheads of plans as they are, so plans do not use it. What
-a row says of the ratio of two shares, that of products and that of other operators, is the range
-that reports give for an overhead (`plan_analysis.rate_shares`).
+One share is fitted for all operators. Matrix products take most of the time of each row, and other
+operators about the same part of it in every row, so that the rows cannot tell apart a share for
+products and one for other operators (`fit_two_shares`). One share scales all times alike and does
+not change the overheads of plans, so plans do not use it. But each row bounds the ratio of the two
+shares, from which reports derive a range for an overhead (`plan_analysis.rate_shares`).
 """
 
 import statistics
@@ -15,17 +15,19 @@ import numpy as np
 from scipy.optimize import lsq_linear
 
 FITTED: Mapping[str, float] = {"rtx4090": 0.97, "a100": 0.75}
-"""Medians of peak-rate time over measured time. rtx4090: ten steps of gated MLPs, 0.92 to 1.02.
-a100: one step of a Llama with 3 billion parameters."""
+"""Card -> median of (time at peak rates / measured time). rtx4090: ten steps of gated MLPs, between
+0.92 and 1.02. a100: one step of a Llama with 3 billion parameters."""
 
 
 def ratio_range(
     products_s: float, others_s: float, measured_s: float
 ) -> tuple[float, float] | None:
-    """The least and the largest ratio of the share of products to that of others with which the
-    times at peak rates give the measured one, where no share is above 1.
+    """Bounds on (share of the peak rates that products reach / share that other operators reach):
+    the least and the largest ratio that explains the measured time with no share above 1.
 
-    None: the step was faster than the peak rates.
+    products_s, others_s: times of products and of other operators at peak rates.
+
+    None if the step was faster than at peak rates or had no other operators.
     """
     if products_s + others_s > measured_s or others_s == 0:
         return None
@@ -33,18 +35,22 @@ def ratio_range(
 
 
 def expected_share(card: str) -> float:
-    """By the name of a device (`graphs.hardware`), its memory left out; of a card without a row,
-    the median of the others."""
+    """The fitted share of a card; the median of all for a card without rows.
+
+    card: name of the device in `graphs.hardware`; a suffix with its memory is ignored.
+    """
     return FITTED.get(card.split("-")[0], statistics.median(FITTED.values()))
 
 
 @dataclass(frozen=True)
 class TwoShares:
-    """Measured times as the sum of those of products and of other operators at peak rates, each
-    times a factor, by least squares of the relative errors.
+    """A least-squares fit of measured times, by their relative errors: the time of products at peak
+    rates times one factor, plus that of other operators times another.
 
-    condition: number of the problem. factors, spreads: of products and of others, with the standard
-    deviations. shares: the best that are at most 1. errors: of each row by the other rows' shares.
+    condition: condition number of the problem.
+    factors, spreads: the factors for products and for others, and their standard deviations.
+    shares: the best shares (1 / factor) that are at most 1.
+    errors: relative error of each row, predicted by shares fitted on the other rows.
     """
 
     condition: float
@@ -54,8 +60,12 @@ class TwoShares:
     errors: tuple[float, ...]
 
 
-def two_shares(rows: Sequence[tuple[float, float, float]]) -> TwoShares:
-    """rows: of products and of others at peak rates, and as measured; four or more of them."""
+def fit_two_shares(rows: Sequence[tuple[float, float, float]]) -> TwoShares:
+    """Fit two shares.
+
+    rows: (time of products, time of other operators, both at peak rates, measured time); four or
+        more.
+    """
     relative = np.array([(products / time, others / time) for products, others, time in rows])
     ones = np.ones(len(rows))
     factors, *_, singular = np.linalg.lstsq(relative, ones)
@@ -63,16 +73,21 @@ def two_shares(rows: Sequence[tuple[float, float, float]]) -> TwoShares:
     spreads = np.sqrt(variance * np.diag(np.linalg.inv(relative.T @ relative)))
 
     def bounded(chosen: np.ndarray) -> np.ndarray:
+        """The best factors for these rows that are at least 1 (shares of at most 1)."""
         found = lsq_linear(relative[chosen], ones[chosen], bounds=(1.0, np.inf))
         return np.asarray(found.x)
 
-    every = np.arange(len(rows))
-    slower = bounded(every)
-    errors = [abs(float(relative[at] @ bounded(every[every != at])) - 1.0) for at in every]
+    all_rows = np.arange(len(rows))
+    factors_at_least_1 = bounded(all_rows)
+    # leave one out: each row by the factors of all other rows
+    errors = [
+        abs(float(relative[index] @ bounded(all_rows[all_rows != index])) - 1.0)
+        for index in all_rows
+    ]
     return TwoShares(
         condition=float(singular[0] / singular[-1]),
         factors=(float(factors[0]), float(factors[1])),
         spreads=(float(spreads[0]), float(spreads[1])),
-        shares=(1.0 / float(slower[0]), 1.0 / float(slower[1])),
+        shares=(1.0 / float(factors_at_least_1[0]), 1.0 / float(factors_at_least_1[1])),
         errors=tuple(errors),
     )

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.harness import Row, ran, table
 from benchmarks.published.rows import TIME
-from benchmarks.published.shares import two_shares
+from benchmarks.published.shares import fit_two_shares
 
 NEAR_MIB, NEAR, FAR = 0.5, 0.0005, 0.01
-"""A peak is met within this many MiB or this share; it should never be further off than FAR."""
+"""A predicted peak is exact enough within NEAR_MIB MiB or this share (NEAR) of the measured one; no
+peak should be further off than the share FAR."""
 MODEL_NEAR = 0.015
-N_FOR_KINDS = 4
-"""Rows from which two shares are fitted."""
+MIN_ROWS_FOR_TWO_SHARES = 4
+"""How many rows of a card are needed to fit two shares."""
 
 
 NOTES = """## Notes
@@ -53,10 +54,10 @@ def markdown(report: Row) -> str:
     parts = [
         "# Measured by others, predicted here",
         ran(report),
-        *(["## Peaks of modules", of_peaks(peaks), _table(peaks, "MiB")] if peaks else []),
-        *(["## Times of modules", of_times(times), _table(times, "ms")] if times else []),
+        *(["## Peaks of modules", peaks_text(peaks), _table(peaks, "MiB")] if peaks else []),
+        *(["## Times of modules", times_text(times), _table(times, "ms")] if times else []),
         *(
-            ["## Whole models", of_models(models), _table(models, "GB or GiB, as in the row")]
+            ["## Whole models", models_text(models), _table(models, "GB or GiB, as in the row")]
             if models
             else []
         ),
@@ -66,15 +67,15 @@ def markdown(report: Row) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def of_peaks(rows: Sequence[Row]) -> str:
-    """How many peaks are met, by whether a constant was fitted."""
+def peaks_text(rows: Sequence[Row]) -> str:
+    """Sentences on how many peaks are exact enough, without and with a fitted constant."""
     plain = [row for row in rows if "constant" not in row]
     fitted = [row for row in rows if "constant" in row]
-    lines = [_met(plain, "without any fitted figure")] if plain else []
+    lines = [_accuracy_sentence(plain, "without any fitted figure")] if plain else []
     if fitted:
         n_series = len({json.dumps([row["op"], row["config"], row["gpu"]]) for row in fitted})
         lines.append(
-            _met(
+            _accuracy_sentence(
                 fitted,
                 f"in {n_series} series, whose constant (what earlier calls in the process have "
                 "left on the card) is fitted on the other rows of the series,",
@@ -83,8 +84,8 @@ def of_peaks(rows: Sequence[Row]) -> str:
     return " ".join(lines)
 
 
-def _met(rows: Sequence[Row], how: str) -> str:
-    met = sum(is_met(row) for row in rows)
+def _accuracy_sentence(rows: Sequence[Row], how: str) -> str:
+    met = sum(is_exact(row) for row in rows)
     worst = max(rows, key=lambda row: abs(row["off"]))
     return (
         f"{met} of {len(rows)} rows {how} are within 0.05 % or 0.5 MiB; the largest error is "
@@ -92,23 +93,23 @@ def _met(rows: Sequence[Row], how: str) -> str:
     )
 
 
-def is_met(row: Row) -> bool:
+def is_exact(row: Row) -> bool:
     return abs(row["predicted"] - row["measured"]) <= NEAR_MIB or abs(row["off"]) <= NEAR
 
 
-def of_times(rows: Sequence[Row]) -> str:
-    """Errors of times, and the shares of the peak rates that the rows have reached."""
+def times_text(rows: Sequence[Row]) -> str:
+    """Sentences on the errors of times and the shares of the peak rates that cards have reached."""
     errors = sorted(abs(row["off"]) for row in rows)
     lines = [f"{len(rows)} rows: the median error is {100 * statistics.median(errors):.1f} %,"]
     lines.append(f"the largest {100 * errors[-1]:.1f} %, by the fitted shares of `shares.py`")
     lines.append("(a card without one: their median). Shares of the peak rates reached by")
-    for card in sorted({_card(row) for row in rows}):
-        shares = sorted(row["rate_share"] for row in rows if _card(row) == card)
+    for card in sorted({_card_name(row) for row in rows}):
+        shares = sorted(row["rate_share"] for row in rows if _card_name(row) == card)
         lines.append(
             f"{card}: {shares[0]:.2f} to {shares[-1]:.2f}, median {statistics.median(shares):.2f}"
         )
         if len(shares) > 1:
-            off = [100 * error for error in off_by_the_others(shares)]
+            off = [100 * error for error in leave_one_out_errors(shares)]
             lines.append(
                 f"(with the share of the other rows for each: median error "
                 f"{statistics.median(off):.1f} %, largest {max(off):.1f} %)"
@@ -117,16 +118,16 @@ def of_times(rows: Sequence[Row]) -> str:
         kinds = [
             (*row["kinds"], row["measured"])
             for row in rows
-            if _card(row) == card and "kinds" in row
+            if _card_name(row) == card and "kinds" in row
         ]
-        lines += [_of_kinds(kinds)] if len(kinds) >= N_FOR_KINDS else []
-    lines += [ratios] if (ratios := _of_ratios(rows)) else []
+        lines += [_two_shares_text(kinds)] if len(kinds) >= MIN_ROWS_FOR_TWO_SHARES else []
+    lines += [ratios] if (ratios := _ratios_text(rows)) else []
     return " ".join(lines)
 
 
-def _of_kinds(rows: Sequence[tuple[float, float, float]]) -> str:
-    """How well the rows tell a share of products and one of other operators apart."""
-    found = two_shares(rows)
+def _two_shares_text(rows: Sequence[tuple[float, float, float]]) -> str:
+    """Sentences on whether the rows tell a share for products from one for other operators."""
+    found = fit_two_shares(rows)
     parts = sorted(others / products for products, others, _ in rows)
     (products, others), errors = found.factors, [100 * error for error in found.errors]
     return (
@@ -141,28 +142,28 @@ def _of_kinds(rows: Sequence[tuple[float, float, float]]) -> str:
     )
 
 
-def off_by_the_others(shares: list[float]) -> list[float]:
-    """The error of each time by the median of the other rows' shares, as a share."""
+def leave_one_out_errors(shares: list[float]) -> list[float]:
+    """The relative error of each time when it is predicted by the median of the other shares."""
     others = (shares[:at] + shares[at + 1 :] for at in range(len(shares)))
     pairs = zip(shares, map(statistics.median, others), strict=True)
     return [abs(share / expected - 1.0) for share, expected in pairs]
 
 
-def of_models(rows: Sequence[Row]) -> str:
-    """Errors of peaks, and the shares of the peak rates that the steps have reached."""
+def models_text(rows: Sequence[Row]) -> str:
+    """Sentences on the errors of peaks and the shares of the peak rates that steps have reached."""
     worst = max(abs(row["off"]) for row in rows)
-    shares = [f"{_card(row)} {row['rate_share']:.2f}" for row in rows if "rate_share" in row]
+    shares = [f"{_card_name(row)} {row['rate_share']:.2f}" for row in rows if "rate_share" in row]
     n_met = sum(abs(row["off"]) <= MODEL_NEAR for row in rows)
     return (
         f"Set-ups that are described well enough: {len(rows)}, of which {n_met} are within "
         f"{100 * MODEL_NEAR:.1f} %; the largest error is {100 * worst:.2f} %. Shares of the peak "
         f"rates that their steps have reached: {', '.join(shares) or 'not measured'}. "
-        f"{_of_ratios(rows)}"
+        f"{_ratios_text(rows)}"
     ).strip()
 
 
-def _of_ratios(rows: Sequence[Row]) -> str:
-    """What the rows say of the share of products over that of other operators."""
+def _ratios_text(rows: Sequence[Row]) -> str:
+    """A sentence on the bounds that the rows give for (share of products / share of others)."""
     found = [row["ratio"] for row in rows if row.get("ratio")]
     if not found:
         return ""
@@ -180,7 +181,7 @@ def _table(rows: Sequence[Row], unit: str) -> str:
 
 def _cells(row: Row) -> Iterator[str]:
     yield _title(row)
-    yield _card(row)
+    yield _card_name(row)
     yield f"{row['measured']:.3f}".rstrip("0").rstrip(".")
     yield f"{row['predicted']:.3f}".rstrip("0").rstrip(".")
     yield f"{100 * row['off']:+.3f} %"
@@ -202,12 +203,12 @@ def _title(row: Row) -> str:
     return f"{row.get('op')} ({words})".replace("|", "/")
 
 
-def _card(row: Row) -> str:
+def _card_name(row: Row) -> str:
     return str(row.get("gpu")).removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def _not_predicted(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
-    cells = ((_title(row), _card(row), row["reason"].replace("|", "/")) for row in rows)
+    cells = ((_title(row), _card_name(row), row["reason"].replace("|", "/")) for row in rows)
     return ["## Not predicted", table(("what", "card", "why"), cells)]

@@ -1,8 +1,9 @@
 """Llama under FSDP2 without torch.compile, as torchtitan trained it in December 2024.
 
-Parameters, their shards and AdamW's state are float32; blocks compute in bfloat16 and reduce in
-float32. Each block is wrapped by a checkpoint and then sharded; the root holds embedding, last norm
-and head. The loss is that of float32 logits; the logits are deleted before the backward pass.
+Parameters, their shards and AdamW's state are float32; blocks compute in bfloat16 and reduce
+gradients in float32. Each block is wrapped in a checkpoint and then sharded; embedding, last norm
+and head are in FSDP2's root group. The loss is computed from float32 logits; the logits are deleted
+before the backward pass.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ _EPS = 1e-5
 
 
 def is_described(row: Mapping[str, Any]) -> bool:
-    """Whether the row is of eager FSDP2 in torchtitan."""
+    """Whether the row is of torchtitan with FSDP2 in eager mode."""
     text = f"{row.get('source')} {row.get('technique')}".lower()
     return "torchtitan" in text and "fsdp2 eager" in text
 
 
 def n_ranks(row: Mapping[str, Any]) -> int:
-    """Of a card such as "8xH100 96GB HBM2e 500W, FSDP8". Raises NotPredictedError."""
+    """The number of ranks by the row's "gpu", such as "8xH100 96GB HBM2e 500W, FSDP8".
+
+    Raises NotPredictedError if it is not that of N cards with FSDP over all of them.
+    """
     found = re.fullmatch(r"([0-9]+)x[^,]*, FSDP([0-9]+)", str(row.get("gpu")))
     if found is None or found.group(1) != found.group(2) or int(found.group(1)) < 2:
         raise NotPredictedError(f"{row.get('gpu')!r} is none of N cards that share parameters")
@@ -49,9 +53,11 @@ def n_ranks(row: Mapping[str, Any]) -> int:
 def step(
     row: Mapping[str, Any], shape: Mapping[str, Any], hardware: Hardware
 ) -> tuple[Graph, Schedule]:
-    """Of one rank. shape: as of `benchmarks.published.llama.Llama`.
+    """The step of one rank, and the schedule of the row's checkpointing.
 
-    Raises NotPredictedError.
+    shape: arguments of `benchmarks.published.llama.Llama`.
+
+    Raises NotPredictedError if checkpointing or "gpu" of the row are not known.
     """
     if row.get("ckpt") not in _CHECKPOINTS:
         raise NotPredictedError(f"ckpt is {row.get('ckpt')!r}; one of {', '.join(_CHECKPOINTS)}")
@@ -59,7 +65,7 @@ def step(
     model = _Model(shape, row["seq"])
     tokens = torch.empty(row["batch_per_gpu"], row["seq"], dtype=torch.int64, device="meta")
     blocks = tuple(f"layers.{index}" for index in range(shape["n_layers"]))
-    # at that time PyTorch put FlashAttention before cuDNN's
+    # at that time PyTorch preferred FlashAttention to cuDNN's attention
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         graph = trace(
             model,
@@ -76,21 +82,25 @@ def step(
                 link="nvlink4",
             ),
         )
-    saves = row["ckpt"] == "per-op SAC"
+    is_selective = row["ckpt"] == "per-op SAC"
     checkpointed = () if row["ckpt"] == "none" else blocks
     graph = with_dropped_outputs(graph, graph.returned)
-    regions = [_region(graph, f"{path}.block", saves=saves) for path in checkpointed]
+    regions = [_region(graph, f"{path}.block", is_selective=is_selective) for path in checkpointed]
     return graph, plan_regions(graph, regions).schedule
 
 
-def _region(graph: Graph, path: str, *, saves: bool) -> CheckpointRegion:
-    """saves: of attention and every other product the results stay, that of the last product too,
-    which nothing reads: the policy names kinds of operators."""
+def _region(graph: Graph, path: str, *, is_selective: bool) -> CheckpointRegion:
+    """The checkpoint around one block.
+
+    is_selective: selective checkpointing per op: the results of attention and of every second
+        matrix product are saved. The policy names kinds of operators, so the result of the block's
+        last product is saved, too, though nothing reads it.
+    """
     names = nodes_of(graph, path)
     ops = {name: graph.node_by_name[name].op for name in names}
     products = [name for name in names if ops[name].startswith("aten.mm.")]
     saved = {*products[::2], *(name for name in names if "dot_product" in ops[name])}
-    kept = frozenset(saved if saves else ())
+    kept = frozenset(saved if is_selective else ())
     return CheckpointRegion(names, (path,), kept, keeps_unread=True)
 
 
@@ -103,7 +113,7 @@ def _linear(n_in: int, n_out: int) -> nn.Linear:
 
 
 class _Norm(nn.Module):
-    """As PyTorch computed nn.RMSNorm: in float32, by single operators."""
+    """nn.RMSNorm as PyTorch computed it then: in float32, by single operators."""
 
     def __init__(self, h: int) -> None:
         super().__init__()
@@ -126,7 +136,7 @@ class _Attention(nn.Module):
         b, t, h = x.shape
         q, k, v = self.q(x), self.k(x), self.v(x)
         q, k, v = (each.view(b, t, -1, self.size) for each in (q, k, v))
-        q, k = _turned(q, angles), _turned(k, angles)
+        q, k = _rotated(q, angles), _rotated(k, angles)
         keys, values = self.for_all_heads(k), self.for_all_heads(v)
         q, k, v = (each.transpose(1, 2) for each in (q, keys, values))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -138,7 +148,7 @@ class _Attention(nn.Module):
         return shared.reshape(b, t, n_kv * self.n_shared, size)
 
 
-def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * angles[None, :, None]).flatten(3).type_as(x)
 
@@ -157,7 +167,7 @@ class _Block(nn.Module):
 
 
 class _Checkpointed(nn.Module):
-    """The wrapper of a checkpoint, which is what is sharded."""
+    """The wrapper for the checkpoint around a block; FSDP2 shards the wrapper."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The graphs that `benchmarks.plan_quality` plans, by name, and how each is made.
 
-Traced on fake tensors with an H100's roofline, so nothing is allocated; `synthetic` ones are made
-from numbers. The traced step has no optimizer state: it is the same bytes at every budget.
+They are traced on fake tensors with an H100's roofline, so nothing is allocated, or synthetic: made
+from numbers. Traced steps have no optimizer state, which would be the same bytes at every budget.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from graphs.trace import CapturedStep, loss_index, trace_module
 INSTANCE = Path(__file__).parents[2] / "tests" / "data" / "gpt2_small_b8_t1024.json"
 
 
-# A step makes its variants of the living model. Those on the meta device take no memory.
+# Keeps the models alive: a step's variants are traced from its model. On the meta device, models
+# take no memory.
 _MODELS: list[nn.Module] = []
 
 
-def captured(model: nn.Module, batch: Any) -> CapturedStep:
+def capture_step(model: nn.Module, batch: Any) -> CapturedStep:
+    """Trace the training step of a model whose forward returns the loss."""
     _MODELS.append(model)
     return trace_module(
         model,
@@ -44,7 +46,7 @@ def captured(model: nn.Module, batch: Any) -> CapturedStep:
 
 
 def variants(step: CapturedStep) -> Variants:
-    """The step and those of its rewrites that keep all bits, as `solve` plans them by default."""
+    """The step with and without the rewrites that keep all bits, as `solve` plans it by default."""
     planned = variants_of("bitwise")
     traced = [(each.graph, each.captured) for each in step.variants(planned)]
     return allowed_variants(traced, planned)
@@ -53,20 +55,24 @@ def variants(step: CapturedStep) -> Variants:
 def example(
     name: str, *, batch: Mapping[str, int] | None = None, **sizes: Any
 ) -> Callable[[], CapturedStep]:
-    """batch: sizes for the example's `get_batch`; the other sizes are its `get_model`'s."""
+    """A function that traces a model of `examples/`.
+
+    batch: arguments of the example's `get_batch`.
+    sizes: arguments of its `get_model`.
+    """
 
     def capture() -> CapturedStep:
         # Imported only now: the Llama example needs transformers.
         module = importlib.import_module(f"examples.{name}")
         with torch.device("meta"):
-            return captured(module.get_model(**sizes), module.get_batch(**batch or {}))
+            return capture_step(module.get_model(**sizes), module.get_batch(**batch or {}))
 
     return capture
 
 
 def _densenet() -> CapturedStep:
     with torch.device("meta"):
-        return captured(densenet121(), resnet50.get_batch())
+        return capture_step(densenet121(), resnet50.get_batch())
 
 
 GRAPHS: dict[str, Callable[[], Graph | CapturedStep]] = {

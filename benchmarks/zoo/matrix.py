@@ -1,8 +1,8 @@
-"""The models of `benchmarks.matrix`: each with a batch and how its step goes.
+"""The models of `benchmarks.matrix`: each with a batch, and where its loss is computed.
 
 Models of transformers and diffusers are built from configurations, so nothing is downloaded, and
-keep the library's default dropout. Sizes are such that activations take more than parameters and a
-step takes a second at most on one core.
+keep the library's default dropout. Sizes are chosen so that activations take more memory than
+parameters, and a step takes at most a second on one core.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ N_CLASSES = written.N_CLASSES
 class Entry:
     """A model of the matrix.
 
-    build: the model and its batch, the same for the same random state.
-    loss: as in `solve`: the loss outside of the model.
-    inputs: as in `solve`: what of the batch the model is called with.
-    large: its search takes minutes; the tests leave it out.
+    build: returns the model and its batch, which depend on nothing but the random state.
+    loss: as in `solve`: (output, batch) -> loss (None: the model returns its loss).
+    inputs: as in `solve`: batch -> arguments of the model (None: the whole batch).
+    large: the search takes minutes, so tests skip the model.
     """
 
     build: Callable[[], tuple[nn.Module, Any]]
@@ -37,7 +37,7 @@ class Entry:
     inputs: Callable[[Any], Any] | None = None
     large: bool = False
 
-    def made(self, seed: int = 0) -> tuple[nn.Module, Any]:
+    def model_and_batch(self, seed: int = 0) -> tuple[nn.Module, Any]:
         """The model, in training mode, and its batch."""
         torch.manual_seed(seed)
         model, batch = self.build()
@@ -45,15 +45,15 @@ class Entry:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of `solve`."""
+        """Options of `solve` for this model."""
         return {"loss": self.loss, "inputs": self.inputs}
 
 
 LOSS_INSIDE = Entry(lambda: (nn.Identity(), None))
-"""How to step any model that is called with its batch and returns its loss."""
+"""For any model that is called with the whole batch and returns its loss; its `build` is unused."""
 
 
-def _of_transformers(name: str, batch: Callable[[], dict[str, Any]], **config: Any) -> Entry:
+def _transformers_entry(name: str, batch: Callable[[], dict[str, Any]], **config: Any) -> Entry:
     def build() -> tuple[nn.Module, Any]:
         import transformers
 
@@ -67,7 +67,7 @@ def _tokens(n_rows: int, n_columns: int) -> torch.Tensor:
     return torch.randint(3, N_TOKENS, (n_rows, n_columns))
 
 
-def _language(n_rows: int, n_columns: int) -> Callable[[], dict[str, torch.Tensor]]:
+def _language_batch(n_rows: int, n_columns: int) -> Callable[[], dict[str, torch.Tensor]]:
     def batch() -> dict[str, torch.Tensor]:
         tokens = _tokens(n_rows, n_columns)
         return {"input_ids": tokens, "labels": tokens.clone()}
@@ -86,7 +86,7 @@ def _images() -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.arange(8) % N_CLASSES}
 
 
-def _labelled(n_images: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _labelled_images(n_images: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n_images, 3, size, size), torch.arange(n_images) % N_CLASSES
 
 
@@ -117,7 +117,7 @@ _ENCODER = {
 
 
 def _clip() -> tuple[nn.Module, Any]:
-    """With its contrastive loss over the batch."""
+    """CLIP with its contrastive loss over the batch."""
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -170,7 +170,7 @@ def _graph_network() -> tuple[nn.Module, Any]:
     }
 
 
-def _recurrent(cell: type[nn.Module]) -> Callable[[], tuple[nn.Module, Any]]:
+def _recurrent_model(cell: type[nn.Module]) -> Callable[[], tuple[nn.Module, Any]]:
     return lambda: (
         written.Recurrent(cell(16, 16), 16, 20),  # type: ignore[call-arg]
         torch.randint(0, 20, (8, 1000)),
@@ -178,40 +178,42 @@ def _recurrent(cell: type[nn.Module]) -> Callable[[], tuple[nn.Module, Any]]:
 
 
 ZOO: Mapping[str, Entry] = {
-    "GPT-2": _of_transformers("GPT2LMHeadModel", _language(4, 128), **_GPT2),
-    "GPT-2, many tokens": _of_transformers(
+    "GPT-2": _transformers_entry("GPT2LMHeadModel", _language_batch(4, 128), **_GPT2),
+    "GPT-2, many tokens": _transformers_entry(
         "GPT2LMHeadModel",
-        _language(4, 128),
-        # so many that the loss can run in row chunks
+        _language_batch(4, 128),
+        # a vocabulary so large that the loss can run in row chunks
         **_GPT2 | {"vocab_size": 8192, "n_layer": 2, "n_embd": 64},
     ),
-    "Llama": _of_transformers("LlamaForCausalLM", _language(4, 128), **_DECODER),
-    "Qwen3": _of_transformers("Qwen3ForCausalLM", _language(4, 128), **_DECODER, head_dim=32),
-    "Mixtral": _of_transformers(
+    "Llama": _transformers_entry("LlamaForCausalLM", _language_batch(4, 128), **_DECODER),
+    "Qwen3": _transformers_entry(
+        "Qwen3ForCausalLM", _language_batch(4, 128), **_DECODER, head_dim=32
+    ),
+    "Mixtral": _transformers_entry(
         "MixtralForCausalLM",
-        _language(4, 64),
+        _language_batch(4, 64),
         **_DECODER,
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
-    "Mamba": _of_transformers(
+    "Mamba": _transformers_entry(
         "MambaForCausalLM",
-        _language(4, 48),
+        _language_batch(4, 48),
         **_LANGUAGE,
         hidden_size=64,
         state_size=8,
         num_hidden_layers=2,
     ),
-    "BERT": _of_transformers(
+    "BERT": _transformers_entry(
         "BertForSequenceClassification",
         _sentences,
         **_ENCODER,
         vocab_size=N_TOKENS,
         max_position_embeddings=128,
     ),
-    "T5": _of_transformers(
+    "T5": _transformers_entry(
         "T5ForConditionalGeneration",
-        _language(4, 64),
+        _language_batch(4, 64),
         **_LANGUAGE,
         d_model=96,
         d_kv=24,
@@ -220,10 +222,10 @@ ZOO: Mapping[str, Entry] = {
         num_heads=4,
         decoder_start_token_id=0,
     ),
-    "ViT": _of_transformers(
+    "ViT": _transformers_entry(
         "ViTForImageClassification", _images, **_ENCODER, image_size=64, patch_size=8
     ),
-    "ConvNeXt": _of_transformers(
+    "ConvNeXt": _transformers_entry(
         "ConvNextForImageClassification",
         _images,
         hidden_sizes=[16, 32, 48, 64],
@@ -232,7 +234,7 @@ ZOO: Mapping[str, Entry] = {
         drop_path_rate=0.1,
         num_labels=N_CLASSES,
     ),
-    "ResNet": _of_transformers(
+    "ResNet": _transformers_entry(
         "ResNetForImageClassification",
         _images,
         embedding_size=16,
@@ -247,17 +249,20 @@ ZOO: Mapping[str, Entry] = {
         inputs=lambda batch: {name: value for name, value in batch.items() if name != "noise"},
     ),
     "ResNet-1001": Entry(
-        lambda: (written.DeepResNet(n_blocks=111, width=2), _labelled(2, 16)), large=True
+        lambda: (written.DeepResNet(n_blocks=111, width=2), _labelled_images(2, 16)), large=True
     ),
     "VGG": Entry(
-        lambda: (written.Vgg([(16, 16), (32, 32), (48, 48)], image_size=32), _labelled(8, 32)),
+        lambda: (
+            written.Vgg([(16, 16), (32, 32), (48, 48)], image_size=32),
+            _labelled_images(8, 32),
+        ),
         loss=lambda output, batch: F.cross_entropy(output, batch[1]),
         inputs=lambda batch: batch[0],
     ),
     "U-Net": Entry(lambda: (unet.get_model(width=8, n_levels=2), unet.get_batch(2, 64))),
-    "DenseNet": Entry(lambda: (written.densenet_small(), _labelled(4, 32))),
-    "LSTM cells, 1000 steps": Entry(_recurrent(nn.LSTMCell), large=True),
-    "GRU cells, 1000 steps": Entry(_recurrent(nn.GRUCell), large=True),
+    "DenseNet": Entry(lambda: (written.densenet_small(), _labelled_images(4, 32))),
+    "LSTM cells, 1000 steps": Entry(_recurrent_model(nn.LSTMCell), large=True),
+    "GRU cells, 1000 steps": Entry(_recurrent_model(nn.GRUCell), large=True),
     "graph network": Entry(_graph_network),
     "several losses": Entry(
         lambda: (written.SeveralLosses(128), (torch.randn(512, 64), torch.arange(512) % N_CLASSES)),

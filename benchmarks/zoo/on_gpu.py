@@ -1,4 +1,4 @@
-"""The models of the GPU benchmark: as they are trained, small ones for a CPU, and tiny ones.
+"""The models of the GPU benchmark: LARGE ones of real sizes, SMALL ones for a CPU, and TINY ones.
 
 Every model returns its loss.
 """
@@ -19,12 +19,12 @@ from examples import gpt2, lstm, resnet50, unet, vit
 class Subject:
     """A model to train.
 
-    build: the model, on the CPU.
-    batch: tensors of a batch of that many samples, on the CPU.
-    batch_size: the one that is measured.
+    build: makes the model.
+    batch: number of samples -> the tensors of a batch, on the CPU.
+    batch_size: number of samples to measure with.
     dtype: of parameters and floating-point inputs.
-    blocks: what per-block checkpointing wraps.
-    with_layers: the same model with so many layers.
+    blocks: model -> the modules that per-block checkpointing wraps.
+    with_layers: number of layers -> the same subject with so many (None: fixed).
     """
 
     build: Callable[[], nn.Module]
@@ -34,10 +34,11 @@ class Subject:
     blocks: Callable[[nn.Module], list[nn.Module]] = lambda model: list(model.blocks)
     with_layers: Callable[[int], Subject] | None = None
 
-    def made(
+    def model_and_batch(
         self, device: torch.device, *, batch_size: int | None = None, seed: int = 0
     ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-        """Model and batch on the device; parameters are drawn there, so the host holds none."""
+        """The model in training mode and a batch, on the device. Parameters are initialized there,
+        so that the host does not hold them."""
         torch.manual_seed(seed)
         with device:
             model = self.build()
@@ -67,12 +68,12 @@ def _llama(n_layers: int, length: int, *, batch_size: int = 1) -> Subject:
 
 N_LAYERS_OF_8B = 32
 LLAMA_LAYER_BYTES, LLAMA_REST_BYTES = 2_960_000_000, 12_900_000_000
-"""Of a step of 8192 tokens without a plan, in bf16 with AdamW: what a layer adds to its peak, and
-what embedding, head and loss take. As planned for 2 and 4 layers."""
+"""Peak of a step without a plan (8192 tokens, bf16, AdamW): bytes per layer, and bytes of
+embedding, head and loss. From the predicted peaks for 2 and 4 layers."""
 
 
 def llama_layers(memory_bytes: int) -> int:
-    """As many layers of Llama-3-8B as train on such a card without a plan."""
+    """How many layers of Llama-3-8B train without a plan on a card with this memory; at least 1."""
     n_layers = (int(0.95 * memory_bytes) - LLAMA_REST_BYTES) // LLAMA_LAYER_BYTES
     return max(1, min(N_LAYERS_OF_8B, n_layers))
 
@@ -136,15 +137,15 @@ SMALL: Mapping[str, Subject] = {
 }
 
 QUICK = ("gpt2", "gpt2-xl", "llama-8b-8192", "resnet101", "vit-large-384")
-"""Of the large ones: what the quick set measures."""
+"""The LARGE models in the benchmark's quick set."""
 
 TINY = ("attention with dropout", "attention in float32", "gpt2 with dropout", "batch norm")
 
 
 def tiny(name: str, device: torch.device) -> Subject:
-    """A model for comparing bits and for tests/gpu.
+    """A model for comparing bits and for tests/gpu; name: one of TINY.
 
-    Larger on CUDA, where the workspaces of libraries would outweigh a small step.
+    It is larger on CUDA, where the workspaces of libraries would outweigh a small step.
     """
     on_cuda = device.type == "cuda"
     scale = 8 if on_cuda else 1
@@ -162,7 +163,8 @@ def tiny(name: str, device: torch.device) -> Subject:
             lambda n: unet.get_batch(n, 32 * half),
             2 * half,
         )
-    # On CUDA float32 takes the memory-efficient kernel, bfloat16 flash attention or cuDNN's.
+    # On CUDA, attention takes the memory-efficient kernel for float32, and flash attention's or
+    # cuDNN's kernel for bfloat16.
     is_half = on_cuda and name == "attention with dropout"
     width, n_heads = (512, 8) if on_cuda else (64, 4)
     return Subject(
@@ -177,8 +179,8 @@ def subjects(device: torch.device) -> Mapping[str, Subject]:
     return SMALL if device.type == "cpu" else LARGE
 
 
-def fitted(subject: Subject, memory_bytes: int) -> Subject:
-    """The subject with as many layers as fit a card, where it has a number of them to choose."""
+def with_fitting_layers(subject: Subject, memory_bytes: int) -> Subject:
+    """The subject with as many layers as fit a card with this memory, if their number can vary."""
     if subject.with_layers is None:
         return subject
     return subject.with_layers(llama_layers(memory_bytes))

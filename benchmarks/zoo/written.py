@@ -1,4 +1,4 @@
-"""Models that are in neither `examples/` nor a library, or there at one size only. Torch alone."""
+"""Models that are not in `examples/` or a library, or only at one size there. Needs only torch."""
 
 from __future__ import annotations
 
@@ -84,11 +84,12 @@ class Vgg(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Every layer reads all before it in its block (Huang et al. 2017).
+    """DenseNet: every layer reads the outputs of all layers before it in its block (Huang et al.
+    2017).
 
-    stem: to 2 * growth channels.
-    layer: from so many channels to `growth`.
-    shrink: between blocks, from so many channels to half as many.
+    stem: module that makes 2 * growth channels from the image.
+    layer: (n channels, growth) -> a layer from n to growth channels.
+    shrink: n channels -> the module after a block, from n to n / 2 channels.
     """
 
     def __init__(
@@ -118,10 +119,10 @@ class DenseNet(nn.Module):
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.stem(images)
         for layers, shrink in zip(self.blocks, self.shrink, strict=True):
-            made = [x]
+            features = [x]
             for layer in layers:
-                made.append(layer(torch.cat(made, dim=1)))
-            x = shrink(torch.cat(made, dim=1))
+                features.append(layer(torch.cat(features, dim=1)))
+            x = shrink(torch.cat(features, dim=1))
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
@@ -167,7 +168,7 @@ def densenet121() -> DenseNet:
 
 
 class Recurrent(nn.Module):
-    """Cells in a loop over the sequence; predicts the next token at each step."""
+    """A recurrent cell in a loop over the sequence; predicts the next token at each step."""
 
     def __init__(self, cell: nn.Module, width: int, n_tokens: int) -> None:
         super().__init__()
@@ -187,7 +188,8 @@ class Recurrent(nn.Module):
 
 
 class GraphNet(nn.Module):
-    """Messages along edges, summed at their targets, with a residual (Gilmer et al. 2017)."""
+    """A graph network (Gilmer et al. 2017): messages along edges are averaged at their targets and
+    update the nodes by a GRU cell."""
 
     def __init__(self, n_layers: int, width: int) -> None:
         super().__init__()
@@ -233,7 +235,7 @@ class SeveralLosses(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Written out, as transformers has it: nn.RMSNorm saves less for backward."""
+    """RMS norm written out as in transformers; nn.RMSNorm would save less for backward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -246,7 +248,7 @@ class RMSNorm(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Grouped queries, rotary positions, a gated MLP (Llama 3, Grattafiori et al. 2024)."""
+    """Grouped-query attention, rotary positions, a gated MLP (Llama 3, Grattafiori et al. 2024)."""
 
     def __init__(self, width: int, mlp_width: int, n_heads: int, n_kv_heads: int) -> None:
         super().__init__()
@@ -322,7 +324,7 @@ class Llama(nn.Module):
 
 
 class AttentionWithDropout(nn.Module):
-    """Dropout inside the fused attention, between its products, where no mask is ever stored."""
+    """Layers of fused attention with dropout inside the kernel, which never stores a mask."""
 
     def __init__(self, width: int = 64, n_heads: int = 4, n_layers: int = 3) -> None:
         super().__init__()

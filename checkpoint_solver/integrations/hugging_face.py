@@ -1,4 +1,4 @@
-"""A callback for the Trainer of transformers, of `scheduler_runtime.integrations`."""
+"""A callback for the Trainer of transformers (from `scheduler_runtime.integrations`)."""
 
 from scheduler_runtime.integrations.hugging_face import FitCallback
 

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Lightning, of `scheduler_runtime.integrations`."""
+"""A callback for the Trainer of Lightning (from `scheduler_runtime.integrations`)."""
 
 from scheduler_runtime.integrations.lightning import FitCallback
 

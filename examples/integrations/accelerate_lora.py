@@ -1,4 +1,4 @@
-"""Adapters of peft on a frozen model, trained with accelerate within a budget.
+"""Train peft's adapters on a frozen model with accelerate, within a memory budget.
 
 python examples/integrations/accelerate_lora.py
 """

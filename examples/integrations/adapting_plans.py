@@ -1,11 +1,11 @@
-"""Plans for the lengths in the data, and a tighter plan when memory runs short.
+"""Plan ahead for all sequence lengths in the data, and plan tighter when memory runs short.
 
     python examples/integrations/adapting_plans.py
 
-All lengths are planned before the training begins, within one budget. In one step the device then
-has less memory than its plan takes, as if another program had some. The CPU has no limit to run
-into, so an operator raises the error that a full card raises. The step runs again with a tighter
-plan, and the training goes on.
+All lengths are planned before training begins, within one budget. In a later step the device has
+less memory than the plan takes, as if another program had some of it. A CPU has no limit to run
+into, so an operator raises the error that a full GPU raises. The step runs again with a tighter
+plan, and training continues.
 """
 
 import torch

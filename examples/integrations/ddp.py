@@ -1,4 +1,4 @@
-"""Data parallelism within a budget for each process.
+"""DistributedDataParallel within a memory budget for each process.
 
 torchrun --nproc-per-node 2 examples/integrations/ddp.py
 """
@@ -18,7 +18,7 @@ def train():
     model = nn.Sequential(*layers, nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters())
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    fit(model, budget="8MB", optimizer=optimizer)  # the module inside
+    fit(model, budget="8MB", optimizer=optimizer)  # the module inside the wrapper
     torch.manual_seed(dist.get_rank())
     for _ in range(3):
         optimizer.zero_grad()
@@ -30,7 +30,8 @@ def train():
 
 def main():
     dist.init_process_group("gloo")
-    train()  # a DistributedDataParallel that outlives its gloo group can hang there (PyTorch 2.13)
+    # a function, so that the DDP wrapper is deleted before its group: else it can hang (torch 2.13)
+    train()
     dist.destroy_process_group()
 
 

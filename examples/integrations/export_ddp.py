@@ -1,10 +1,10 @@
-"""A plan exported as stock checkpointing, under DistributedDataParallel: two processes on the CPU.
+"""Export a plan as stock checkpointing and train with DDP: two processes on the CPU.
 
     torchrun --nproc-per-node 2 examples/integrations/export_ddp.py  # or with python
 
-Each process plans the step of its own share of the batch. Planning and exporting come before DDP,
-which then wraps an ordinary module. DDP's buckets hold one more copy of the gradients, which no
-plan of the module knows.
+Each process plans the step for its share of the batch. Plan and export first: then DDP wraps an
+ordinary module. DDP's buckets are one more copy of the gradients, which the module's plan does not
+count.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""A plan exported as stock checkpointing, under FSDP2 (fully_shard): two processes on the CPU.
+"""Export a plan as stock checkpointing and train with FSDP2 (fully_shard): two CPU processes.
 
     torchrun --nproc-per-node 2 examples/integrations/export_fsdp2.py  # or with python
 
-`fsdp=2` plans for what one of two ranks holds: its shards of parameters, gradients and optimizer
-state, and what FSDP2 gathers and for how long. Export first, shard after: FSDP2 gathers a block's
-parameters around its forward and again before its backward, and what runs again runs in between.
+`fsdp=2` plans for the memory of one of two ranks: its shards of parameters, gradients and optimizer
+state, and the parameters that FSDP2 gathers, while they are live. Export first, then shard: FSDP2
+gathers a block's parameters around its forward and again before its backward, and the recomputation
+has to run inside of that.
 """
 
 from __future__ import annotations

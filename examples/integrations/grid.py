@@ -1,9 +1,10 @@
-"""FSDP2 on top of tensor parallelism, with an exported plan: four processes on the CPU.
+"""Train with FSDP2 on top of tensor parallelism and an exported plan: four processes on the CPU.
 
     torchrun --nproc-per-node 4 examples/integrations/grid.py
 
-Two rows of two tensor-parallel ranks: each rank has a part of every matrix, of which FSDP2 leaves
-it half. Plan the tensor-parallel module, export, then shard it over the other dimension.
+The mesh has two rows of two tensor-parallel ranks. Tensor parallelism gives each rank a part of
+every matrix; FSDP2 shards this part over the two rows. Plan the tensor-parallel module, export the
+plan, then shard over the other dimension.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from checkpoint_solver.fsdp import shard
 
 ROWS, WIDTH, N_BLOCKS, N_TENSOR = 1024, 64, 3, 2
 BUDGET = "4.5MB"
-"""Of each rank; without a plan the step takes more."""
+"""For each rank; without a plan the step takes more."""
 
 
 class Block(nn.Module):
@@ -57,7 +58,7 @@ def main() -> None:
     torch.manual_seed(0)
     styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     model = parallelize_module(Model(), mesh["tp"], styles)
-    torch.manual_seed(mesh.get_local_rank("dp"))  # a batch for each row
+    torch.manual_seed(mesh.get_local_rank("dp"))  # ranks of a row have the same batch
     batch = torch.randn(ROWS, WIDTH)
 
     solution = solve(model, batch, budget=BUDGET, optimizer=torch.optim.AdamW, fsdp=shape[0])

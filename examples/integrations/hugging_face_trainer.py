@@ -1,4 +1,4 @@
-"""The Trainer of transformers within a budget: one callback.
+"""The Trainer of transformers within a memory budget: add one callback.
 
 python examples/integrations/hugging_face_trainer.py
 """

@@ -1,4 +1,4 @@
-"""Lightning's Trainer within a budget: one callback.
+"""Lightning's Trainer within a memory budget: add one callback.
 
 python examples/integrations/lightning_module.py
 """

@@ -1,10 +1,10 @@
-"""A planned pipeline under torch.distributed.pipelining: two stages on the CPU.
+"""Plan a pipeline and run it with torch.distributed.pipelining: two stages on the CPU.
 
     torchrun --nproc-per-node 2 examples/integrations/pipeline.py
 
-The first process divides the layers and plans both stages within the same budget, from tensors
-without memory, and sends the answer to the other one, so that both have the same. The first stage
-has two micro-batches in flight, the last one has one and the head: stages and plans differ.
+The first process divides the layers and plans both stages for the same budget, on the meta device,
+and sends the result to the other process, so that both have the same plans. The first stage has two
+micro-batches in flight, the last stage has one, and the head; so the stages' plans differ.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A training loop that does not fit, and the two lines that make it fit.
 
-    python examples/integrations/plain_loop.py            # runs as it is, and says what it took
-    python examples/integrations/plain_loop.py --fit      # within 60 % of that
+    python examples/integrations/plain_loop.py            # runs without a plan, prints the peak
+    python examples/integrations/plain_loop.py --fit      # then also within 60 % of that peak
 
-The device is the CPU, which has no limit to run into: the peak is measured instead.
+The device is the CPU, which has no limit to run into, so the peak is measured instead.
 """
 
 import argparse
@@ -31,7 +31,8 @@ class Tower(nn.Module):
 
 
 def train(budget=None):
-    """Losses of three steps, and the peak of one in bytes."""
+    """Train three steps, with a plan if there is a budget. Returns the losses, and the peak of a
+    step in bytes."""
     torch.manual_seed(0)
     model = Tower()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -40,7 +41,7 @@ def train(budget=None):
     x, y = torch.randn(2048, 64), torch.arange(2048) % 10
     losses = []
     for _ in range(3):
-        optimizer.zero_grad()  # before the forward pass: else old gradients take memory along it
+        optimizer.zero_grad()  # before forward: else old gradients are live during the forward pass
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()

@@ -1,10 +1,10 @@
-"""Stages of a pipeline whose parameters FSDP2 shards, with plans: four processes on the CPU.
+"""Plan the stages of a pipeline whose parameters FSDP2 shards: four processes on the CPU.
 
     torchrun --nproc-per-node 4 examples/integrations/sharded_pipeline.py
 
-Two stages of two ranks each. The first process divides the layers and plans both stages, from
-tensors without memory, for a rank that has its shard of the optimizer's state. Each rank exports
-the plan of its stage as stock checkpointing, shards the stage, and trains.
+There are two stages of two ranks each. The first process divides the layers and plans both stages,
+on the meta device, for a rank with its shard of the optimizer state. Each rank exports the plan of
+its stage as stock checkpointing, shards the stage, and trains.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     assert split is not None
     solution = split.solutions[index]
 
-    torch.manual_seed(index)  # the ranks of a stage begin with the same parameters
+    torch.manual_seed(index)  # ranks of a stage start with the same parameters
     stage = nn.Sequential(*layers()[split.slices[index]])
     exported = to_torch_checkpoint(stage, solution)
     shard(stage, solution, mesh=mesh["dp"])
@@ -73,7 +73,7 @@ def main() -> None:
     )
     schedule = Schedule1F1B(runner, n_microbatches=N_MICROBATCHES, loss_fn=F.cross_entropy)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
-    torch.manual_seed(mesh.get_local_rank("dp"))  # a batch for each pipeline
+    torch.manual_seed(mesh.get_local_rank("dp"))  # each pipeline has its own batch
     batch = torch.randn(N_MICROBATCHES * ROWS, WIDTH)
     target = torch.randint(N_CLASSES, (N_MICROBATCHES * ROWS,))
     losses: list[torch.Tensor] = []

@@ -1,9 +1,9 @@
-"""A tensor-parallel training with a plan: two processes on the CPU.
+"""Tensor-parallel training with a plan: two processes on the CPU.
 
     torchrun --nproc-per-node 2 examples/integrations/tensor_parallel.py
 
-Each block's matrices are split over the ranks, and between them each rank has half of the sequence.
-`fit` plans at the first step; all ranks run the plan of the first one.
+Each block's matrices are split over the ranks; between blocks, each rank has half of the sequence.
+`fit` plans at the first step; all ranks run the plan of the first rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from checkpoint_solver import fit, plans_of
 
 ROWS, LENGTH, WIDTH, N_BLOCKS = 4, 256, 64, 3
 BUDGET = "4MB"
-"""Of each rank; without a plan the step takes more."""
+"""For each rank; without a plan the step takes more."""
 
 
 class FeedForward(nn.Module):
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 def parallel_styles() -> dict[str, object]:
-    """What `parallelize_module` does with each submodule."""
+    """The plan for `parallelize_module`: path of a submodule -> its parallel style."""
     styles: dict[str, object] = {}
     for index in range(N_BLOCKS):
         styles |= {

@@ -1,4 +1,4 @@
-"""What the examples of data-parallel training share: two processes on the CPU that talk by gloo."""
+"""Shared by the data-parallel examples: start gloo processes on the CPU, train, measure memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from scheduler_runtime.measuring import no_garbage
 
 N_PROCESSES = 2
 N_STEPS = 3
-N_MEASURED = (6, 30)  # at least and at most: on idle cores, 4 of 10 steps are measured too high
+N_MEASURED = (6, 30)  # least and most steps; on idle cores, 4 of 10 are measured too high
 SIZES = {"batch_size": 4, "seq_length": 64, "n_tokens": 512}
 
 
 def small_gpt2() -> nn.Module:
-    """Four blocks with dropout, the same weights in each process."""
+    """GPT-2 with four blocks and dropout; all processes get the same weights."""
     torch.manual_seed(0)
     return gpt2.get_model(n_layers=4, width=64, n_heads=4, n_tokens=512, max_length=64, dropout=0.1)
 
 
 def train(model: nn.Module, rank: int) -> tuple[list[torch.Tensor], int]:
-    """Some steps of AdamW, each process on batches of its own.
+    """Train a few steps with AdamW, on different batches in each process.
 
-    Returns the losses with this process's part of the last gradients, and the most bytes that
-    another step took above what was there before it.
+    Returns the losses and this process's part of the last gradients, and the peak of a further
+    forward and backward pass, in bytes above what was live before.
     """
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -52,7 +52,7 @@ def train(model: nn.Module, rank: int) -> tuple[list[torch.Tensor], int]:
 
 
 def compare(plain: nn.Module, exported: nn.Module, rank: int) -> None:
-    """Train both and print what differs; an exit code of 1 where the results do."""
+    """Train both models and print whether they agree; exit with 1 if not."""
     expected, plain_bytes = train(plain, rank)
     got, exported_bytes = train(exported, rank)
     same = all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
@@ -72,13 +72,16 @@ def rank_peak_bytes(
     *,
     predicted_bytes: int = 0,
 ) -> int:
-    """The most bytes that this process's tensors take during a step, those included that are there
-    before: its part of parameters and optimizer state, buffers and batch.
+    """The peak of this process's tensors in a step, with the bytes that are live before it: its
+    part of parameters and optimizer state, buffers and batch.
 
-    The optimizer has stepped before. Of many steps the least: a step counts too much where gloo's
-    threads let go of what they copied a moment after the process has gone on, and never too little.
-    Few are enough where one of them took no more than predicted_bytes, on every rank: a step of
-    one rank waits for the others.
+    optimizer: must have stepped before, so that it has its state.
+    predicted_bytes: the predicted peak.
+
+    Returns the least of many measured steps: gloo's threads may free their copies a moment after
+    the process has gone on, which makes a peak too high, never too low. Stops early when every
+    rank has measured a step of at most `predicted_bytes`; all ranks must run the same number of
+    steps, since they wait for each other.
     """
     state = [item for each in optimizer.state.values() for item in each.values()]
     held = [*model.parameters(), *model.buffers(), *state, *batch]
@@ -103,15 +106,20 @@ def rank_peak_bytes(
 
 
 def all_ranks(holds: bool) -> bool:
-    """Whether it holds on all of them."""
+    """Whether `holds` is true on all ranks."""
     answers = torch.tensor([int(holds)])
     dist.all_reduce(answers, op=dist.ReduceOp.MIN)
     return bool(answers.item())
 
 
 def run(work: Callable[[int], None], *, n_processes: int = N_PROCESSES) -> None:
-    """Call `work(rank)`, a function of a module, in each process of a gloo group: those of
-    torchrun, or else new ones."""
+    """Call `work(rank)` in each process of a gloo group: in torchrun's processes, or else in new
+    ones.
+
+    work: a function at module level, which can be pickled.
+
+    Raises ValueError if torchrun has another number of processes.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may wait for a name server
     if dist.is_torchelastic_launched():
         if int(os.environ["WORLD_SIZE"]) != n_processes:
@@ -127,7 +135,7 @@ def run(work: Callable[[int], None], *, n_processes: int = N_PROCESSES) -> None:
 
 def _in_group(rank: int, address: str, work: Callable[[int], None], n_processes: int) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # torch's modules: each of many collections would look through them again
+    gc.freeze()  # so that the many collections do not scan torch's own objects again and again
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=n_processes)
     try:
         work(rank)

@@ -1,9 +1,9 @@
-"""A plan under DeepSpeed's ZeRO: two processes on the CPU, the same bits as without a plan.
+"""Train with a plan under DeepSpeed's ZeRO, bitwise as without one: two processes on the CPU.
 
     torchrun --nproc-per-node 2 examples/integrations/zero.py 1    # the stage: 1, 2 or 3
 
-`pip install deepspeed`, with DS_ACCELERATOR=cpu where there is no card. Under ZeRO-3 the engine
-gathers parameters in hooks of modules, so the plan is exported as stock checkpointing.
+Needs `pip install deepspeed`; set DS_ACCELERATOR=cpu if there is no GPU. Under ZeRO-3, DeepSpeed's
+engine gathers parameters in module hooks, so the plan is exported as stock checkpointing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from examples import gpt2
 from examples.integrations.two_processes import N_STEPS, SIZES, small_gpt2
 
 BUDGET = "7MB"
-"""Of a rank, with what the engine holds. Without a plan the step takes more."""
+"""For a rank, with the engine's own memory. Without a plan the step takes more."""
 BUCKET = 60_000
-"""Elements; the engine allocates buckets whatever the size of the model."""
+"""Elements of a bucket; the engine allocates buckets of this size for any model."""
 FEW = 20_000
-"""Elements that ZeRO-3 may gather ahead or keep: by default all of a model as small as this."""
+"""How many elements ZeRO-3 may prefetch or keep gathered. The defaults exceed this small model."""
 
 
 def config_of(stage: int) -> dict[str, Any]:
@@ -63,7 +63,8 @@ def planned(model: nn.Module, batch: Any, stage: int, optimizer: torch.optim.Opt
 
 
 def trained(stage: int, rank: int, *, with_plan: bool) -> tuple[list[torch.Tensor], int, int]:
-    """Losses and parameters, the most bytes that a later step took, recomputed operators."""
+    """Train; returns the losses and parameters, the peak of a later step (bytes above what was live
+    before it), and the number of recomputed operators."""
     model = small_gpt2()
     torch.manual_seed(rank)
     batch = gpt2.get_batch(**SIZES)

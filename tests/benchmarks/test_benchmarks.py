@@ -17,7 +17,7 @@ from benchmarks import (
     plan_quality_tables,
     step_time,
 )
-from benchmarks.zoo.graphs import captured
+from benchmarks.zoo.graphs import capture_step
 from graphs.synthetic.nets import residual
 from scheduler_runtime import apply
 from solver import solve
@@ -56,7 +56,7 @@ def test_a_report_has_a_row_for_each_share_and_lists_its_misses() -> None:
     generous = found["rows"][0]
     assert generous["none"]["peak_bytes"] <= generous["budget_bytes"]
     assert generous["none"]["bound"] - 1e-9 <= generous["none"]["overhead"]
-    missed = plan_quality_tables.missed
+    missed = plan_quality_tables.misses_target
     assert not missed(generous["none"], share=0.8)
     assert missed({"gap": 0.002}, share=0.8)
     assert not missed({"gap": 0.002}, share=0.4)
@@ -73,7 +73,7 @@ def test_plans_with_rewrites_stand_beside_those_without_and_earlier_ones() -> No
     with torch.device("meta"):
         model = Classifier()
         batch = torch.empty(2048, 64), torch.empty(2048, dtype=torch.int64)
-    step = captured(model, batch)
+    step = capture_step(model, batch)
     about = {"shares": (0.3,), "time_limit_s": 600}
     first = plan_quality.measure_graph("net", step, **about)
     assert first["least"]["bitwise"]["reached_bytes"] < first["least"]["none"]["reached_bytes"]
@@ -113,8 +113,8 @@ def test_plans_with_rewrites_stand_beside_those_without_and_earlier_ones() -> No
 def test_what_pytorchs_partitioner_saves_is_simulated() -> None:
     with torch.device("meta"):
         model, batch = Tower(), torch.empty(256, 64)
-    step = captured(model, batch)
-    found = peers.partitioned(step, time_limit_s=600.0)
+    step = capture_step(model, batch)
+    found = peers.simulate_partitions(step, time_limit_s=600.0)
     assert set(found) == {"torch dp", "torch greedy", "torch ilp"}
     for simulations in found.values():
         assert len(simulations) == len(peers.RATIOS)
@@ -138,15 +138,15 @@ def test_offload_measures_and_names_its_misses() -> None:
     assert row["both_450"]["overhead"] <= row["recompute"]["overhead"] + 1e-3
     report = {"circumstances": harness.circumstances(60.0), "graphs": {"net": found}}
     row["both_25"]["gap"], row["both_50"]["gap"], row["both_450"]["gap"] = 0.001, 0.002, 0.0
-    assert [text for text in offload.misses(report) if "gap" in text] == [
+    assert [text for text in offload.missed_targets(report) if "gap" in text] == [
         "net at 0.5, 50 GB/s: gap 0.20, target 0.10"
     ]
-    assert [offload.target("unet", share) for share in (0.2, 0.1)] == [0.005, 0.03]
+    assert [offload.target_gap("unet", share) for share in (0.2, 0.1)] == [0.005, 0.03]
     row["recompute"]["overhead"], row["both_25"]["overhead"] = 0.04, 0.03
     row["both_50"]["overhead"] = row["both_450"]["overhead"] = 0.25
     found |= {"resident_bytes": 100, "baseline_peak_bytes": 400}
     row["budget_bytes"] = 200
-    last = offload.gains(report).splitlines()[-1].split(" | ")
+    last = offload.gains_table(report).splitlines()[-1].split(" | ")
     assert (last[1], last[4], last[5], last[6]) == ("25 %", "3.0 times", "3.0 times", "")
     assert "Misses: " in offload.markdown(report)
 
@@ -159,7 +159,7 @@ def test_steps_take_turns_and_a_plan_is_forecast_with_other_times() -> None:
     assert found.simulation.n_recomputed > 0
     assert step_time._forecast(found, found) == pytest.approx(found.overhead)
     sides = {"": Tower(), "plan": apply(model, found)}
-    used = step_time.measured(sides, batch, n_rounds=2)
+    used = step_time.measure_rounds(sides, batch, n_rounds=2)
     assert [len(times_s) for times_s in used.values()] == [2, 2]
 
 

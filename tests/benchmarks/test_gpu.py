@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import operators, smoke
-from benchmarks.gpu.__main__ import _in_own_process, _is_chosen, _parser, main, table
+from benchmarks.gpu.__main__ import _is_chosen, _parser, _run_case_in_process, main, table
 from benchmarks.gpu.parts import PARTS, Settings
 from benchmarks.gpu.picture import draw
 from benchmarks.zoo import SMALL
@@ -143,7 +143,7 @@ from scheduler_runtime import apply
 import benchmarks.gpu.__main__
 from benchmarks.zoo import SMALL
 from solver import solve
-model, batch = SMALL['gpt2'].made(torch.device('cpu'))
+model, batch = SMALL['gpt2'].model_and_batch(torch.device('cpu'))
 free = solve(model, batch, budget='1GB')
 resident = free.graph.resident_bytes
 budget = resident + int(0.7 * (free.baseline.peak_bytes - resident))
@@ -220,7 +220,7 @@ def test_a_case_that_hangs_or_ends_its_process_is_a_row(monkeypatch, tmp_path):
         (script.parent / "__init__.py").touch()  # else the real package has precedence
         script.write_text(program.format("os, signal, subprocess, time", body))
         monkeypatch.chdir(tmp_path)
-        row = _in_own_process("host", "gpt2/ours", {}, arguments, limit_s)
+        row = _run_case_in_process("host", "gpt2/ours", {}, arguments, limit_s)
         assert row["status"] == "failed"
         assert words in row["reason"]
 
@@ -281,7 +281,7 @@ def test_batch_norm_of_cudnn_is_planned_by_an_operator_that_tells_what_it_writes
 
 @pytest.mark.slow
 def test_what_differs_without_a_plan_as_well_is_told_apart(monkeypatch):
-    made = lambda: SMALL["llama"].made(CPU)  # noqa: E731
+    made = lambda: SMALL["llama"].model_and_batch(CPU)  # noqa: E731
     model, batch = made()
     own, count = both_steps._Bench.bits, iter(range(10))
 

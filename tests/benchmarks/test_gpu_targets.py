@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import targets
-from benchmarks.gpu.__main__ import _variables
+from benchmarks.gpu.__main__ import _environment_variables
 from benchmarks.gpu.parts import PARTS, Settings
-from benchmarks.zoo import LARGE, SMALL, fitted
+from benchmarks.zoo import LARGE, SMALL, with_fitting_layers
 from benchmarks.zoo.on_gpu import N_LAYERS_OF_8B, llama_layers
 
 
@@ -32,13 +32,13 @@ def ways(**changed: float) -> dict[str, dict]:
 
 
 def missed(cases: dict[str, dict]) -> dict[str, list[str]]:
-    found = targets.found({"ways": cases})
+    found = targets.check_targets({"ways": cases})
     return {name: list(target["missed"]) for name, target in found.items()}
 
 
 def test_a_row_that_meets_all_targets():
     assert missed(ways()) == {"peak": [], "time": [], "overhead": [], "faster": []}
-    assert targets.found({"ways": ways()})["faster"]["n_rows"] == 1
+    assert targets.check_targets({"ways": ways()})["faster"]["n_rows"] == 1
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_stock_way_that_takes_more_memory_is_no_rival():
 
 def test_budgets_bits_and_the_host_have_targets():
     kept = {"status": "ran", "kept": True, "plain_fails": True, "peak_off": 0.0}
-    found = targets.found(
+    found = targets.check_targets(
         {
             "budget": {
                 "gpt2/0.5": kept,
@@ -82,10 +82,10 @@ def test_budgets_bits_and_the_host_have_targets():
     assert found["peak"]["n_rows"] == 2
     assert list(found["bits"]["missed"]) == ["b/ours"]
     assert found["host"]["missed"] == {"gpt2/ours": "1.20 times eager's"}
-    text = "\n".join(targets.lines(found))
+    text = "\n".join(targets.target_lines(found))
     assert "training is bitwise identical: 1 of 2" in text
     assert "missed by unet/0.5: refused: nothing fits" in text
-    assert list(targets.lines({})) == []
+    assert list(targets.target_lines({})) == []
 
 
 def test_as_many_layers_as_fit_the_card():
@@ -93,9 +93,9 @@ def test_as_many_layers_as_fit_the_card():
     assert llama_layers(16 * 10**9) == 1
     assert 1 < llama_layers(24 * 10**9) < llama_layers(80 * 10**9) < N_LAYERS_OF_8B
     with torch.device("meta"):
-        model = fitted(LARGE["llama-8b-2048"], 24 * 10**9).build()
+        model = with_fitting_layers(LARGE["llama-8b-2048"], 24 * 10**9).build()
     assert len(model.blocks) == llama_layers(24 * 10**9)
-    assert fitted(SMALL["gpt2"], 10**9) is SMALL["gpt2"]
+    assert with_fitting_layers(SMALL["gpt2"], 10**9) is SMALL["gpt2"]
 
 
 def test_the_full_set_holds_enough_models_to_enough_budgets():
@@ -108,5 +108,7 @@ def test_the_full_set_holds_enough_models_to_enough_budgets():
 
 
 def test_the_allocator_is_told_by_the_name_that_wins():
-    assert _variables("gpt2/0.6") == {}
-    assert _variables("gpt2/0.6/expandable") == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert _environment_variables("gpt2/0.6") == {}
+    assert _environment_variables("gpt2/0.6/expandable") == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True"
+    }

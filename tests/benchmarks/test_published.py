@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published.__main__ import DATA, RESULT, compared, rows_in
+from benchmarks.published.__main__ import DATA, RESULT, compare_rows, rows_in
 from benchmarks.published.scripts import SCRIPTS
-from benchmarks.published.shares import FITTED, expected_share, ratio_range, two_shares
-from benchmarks.published.tables import is_met, markdown, off_by_the_others
+from benchmarks.published.shares import FITTED, expected_share, fit_two_shares, ratio_range
+from benchmarks.published.tables import is_exact, leave_one_out_errors, markdown
 from solver.plan_analysis import LARGEST_RATIO, LEAST_RATIO
 from tests.support.paths import ROOT
 
@@ -26,19 +26,19 @@ ALONE = ("cross_entropy", "swiglu", "rms_norm", "layer_norm", "rope", "fused_lin
 @pytest.mark.parametrize("script", ALONE)
 def test_a_published_peak_is_predicted(script):
     row = next(row for row in ROWS if row["op"] == script)
-    (result,) = compared([row])
+    (result,) = compare_rows([row])
     assert "constant" not in result
     assert abs(result["predicted"] - row["value"]) < 0.02  # MiB
 
 
 def test_a_row_of_a_series_has_the_constant_of_the_others():
     series = [row for row in ROWS if row["op"] == "embedding"][:3]
-    results = compared(series)
-    assert all(is_met(result) for result in results)
-    (alone,) = compared(series[:1])
+    results = compare_rows(series)
+    assert all(is_exact(result) for result in results)
+    (alone,) = compare_rows(series[:1])
     assert "predicted" not in alone
     assert "another row of the series is needed" in alone["reason"]
-    (with_known,) = compared(series[:1], known=series)
+    (with_known,) = compare_rows(series[:1], known=series)
     assert with_known["constant"] == results[0]["constant"]
 
 
@@ -46,7 +46,7 @@ def test_a_row_does_not_fit_its_own_constant():
     """A wrong row of a series of two is off by what it is wrong, and so is the other."""
     series = [dict(row) for row in ROWS if row["op"] == "embedding"][:2]
     series[0]["value"] += 1000.0
-    wrong, right = compared(series)
+    wrong, right = compare_rows(series)
     assert wrong["predicted"] - wrong["measured"] == pytest.approx(-1000.0, abs=0.5)
     assert right["predicted"] - right["measured"] == pytest.approx(1000.0, abs=0.5)
 
@@ -88,7 +88,7 @@ def shown(result: dict[str, Any]) -> str:
     ],
 )
 def test_what_cannot_be_predicted_says_why(changed, reason):
-    (result,) = compared([{**NORM, **changed}])
+    (result,) = compare_rows([{**NORM, **changed}])
     assert "predicted" not in result
     assert reason in result["reason"]
     assert reason in shown(result)
@@ -96,7 +96,7 @@ def test_what_cannot_be_predicted_says_why(changed, reason):
 
 @pytest.mark.parametrize("name", [*NORM])
 def test_a_missing_field_is_named_where_it_matters(name):
-    (result,) = compared([{key: value for key, value in NORM.items() if key != name}])
+    (result,) = compare_rows([{key: value for key, value in NORM.items() if key != name}])
     shown(result)
     if name in ("source", "version", "date"):
         assert "predicted" in result
@@ -107,9 +107,9 @@ def test_a_missing_field_is_named_where_it_matters(name):
 @pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("row", [None, 7, "row", [], {}])
 def test_what_is_no_row_stops_no_other(row):
-    no_row, norm = compared([row, NORM])
+    no_row, norm = compare_rows([row, NORM])
     assert "level is None" in no_row["reason"]
-    assert is_met(norm)
+    assert is_exact(norm)
     assert "level is None" in shown(no_row)
 
 
@@ -179,7 +179,7 @@ def test_scripts_without_a_known_row_are_predicted(op, metric):
     date = "2025-03-03 15:39:46"
     row = {**NORM, "op": op, "config": config, "x": x, "metric": metric, "date": date}
     twice = {**row, "x": {name: str(2 * int(value)) for name, value in x.items()}}
-    one, two = compared([row, twice])
+    one, two = compare_rows([row, twice])
     assert "reason" not in one
     if "constant" not in one:
         assert one["predicted"] < two["predicted"] < 2.05 * one["predicted"]
@@ -198,7 +198,7 @@ def test_peaks_counted_by_hand():
     """
     config, x = {"B": 8, "T": 2048}, {"V": "4096"}
     attention = {**NORM, "op": "fused_neighborhood_attention", "gpu": "NVIDIA H100 80GB HBM3"}
-    written_out, distance = compared(
+    written_out, distance = compare_rows(
         [
             {**attention, "config": NEAR_TOKENS, "x": {"batch_size": "2"}},
             {**NORM, "op": "tvd", "config": config, "x": x},
@@ -237,7 +237,7 @@ def varied(row: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("op", [*ALONE, *sorted(SCRIPTS.keys() - UNSEEN.keys() - {*ALONE})])
 def test_other_sizes_dtypes_and_cards_are_predicted(op):
     row = next(row for row in ROWS if row["op"] == op)
-    for result in compared(varied(row), known=ROWS):
+    for result in compare_rows(varied(row), known=ROWS):
         needs_series = "another row of the series is needed" in result.get("reason", "")
         assert needs_series or result["predicted"] > 0
 
@@ -254,7 +254,7 @@ def test_other_sizes_dtypes_and_cards_are_predicted(op):
 )
 def test_a_whole_model_that_is_not_described_says_why(model, reason):
     row = {"level": "model", "source": "s", "gpu": "1xA100", "peak_GB": 1.0, "model": "", **model}
-    (result,) = compared([row])
+    (result,) = compare_rows([row])
     assert reason in result["reason"]
 
 
@@ -268,14 +268,14 @@ def test_adapters_are_predicted(batch_size, measured_gb):
         for row in rows
         if row["model"] == "phi-1.5 1.3B LoRA" and row["batch_per_gpu"] == batch_size
     )
-    (result,) = compared([row])
+    (result,) = compare_rows([row])
     assert result["measured"] == measured_gb
     assert abs(result["off"]) < 0.002
 
 
 @pytest.mark.slow
 def test_times_are_predicted_and_the_fitted_share_is_their_median():
-    results = compared(row for row in ROWS if row["op"].startswith("tiled"))
+    results = compare_rows(row for row in ROWS if row["op"].startswith("tiled"))
     errors = [abs(result["off"]) for result in results]
     assert len(errors) == 10
     assert max(errors) < 0.1
@@ -312,7 +312,7 @@ SHARDED = {
     ],
 )
 def test_a_sharded_model_that_is_not_described_says_why(changed, reason):
-    (result,) = compared([{**SHARDED, **changed}])
+    (result,) = compare_rows([{**SHARDED, **changed}])
     assert "predicted" not in result
     assert reason.lower() in result["reason"].lower()
 
@@ -353,7 +353,7 @@ TUNED = {
     ],
 )
 def test_a_tuning_that_is_not_described_says_why(changed, reason):
-    (result,) = compared([{**TUNED, **changed}])
+    (result,) = compare_rows([{**TUNED, **changed}])
     assert "predicted" not in result
     assert reason in result["reason"]
     assert reason in shown(result)
@@ -362,7 +362,7 @@ def test_a_tuning_that_is_not_described_says_why(changed, reason):
 @pytest.mark.exhaustive
 def test_a_row_without_its_speed_or_in_another_unit_is_predicted_too():
     in_gb = {name: value for name, value in TUNED.items() if name != "peak_active_GiB"}
-    one, other = compared([TUNED, {**in_gb, "peak_GB": 10.0}])
+    one, other = compare_rows([TUNED, {**in_gb, "peak_GB": 10.0}])
     assert one["predicted"] * 2**30 == pytest.approx(other["predicted"] * 10**9)
 
 
@@ -372,7 +372,7 @@ def test_a_sharded_model_holds_what_is_counted_by_hand():
     many holds half of it, with the same activations."""
     shares = []
     for n_ranks in (8, 16):
-        (result,) = compared([{**SHARDED, "gpu": f"{n_ranks}xH100 96GB, FSDP{n_ranks}"}])
+        (result,) = compare_rows([{**SHARDED, "gpu": f"{n_ranks}xH100 96GB, FSDP{n_ranks}"}])
         shares.append(result["predicted"])
     n_parameters = 8_030_261_248
     assert shares[0] - shares[1] == pytest.approx(16 * n_parameters / 16 / 2**30, rel=0.05)
@@ -383,14 +383,14 @@ def test_a_sharded_model_holds_what_is_counted_by_hand():
 def test_the_peak_of_a_sharded_model_is_predicted(file):
     """With the results of products that its checkpoints keep and nothing reads."""
     rows = json.loads((DATA / f"{file}.json").read_text())["rows"]
-    (result,) = compared([row for row in rows if row.get("technique") == "FSDP2 eager"])
+    (result,) = compare_rows([row for row in rows if row.get("technique") == "FSDP2 eager"])
     assert abs(result["off"]) < 0.015
 
 
 @pytest.mark.slow
 def test_the_peak_of_a_whole_model_is_predicted():
     rows = json.loads((DATA / "models.json").read_text())["rows"]
-    (result,) = compared([row for row in rows if row.get("technique") == "+packed"])
+    (result,) = compare_rows([row for row in rows if row.get("technique") == "+packed"])
     assert abs(result["off"]) < 0.015
     assert result["rate_share"] == pytest.approx(FITTED["a100"], abs=0.01)
     assert result["ratio"] == pytest.approx((LEAST_RATIO, LARGEST_RATIO), abs=0.01)
@@ -403,8 +403,8 @@ def test_a_card_without_a_row_is_expected_between_the_others():
 
 
 def test_a_share_is_tried_on_a_row_that_it_was_not_fitted_on():
-    assert off_by_the_others([0.5, 1.0]) == [0.5, 1.0]
-    assert off_by_the_others([0.8, 1.0, 0.8]) == pytest.approx([1 / 9, 0.25, 1 / 9])
+    assert leave_one_out_errors([0.5, 1.0]) == [0.5, 1.0]
+    assert leave_one_out_errors([0.8, 1.0, 0.8]) == pytest.approx([1 / 9, 0.25, 1 / 9])
 
 
 def test_two_shares_are_found_where_the_rows_tell_them_apart():
@@ -412,14 +412,14 @@ def test_two_shares_are_found_where_the_rows_tell_them_apart():
         (products, others, products / 0.8 + others / 0.5)
         for products, others in ((3, 1), (1, 3), (2, 2), (5, 1))
     ]
-    found = two_shares(rows)
+    found = fit_two_shares(rows)
     assert found.shares == pytest.approx((0.8, 0.5))
     assert found.factors == pytest.approx((1 / 0.8, 1 / 0.5))
     assert max(*found.errors, *found.spreads) < 1e-6
     alike = [(10 * t, 2.0 * t, 12.0 * t * off) for t, off in ((1, 1), (2, 1.03), (3, 0.98), (4, 1))]
     alike[0] = (10.1, 1.9, 12.0)
-    assert two_shares(alike).condition > 30
-    assert two_shares(alike).spreads[1] > 0.5
+    assert fit_two_shares(alike).condition > 30
+    assert fit_two_shares(alike).spreads[1] > 0.5
 
 
 def test_the_ratio_of_two_shares_gives_the_measured_time():
@@ -432,7 +432,7 @@ def test_the_ratio_of_two_shares_gives_the_measured_time():
 
 @pytest.mark.slow
 def test_times_of_modules_leave_no_wider_range():
-    results = compared(row for row in ROWS if row["op"].startswith("tiled"))
+    results = compare_rows(row for row in ROWS if row["op"].startswith("tiled"))
     ratios = [result["ratio"] for result in results if result["ratio"] is not None]
     assert len(ratios) > 5
     assert all(LEAST_RATIO < low < high < LARGEST_RATIO for low, high in ratios)
@@ -459,6 +459,6 @@ def test_the_readme_says_what_the_table_has():
 
 @pytest.mark.slow
 def test_every_published_peak_is_met():
-    peaks = [row for row in compared(ROWS) if row["metric"] == "max_memory_allocated MiB"]
+    peaks = [row for row in compare_rows(ROWS) if row["metric"] == "max_memory_allocated MiB"]
     assert len(peaks) == 74
-    assert all(is_met(row) for row in peaks)
+    assert all(is_exact(row) for row in peaks)

@@ -14,7 +14,7 @@ from benchmarks.zoo import tiny
 
 def check_budget(device: torch.device, backend: str, finding: Callable[[object], None]) -> None:
     """Plan once without a limit, then for a fifth less than that saves; run the step."""
-    model, batch = tiny("gpt2 with dropout", device).made(device)
+    model, batch = tiny("gpt2 with dropout", device).model_and_batch(device)
     options = {"reserve": 0, "backend": backend, "time_limit_s": TIME_LIMIT_S}
     scheduler_runtime.compile(model, batch, budget="100GB", **options)
     (report,) = scheduler_runtime.compile_reports(model)

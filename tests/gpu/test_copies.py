@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import scheduler_runtime
-from benchmarks.gpu.bench import measured, optimizer_of, step_of
+from benchmarks.gpu.bench import measure_step, optimizer_of, step_of
 from benchmarks.same_bits import solution_of
 from benchmarks.zoo import tiny
 from graphs.trace import trace
@@ -38,7 +38,7 @@ def with_copies(graph, schedule):
 @pytest.mark.parametrize("name", ["gpt2 with dropout", "batch norm"])
 def test_copies_keep_the_bits(device, name, kept, finding):
     """Several steps one right after the other, so that each meets the copies of the last."""
-    model, batch = tiny(name, device).made(device)
+    model, batch = tiny(name, device).model_and_batch(device)
     graph = trace(model, batch)
     solution = with_copies(graph, baseline(graph) if kept == "all" else keep(graph, ()))
     plain = copy.deepcopy(model)
@@ -61,12 +61,12 @@ def test_copies_keep_the_bits(device, name, kept, finding):
 @pytest.mark.slow
 def test_what_is_away_takes_no_device_memory(device, finding):
     """Up to what the allocator rounds and libraries keep: 1 MB for each tensor of the step."""
-    model, batch = tiny("gpt2 with dropout", device).made(device)
+    model, batch = tiny("gpt2 with dropout", device).model_and_batch(device)
     optimizer = optimizer_of(model)
     graph = trace(model, batch, optimizer=optimizer)
     solution = with_copies(graph, baseline(graph))
     scheduler_runtime.apply(model, solution)
-    figures = measured(step_of(model, batch, optimizer), model, batch, optimizer, n_timed=2)
+    figures = measure_step(step_of(model, batch, optimizer), model, batch, optimizer, n_timed=2)
     finding(f"predicted {solution.simulation.peak_bytes}, {figures}")
     beside = (figures.other_bytes or 0) + len(graph.tensors) * 10**6
     assert figures.peak_bytes <= solution.simulation.peak_bytes + beside

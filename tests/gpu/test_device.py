@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.bench import limited
+from benchmarks.gpu.bench import limited_memory
 from graphs.costs import Measured, OpCall
 from scheduler_runtime.execute import recompute_random, run_and_keep_state
 from scheduler_runtime.measuring import context_bytes, emptied
@@ -91,7 +91,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def test_memory_can_be_limited_and_released(cuda, finding):
-    with limited(cuda, 4 * 10**9):
+    with limited_memory(cuda, 4 * 10**9):
         half = torch.empty(5 * 10**8, dtype=torch.uint8, device=cuda)
         with pytest.raises(torch.OutOfMemoryError) as error:
             torch.empty(5 * 10**9, dtype=torch.uint8, device=cuda)

@@ -14,7 +14,7 @@ from scheduler_runtime.measuring import emptied
 
 @pytest.mark.slow
 def test_fit_to_what_is_free(device, finding):
-    model, batch = tiny("gpt2 with dropout", device).made(device)
+    model, batch = tiny("gpt2 with dropout", device).model_and_batch(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     budget = "auto" if device.type == "cuda" else "1GB"
     scheduler_runtime.fit(model, budget=budget, optimizer=optimizer, time_limit_s=TIME_LIMIT_S)
@@ -29,7 +29,7 @@ def test_fit_to_what_is_free(device, finding):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_fit_to_a_tight_budget(device, finding):
-    model, batch = tiny("batch norm", device).made(device)
+    model, batch = tiny("batch norm", device).model_and_batch(device)
     budget = tight_plan(model, batch).request.budget_bytes
     scheduler_runtime.fit(model, budget=budget, reserve=0, time_limit_s=TIME_LIMIT_S)
     model(*batch).backward()
@@ -39,7 +39,7 @@ def test_fit_to_a_tight_budget(device, finding):
 
 
 def test_a_plan_by_submodules_sees_the_memory(device, finding):
-    model, batch = tiny("gpt2 with dropout", device).made(device)
+    model, batch = tiny("gpt2 with dropout", device).model_and_batch(device)
     plan = plan_chain(model, batch, budget="100GB")
     baseline_bytes = plan.baseline.peak_bytes
     assert baseline_bytes > plan.graph.resident_bytes

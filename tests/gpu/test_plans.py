@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scheduler_runtime
-from benchmarks.gpu.bench import measured, optimizer_of, step_of
+from benchmarks.gpu.bench import measure_step, optimizer_of, step_of
 from benchmarks.gpu.bits import compare, tight_plan
 from benchmarks.random_modules import WIDE_LOSSES, WIDTH, RandomModule, Recipe
 from benchmarks.same_bits import solution_of, trained
@@ -52,7 +52,7 @@ def kind_of(operator: str) -> str:
 @pytest.mark.parametrize("name", TINY)
 def test_traced_operators_are_those_of_eager_mode(device, name, finding):
     """The same attention, norm, dropout and convolution kernels, as often."""
-    model, batch = tiny(name, device).made(device)
+    model, batch = tiny(name, device).model_and_batch(device)
     with Counted() as eager:
         model(*batch).backward()
     graph = trace(model, batch, costs=Measured(device).roofline)
@@ -105,7 +105,7 @@ def trained_runs(models: list[nn.Module], batch: Any, *, warn_only: bool) -> lis
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_outputs_in_place_of_inputs_are_bitwise_identical(device, name, finding):
-    model, batch = tiny(name, device).made(device)
+    model, batch = tiny(name, device).model_and_batch(device)
     graph = trace(model, batch, rewrites=("in_place",))
     steady_bits_are_kept(model, batch, graph)
     n_in_place = sum(node.overwrites is not None for node in graph.nodes)
@@ -130,7 +130,7 @@ def test_losses_in_row_chunks_are_bitwise_identical(device, loss, rewrite, findi
 @pytest.mark.slow
 def test_a_planned_step_under_autocast_is_bitwise_identical(device):
     """The tied weight is cast once, as in eager mode."""
-    model, batch = tiny("gpt2 with dropout", device).made(device)
+    model, batch = tiny("gpt2 with dropout", device).model_and_batch(device)
     plain = copy.deepcopy(model)
     gradients = []
     torch.use_deterministic_algorithms(device.type == "cuda")
@@ -150,13 +150,13 @@ def test_a_planned_step_under_autocast_is_bitwise_identical(device):
 @pytest.mark.parametrize("name", ["gpt2 with dropout", "batch norm"])
 def test_the_measured_peak_is_the_predicted_one(device, name, finding):
     """Up to what the allocator rounds and libraries keep: 1 MB for each tensor of the step."""
-    model, batch = tiny(name, device).made(device)
+    model, batch = tiny(name, device).model_and_batch(device)
     optimizer = optimizer_of(model)
     solution = tight_plan(model, batch, optimizer=optimizer)
     scheduler_runtime.apply(model, solution)
     assert solution.simulation is not None
     predicted = solution.simulation.peak_bytes
-    figures = measured(step_of(model, batch, optimizer), model, batch, optimizer, n_timed=2)
+    figures = measure_step(step_of(model, batch, optimizer), model, batch, optimizer, n_timed=2)
     finding(f"predicted {predicted}, {figures}")
     beside = (figures.other_bytes or 0) + len(solution.graph.tensors) * 10**6
     assert figures.peak_bytes <= predicted + beside
@@ -173,7 +173,7 @@ def test_the_measured_peak_is_the_predicted_one(device, name, finding):
     ids=["AdamW", "AdamW fused", "SGD momentum"],
 )
 def test_an_optimizer_takes_what_is_predicted(device, kind, options, finding):
-    model, batch = tiny("gpt2 with dropout", device).made(device)
+    model, batch = tiny("gpt2 with dropout", device).model_and_batch(device)
     optimizer = kind(model.parameters(), lr=1e-5, **options)
     graph = trace(model, batch, optimizer=optimizer, costs=Measured(device).roofline)
     predicted = graph.meta.environment["optimizer"]
@@ -198,11 +198,11 @@ def test_an_optimizer_takes_what_is_predicted(device, kind, options, finding):
 @pytest.mark.slow
 def test_verify_finds_no_difference(device, finding):
     subject = tiny("batch norm", device)
-    model, batch = subject.made(device)
+    model, batch = subject.model_and_batch(device)
     found = run_both_steps(
         tight_plan(model, batch, optimizer=optimizer_of(model)),
-        model=lambda: subject.made(device)[0],
-        batch=lambda: subject.made(device)[1],
+        model=lambda: subject.model_and_batch(device)[0],
+        batch=lambda: subject.model_and_batch(device)[1],
         loss=None,
         inputs=None,
         optimizer=optimizer_of,
@@ -216,7 +216,7 @@ def test_verify_finds_no_difference(device, finding):
 
 @pytest.mark.slow
 def test_measured_costs_are_kept_on_disk(device, tmp_path, finding):
-    model, batch = tiny("gpt2 with dropout", device).made(device)
+    model, batch = tiny("gpt2 with dropout", device).model_and_batch(device)
     path = tmp_path / "costs.json"
     costs = Measured(device, cache=CostCache(path, device))
     trace(model, batch, costs=costs)

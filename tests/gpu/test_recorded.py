@@ -22,7 +22,7 @@ from solver.schedule import baseline, keep
 
 
 def without_dropout(device: torch.device) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    model, batch = tiny("gpt2 with dropout", device).made(device)
+    model, batch = tiny("gpt2 with dropout", device).model_and_batch(device)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -62,7 +62,7 @@ def test_a_recorded_step_has_eager_modes_gradients(cuda, finding):
 def test_recorded_dropout_draws_the_plans_numbers(cuda, recomputes, finding):
     """Other numbers in each step, the seed's numbers in each run; also where random operators are
     recomputed, and where a step draws between forward and backward pass."""
-    model, batch = tiny("gpt2 with dropout", cuda).made(cuda)
+    model, batch = tiny("gpt2 with dropout", cuda).model_and_batch(cuda)
     planned = copy.deepcopy(model)
     graph = trace(model, batch)
     plan = solution_of(graph, keep(graph, ()) if recomputes else baseline(graph))

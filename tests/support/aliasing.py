@@ -1,9 +1,9 @@
 """Tiny random graphs in which nodes make several tensors and tensors share storages.
 
-`random_dag` (`tests.support.nets`) makes such nodes now and then, and only small whole sizes. Here
-half of the nodes make two or three outputs, an output may share the storage of another output or of
-an older tensor (read or not; at no cost, as a view, or at a cost, as an op that overwrites it), and
-sizes and times of one graph may lie far apart.
+`random_dag` (`tests.support.nets`) makes such nodes only now and then, and only small whole sizes.
+Here half of the nodes make two or three outputs. An output may share the storage of another output
+or of an older tensor, whether the node reads that or not, and at no cost like a view or at a cost
+like an op that overwrites it. Sizes and times within a graph may differ by orders of magnitude.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMES_S: Sequence[Sequence[float]] = (
     (0.0, 1e-9, 1e-6, 1.0, 1000.0),
 )
 MOST_TENSORS = 9
-"""That nodes make: the truth by brute force takes up to 2**9 states for each node."""
+"""How many tensors nodes may make: brute force then needs up to 2**9 states per node."""
 
 
 def aliasing_dag(seed: int) -> Graph:
@@ -69,7 +69,8 @@ def _tensor(
     siblings: Sequence[Tensor],
     sizes_bytes: Sequence[int],
 ) -> Tensor:
-    """A tensor of its own, or an alias: of a sibling, or, as the first output, of an older one."""
+    """A tensor with its own storage, or an alias: of a sibling if there is one, else of an older
+    tensor."""
     if rng.random() < 0.3:
         of = rng.choice(siblings or older)
         return Tensor(name, of.size_bytes, alias_of=of.alias_of or of.name)
@@ -84,7 +85,8 @@ def _is_view(made: Sequence[Tensor]) -> bool:
 def _inputs(
     rng: random.Random, tensors: Sequence[Tensor], made: Sequence[Tensor]
 ) -> tuple[str, ...]:
-    """Up to three tensors, mostly recent; mostly also what the outputs are aliases of."""
+    """Up to three tensors, mostly recent ones, and in most cases those on the storages of which the
+    outputs are aliases."""
     chosen = rng.choices(tensors[-4:], k=rng.randint(0, 2)) + rng.choices(tensors)
     roots = {tensor.alias_of for tensor in made} - {tensor.name for tensor in made}
     chosen += [t for t in tensors if (t.alias_of or t.name) in roots and rng.random() < 0.8]

@@ -1,4 +1,4 @@
-"""A real browser without a window, for the tests of the page: Chromium, where there is one."""
+"""Open pages in headless Chromium, if it is installed, for the tests of the HTML report."""
 
 from __future__ import annotations
 
@@ -85,10 +85,13 @@ def path_or_skip() -> str:
 
 
 def look(browser: str, page: str, directory: Path, *, width: int, dark: bool) -> dict[str, Any]:
-    """Open the page in a frame of this width and report what a reader would see.
+    """Open a page in a frame of this width and return what a reader would see; see LOOK.
 
-    The page goes in as `srcdoc`: a window cannot be as narrow as a phone, a frame can, and a file
-    in a frame could not be looked into.
+    page: the page's HTML.
+    directory: for temporary files.
+
+    A frame is needed because a window cannot be as narrow as a phone. The page is its `srcdoc`,
+    since scripts cannot look into a frame that shows a file.
     """
     harness = directory / f"harness-{width}-{'dark' if dark else 'light'}.html"
     harness.write_text(
@@ -102,7 +105,7 @@ def look(browser: str, page: str, directory: Path, *, width: int, dark: bool) ->
         [
             browser,
             "--headless",
-            "--no-sandbox",  # Chromium refuses to start as root with it
+            "--no-sandbox",  # as root, Chromium only starts without its sandbox
             "--disable-gpu",
             "--disable-dev-shm-usage",
             "--hide-scrollbars",

@@ -1,8 +1,9 @@
-"""The truth for tiny graphs: Dijkstra over every state of the device that the judge's rules allow.
+"""Optimal schedules of tiny graphs by brute force: Dijkstra over all states of the device.
 
-A state is how many first runs are done and which tensors are on the device. From it one may free
-any tensor that a node made, run the next node for the first time, or run a forward node again. It
-shares no code with the solver; the schedules it finds go through the judge in the tests.
+A state is how many nodes have run and which tensors are live. The moves from it are those that the
+rules of the simulator allow: free a tensor that a node made, run the next node for the first time,
+or recompute a forward node. This shares no code with the solver; the tests also simulate the
+schedules that it finds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Ops = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Truth:
-    """time_s: of the fastest schedule within the budget (inf: none). ops: one such schedule."""
+    """The optimum. time_s: time of the fastest schedule within the budget (inf: none fits). ops:
+    one such schedule."""
 
     time_s: float
     ops: Ops | None
@@ -47,7 +49,7 @@ def fastest(graph: Graph, *, budget_bytes: int) -> Truth:
 
 
 def least_peak_bytes(graph: Graph) -> int:
-    """The least budget within which a legal schedule exists: Dijkstra on the peak so far."""
+    """The least peak of any legal schedule, by Dijkstra on the peak so far."""
     states = _States(graph)
     first = graph.resident_bytes
     best = {states.start: first}
@@ -77,7 +79,8 @@ def _ops(
 
 
 class _States:
-    """The moves from one state (first runs done, bit mask of made tensors there) to the next."""
+    """The states of a graph, (number of first runs done, bit mask of live tensors that nodes made),
+    and the moves between them."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -97,7 +100,7 @@ class _States:
         self.size = size
         self.inputs = [self._mask(node.inputs) for node in graph.nodes]
         self.outputs = [self._mask(node.outputs) for node in graph.nodes]
-        # Storages that another node makes and of which this one makes an alias.
+        # by node, the storages made by other nodes of which it makes an alias, as masks of tensors
         self.needs = [
             [
                 self.storage[root]
@@ -124,12 +127,12 @@ class _States:
     def moves(
         self, state: tuple[int, int]
     ) -> Iterator[tuple[tuple[str, str], tuple[int, int], int, float]]:
-        """(op, next state, bytes on the device during it, seconds)."""
+        """Yield (op, next state, bytes on the device during the op, seconds)."""
         done, live = state
         now_bytes = self.live_bytes(live)
         for name in self.made:
             if live & self.bit[name]:
-                # Freeing lowers what is there; its own bytes are no new peak.
+                # freeing never makes a new peak, so its bytes are given as 0
                 yield ("free", name), (done, live & ~self.bit[name]), 0, 0.0
         for position, node in enumerate(self.graph.nodes[: done + 1]):
             again = position < done
@@ -148,6 +151,8 @@ class _States:
             yield ("compute", node.name), after, peak_bytes, node.time_s
 
     def _may_repeat(self, position: int, live: int) -> bool:
+        """Whether a node may be recomputed: some output is not live, and no alias holds an old
+        storage of its outputs."""
         if self.outputs[position] & ~live == 0:
             return False
         for name in self.graph.nodes[position].outputs:

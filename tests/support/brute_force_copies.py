@@ -1,10 +1,10 @@
-"""The truth for tiny graphs with copies: a search over every state and its clocks.
+"""Optimal schedules with copies for tiny graphs, by brute force over all states and their clocks.
 
-A state is how many first runs are done, which tensors are on the device and which storages on the
-host and on the disk. How long it takes to get there is a vector: when the compute stream, the two
-directions of each link, and the copies from and to each storage are over. Of two ways to a state,
-one that is nowhere later than the other makes it needless. Bytes do not depend on the clocks. It
-shares no code with the solver.
+A state is how many nodes have run, which tensors are on the device, and which storages are on the
+host and on the disk. The time to reach it is not a number but a vector of clocks: when the compute
+stream, the two directions of each link, and the copies from and to each storage are done. If two
+ways lead to a state and one is later in no clock, the other is dropped. Bytes do not depend on the
+clocks. This shares no code with the solver.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Ops = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class HostLink:
-    """Of the host or the disk: its bytes, and seconds for a byte in each direction."""
+    """The host or the disk: its capacity, and seconds per byte in each direction."""
 
     capacity_bytes: int
     out_s_per_byte: float
@@ -33,8 +33,12 @@ class HostLink:
 
 
 class State(NamedTuple):
-    """done: first runs. live: tensors on the device. host, disk: storages there. lost: tensors that
-    have been overwritten.
+    """A state; all fields but the first are bit masks.
+
+    done: number of nodes that have run.
+    live: tensors on the device.
+    host, disk: storages that are there.
+    lost: tensors that have been overwritten.
     """
 
     done: int
@@ -45,10 +49,15 @@ class State(NamedTuple):
 
 
 class Clocks(NamedTuple):
-    """When streams and copies are over. ready: of the fetch of each storage on the device. busy: of
-    any copy from or to it there. whole: of the copy to the host. host_busy: of any copy from or to
-    the host's. free: when all that was dropped from the host may be written over. kept, disk_busy,
-    disk_free: the same for the disk.
+    """When streams and copies are done, in seconds; tuples have an entry for each storage.
+
+    compute, out, in_, spill, load: streams: compute, to and from the host, to and from the disk.
+    ready: the storage's fetch to the device.
+    busy: any copy from or to the storage on the device.
+    whole: the copy that put the storage on the host.
+    host_busy: any copy from or to the storage on the host.
+    free: all copies of what was dropped from the host, so that its memory can be reused.
+    kept, disk_busy, disk_free: as whole, host_busy and free, for the disk.
     """
 
     compute: float
@@ -72,7 +81,8 @@ class TooManyStatesError(Exception):
 
 @dataclass(frozen=True)
 class Truth:
-    """time_s: of the fastest schedule within budget, host and disk (inf: none). ops: one such."""
+    """The optimum. time_s: time of the fastest schedule within budget, host and disk (inf: none
+    fits). ops: one such schedule."""
 
     time_s: float
     ops: Ops | None
@@ -86,7 +96,10 @@ def fastest(
     disk: HostLink | None = None,
     max_labels: int = 40_000,
 ) -> Truth:
-    """The least time over all legal schedules with copies. Raises TooManyStatesError."""
+    """The least time over all legal schedules with copies.
+
+    Raises TooManyStatesError after more than `max_labels` pairs of state and clocks.
+    """
     step = _Step(graph, host, disk)
     host_bytes = host.capacity_bytes - graph.host_state_bytes
     disk_bytes = 0 if disk is None else disk.capacity_bytes
@@ -110,6 +123,7 @@ def fastest(
             if step.host_bytes(after.disk) > disk_bytes:
                 continue
             times, flat = _settled(times)
+            # keep only clocks that no other clocks of the same state dominate
             others = known.setdefault(after, {})
             if any(all(map(le, other, flat)) for other in others.values()):
                 continue
@@ -120,6 +134,7 @@ def fastest(
             n_labels += 1
             if n_labels > max_labels:
                 raise TooManyStatesError
+            # A*: in the order of a lower bound on the end, with all nodes that have not run yet
             least_s = max(_end_s(times), times.compute + step.left_s[after.done])
             heapq.heappush(queue, (least_s, n_labels, (after, times)))
     return Truth(math.inf, None)
@@ -130,10 +145,8 @@ def _end_s(clocks: Clocks) -> float:
 
 
 def _settled(clocks: Clocks) -> tuple[Clocks, list[float]]:
-    """A clock that is over by the compute stream's matters no more: all are as if over now.
-
-    With all of them in one list, to compare two of these times.
-    """
+    """Raise all clocks to at least that of the compute stream: what is done before that does not
+    matter any more. Also returns all clocks in one list, for comparing."""
     now, settled, flat = clocks.compute, [], list[float]()
     for value in clocks:
         if isinstance(value, tuple):
@@ -159,7 +172,7 @@ def _set(values: tuple[float, ...], i: int, value: float) -> tuple[float, ...]:
 
 
 class _Step:
-    """The moves from one state to the next."""
+    """The states of a step and the moves between them; u is the index of a storage."""
 
     def __init__(self, graph: Graph, host: HostLink, disk: HostLink | None) -> None:
         self.graph, self.host, self.disk = graph, host, disk
@@ -181,6 +194,8 @@ class _Step:
         )
         self.inputs = [self._mask(node.inputs) for node in graph.nodes]
         self.outputs = [self._mask(node.outputs) for node in graph.nodes]
+        # By node: storages that it makes, those that it makes aliases of, all that it reads, and
+        # the one that it overwrites.
         self.made_roots = [
             [self.number[name] for name in node.outputs if name in self.number]
             for node in graph.nodes
@@ -205,7 +220,7 @@ class _Step:
         self.over = [
             self.number[root[node.overwrites]] if node.overwrites else None for node in graph.nodes
         ]
-        # By the number of first runs that are done, the time of those that are not.
+        # number of nodes that have run -> seconds of those that have not
         self.left_s = list(accumulate((n.time_s for n in reversed(graph.nodes)), initial=0.0))[::-1]
         self.goal = self._mask(graph.outputs)
         self.leaving = {self.number[root[t]] for t in graph.outputs if root[t] in self.number}
@@ -230,7 +245,7 @@ class _Step:
     def moves(
         self, state: State, clocks: Clocks
     ) -> Iterator[tuple[tuple[str, str], State, Clocks, int]]:
-        """(op, next state, next clocks, bytes on the device during it)."""
+        """Yield (op, next state, next clocks, bytes on the device during the op)."""
         yield from self._frees(state, clocks)
         yield from self._copies(state, clocks)
         if self.disk is not None:
@@ -251,6 +266,7 @@ class _Step:
 
     @staticmethod
     def _leave(u: int, clocks: Clocks) -> Clocks:
+        """Free a storage on the device: the compute stream waits for its copies."""
         return clocks._replace(
             compute=max(clocks.compute, clocks.busy[u]),
             ready=_set(clocks.ready, u, 0.0),

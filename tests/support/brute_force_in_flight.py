@@ -1,10 +1,10 @@
-"""The truth for tiny graphs with several micro-batches or passes in flight.
+"""Optimal schedules of tiny graphs with several micro-batches or passes in flight, by brute force.
 
-What the others hold is what the schedule itself saves, which is known only when its forward pass
-has ended. So each possible number of saved bytes is tried: a Dijkstra over the states of
-`tests.support.brute_force`, in which the forward pass must end with at most these, and every op
-before the optimizer's first has that much less room for each of the others. After the forward pass
-there may be one less of them, and in its place the gradients that this pass has not made yet.
+The others in flight hold what the schedule itself saves, which is known only at the end of its
+forward pass. So each possible number of saved bytes is tried, by a Dijkstra over the states of
+`tests.support.brute_force`: the forward pass must end with at most these bytes, and before the
+optimizer's first op the budget is smaller by these bytes for each of the others. After the forward
+pass, one of the others may be replaced by the gradients that this pass has not made yet.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ def fastest_in_flight(graph: Graph, *, budget_bytes: int) -> Truth:
         for name in node.outputs
         if graph.tensor_by_name[name].alias_of is None
     )
+    # every possible number of saved bytes: at most what fits, and what forward makes
     savings = range(min(most_bytes, max(made_bytes, graph.others_bytes)) + 1)
     found = [_fastest(graph, budget_bytes, saved_bytes) for saved_bytes in savings]
     return min(found, key=lambda truth: truth.time_s, default=Truth(math.inf, None))
 
 
 def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Truth:
-    """Of the schedules that save at most these bytes, with each of the others holding as much."""
+    """The fastest schedule that saves at most these bytes, if each of the others holds as much."""
     each_bytes = max(most_saved_bytes, graph.others_bytes)
     others_bytes = (graph.n_in_flight - 1) * each_bytes
     return fastest_beside(graph, budget_bytes, most_saved_bytes, others_bytes)
@@ -42,9 +43,10 @@ def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Truth:
 def fastest_beside(
     graph: Graph, budget_bytes: int, most_saved_bytes: int, others_bytes: int
 ) -> Truth:
-    """Of the schedules that save at most these bytes, with the others holding those together.
+    """The fastest schedule that saves at most `most_saved_bytes`, if the others in flight hold
+    `others_bytes` together.
 
-    A state is that of the device, and whether anything was computed after the forward pass.
+    A state is one of `_States`, and whether anything was computed after the forward pass.
     """
     states, n_forward = _States(graph), len(graph.forward_nodes)
     each_bytes = max(most_saved_bytes, graph.others_bytes)
@@ -70,7 +72,7 @@ def fastest_beside(
                 awaited_bytes = _awaited_bytes(graph, done)
                 if (
                     after[0] > done and not graph.in_turn
-                ):  # the node adds the gradients that are no longer awaited
+                ):  # this node makes the gradients that are no longer awaited
                     awaited_bytes += awaited_bytes - _awaited_bytes(graph, after[0])
                 awaited_bytes += graph.others_bytes if graph.in_turn else 0
                 late_bytes = max(0, awaited_bytes - each_bytes) if turned else 0
@@ -85,7 +87,8 @@ def fastest_beside(
 
 
 def _awaited_bytes(graph: Graph, n_done: int) -> int:
-    """Of the accumulated gradients, those that a node yet to run makes or reads."""
+    """Bytes of the accumulated gradients that nodes yet to run make or read, the optimizer's nodes
+    not counted."""
     left = [node for node in graph.nodes[n_done:] if node.phase != "optimizer"]
     touched = {name for node in left for name in (*node.inputs, *node.outputs)}
     return sum(

@@ -1,4 +1,4 @@
-"""Small graphs written out by hand, and schedules of them as one line of text."""
+"""Write small graphs by hand, and their schedules as one line of text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def op(
     phase: Phase = "forward",
     recomputable: bool = True,
 ) -> Node:
-    """Inputs and outputs are names with blanks between them."""
+    """A node. inputs, outputs: names separated by spaces."""
     return Node(
         name=name,
         op="op",
@@ -40,7 +40,12 @@ def make(
     aliases: Mapping[str, str] | None = None,
     outputs: str = "",
 ) -> Graph:
-    """Every tensor has a size; `aliases` says which of them share whose storage."""
+    """A graph.
+
+    sizes: tensor -> bytes, for all tensors.
+    aliases: tensor -> the tensor whose storage it shares.
+    outputs: names separated by spaces.
+    """
     aliases = aliases or {}
     return Graph(
         nodes=tuple(nodes),
@@ -54,7 +59,7 @@ def words(text: str) -> list[str]:
 
 
 def plan(graph: Graph, text: str) -> Schedule:
-    """ "f g -a f store:b": run f, run g, free a, run f, store b."""
+    """A schedule from text: "f g -a f store:b" is run f, run g, free a, run f, store b."""
     return Schedule(ops=tuple(map(_op, text.split())), graph_id=graph.graph_id)
 
 
@@ -66,10 +71,11 @@ def _op(text: str) -> Op:
 
 
 def uniform_chain(n_blocks: int, *, unit_bytes: int = 1) -> Graph:
-    """x_0 -> x_1 -> … -> x_n forward; backward of block i reads x_{i-1} and the gradient of x_i.
+    """A chain: x_0 -> x_1 -> … -> x_n, and the backward node of block i reads x_{i-1} and the
+    gradient of x_i.
 
-    x_0 is resident; the gradient of x_n is made by a first backward node from x_n. All tensors are
-    of one size, every node takes a second.
+    x_0 is resident; a first backward node makes the gradient of x_n from x_n. All tensors have one
+    size, and every node takes one second.
     """
     nodes = [op(f"f{i}", f"x{i - 1}", f"x{i}") for i in range(1, n_blocks + 1)]
     nodes.append(op("loss", f"x{n_blocks}", f"g{n_blocks}", phase="backward"))
@@ -81,7 +87,7 @@ def uniform_chain(n_blocks: int, *, unit_bytes: int = 1) -> Graph:
 
 
 def odd_graph(seed: int, *, n_forward: int = 7, n_later: int = 5) -> Graph:
-    """A random DAG; in some, later nodes are the caller's (outside) or the optimizer's."""
+    """A random DAG; in every third, some later nodes are the caller's or the optimizer's."""
     graph = random_dag(seed=seed, n_forward=n_forward, n_later=n_later)
     if seed % 3:
         return graph

@@ -1,7 +1,7 @@
-"""The truth for short chains with snapshots on several levels: a search over all states.
+"""Optimal reversal of short chains with snapshots on several levels, by search over all states.
 
-A state is which step is to be undone next, which x_i is at hand, and what each level holds. It
-shares no code with the solver. `replayed` judges a list of actions.
+A state is which step is to be reversed next, which x_i is live, and which snapshots each level
+holds. This shares no code with the solver. `replayed` checks a list of actions.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 Held = tuple[frozenset[int], ...]
 State = tuple[int, int | None, Held]
 Slots = Sequence[tuple[int, float, float]]
-"""By level: snapshots that it holds, and the costs of writing and reading one."""
+"""For each level, how many snapshots it can hold, and the costs of writing and reading one."""
 
 
 def least_cost(n_steps: int, levels: Slots) -> float:
-    """In forward steps that save nothing; inf: impossible."""
+    """The least cost of reversing a chain (inf: impossible), in forward steps that save nothing."""
     start: State = (n_steps, 0, tuple(frozenset() for _ in levels))
     queue: list[tuple[float, int, State]] = [(0.0, 0, start)]
     done: set[State] = set()
@@ -53,7 +53,8 @@ def _moves(state: State, levels: Slots) -> Iterator[tuple[float, State]]:
 
 
 def replayed(n_steps: int, actions: Sequence[tuple[str, int, int]], levels: Slots) -> float:
-    """The cost of these actions; AssertionError where they are not legal or leave a step."""
+    """The cost of these actions. Raises AssertionError if one is illegal, or if steps or snapshots
+    are left at the end."""
     todo, cost = n_steps, 0.0
     here: int | None = 0
     held: list[set[int]] = [set() for _ in levels]

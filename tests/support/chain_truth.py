@@ -1,6 +1,6 @@
-"""The truth for chains: Dijkstra over every state of the device; the recurrence written plainly.
+"""Optimal schedules of chains, by Dijkstra over all states of the device and by a plain recurrence.
 
-Neither shares code with the solver; the schedules that Dijkstra finds go through the simulator.
+Neither shares code with the solver. The tests simulate the schedules that Dijkstra finds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class State:
-    """What is on the device. alone: bit k for x_k by itself; saved: bit i for block i.
+    """A state of the device.
 
-    due: the block whose backward is next. head: of persistent schedules, the output just made,
-    which the next block may take along; whatever else is there stays for its backward.
+    alone: bit k is set if x_k is live by itself.
+    saved: bit i is set if everything that block i saves is live.
+    due: the block whose backward is next.
+    head: for persistent schedules, the output made last, which the next block may consume (None:
+        none). Everything else stays until the backward that reads it.
     """
 
     alone: int
@@ -44,10 +47,10 @@ class State:
 def brute_force(
     chain: Chain, *, budget_bytes: int, persistent: bool
 ) -> tuple[float, list[ChainOp]]:
-    """The truth for tiny chains: Dijkstra over all states; (inf, []) when nothing fits.
+    """Least time and an optimal schedule of a tiny chain; (inf, []) if nothing fits.
 
-    persistent: what is stored stays until the backward that reads it. Otherwise anything may be
-    dropped at any time. It knows nothing of segments, and counts bytes by itself.
+    persistent: what is stored stays until the backward that reads it. Otherwise, anything may be
+        dropped at any time.
     """
     start = State(alone=1, saved=0, due=chain.n_blocks + 1, head=0 if persistent else None)
     best = {start: 0.0}
@@ -80,15 +83,15 @@ def path(came: dict[State, tuple[State, ChainOp]], state: State) -> list[ChainOp
 def moves(
     chain: Chain, state: State, *, persistent: bool
 ) -> Iterator[tuple[ChainOp, int, float, State]]:
-    """(operation, bytes while it runs, its seconds, the state after it)."""
+    """Yield (operation, bytes while it runs, its seconds, the state after it)."""
     n, x, due = chain.n_blocks, chain.input_bytes, state.due
     held = sum(x[k] for k in range(n + 1) if state.alone >> k & 1)
     held += sum(chain.saved_bytes[i] for i in range(1, n + 1) if state.saved >> i & 1)
     held += x[due] if due <= n else 0
-    there = state.alone | state.saved
+    there = state.alone | state.saved  # bit k: x_k is live, by itself or as part of what k saves
     if there >> (due - 1) & 1 and (due == n + 1 or state.saved >> due & 1):
         during = held + x[due - 1] + chain.backward_workspace_bytes[due - 1]
-        keep = (1 << (due - 1)) - 1  # what later blocks left behind is of no use to anybody
+        keep = (1 << (due - 1)) - 1  # drop what later blocks left behind, which nothing reads
         after = State(state.alone & keep, state.saved & (keep << 1 | 1), due - 1, None)
         yield Backward(due), during, chain.backward_s[due - 1], after
     for i in range(1, min(due, n) + 1):
@@ -112,10 +115,11 @@ def moves(
 
 
 def plain_recurrence(chain: Chain, *, budget_bytes: int) -> float:
-    """The least cost of a persistent schedule, with a row for each byte and no short cuts.
+    """The least cost of a persistent schedule, with an entry for each byte and no short cuts. Too
+    slow for real sizes.
 
-    extra[s, t][m]: least time of forwards that save nothing for blocks s .. t (L + 1 is the loss),
-    with m bytes beside x_{s-1}, which whoever asks pays for. Too slow for sizes of real chains.
+    extra[s, t][m] is the least time of forwards that save nothing, for blocks s .. t (L + 1 is the
+    loss), within m bytes. These do not include x_{s-1}, which the caller counts.
     """
     n, x = chain.n_blocks, (*chain.input_bytes, 0)
     saved = (*chain.saved_bytes, 0)
@@ -128,14 +132,15 @@ def plain_recurrence(chain: Chain, *, budget_bytes: int) -> float:
     extra = np.full((n + 2, n + 2, len(m)), math.inf)
     beside_x = np.full((n + 2, n + 2, len(m)), math.inf)  # extra[s, t][m - x_{s-1}]
     for s in range(n + 1, 0, -1):
-        passing = np.zeros((0, 1), dtype=int)  # by split k: the most while s .. k - 1 run
+        passing = np.zeros((0, 1), dtype=int)  # by split k: the most bytes while s .. k - 1 run
         ran_s = np.zeros((0, 1))
         for t in range(s, n + 2):
             forward = x[t] + saved[s] + workspace[s]
             backward = x[s] + saved[s] + x[s - 1] + later_workspace[s]
+            # either block s saves everything and its backward follows those of s + 1 .. t, ...
             saves = np.zeros(len(m)) if s == t else _beside(extra[s + 1, t], saved[s])
             best = np.where(m >= max(forward, backward), saves, math.inf)
-            if s < t:
+            if s < t:  # ... or blocks s .. k - 1 run without saving, up to some split k
                 last = (x[t - 2] if t - 1 > s else 0) + x[t - 1] + workspace[t - 1]
                 passing = np.vstack([passing, max(passing.max(initial=0), last)])
                 ran_s = np.vstack([ran_s, ran_s.max(initial=0) + forward_s[t - 1]])
@@ -148,6 +153,6 @@ def plain_recurrence(chain: Chain, *, budget_bytes: int) -> float:
 
 
 def _beside(extra_s: Array, held: int) -> Array:
-    """By m: what m - held bytes allow."""
+    """extra_s[m - held] for each m; inf where m is less than `held`."""
     m = np.arange(len(extra_s))
     return np.where(m >= held, extra_s[np.maximum(m - held, 0)], math.inf)

@@ -1,4 +1,4 @@
-"""What the tests of the command share: a model file to write, and a failure to read."""
+"""Helpers for the tests of the command: write a model file, run the command and read its error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODEL = """
 def write_model(
     directory: Path, *changes: tuple[str, str], add: str = "", name: str = "model.py"
 ) -> str:
-    """A model file: the good one, or that with lines replaced or added. Returns its path."""
+    """Write a model file, MODEL with some text replaced or added, and return its path."""
     text = textwrap.dedent(MODEL)
     for old, new in changes:
         assert old in text
@@ -46,8 +46,11 @@ def write_model(
 
 
 def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    """Run, expect failure: the exit code and the last line on stderr. Before it, only what was said
-    before a model that cannot be traced was run, and the sizes that were tried."""
+    """Run the command, which must fail, and return its exit code and the last line on stderr.
+
+    Before that line, only these are allowed: that the model cannot be traced, and progress of the
+    search for the largest size.
+    """
     code = main(argv)
     printed = capsys.readouterr()
     lines = without_progress(printed.err).strip().splitlines()
@@ -60,5 +63,5 @@ def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 
 def without_progress(err: str) -> str:
-    """stderr without the lines of what takes long, which a busy machine adds."""
+    """stderr without the lines on slow operations, which appear on a busy machine."""
     return re.sub(r"^.* \(\d+ s\)\.\.\.\n", "", err, flags=re.MULTILINE)

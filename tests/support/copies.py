@@ -1,4 +1,4 @@
-"""Plans with copies, judged."""
+"""Plan with copies and check the plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from solver.schedule import Places, simulate
 
 
 def judged_s(graph: Graph, *, budget_bytes: int, places: Places) -> float:
-    """Seconds of the step under the plan that `with_copies` proposes; within budget and bound."""
+    """Seconds of the step under the plan that `with_copies` proposes. Asserts that the plan is
+    within the budget and not below the proposal's bound."""
     proposal = module.with_copies(
         graph, budget_bytes=budget_bytes, time_limit_s=6000, places=places
     )

@@ -1,4 +1,4 @@
-"""Schedules with copies: a legal schedule in which storages are away between two uses."""
+"""Add copies to schedules: storages leave the device between two uses."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from solver.schedule.ops import (
 
 @dataclass(frozen=True)
 class Gap:
-    """A storage lies idle between the ops at positions `start` and `stop`.
+    """No op between the positions `start` and `stop` uses a storage.
 
-    live: the tensors on it that are there. made: those that a fetch brings back.
-    overwritten: the op at `stop` overwrites it.
+    live: tensors on the storage that are live.
+    made: tensors that a fetch of the storage brings back.
+    overwritten: whether the op at `stop` overwrites the storage.
     """
 
     storage: str
@@ -40,7 +41,7 @@ class Gap:
 
 
 def gaps(graph: Graph, schedule: Schedule) -> Iterator[Gap]:
-    """Of all storages that may be copied, by the end of the gap."""
+    """The gaps of all storages that may be copied, in the order of their ends."""
     stays = leaving(graph)
     live: set[str] = set()
     made: set[str] = set()
@@ -76,7 +77,7 @@ def gaps(graph: Graph, schedule: Schedule) -> Iterator[Gap]:
 
 
 def with_ops_before(schedule: Schedule, inserted: dict[int, list[Op]]) -> Schedule:
-    """By position: the ops to put before the one that is there."""
+    """The schedule with further ops. inserted: position -> ops to put before the op there."""
     ops: list[Op] = []
     for position, op in enumerate(schedule.ops):
         ops += [*inserted.get(position, ()), op]
@@ -85,7 +86,7 @@ def with_ops_before(schedule: Schedule, inserted: dict[int, list[Op]]) -> Schedu
 
 
 def away(graph: Graph, schedule: Schedule, chosen: Iterable[Gap]) -> Schedule:
-    """Each of these storages leaves at the start of its gap and is back right before its end."""
+    """Copy each storage to the host at the start of its gap and back right before the gap's end."""
     inserted: dict[int, list[Op]] = defaultdict(list)
     for gap in chosen:
         inserted[gap.start + 1] += [Store(gap.storage), *map(Free, gap.live)]
@@ -95,14 +96,14 @@ def away(graph: Graph, schedule: Schedule, chosen: Iterable[Gap]) -> Schedule:
 
 
 def leaving(graph: Graph) -> frozenset[str]:
-    """The storages that the step hands out."""
+    """The storages of the step's outputs."""
     return frozenset(map(graph.root, graph.outputs))
 
 
 def random_copies(graph: Graph, schedule: Schedule, rng: random.Random) -> Schedule:
-    """Storages away in random gaps, by way of the disk now and then; mostly legal.
+    """Copy storages to the host in random gaps, sometimes on to the disk.
 
-    Illegal where a copy outlives an overwriting of its storage.
+    Mostly legal. Illegal if a copy is still there when its storage is overwritten.
     """
     share = rng.choice((0.2, 0.5, 1.0))
     inserted: dict[int, list[Op]] = defaultdict(list)
@@ -142,7 +143,7 @@ def _interleaved(first: list[Op], second: list[Op], rng: random.Random) -> list[
 
 
 def random_places(rng: random.Random) -> Places:
-    """Rates whose seconds are exact in binary."""
+    """A host and a disk with random rates and latencies that give times exact in binary."""
 
     def place() -> Place:
         rates = rng.choices((0.25, 0.5, 1.0, 2.0, 8.0), k=2)

@@ -1,4 +1,4 @@
-"""One of two processes of data-parallel training; run by test_data_parallel.py.
+"""One of the two data-parallel processes that test_data_parallel.py starts.
 
 python -m tests.support.ddp_worker RANK RENDEZVOUS_FILE OUT_FILE
 """
@@ -25,7 +25,7 @@ N_PROCESSES = 2
 
 
 class Net(nn.Module):
-    """Batch norm has buffers that are broadcast, dropout draws; the caller computes the loss."""
+    """A model with dropout and with buffers, which DDP broadcasts; the caller computes the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,10 +50,13 @@ def train(
     failing: Mapping[int, int] | None = None,
     **options: Any,
 ) -> tuple[list[Any], list[Any]]:
-    """Losses, gradients, parameters and buffers after three steps of two micro-batches; plans.
+    """Train three steps of two micro-batches. Returns the losses with the last gradients,
+    parameters and buffers, and descriptions of the plans.
 
-    options: of DistributedDataParallel. of_fit: of `fit`.
-    failing: step -> operator of its second micro-batch that finds no memory.
+    budget_bytes: for `fit` (None: without a plan).
+    of_fit: further options of `fit`.
+    failing: step -> index of the operator in its second micro-batch that runs out of memory.
+    options: of DistributedDataParallel.
     """
     torch.manual_seed(0)
     model = Net()
@@ -97,7 +100,8 @@ def described(plan: Any) -> dict[str, Any]:
 
 
 def loss_held_bytes(graph: Graph) -> int:
-    """Of the loss outside: guessed before a step has shown it, and then as seen."""
+    """Bytes that the loss outside of the model holds. They are guessed until a step has run, so
+    comparisons leave them out."""
     return sum(tensor.size_bytes for tensor in graph.tensors if tensor.name == "loss.held")
 
 
@@ -125,7 +129,7 @@ def main() -> None:
     host = {"host_budget": "1GB", "host_link": "1TB/s"}
     fitted, plans = train(rank, budget_bytes=400_000, of_fit=host)
     found["host"] = {"plain": found["copies"]["plain"], "fitted": fitted, "plans": plans}
-    directory = Path(out).parent / "disk"  # of both processes
+    directory = Path(out).parent / "disk"  # shared by both processes
     directory.mkdir(exist_ok=True)
     disk = {"disk_budget": f"1GB:{directory}", "disk_rate": 1e14}
     behind = {"host_budget": 40_000, "host_link": 1e14, "time_limit_s": 600, **disk}

@@ -1,4 +1,4 @@
-"""Ranks that do not agree: two gloo processes, each of which says what it was told.
+"""Two gloo ranks with plans that do not agree. Each prints the outcome of each case in JSON.
 
 python -m tests.support.disagreeing_ranks
 """
@@ -47,7 +47,7 @@ def sharded(solution: Solution) -> Solution:
 
 
 def exported(rank: int) -> None:
-    """One plan, which rank 1 has at another module."""
+    """Shard a model by the same plan on all ranks, but with its checkpoint at different modules."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[rank].forward = CheckpointedForward(model[rank])
     shard(model, replicated(2), mesh=init_device_mesh("cpu", (2,)))
@@ -81,7 +81,7 @@ def work(rank: int) -> None:
         answers["exports"] = "sharded"
     except ValueError as error:
         answers["exports"] = f"{type(error).__name__}: {error}"
-    dist.barrier()  # nobody waits for anything else
+    dist.barrier()  # fails if a rank still waits in another collective
     os.write(1, f"{json.dumps([rank, answers])}\n".encode())
 
 

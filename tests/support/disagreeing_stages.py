@@ -1,4 +1,4 @@
-"""Ranks of sharded stages that do not agree: 2 x 2 gloo processes, each says what it was told.
+"""2 x 2 gloo ranks of sharded stages that do not agree. Each prints the outcome of each case.
 
 python -m tests.support.disagreeing_stages
 """
@@ -60,7 +60,7 @@ def work(rank: int) -> None:
             answers[name] = "planned"
         except ValueError as error:
             answers[name] = f"{type(error).__name__}: {error}"
-    dist.barrier()  # nobody waits for anything else
+    dist.barrier()  # fails if a rank still waits in another collective
     os.write(1, f"{json.dumps([rank, answers])}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""The shipped examples at sizes that a small machine runs in a second."""
+"""The models of `examples/` at sizes that a small machine runs in a second."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def load(name: str) -> ModuleType:
 
 
 def small(name: str) -> tuple[nn.Module, Any]:
-    """The example's model and batch, small, for real, with the same numbers every time."""
+    """The example's model and batch at a small size, with the same weights and data each time."""
     module = load(name)
     model_size, batch_size = SIZES[name]
     torch.manual_seed(0)

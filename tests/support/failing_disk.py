@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 
 N_S = 0.05
-"""For which a late call waits, where nothing ends its waiting."""
+"""Most seconds that a `late` call waits."""
 
 
 class FailingDisk:
-    """call: of `os`, by name. fails_at: index of the call that fails, as all later ones do (None:
-    none does). short: it copies nothing, and does not raise. late: the first that fails waits a
-    while for this.
+    """Replaces a function of `os` by one that fails from some call on.
 
-    n: calls so far.
+    call: name of the function.
+    fails_at: index of the first call that fails; all later ones fail, too (None: none fails).
+    short: failing calls copy nothing and return 0, instead of raising OSError.
+    late: the first call that fails waits for this event before it fails, at most N_S seconds.
+
+    Attribute n: number of calls so far.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class FailingDisk:
         self._plain = getattr(os, call)
 
     def __call__(self, *arguments: Any) -> int:
-        index, self.n = self.n, self.n + 1  # a thread for each direction
+        index, self.n = self.n, self.n + 1  # reads and writes each have one thread, so no lock
         if self._fails_at is None or index < self._fails_at:
             done: int = self._plain(*arguments)
             return done
@@ -49,7 +52,7 @@ class FailingDisk:
 
 @contextmanager
 def failing_disk(call: str, fails_at: int | None = None, **options: Any) -> Iterator[FailingDisk]:
-    """Inside, the disk fails there."""
+    """A context in which the function `call` of `os` is replaced by a FailingDisk."""
     disk = FailingDisk(call, fails_at, **options)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, call, disk)

@@ -1,7 +1,7 @@
-"""What one rank of FSDP2 holds, measured: the processes of tests/graphs/fsdp/test_fsdp.py.
+"""Measure the memory of ranks of FSDP2: the processes that tests/graphs/fsdp/test_fsdp.py starts.
 
-    python -m tests.support.fsdp_ranks 2               # the cases of the tests
-    python -m tests.support.fsdp_ranks 4 tied deep     # by hand, on four ranks
+    python -m tests.support.fsdp_ranks 2               # two ranks, the cases in QUICK
+    python -m tests.support.fsdp_ranks 4 tied deep     # four ranks, these cases
     python -m tests.support.fsdp_ranks 4 hybrid 'hybrid kept'
 
 Each rank prints one line of JSON for each case and plan.
@@ -36,13 +36,13 @@ SIZES = {"batch_size": 4, "seq_length": 64, "n_tokens": 512}
 
 
 def tied() -> nn.Module:
-    """Embedding and head are one parameter of the root."""
+    """Embedding and head share one parameter, in the root's group."""
     return _gpt2(n_layers=4, width=64)
 
 
 def frozen() -> nn.Module:
-    """The lower half takes no gradient: what it gathers nobody asks for, and the first trained
-    block's gradients are reduced last."""
+    """The lower half is frozen: FSDP2 prefetches its parameters in backward and never uses them,
+    and the first trained block's gradients are reduced last."""
     model = _gpt2(n_layers=4, width=96)
     parts = [model.token_embedding, model.position_embedding, *model.blocks[:2]]
     for part in parts:
@@ -51,7 +51,8 @@ def frozen() -> nn.Module:
 
 
 def adapters() -> nn.Module:
-    """Only one matrix of each block is trained; shards of rows that do not come out even."""
+    """Only one matrix of each block and the position embedding are trained; the width is not a
+    power of two."""
     model = _gpt2(n_layers=3, width=60, n_heads=3)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("qkv" in name or "position" in name)
@@ -59,17 +60,18 @@ def adapters() -> nn.Module:
 
 
 def wide() -> nn.Module:
-    """Parameters are most of the memory, so that the peak is where they are gathered."""
+    """Parameters take most of the memory, so that the peak is where they are gathered."""
     return _gpt2(n_layers=3, width=192)
 
 
 def logits() -> nn.Module:
-    """Most of the memory is the loss's, whose calls the export puts in row chunks."""
+    """Most of the memory is taken by the loss, which the export computes in row chunks."""
     return _gpt2(n_layers=2, width=32, n_tokens=16384)
 
 
 class Towers(nn.Module):
-    """Blocks that return another dtype than they compute in; the loss of what the last returns."""
+    """Under mixed precision, blocks return another dtype than they compute in. The loss is computed
+    from the last block's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,9 +117,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
     "mixed summed wide": (wide, (0.7,)),
 }
 SUMMED = ("summed", "summed wide", "mixed summed", "mixed summed wide")
-"""Three micro-batches, of which only the last reduces gradients."""
+"""Cases with three micro-batches, of which only the last reduces gradients."""
 KEPT, HYBRID = ("kept", "hybrid kept"), ("hybrid", "hybrid kept", "hybrid mixed")
-"""Whole parameters from forward to backward; two replicas of half of the ranks."""
+"""Cases that keep parameters gathered from forward to backward; cases with two replicas, each of
+half of the ranks."""
 MIXED = {
     "mixed": MixedPrecision("bfloat16", "float32"),
     "mixed wide": MixedPrecision("bfloat16", "float32"),
@@ -129,11 +132,12 @@ MIXED = {
     "mixed summed wide": MixedPrecision("bfloat16", "float32"),
 }
 QUICK = ("tied", "frozen", "adapters", "wide", "kept")
-"""Without those whose plan takes long to be chosen."""
+"""Cases to run if none are given: those that are planned quickly."""
 
 
 class Summing(nn.Module):
-    """The last of three micro-batches is that of the caller; the others are run before it."""
+    """Runs two micro-batches without gradient reduction before the forward pass of the caller's, so
+    that a step accumulates three."""
 
     def __init__(self, sharded: Any) -> None:
         super().__init__()
@@ -160,10 +164,11 @@ def sharding_of_case(case: str, *, n_ranks: int) -> Sharding:
 
 
 def plans(case: str, *, n_ranks: int) -> list[Solution]:
-    """For the step as it is, and for smaller budgets, by shares of what is not resident."""
+    """Plans for the peak without a plan, and for smaller budgets: the resident bytes plus shares of
+    what the step takes above them."""
     build, shares = CASES[case]
     sharding = sharding_of_case(case, n_ranks=n_ranks)
-    # what a product in bfloat16 allocates on a CPU is not estimated
+    # on a CPU, temporaries of matrix products in bfloat16 are only known by measuring
     costs = Measured("cpu", n_runs=1) if case in MIXED else None
     step = trace_variants(
         build(),
@@ -213,7 +218,7 @@ def work(rank: int, *, n_ranks: int, solutions: dict[str, Sequence[Solution]]) -
                 "predicted_bytes": exported.peak_bytes,
                 "same": all(map(torch.equal, expected, results)),
             }
-            os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
+            os.write(1, f"{json.dumps(found)}\n".encode())  # in one write: lines do not mix
 
 
 def main(n_ranks: int, cases: Sequence[str]) -> None:

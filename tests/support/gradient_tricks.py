@@ -1,7 +1,7 @@
-"""Forward passes that change gradients, or what autograd saves, by means of Python.
+"""Forward passes that change gradients, or what autograd saves, with Python code.
 
-Each is a function of a layer's output and the layer; `TrickyNet` calls it in every layer, either in
-the model's own forward or in a submodule's.
+Each trick is a function of a layer's input and the layer. `TrickyNet` calls it for every layer,
+either in the model's own forward or in the layer's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 class TrickyNet(nn.Module):
-    """inside: the trick is played in each layer's forward, else in the model's own."""
+    """Layers with a trick. inside: call it in each layer's forward, else in the model's own."""
 
     def __init__(self, trick: Trick, *, inside: bool) -> None:
         super().__init__()
@@ -447,7 +447,7 @@ SAME: dict[str, Trick] = {
         checkpointed_with_other_recomputation,
     )
 }
-"""Planned with the gradients of eager mode."""
+"""Tricks that can be planned, with the gradients of eager mode."""
 
 PARTS_ONLY = (
     "requires_grad_off",
@@ -455,7 +455,7 @@ PARTS_ONLY = (
     "requires_grad_toggled",
     "checkpointed_with_other_recomputation",
 )
-"""Of these, what only a submodule may do, which is planned as one piece."""
+"""Tricks of SAME that can only be planned in a submodule, which then is one piece of the plan."""
 
 REFUSED: dict[str, tuple[Trick, str]] = {
     function.__name__: (function, why)
@@ -479,4 +479,4 @@ REFUSED: dict[str, tuple[Trick, str]] = {
         (checkpointed_reentrant, r"use_reentrant=True"),
     )
 }
-"""Refused, in these words."""
+"""Tricks that are refused, with a pattern of the error message."""

@@ -1,9 +1,9 @@
-"""FSDP2 on top of tensor parallelism, measured: the processes of test_grids.py.
+"""Measure FSDP2 on top of tensor parallelism: the processes that test_grids.py starts.
 
     python -m tests.support.grid_ranks colwise sequence
 
-Four ranks in two rows of FSDP2, each of two tensor-parallel ranks. Each prints one line of JSON for
-each case and plan.
+Four ranks: two rows of two tensor-parallel ranks, with FSDP2 over the rows. Each rank prints one
+line of JSON for each case and plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ N_TENSOR, N_FSDP, N_BLOCKS, N_TOKENS, LENGTH = 2, 2, 3, 128, 64
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """shares: of what the plain step takes above its least, the budgets."""
+    """A case. styles: number of blocks -> plan for `parallelize_module`. shares: the budgets, as
+    shares of the range from the least budget (0) to the peak without a plan (1)."""
 
     styles: Callable[[int], dict[str, Any]]
     shares: tuple[float, ...] = (1.0, 0.6)
@@ -67,7 +68,8 @@ def plans(case: str) -> list[Solution]:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, row: int) -> list[torch.Tensor]:
-    """Losses, and this rank's part of each gradient and parameter, of three steps."""
+    """Train three steps. Returns the losses and this rank's parts of the gradients of each step,
+    and its parts of the final parameters."""
     torch.manual_seed(7)
     results = []
     for step in range(3):
@@ -106,7 +108,7 @@ def work(rank: int, *, solutions: Mapping[str, Sequence[Solution]]) -> None:
                 "predicted_bytes": exported.peak_bytes,
                 "same": len(got) == len(expected) and all(map(torch.equal, expected, got)),
             }
-            os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
+            os.write(1, f"{json.dumps(found)}\n".encode())  # in one write: lines do not mix
 
 
 def main(cases: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Two ranks of DistributedDataParallel that accumulate, with and without a plan."""
+"""Two DDP ranks that accumulate gradients, without a plan and with optimizer state on the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ WEIGHT_BYTES = N_LAYERS * WIDTH * WIDTH * 4
 
 
 def trained(rank: int, *, planned: bool) -> dict[str, Any]:
-    """Parameters and state after three steps of two micro-batches each."""
+    """Train three steps of two micro-batches. Returns parameters, optimizer state, and bytes of the
+    host memory for it."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(N_LAYERS)))
     optimizer = optim.AdamW(net.parameters())
@@ -43,7 +44,7 @@ def trained(rank: int, *, planned: bool) -> dict[str, Any]:
 
 
 def run(rank: int, folder: str) -> None:
-    """Saves what both have come to."""
+    """Train without and with a plan, and save both results of this rank in the folder."""
     torch.set_num_threads(1)
     file = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", rank=rank, world_size=N_RANKS, init_method=file)

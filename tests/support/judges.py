@@ -1,4 +1,4 @@
-"""The simulator and the referee, asked about the same schedule."""
+"""Check that the simulator and the referee agree on a schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tests.support.referee import FoulError, play_with_copies
 
 
 def agree(graph: Graph, schedule: Schedule, places: Places) -> bool:
-    """Ask both; returns whether the schedule is legal."""
+    """Assert that simulator and referee agree on legality, time and memory of the schedule. Returns
+    whether it is legal."""
     try:
         time_s, *rest = play_with_copies(graph, schedule, places)
     except FoulError:

@@ -1,7 +1,7 @@
-"""Trains in a process that may map less memory than the fastest plan takes.
+"""Train in a process whose memory limit is below what the fastest plan takes.
 
-python -m tests.support.limited_process: prints whether the gradients are those of the step without
-the limit, and how many plans were made.
+`python -m tests.support.limited_process` prints, for each of two steps, whether its gradients are
+those of the step without the limit, and whether more than one plan was made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small models for the tests of tracing and running, each with something that goes wrong easily."""
+"""Small models for the tests of tracing and running, each with some difficulty."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class NormAndDropout(nn.Module):
-    """Batch norm (buffers that change once), dropout, a scalar loss and logits beside it."""
+    """Batch norm (buffers must change only once), dropout; returns a scalar loss and logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class NormAndDropout(nn.Module):
 
 
 class TiedLanguageModel(nn.Module):
-    """Tied embedding and head, dropout, attention; the loss alone is returned."""
+    """Tied embedding and head, dropout, attention; returns only the loss."""
 
     def __init__(self, n_layers: int = 2, width: int = 16, vocabulary: int = 30) -> None:
         super().__init__()
@@ -71,7 +71,8 @@ class _Block(nn.Module):
 
 
 class SharedGradients(nn.Module):
-    """Gradients that are expanded, one tensor for two parameters, or part of a larger one."""
+    """Gradients that are expanded tensors, one tensor for two parameters, or parts of a larger
+    tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class SharedGradients(nn.Module):
 
 
 class Encoder(nn.Module):
-    """PyTorch's own layer: dropout falls on tensors that are not contiguous."""
+    """PyTorch's own encoder layer, with dropout on tensors that are not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ class ConvNet(nn.Module):
 
 
 class LanguageHead(nn.Module):
-    """Logits that are wide beside everything else, and their cross-entropy."""
+    """Logits that are much larger than everything else, and their cross-entropy."""
 
     def __init__(self) -> None:
         super().__init__()

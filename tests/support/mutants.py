@@ -12,9 +12,9 @@ from solver.schedule.ops import Compute, Free, Op
 def mutant(
     graph: Graph, ops: tuple[Op, ...], rng: random.Random, *, extra: Iterable[Op] = ()
 ) -> tuple[Op, ...]:
-    """Drop, swap, duplicate, replace, insert or move one op.
+    """The ops after one random change: drop, swap, duplicate, replace, insert or move one.
 
-    extra: more ops that may come in.
+    extra: further ops that may be put in.
     """
     changed = list(ops)
     here, there = rng.randrange(len(changed)), rng.randrange(len(changed))

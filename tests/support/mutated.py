@@ -1,4 +1,4 @@
-"""Files as strangers send them: good JSON files with a value, a key or some characters changed."""
+"""Damage JSON files: change values, keys or characters of a good file, as input from strangers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ for _ in range(80):
 
 
 def mutated(good: str, rng: random.Random) -> bytes:
-    """The file with one to three changes."""
+    """The file's content with one to three random changes, at times also in its characters or
+    bytes."""
     value = json.loads(good)
     for _ in range(rng.choice((1, 1, 2, 3))):
         meta = value.get("meta")
@@ -49,7 +50,7 @@ def mutated(good: str, rng: random.Random) -> bytes:
 
 
 def _change(value: Any, rng: random.Random) -> None:
-    """Change one place of the tree."""
+    """Change, insert or delete one entry at a random place of the JSON value."""
     place: Any = value
     while True:
         keys = list(place) if isinstance(place, dict) else list(range(len(place)))

@@ -1,4 +1,4 @@
-"""More graphs made from numbers: transformers, U-shapes, pyramids, dense blocks, random DAGs.
+"""More synthetic graphs: transformers, U-shapes, pyramids, dense blocks, random DAGs.
 
 `random_dag` makes small irregular graphs with everything that the file format allows. The same
 arguments give the same graph.
@@ -32,11 +32,11 @@ def transformer(
 ) -> Graph:
     """A decoder in the shape of Llama: norms, rotary attention, gated feed-forward, large head.
 
-    Attention has a quarter of the heads for keys and values. Numbers have two bytes; times are
-    those of a card with FLOPS_PER_S and BYTES_PER_S.
+    Keys and values have a quarter of the heads. Numbers have two bytes. Times are those of a GPU
+    with FLOPS_PER_S and BYTES_PER_S.
     """
     tape = Tape()
-    row_bytes, inner = 2 * n_tokens, 7 * hidden // 2  # a row: one feature of all tokens
+    row_bytes, inner = 2 * n_tokens, 7 * hidden // 2  # row_bytes: one feature of all tokens
 
     def linear(name: str, x: str, n_in: int, n_out: int) -> str:
         time_s = 2 * n_tokens * n_in * n_out / FLOPS_PER_S
@@ -47,7 +47,7 @@ def transformer(
         return tape.op(name, inputs, row_bytes * width, time_s, saves_inputs=saves)
 
     def norm(name: str, x: str) -> str:
-        """RMSNorm in double width, as the transformers library writes it."""
+        """RMSNorm in float32, as the transformers library writes it."""
         size_bytes = row_bytes * hidden
         time_s = 2 * size_bytes / BYTES_PER_S
         wide = pointwise(f"{name}.to", [x], 2 * hidden)
@@ -82,7 +82,7 @@ def transformer(
 
 
 def u_shape(*, depth: int = 5, n_convs: int = 2, width_bytes: int = 64 << 20) -> Graph:
-    """A U-Net: each level halves the side and doubles the channels; skip connections go across."""
+    """A U-Net: each level halves the image side and doubles the channels, with skip connections."""
     tape = Tape()
     x = tape.input("x", width_bytes // 16)
     conv_s, touch_s = 1e-3, width_bytes * 2e-12
@@ -115,7 +115,7 @@ def u_shape(*, depth: int = 5, n_convs: int = 2, width_bytes: int = 64 << 20) ->
 
 
 def pyramid(*, n_blocks: Sequence[int] = (3, 4, 6, 3), width_bytes: int = 100 << 20) -> Graph:
-    """Bottleneck blocks in stages that halve, as in ResNet-50 (the default) and -101."""
+    """Stages of bottleneck blocks, each with half of the bytes, as in ResNet-50 (the default)."""
     tape = Tape()
     x = tape.op("stem", [tape.input("x", width_bytes // 8)], width_bytes, 2e-3)
     for s, n in enumerate(n_blocks):
@@ -151,8 +151,9 @@ def dense(*, n_layers: int = 24, growth_bytes: int = 4 << 20) -> Graph:
 
 
 def random_dag(*, seed: int, n_forward: int, n_later: int) -> Graph:
-    """A small irregular graph: skips, several outputs, views, zero sizes and times, effects, ops
-    that cannot be recomputed, workspace, graph outputs from the forward pass. Whole numbers only.
+    """A small irregular graph: skips, nodes with several outputs or none, views, zero sizes and
+    times, ops that cannot be recomputed, workspace, graph outputs from the forward pass. Sizes and
+    times are whole numbers.
     """
     rng = random.Random(seed)
     tensors = [Tensor(f"p{i}", rng.randint(0, 3), "parameter") for i in range(rng.randint(1, 2))]
@@ -195,7 +196,7 @@ def _pick_inputs(rng: random.Random, tensors: list[Tensor], *, recent: bool) -> 
 
 
 def _view(rng: random.Random, i: int, of: str, phase: Phase, tensors: list[Tensor]) -> Node:
-    """A view of an input: no bytes of its own, no cost; sometimes not recomputable."""
+    """A node that makes a view of an input, without bytes or cost; sometimes not recomputable."""
     base = next(tensor for tensor in tensors if tensor.name == of)
     alias = Tensor(f"t{i}.view", base.size_bytes, alias_of=base.alias_of or base.name)
     tensors.append(alias)

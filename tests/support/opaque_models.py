@@ -1,4 +1,4 @@
-"""Models with a part that cannot be traced, each in its own way, between layers that can."""
+"""Models whose layers can be traced, except for one part, which cannot for some reason or other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ WIDTH, ROWS = 32, 256
 
 
 class Experts(nn.Module):
-    """Each expert gets the rows that a router gives it, as `nonzero` finds them."""
+    """Mixture of experts: each gets the rows that the router chooses for it, found by `where`, so
+    that shapes depend on data."""
 
     def __init__(self, width: int = WIDTH, n_experts: int = 4) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Masked(nn.Module):
 
 
 class Branching(nn.Module):
-    """A branch on a computed number, batch norm and dropout."""
+    """A branch on a computed value, with batch norm and dropout."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class Branching(nn.Module):
 
 
 class _InNumpy(torch.autograd.Function):
-    """As a kernel of another library: opaque to a trace in both directions."""
+    """Like a kernel of another library: cannot be traced in forward or backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class Recurrent(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Skipped at random, by Python's generator."""
+    """Skips its layers at random, by Python's random generator."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class Dropping(nn.Module):
 
 
 class SeveralUses(nn.Module):
-    """Reads its input, which is read outside too, several times; returns a tuple with None."""
+    """Reads its input, which is also read outside, several times; returns a tuple with None."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class SeveralUses(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Its linear layer has a forward hook that scales, and a backward hook."""
+    """One linear layer has a forward hook that scales its output, another a backward hook."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -164,7 +165,11 @@ class Sampling(nn.Module):
 
 
 class Network(nn.Module):
-    """Blocks of traced layers around a part; `part` makes one."""
+    """Blocks, each with traceable layers and an opaque part.
+
+    part: makes an opaque part.
+    shared: all blocks share one part.
+    """
 
     def __init__(
         self, part: Callable[[], nn.Module], *, n_blocks: int = 4, shared: bool = False
@@ -207,13 +212,14 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 
 
 def network(name: str, *, seed: int = 0, **options: Any) -> tuple[nn.Module, Tensor]:
-    """A model with this part, and a batch."""
+    """A Network with the part of this name (see PARTS), and a batch."""
     torch.manual_seed(seed)
     return Network(PARTS[name], **options), torch.randint(0, 50, (ROWS,))
 
 
 class Probabilities(nn.Module):
-    """Returns what its last operator saves, in another memory layout where a value is high."""
+    """Returns the tensor that its last operator saves; if a value is high, in another memory
+    layout."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -227,14 +233,15 @@ class Probabilities(nn.Module):
 
 
 class Mean(nn.Module):
-    """A loss."""
+    """The mean square of its input, as the loss."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()
 
 
 class Distilled(nn.Module):
-    """A teacher that runs without gradients, as only some of its lines notice."""
+    """A student and a teacher that runs without gradients; the teacher's result depends on whether
+    gradients are enabled."""
 
     class Teacher(nn.Module):
         def __init__(self, width: int) -> None:
@@ -258,7 +265,7 @@ class Distilled(nn.Module):
 
 
 class WithTable(Masked):
-    """Saves a constant too, which is there without it."""
+    """Also saves a constant for backward, which is live anyway."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__(width)

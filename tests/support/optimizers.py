@@ -19,7 +19,11 @@ def with_state(
     workspace_bytes: int = 0,
     time_s: float = 1.0,
 ) -> Graph:
-    """The step with an optimizer that reads every gradient."""
+    """The step with an optimizer that reads every gradient.
+
+    buckets: the parts of the state that may be on the host.
+    kept_bytes: state that stays on the device.
+    """
     state_bytes = kept_bytes + sum(bucket.state_bytes for bucket in buckets)
     reads = tuple(
         name
@@ -53,7 +57,8 @@ def with_state(
 
 
 def with_some_state(graph: Graph, rng: random.Random, *, most_bytes: int) -> Graph:
-    """Of one to three buckets, up to most_bytes each."""
+    """The step with an optimizer whose state has one to three random buckets, of at most
+    `most_bytes` each."""
     buckets = [
         StateBucket(1, rng.randint(1, most_bytes), rng.randint(0, 2), float(rng.randint(0, 3)))
         for _ in range(rng.randint(1, 3))
@@ -70,9 +75,9 @@ def with_some_state(graph: Graph, rng: random.Random, *, most_bytes: int) -> Gra
 def with_parameters(
     graph: Graph, names: Sequence[str], buckets: Sequence[tuple[int, int, float]]
 ) -> Graph:
-    """The resident tensors of these names as parameters, which an optimizer trains in this order.
+    """Make the resident tensors of these names parameters, which an optimizer trains in this order.
 
-    buckets: of each, the parameters, bytes of state and seconds.
+    buckets: for each, how many parameters it has, their bytes of state, and seconds.
     """
     graph = with_state(
         graph,
@@ -97,7 +102,7 @@ def with_parameters(
 
 
 def with_some_parameters(seed: int, rng: random.Random, *, n_later: int = 2) -> Graph:
-    """A random step whose nodes read one to three parameters."""
+    """A random step whose nodes read some of one to three parameters."""
     graph = random_dag(seed=seed, n_forward=rng.randint(2, 3), n_later=rng.randint(1, n_later))
     names = [f"q{i}" for i in range(rng.randint(1, 3))]
     nodes = [

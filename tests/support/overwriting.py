@@ -1,4 +1,4 @@
-"""Tiny random graphs whose nodes overwrite what they read for the last time."""
+"""Tiny random graphs whose nodes overwrite inputs that they are the last to read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphs.graph import Graph, Node, Tensor
 
 
 def overwriting_dag(seed: int) -> Graph:
-    """A graph of four to nine nodes, with an overwrite wherever one is legal; mostly some are."""
+    """A graph of four to nine nodes, with an overwrite wherever one is legal."""
     rng = random.Random(f"overwriting {seed}")
     n_forward, n_later = rng.randint(2, 4), rng.randint(2, 5)
     tensors = [Tensor("p", rng.randint(0, 3), "parameter")]
@@ -18,7 +18,7 @@ def overwriting_dag(seed: int) -> Graph:
         is_later = i >= n_forward
         recent = [t.name for t in (tensors[-2:] if is_later else tensors[-3:])]
         inputs = [recent[-1], *rng.sample(recent, k=rng.randint(0, len(recent)))]
-        if is_later:  # what the forward pass saved
+        if is_later:  # reads what the forward pass saved
             inputs.append(f"t{rng.randrange(n_forward)}")
         tensors.append(Tensor(f"t{i}", rng.choice((1, 2, 3, 4, 6))))
         nodes.append(
@@ -39,9 +39,8 @@ def overwriting_dag(seed: int) -> Graph:
 
 
 def with_overwrites(graph: Graph) -> Graph:
-    """Each node with one output overwrites an input that dies there, if only nodes that run once
-    touch one.
-    """
+    """Let each node with one output overwrite an input that nothing reads later, if all nodes that
+    make or read this input or the output run only once."""
     last = {name: node.name for node in graph.nodes for name in node.inputs}
     root: dict[str, str] = {}
     nodes = []

@@ -1,4 +1,4 @@
-"""Steps in which a model is called several times before one backward pass, run and measured."""
+"""Run and measure steps that call a model several times before one backward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def blocks(*, width: int = 32, n: int = 4) -> nn.Sequential:
 
 
 class WithLoss(nn.Module):
-    """Returns its loss, so that nothing is outside of it."""
+    """Returns its loss, so that nothing of the step is outside of the model."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,8 @@ def sum_of_losses(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
 def trained(
     model: nn.Module, step: Step, batches: Sequence[Any], *, n_steps: int = 3
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Parameters, buffers and last gradients after some steps of AdamW; and each step's peak."""
+    """Train some steps with AdamW. Returns parameters, buffers and the last gradients, and the peak
+    bytes of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(7)
     peaks = [step_peak_bytes(model, step, batches, optimizer) for _ in range(n_steps)]
@@ -55,7 +56,10 @@ def step_peak_bytes(
     *,
     others: Sequence[nn.Module] = (),
 ) -> int:
-    """Of one step, which begins without gradients."""
+    """The peak of one step, resident bytes included; it begins without gradients.
+
+    others: further modules with parameters that the step uses.
+    """
     for module in (model, *others):
         module.zero_grad()
     resident = [*resident_tensors(model, batches, () if optimizer is None else [optimizer])]

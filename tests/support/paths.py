@@ -1,4 +1,4 @@
-"""Where the repository and the tests' data are."""
+"""Paths of the repository and of the tests' data."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Planned stages under torch.distributed.pipelining, measured: the processes of test_pipelines.py.
+"""Measure planned stages in torch.distributed.pipelining: the processes test_pipelines.py starts.
 
     python -m tests.support.pipeline_ranks 1f1b 2
     python -m tests.support.pipeline_ranks gpipe 2
     python -m tests.support.pipeline_ranks interleaved 2
     python -m tests.support.pipeline_ranks gpipe 2 wide
 
-Each rank runs steps of its plain and of its planned stages, and prints one line of JSON. Under
-"interleaved" it has two stages.
+Each rank runs steps of its stages with and without plans, and prints one line of JSON. With
+"interleaved", a rank has two stages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ N_MICROBATCHES, N_BLOCKS = 4, 2
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a micro-batch. share: of what the plain step takes above what is resident, the budget."""
+    """A case. size: shape of a micro-batch. share: the budget is the resident bytes plus this share
+    of what a step without a plan takes above them."""
 
     size: tuple[int, ...]
     share: float
@@ -61,13 +62,13 @@ class Shape:
 
 SHAPES = {
     "": Shape((128, 64), share=0.6),
-    # gradients take more than what a micro-batch saves: most is held in the second backward pass
+    # gradients take more than a micro-batch saves, so the peak is in the second backward pass
     "wide": Shape((64, 256), share=0.85),
 }
 
 
 class Block(nn.Module):
-    """Dropout draws, and batch norm changes its buffers in each forward pass."""
+    """Dropout draws random numbers, and batch norm changes its buffers, in each forward pass."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def planned_solutions(
     stages: Sequence[nn.Module], pipelines: Sequence[Pipeline], shape: Shape
 ) -> Sequence[Solution]:
-    """Plans for a share of the memory; made from meta tensors alone."""
+    """Plans of a rank's stages, for a budget that they share; made on the meta device."""
     places = list(zip(stages, pipelines, strict=True))
     plain = [solved(*each, shape, budget=10**9) for each in places]
     resident_bytes = max(each.graph.resident_bytes for each in plain)
@@ -118,8 +119,11 @@ def trained(
     predicted_bytes: int,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[list[torch.Tensor], int]:
-    """Losses, this rank's gradients and its buffers of three steps; the most that it held in
-    another, as measured by `two_processes.rank_peak_bytes`. group: of the pipeline; None: all."""
+    """Train three steps. Returns losses, gradients and buffers of this rank, and the peak of its
+    tensors in a further step, measured as by `two_processes.rank_peak_bytes`.
+
+    group: the ranks of the pipeline (None: all ranks).
+    """
     model, first, last = nn.ModuleList(stages), pipelines[0], pipelines[-1]
     torch.manual_seed(10 + first.stage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -185,7 +189,7 @@ def trained(
 
 
 def part(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor that is split over ranks, this one's."""
+    """This rank's part of a tensor that may be split over ranks."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -216,7 +220,7 @@ def work(rank: int, *, schedule: str, n_ranks: int, shape: Shape) -> None:
         "predicted_bytes": rank_peak_bytes(solutions),
         "warnings": [str(each.message) for each in told if "apply" in str(each.message)],
     }
-    os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
+    os.write(1, f"{json.dumps(found)}\n".encode())  # in one write: lines do not mix
 
 
 if __name__ == "__main__":

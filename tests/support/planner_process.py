@@ -1,4 +1,4 @@
-"""Runs the command `solve` again and again in one process of its own.
+"""A separate process that runs the command `solve` again and again.
 
     python -m tests.support.planner_process
 
@@ -20,7 +20,8 @@ from tests.support.paths import ROOT
 
 
 class PlannerProcess:
-    """Another process that plans; starting one for each plan would take most of the time."""
+    """Runs `solve` in another process, which is kept: starting one for each plan would take most of
+    the time."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "tests.support.planner_process"]
@@ -46,7 +47,8 @@ class PlannerProcess:
 
 
 def _serve() -> None:
-    # HiGHS now and then prints a line, whatever it is told: 1 is stderr, answers have their own.
+    # HiGHS sometimes prints a line to stdout, even if told not to. So file descriptor 1 becomes
+    # stderr, and answers go to a copy of the old one.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""The host memory that programs make during a test."""
+"""A fixture with the pools of host memory that programs make during a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_runtime.execute import copies as copies_module
 
 @pytest.fixture
 def made_pools(monkeypatch: pytest.MonkeyPatch) -> list[copies_module.Pool]:
-    """In the order of making."""
+    """The pools, in the order in which they are made."""
     made: list[copies_module.Pool] = []
     plain = copies_module.Pool.of
 

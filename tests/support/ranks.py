@@ -1,4 +1,4 @@
-"""Programs of tests.support that start ranks of their own."""
+"""Run the programs of tests.support that start several ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 
 
 def ranks_of(program: str, *arguments: str) -> list[Any]:
-    """What the ranks of a program in tests.support print in JSON, line by line."""
+    """Run a program of tests.support and return the values that its ranks print as JSON lines."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"tests.support.{program}", *arguments],
         cwd=ROOT,

@@ -1,8 +1,8 @@
-"""The rules of a schedule once more, as plainly as can be: sets, and sums over them.
+"""A second implementation of the rules of schedules, as plain as can be: sets, and sums over them.
 
-Written from the rules alone and in another style than `solver.simulate`, which it checks: nothing
-is kept up to date, everything is counted again at each op. Time is a longest path over the ops,
-each waiting for all earlier ones that the rules name. Quadratic, for small graphs.
+It is written from the rules alone, to check `solver.simulate`, and in another style: nothing is
+updated incrementally, everything is counted anew at each op. The time is a longest path over the
+ops, each of which waits for all earlier ops that the rules name. Quadratic; for small graphs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ GIVEN_UP = {"Drop": "host", "Delete": "disk"}
 
 
 class FoulError(Exception):
-    """The schedule is illegal; the message is the rule's number."""
+    """The schedule is illegal; the message has the number of the rule and what is wrong."""
 
 
 @dataclass
 class Step:
-    """One op of the schedule for the clock.
+    """What matters of one op for its start and end times.
 
-    copies: (storage, place) at both ends of a copy. gives_up: such pairs, when the op has run.
-    reads: storages that a compute needs on the device. alone: rule 11.
+    stream: "compute", the kind of a copy, or "none" for the end of a copy.
+    copies: (storage, place) of the source and the target of a copy; else empty.
+    gives_up: the pairs (storage, place) that the op frees.
+    reads: storages that a compute needs on the device.
+    alone: the op waits for everything before it (rule 11).
     """
 
     stream: str
@@ -43,14 +46,17 @@ class Step:
 
 
 def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]:
-    """Seconds, peak bytes and the bytes during each op, without copies; raises FoulError."""
+    """Seconds, peak bytes, and bytes during each op of a schedule without copies.
+
+    Raises FoulError if the schedule is illegal.
+    """
     return play_with_copies(graph, schedule, None)[:3]
 
 
 def play_with_copies(
     graph: Graph, schedule: Schedule, places: Places | None
 ) -> tuple[float, int, tuple[int, ...], int, int]:
-    """Also the peak bytes on the host and the disk."""
+    """The same for a schedule that may have copies, and the peak bytes on the host and the disk."""
     size = {t.name: t.size_bytes for t in graph.tensors}
     root = {t.name: t.alias_of or t.name for t in graph.tensors}
     made_by = {name: node for node in graph.nodes for name in node.outputs}
@@ -65,7 +71,7 @@ def play_with_copies(
     away: set[tuple[str, str]] = set()  # (storage, host or disk)
     steps: list[Step] = []
     used = {"host": [0], "disk": [0]}
-    gone: set[str] = set()  # overwritten: there, but not what it was
+    gone: set[str] = set()  # tensors that were overwritten
     history: list[str] = []
     curve: list[int] = []
 
@@ -157,7 +163,10 @@ def play_with_copies(
 
 
 def _move(op: Op, there: set[tuple[str, str]], size: int, places: Places | None) -> Step:
-    """A copy or the end of one. there: (storage, place) of all that is anywhere."""
+    """The step of a copy, or of the op that gives a copy up.
+
+    there: (storage, place) for every place where a storage is.
+    """
     kind, storage = type(op).__name__, op.storage
     if kind in GIVEN_UP:
         pair = (storage, GIVEN_UP[kind])
@@ -178,23 +187,27 @@ def _move(op: Op, there: set[tuple[str, str]], size: int, places: Places | None)
 
 
 def _longest_path(steps: list[Step]) -> float:
-    """When the last step ends, if each starts at the end of the last that it waits for.
+    """When the last step ends, if each starts as soon as all that it waits for have ended.
 
-    Waiting for an op waits for what it waited for, so a rule that names the copies of a storage may
-    take all earlier ones, those of its earlier stays too.
+    A step that waits for an op also waits for everything that this op waited for. So where a rule
+    names the copies of a storage, all earlier copies of it can be taken.
     """
     end_s: list[float] = []
     for i, step in enumerate(steps):
+        # a stream runs its ops in order
         waits_for = {j for j in range(i) if steps[j].stream == step.stream != "none"}
         copies = [j for j in range(i) if steps[j].copies]
         if step.copies:
             source, (_, target) = step.copies
+            # a copy waits for earlier computes, for the copy that brought its source, and for the
+            # copies of what was given up at its target, whose memory it may reuse
             waits_for |= {j for j in range(i) if steps[j].stream == "compute"}
             waits_for |= {j for j in copies if steps[j].copies[1] == source}
             for drop in (j for j in range(i) if steps[j].stream == "none"):
                 for pair in steps[drop].gives_up:
                     if pair[1] == target:
                         waits_for |= {j for j in copies if j < drop and pair in steps[j].copies}
+        # a compute waits for the fetches of what it reads
         waits_for |= {
             j for j in copies if steps[j].stream == "Fetch" and steps[j].copies[1][0] in step.reads
         }
@@ -202,7 +215,7 @@ def _longest_path(steps: list[Step]) -> float:
             waits_for |= {*range(i)}
         start_s = max((end_s[j] for j in waits_for), default=0.0)
         end = start_s + step.time_s
-        if step.stream == "compute":
+        if step.stream == "compute":  # freeing a storage waits for its copies
             end = max(
                 [end, *(end_s[j] for j in copies if step.gives_up.intersection(steps[j].copies))]
             )

@@ -1,4 +1,4 @@
-"""Training steps with and without a plan, and whether they agree in every bit."""
+"""Run training steps with and without a plan, and check that they are bitwise identical."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LARGE = 10**12
 def solution_of(
     graph: Graph, schedule: Schedule, *, budget_bytes: int = LARGE, places: Places | None = None
 ) -> Solution:
-    """A schedule as the answer to a request."""
+    """A Solution with this schedule."""
     places = places or Places()
     plain = simulate(graph, baseline(graph))
     judged = simulate(graph, schedule, places=places)
@@ -53,7 +53,7 @@ def traced(make: Any, **options: Any) -> tuple[nn.Module, Any, Graph]:
 
 
 def one_step(model: nn.Module, batch: Any, seed: int, loss: Any = None) -> list[Any]:
-    """Loss, gradients, buffers and the random state after a step."""
+    """Run one forward and backward pass: loss, gradients, buffers and the random state after it."""
     torch.manual_seed(seed)
     args, kwargs = as_call(batch)
     output = model(*args, **kwargs)
@@ -76,7 +76,7 @@ def assert_equal(
 
 
 def assert_same_bits(plain: nn.Module, planned: nn.Module, batch: Any, loss: Any = None) -> None:
-    """Three optimizer steps agree in every bit."""
+    """Assert that three optimizer steps of both modules are bitwise identical."""
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, planned)]
     for seed in range(3):
         results = []

@@ -1,9 +1,9 @@
-"""Stages whose parameters FSDP2 shards, measured: the processes of test_sharded_stages.py.
+"""Measure pipeline stages that FSDP2 shards: the processes that test_sharded_stages.py starts.
 
     python -m tests.support.sharded_stage_ranks 1f1b gpipe mixed
 
-Four ranks: two stages of a small Llama, each sharded over two ranks. Each prints one line of JSON
-for each case and plan.
+Four ranks: two stages of a small Llama, each sharded over two ranks. Each rank prints one line of
+JSON for each case and plan.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 @dataclass(frozen=True)
 class Case:
-    """width: of the model; wide ones have most of their memory in parameters.
-    shares: of what the plain step takes above what is resident, the budgets.
+    """A case.
+
+    width: of the model; wide models have most of their memory in parameters.
+    shares: the budgets: the resident bytes plus these shares of what a step without a plan takes
+        above them.
     """
 
     schedule: str = "1f1b"
@@ -58,7 +61,7 @@ CASES = {
 
 
 class Block(nn.Module):
-    """Of a Llama, with dropout: RMS norms, causal attention, a gated MLP."""
+    """A Llama's block, with dropout: RMS norms, causal attention, a gated MLP."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def sent(case: Case, **options: Any) -> torch.Tensor:
-    """What the first stage sends to the last, for a micro-batch."""
+    """A tensor like those that the first stage sends to the last, for one micro-batch."""
     dtype = torch.float32 if case.mp_policy is None else torch.bfloat16
     return torch.empty(ROWS, LENGTH, case.width, dtype=dtype, requires_grad=True, **options)
 
@@ -105,7 +108,7 @@ def plans(case: Case, index: int) -> list[Solution]:
         "optimizer": torch.optim.AdamW,
         "fsdp": Sharding(N_SHARDS, reshard_after_forward=False, mp_policy=case.mp_policy),
     }
-    if case.mp_policy is not None:  # what a product in bfloat16 allocates is not estimated
+    if case.mp_policy is not None:  # temporaries of products in bfloat16 are known by measuring
         options["costs"] = Measured("cpu", n_runs=1)
     batch: Any = tokens
     if pipeline.is_last:
@@ -122,8 +125,8 @@ def plans(case: Case, index: int) -> list[Solution]:
 
 
 def trained(stage: nn.Module, case: Case, mesh: DeviceMesh) -> tuple[list[torch.Tensor], int]:
-    """Losses, and this rank's part of gradients and parameters, of three steps; the most that this
-    rank held in another."""
+    """Train three steps. Returns losses and this rank's parts of gradients and parameters, and the
+    peak of its tensors in a further step."""
     index, column = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     is_last = index == N_STAGES - 1
     torch.manual_seed(10 + index)
@@ -161,7 +164,7 @@ def trained(stage: nn.Module, case: Case, mesh: DeviceMesh) -> tuple[list[torch.
         results += [part(p.grad).clone() for p in stage.parameters() if p.grad is not None]
     results += [part(p).detach().clone() for p in stage.parameters()]
     n_results, taken = len(results), []
-    for _ in range(10):  # gloo's threads may let go of what they copied a moment late
+    for _ in range(10):  # the least counts: gloo's threads may free their copies a moment late
         optimizer.zero_grad()
         with no_garbage(torch.device("cpu")):
             taken.append(cpu_peak_bytes(step).peak_bytes)
@@ -207,7 +210,7 @@ def work(rank: int, *, solutions: Mapping[str, Sequence[Sequence[Solution]]]) ->
                 "measured_bytes": measured_bytes,
                 "predicted_bytes": exported.peak_bytes,
             }
-            os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
+            os.write(1, f"{json.dumps(found)}\n".encode())  # in one write: lines do not mix
 
 
 def main(cases: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Memory that runs short on a CPU: operators that raise what a full device raises."""
+"""Simulate a full device on the CPU: operators raise torch.OutOfMemoryError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class FailingOperators(TorchDispatchMode):
-    """Counts the operators that make tensors from tensors, and raises at those of these indices."""
+    """Counts the operators that allocate tensors, and raises at those with the indices `at`."""
 
     def __init__(self, at: Collection[int] = ()) -> None:
         super().__init__()
@@ -25,7 +25,8 @@ class FailingOperators(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = _tensors((args, kwargs))
-        is_real = given and not any(isinstance(each, FakeTensor) for each in given)  # else planning
+        # fake tensors are those of planning, which does not count
+        is_real = given and not any(isinstance(each, FakeTensor) for each in given)
         if is_real and not (func.is_view or func._schema.is_mutable):
             self.names.append(str(func))
             if len(self.names) - 1 in self.at:
@@ -35,7 +36,8 @@ class FailingOperators(TorchDispatchMode):
 
 
 class SmallDevice(TorchDispatchMode):
-    """A device of so many bytes for what operators make in it; raises where they are used up."""
+    """A device with `capacity_bytes` for the tensors that operators make while this mode is active;
+    raises when these are used up."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__()

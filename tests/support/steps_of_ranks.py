@@ -1,4 +1,4 @@
-"""Ranks of a pipeline that begin different steps: 2 gloo processes, each says what it was told.
+"""Two ranks of a pipeline that begin different steps. Each prints the outcome of each case in JSON.
 
 python -m tests.support.steps_of_ranks
 """
@@ -40,7 +40,7 @@ def trained(
     kind: Any = Schedule1F1B,
     n_microbatches: int = N_MICROBATCHES,
 ) -> None:
-    """Two steps. rows: of a micro-batch in each."""
+    """Train two steps. rows, target_rows: rows of a micro-batch in each step."""
     stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     apply(stage, plan(stage, Pipeline(rank, 2, N_MICROBATCHES)))
     runner = PipelineStage(

@@ -1,8 +1,8 @@
-"""Ranks whose steps differ: the processes of test_tensor_parallel.py.
+"""Tensor-parallel ranks whose steps differ: processes that test_tensor_parallel.py starts.
 
     python -m tests.support.tensor_disagreements
 
-Each rank prints one line of JSON for each case: the error that it gets, and what it has planned.
+Each rank prints one line of JSON for each case: the error that it gets, and its plan.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Modules that can be checkpointed: each is called once."""
+    """Blocks that can be checkpointed, since each is called only once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Blocks(nn.Module):
 
 
 class Slower(Roofline):
-    """Costs as measured where one operator is so many times as slow."""
+    """Roofline costs in which one operator (silu) is slower by a factor."""
 
     def __init__(self, factor: float) -> None:
         super().__init__(named("cpu"))
@@ -95,7 +95,7 @@ def other_plans(rank: int, mesh: DeviceMesh) -> None:
 
 
 def other_exports(rank: int, mesh: DeviceMesh) -> None:
-    """Both fit, and recompute other parts."""
+    """Plans for different budgets, exported; both fit, but recompute different parts."""
     styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     model = parallelize_module(Blocks(), mesh, styles)
     refused = solve(model, batch_of(), budget=1)
@@ -125,7 +125,8 @@ def other_shapes_with_fit(rank: int, mesh: DeviceMesh) -> None:
 
 
 def later_shape(rank: int, mesh: DeviceMesh) -> None:
-    """In the third step one rank has a batch of another length: it would plan, the other run."""
+    """In the third step, one rank has a batch of another length: it would plan while the other rank
+    runs."""
     model = fit(model_on(mesh), budget="1GB")
     for step in range(3):
         model(batch_of(LENGTH // 2 if rank and step == 2 else LENGTH)).backward()
@@ -138,23 +139,23 @@ def later_shape_with_apply(rank: int, mesh: DeviceMesh) -> None:
 
 
 def known_shapes(rank: int, mesh: DeviceMesh) -> None:
-    """Both ranks have plans for both lengths, and other batches in the third step."""
+    """Both ranks have plans for both lengths, but in the third step their batches differ."""
     model = fit(model_on(mesh), budget="1GB")
     for length in (LENGTH, LENGTH // 2, LENGTH // 2 if rank else LENGTH):
         model(batch_of(length)).backward()
 
 
 def planned_by_one(rank: int, mesh: DeviceMesh) -> None:
-    """One rank has changed what forward reads, and needs another plan for the same batch."""
+    """One rank freezes a parameter, and so needs another plan for the same batch."""
     model = fit(model_on(mesh), budget="1GB")
-    for step in range(3):  # the second has gradients, and a plan of its own
+    for step in range(3):  # the second step has gradients already, and so another plan
         if rank and step == 2:
             model.down.bias.requires_grad_(False)
         model(batch_of()).backward()
 
 
 def copied_by_one(rank: int, mesh: DeviceMesh) -> None:
-    """A copy has no programs, and knows that there are other ranks."""
+    """One rank trains a copy of its module, which has no programs yet but knows the other ranks."""
     model = fit(model_on(mesh), budget="1GB")
     model(batch_of()).backward()
     model.zero_grad()
@@ -175,7 +176,7 @@ def one_does_not_come(rank: int, mesh: DeviceMesh) -> None:
 
 
 def other_costs(rank: int, mesh: DeviceMesh) -> str:
-    """What the ranks have measured differs: they take the plan of the first."""
+    """The ranks have different costs, so they must take the plan of the first rank."""
     budget = planned(mesh, 0.3).request.budget_bytes
     model = fit(model_on(mesh), budget=budget, costs=Slower(20.0 if rank else 1.0))
     model(batch_of()).backward()
@@ -213,8 +214,8 @@ def work(rank: int) -> None:
         except (RuntimeError, ValueError) as caught:
             error = f"{type(caught).__name__}: {caught}"
         found = {"case": name, "rank": rank, "error": error, "plan": plan}
-        os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
-        dist.barrier()  # the store is in the first rank's process
+        os.write(1, f"{json.dumps(found)}\n".encode())  # in one write: lines do not mix
+        dist.barrier()  # the first rank must not exit early: its process has the store
 
 
 if __name__ == "__main__":

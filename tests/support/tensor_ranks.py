@@ -1,8 +1,8 @@
-"""Planned tensor-parallel steps against plain ones, measured: processes of test_tensor_parallel.py.
+"""Measure tensor-parallel steps with plans: processes that test_tensor_parallel.py starts.
 
     python -m tests.support.tensor_ranks 2 colwise sequence
 
-Each rank runs steps of the plain and of the planned module, and prints one line of JSON for each
+Each rank runs steps of the module with and without plans, and prints one line of JSON for each
 plan.
 """
 
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Returns the loss of the next tokens."""
+    """A small transformer that returns the loss of the next tokens."""
 
     def __init__(
         self, n_tokens: int, n_blocks: int = N_BLOCKS, width: int = WIDTH, n_heads: int = N_HEADS
@@ -83,7 +83,8 @@ class Transformer(nn.Module):
 
 
 def colwise(n_blocks: int = N_BLOCKS) -> dict[str, Any]:
-    """Matrices of each block are split; the rest is the same on all ranks."""
+    """Plan for `parallelize_module`: each block's matrices are split, the rest is the same on all
+    ranks."""
     plan: dict[str, Any] = {}
     for i in range(n_blocks):
         of_block = f"blocks.{i}"
@@ -97,7 +98,8 @@ def colwise(n_blocks: int = N_BLOCKS) -> dict[str, Any]:
 
 
 def sequence(n_blocks: int = N_BLOCKS) -> dict[str, Any]:
-    """Between the split matrices each rank has a part of the sequence; embedding and head too."""
+    """Plan for `parallelize_module`: as `colwise`, and between the split matrices each rank has a
+    part of the sequence; embedding and head are split, too."""
 
     def whole_sequence() -> PrepareModuleInput:
         return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
@@ -122,7 +124,14 @@ def sequence(n_blocks: int = N_BLOCKS) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """shares: of what the plain step takes above its least, the budgets; the last one for `fit`."""
+    """A case.
+
+    styles: returns the plan for `parallelize_module`.
+    n_tokens: size of the vocabulary.
+    length: tokens of a sequence.
+    shares: the budgets, as shares of the range from the least budget (0) to the peak without a plan
+        (1). The last budget is given to `fit`, the others are planned with `solve`.
+    """
 
     styles: Callable[[], dict[str, Any]]
     n_tokens: int = 256
@@ -133,13 +142,13 @@ class Case:
         return parallelize_module(Transformer(self.n_tokens), mesh, self.styles())
 
     def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same on all ranks."""
+        """A batch, the same on all ranks."""
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(self.n_tokens, (ROWS, self.length + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def solutions(self, mesh: DeviceMesh) -> list[Solution]:
-        """Plans within the budgets, made from tensors without values."""
+        """Plans for the budgets, made on the meta device."""
         with torch.device("meta"):
             model = self.model(mesh)
         batch = tuple(each.to("meta") for each in self.batch(0))
@@ -170,7 +179,8 @@ def model_of(case: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def trained(case: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Losses, and this rank's part of each gradient and parameter, of three steps."""
+    """Train three steps. Returns the losses and this rank's parts of the gradients of each step,
+    and its parts of the final parameters."""
     torch.manual_seed(7)
     results = []
     for step in range(3):
@@ -187,7 +197,7 @@ def _part(tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
-        return tensor.to_local().clone()  # waits, where the part is still on its way
+        return tensor.to_local().clone()  # waits if the part is still being communicated
 
 
 def placements_of(model: nn.Module) -> list[Any]:
@@ -235,7 +245,7 @@ def work(rank: int, *, n_ranks: int, cases: Sequence[str]) -> None:
                 ),
                 "predicted_bytes": solution.simulation.peak_bytes,
             }
-            os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
+            os.write(1, f"{json.dumps(found)}\n".encode())  # in one write: lines do not mix
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Planned stages of tensor-parallel blocks, measured: the processes of test_tensor_stages.py.
+"""Measure pipeline stages of tensor-parallel blocks: the processes test_tensor_stages.py starts.
 
     python -m tests.support.tensor_stage_ranks 1f1b gpipe
 
-Four ranks: two stages, each split over two ranks, which send to the rank of the other stage in the
-same place. Each prints one line of JSON for each schedule.
+Four ranks: two stages, each split over two ranks. Each rank sends to the rank at the same place in
+the other stage, and prints one line of JSON for each schedule.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPE = Shape((4, 32, 64), share=0.5)
 
 
 class Stage(nn.Module):
-    """Attention and feed-forward, with dropout; their matrices are split over the ranks."""
+    """Transformer blocks with dropout, whose matrices are split over the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,8 @@ def stage_of(index: int, mesh: DeviceMesh) -> nn.Module:
 
 
 def plan(stage: nn.Module, place: Pipeline) -> Solution:
-    """For a share of the way from the least budget to the peak without a plan."""
+    """A plan whose budget is at SHAPE.share between the least budget (0) and the peak without a
+    plan (1)."""
     refused = solved(stage, place, SHAPE, budget=1)
     least_bytes, plain_bytes = refused.minimum_budget_bytes, refused.baseline.peak_bytes
     assert least_bytes is not None
@@ -82,7 +83,7 @@ def work(rank: int, *, schedules: Sequence[str]) -> None:
             "measured_bytes": measured,
             "predicted_bytes": planned_bytes,
         }
-        os.write(1, f"{json.dumps(found)}\n".encode())  # whole lines, from several processes
+        os.write(1, f"{json.dumps(found)}\n".encode())  # in one write: lines do not mix
 
 
 if __name__ == "__main__":

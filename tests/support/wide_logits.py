@@ -1,4 +1,4 @@
-"""A model of a head and a loss alone, and its step as a rewritten program."""
+"""A model of only a head and a loss, and its step traced with rewrites."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOFLINE = Roofline(named("cpu"))
 
 
 class Head(nn.Module):
-    """Logits of 3 x 100 rows, and a loss of them."""
+    """A head that makes logits of 3 x 100 rows, and a loss of them."""
 
     def __init__(self, loss: Callable[..., Any], n_classes: int = 131) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def captured(
 
 
 def results(model: nn.Module, run: Callable[[], Any]) -> list[torch.Tensor]:
-    """What the step returns, and all gradients."""
+    """Run a step: its outputs, the first of which is the loss, and all gradients."""
     model.zero_grad(set_to_none=True)
     made = run()
     made = made if isinstance(made, tuple) else (made,)

@@ -1,8 +1,8 @@
-"""Language models as PyTorch's example `word_language_model` has them.
+"""The language models of PyTorch's example `word_language_model`.
 
-The recurrent ones return their hidden state beside the scores, and the training loop detaches it
-for the next batch: it gets no gradient. The Transformer makes its causal mask in the first call and
-keeps it. Tokens are (steps, sequences), scores log-probabilities of every token.
+The recurrent models return their hidden state beside the scores. The training loop detaches it for
+the next batch, so it gets no gradient. The Transformer makes its causal mask in the first call and
+keeps it. Tokens have the shape (steps, sequences); scores are log-probabilities of every token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LAYERS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 
 
 class RecurrentLanguageModel(nn.Module):
-    """kind: of LAYERS."""
+    """Layers of `nn.LSTM`, `nn.GRU` or `nn.RNN`; kind: one of LAYERS."""
 
     def __init__(self, kind: str, *, n_tokens: int, width: int, n_layers: int = 2) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class CellLanguageModel(nn.Module):
 
 
 class TransformerLanguageModel(nn.Module):
-    """nn.TransformerEncoder with sine positions and a causal mask that is kept."""
+    """nn.TransformerEncoder with sinusoidal positions and a causal mask that it keeps."""
 
     def __init__(self, *, n_tokens: int, width: int, n_heads: int = 2, n_layers: int = 2) -> None:
         super().__init__()

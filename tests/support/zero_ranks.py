@@ -1,8 +1,8 @@
-"""Two ranks train under DeepSpeed's engine by plans for such ranks; each prints what it predicted
-and what its tensors took, in JSON.
+"""Train two ranks with plans under DeepSpeed's engine. Each rank prints predicted and measured
+bytes for each case, in JSON.
 
-    DS_ACCELERATOR=cpu python -m tests.support.zero_ranks         # all, or those that begin with
-    DS_ACCELERATOR=cpu python -m tests.support.zero_ranks '3, '   # the argument
+    DS_ACCELERATOR=cpu python -m tests.support.zero_ranks         # all cases
+    DS_ACCELERATOR=cpu python -m tests.support.zero_ranks '3, '   # cases that begin with "3, "
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ CASES |= {
         ),
     )
 }
-"""Of `small_gpt2`, which has 236,928 parameters, the largest of them 32,768."""
+"""Name -> configuration of "zero_optimization", and whether the model is in bf16. The model is
+`small_gpt2`, with 236,928 parameters, of which the largest tensor has 32,768."""
 
 
 def tensors_bytes() -> int:
-    """Of all storages that Python's tensors have."""
+    """Bytes of all CPU storages that Python's tensors refer to, without fake tensors."""
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -123,7 +124,7 @@ def measured(options: dict[str, Any], *, in_bf16: bool, rank: int) -> dict[str, 
 
 def work(rank: int, *, begins: str = "") -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(N_PROCESSES))
-    output, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints there
+    output, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints to stdout
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)

@@ -35,10 +35,10 @@ MODEL_FILE = """
     ENTRY = entry_of({name!r})
 
     def get_model():
-        return ENTRY.made()[0]
+        return ENTRY.model_and_batch()[0]
 
     def get_batch():
-        return with_mask(ENTRY.made()[1])
+        return with_mask(ENTRY.model_and_batch()[1])
 """
 LOSS = """
     def get_inputs(batch):
@@ -105,7 +105,7 @@ def test_the_whole_way(name: str, planner: PlannerProcess, tmp_path: Path) -> No
     text = MODEL_FILE.format(name=name) + (LOSS if entry.loss is not None else "")
     path, schedule = tmp_path / "model.py", tmp_path / "schedule.json"
     path.write_text(textwrap.dedent(text))
-    plain, batch = entry.made()
+    plain, batch = entry.model_and_batch()
     # the workspace of convolutions is only known where it is measured
     convolves = any(isinstance(module, CONVOLUTIONS) for module in plain.modules())
     costs = "measured" if convolves else "roofline"

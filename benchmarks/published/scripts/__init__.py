@@ -1,9 +1,9 @@
-"""What the scripts of linkedin/Liger-Kernel's benchmarks build for PyTorch's own implementation.
+"""What the benchmark scripts of linkedin/Liger-Kernel run for PyTorch's own implementations.
 
-One function per script (`op` of a row), of the row's config and x together. It returns the module,
-with the tensors that get gradients as its parameters, and what else matters for memory: which
-tensors the script holds beside it, how it calls backward. Written after `benchmark/scripts` of that
-repository, as of the releases that the rows name.
+There is a function for each script (the row's `op`); it takes the row's config and x together. It
+returns the module, whose parameters are the tensors that get gradients, and everything else that
+matters for memory: which other tensors the script holds, and how it calls backward. Written after
+`benchmark/scripts` of that repository, as of the releases that the rows name.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,4 +53,4 @@ REASONS: Mapping[str, str] = {
     "multi_token_attention": _CONVOLVED,
     "sparse_multi_token_attention": _CONVOLVED,
 }
-"""Scripts whose bytes cannot be known beforehand."""
+"""Scripts whose memory cannot be predicted, with the reason."""

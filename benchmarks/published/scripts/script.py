@@ -1,4 +1,4 @@
-"""What a script of a benchmark builds and runs, as data."""
+"""A description of what a benchmark script builds and runs."""
 
 from __future__ import annotations
 
@@ -12,33 +12,38 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Script:
-    """One measured call: forward and backward of a module, after earlier calls of the same.
+    """One measured call, which runs forward and backward of a module after earlier such calls.
 
-    module: on the meta device. beside: tensors that the script holds and the call does not use.
-    gradient: of the output: none for a scalar loss; "held" from the start; "made" after forward.
-    retains_graph: backward(retain_graph=True): what forward saved is held to the end of the call.
-    accumulates: gradients of the earlier calls are still there, and are added to.
-    drops_x_gradient: that of x, and of a residual, is set to None before a call that is timed.
-    made_before: packets of operators of forward that ran before the measured call.
-    has_multiplied: a product ran before, so that the caller's thread has a workspace of cuBLAS.
-    compiles: other calls in the process ran torch.compile, which keeps tensors of theirs; rows do
-        not say how many.
+    module: the module, on the meta device.
+    batch: arguments of the call.
+    unused_tensors: tensors that the script holds and the call does not use.
+    gradient: the output's gradient: "none" is needed for a scalar loss; "held" is live from the
+        start; "made" is made after forward.
+    retains_graph: backward(retain_graph=True): what forward saved is live to the end of the call.
+    accumulates: gradients of earlier calls are still there and are added to.
+    drops_x_gradient: gradients of x and of a residual are set to None before each timed call.
+    ops_run_before: packets of forward operators that ran before the measured call.
+    has_cublas_workspace: a matrix product ran before, so that the caller's thread has a workspace
+        of cuBLAS.
+    has_compiled_before: other calls in the process ran torch.compile, which keeps tensors alive;
+        rows do not state how many bytes.
     """
 
     module: nn.Module
     batch: tuple[torch.Tensor, ...] = ()
-    beside: tuple[torch.Tensor, ...] = field(default=())
+    unused_tensors: tuple[torch.Tensor, ...] = field(default=())
     gradient: Literal["none", "held", "made"] = "none"
     retains_graph: bool = False
     accumulates: bool = True
     drops_x_gradient: bool = False
-    made_before: tuple[str, ...] = ()
-    has_multiplied: bool = False
-    compiles: bool = False
+    ops_run_before: tuple[str, ...] = ()
+    has_cublas_workspace: bool = False
+    has_compiled_before: bool = False
 
 
-class Applied(nn.Module):
-    """A function of parameters, such as x: they get gradients, as in the scripts."""
+class FunctionModule(nn.Module):
+    """Calls a function with itself and the batch. Tensors such as x are parameters of this module,
+    so that they get gradients, as in the scripts."""
 
     def __init__(self, function: Callable[..., Any], **parts: torch.Tensor | nn.Module) -> None:
         super().__init__()

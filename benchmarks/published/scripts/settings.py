@@ -1,4 +1,4 @@
-"""The settings of a published row, read by name: what no script reads is an error, not ignored."""
+"""The settings of a published row, read by name. A setting that no script reads is an error."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import torch
 from benchmarks.published.errors import NotPredictedError
 
 WITHOUT_EFFECT = frozenset({"mode", "eps", "beta", "ignore_index", "num_shards", "activation_type"})
-"""On what PyTorch's own modules take: constants of formulas, and settings of other providers."""
+"""Settings without effect on memory and time of PyTorch's own modules: constants in formulas, and
+settings of other providers."""
 _DTYPES = {str(each): each for each in (torch.float32, torch.bfloat16, torch.float16)}
 _MOST_BYTES = 2**50
 
 
 class Settings:
-    """A row's config and x together. is_time: of a row with a time, not a peak.
+    """A row's config and x together.
 
-    Raises NotPredictedError for a setting that is missing, or of the wrong kind, when it is read.
+    is_time: whether the row has a time (else a peak).
+
+    Reading a setting that is missing or of the wrong kind raises NotPredictedError.
     """
 
     def __init__(self, values: Mapping[str, Any], *, date: object, is_time: bool) -> None:
@@ -29,7 +32,7 @@ class Settings:
 
     @property
     def date(self) -> str:
-        """Of the run: which form of the script it was."""
+        """The date of the run, which decides between versions of the script."""
         if not isinstance(self._date, str):
             raise NotPredictedError("its date is needed: the script was changed meanwhile")
         return self._date
@@ -37,8 +40,8 @@ class Settings:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
-    def whole(self, *names: str) -> int:
-        """A size, under the first of the names that is there."""
+    def size(self, *names: str) -> int:
+        """A size: the value of the first of these names that the row has."""
         value = self._value(*names)
         if isinstance(value, str) and value.isdecimal():
             value = int(value)
@@ -74,7 +77,7 @@ class Settings:
         return known[value]
 
     def refuse_unread(self) -> None:
-        """Raises NotPredictedError for settings that would have no effect here."""
+        """Raise NotPredictedError if the row has a setting that the script did not read."""
         unread = sorted(set(self._values) - self._read - WITHOUT_EFFECT)
         if unread:
             raise NotPredictedError(

@@ -263,7 +263,7 @@ def test_a_batch_elsewhere_is_refused():
 
 @pytest.mark.slow
 def test_a_cuda_graph_is_refused_on_the_cpu():
-    model, batch = SMALL["gpt2"].made(CPU)
+    model, batch = SMALL["gpt2"].model_and_batch(CPU)
     solution = solve(model, batch, budget="1GB")
     with pytest.raises(CudaGraphError, match="this one is on cpu"):
         apply(model, solution, cuda_graph=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.export_loss import MODELS, sharded
+from benchmarks.export_loss import MODELS, sharded_step
 from graphs.costs import Roofline
 from graphs.graph import Graph
 from graphs.hardware import is_collective, named
@@ -101,7 +101,7 @@ def test_a_rank_of_fsdp_loses_little_at_half_of_the_activations(name: str, most:
     """Of eight H100s. Measured: 0.82 and 1.22 points."""
     with torch.device("meta"):
         model, sample = MODELS[name]()
-        export = exported_at(0.5, model, sharded(model, sample, 8))
+        export = exported_at(0.5, model, sharded_step(model, sample, 8))
     assert export.fits
     assert export.overhead > 0
     assert export.overhead - export.planned_overhead <= most

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.emitted_settings import N_LAYERS, checked, layered_graph
+from benchmarks.emitted_settings import N_LAYERS, check_system, layered_graph
 from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
 from graphs.trace import trace
@@ -197,7 +197,7 @@ def test_the_systems_took_these_settings():
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_system_that_is_here_takes_them(system):
-    found = checked(system, layered_graph(N_LAYERS))
+    found = check_system(system, layered_graph(N_LAYERS))
     if found["version"] is None:
         pytest.skip(f"{found['reason']}; benchmarks/results/emitted_settings.json has the result")
     assert all(s["taken"] for s in found["settings"])
