@@ -55,14 +55,14 @@ from solver.sizes_deadlines_progress import (
 from solver.solving import attempt, explained
 
 EXPLAIN = "explain"
-"""Never a problem to plan: files end in .py or .json, and modules have a dot or a colon."""
+"""Never the name of a problem: files end in .py or .json, and modules have a dot or a colon."""
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code, and leaves the process as it was.
+    """Run the command without changing settings of this process; returns the exit code.
 
-    argv: without the name of the program (None: that of this process).
+    argv: the arguments without the program's name (None: those of this process).
     """
     try:
         return _run_words(list(sys.argv[1:] if argv is None else argv), Watch())
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def process() -> int:
-    """`main` where the process is the command's own: its settings stay until the process ends."""
+    """Run the command in a process of its own, whose settings it changes; returns the exit code."""
     _own_process()
     words = sys.argv[1:]
     watch = Watch()
@@ -82,7 +82,7 @@ def process() -> int:
     try:
         code = _run_words(words, watch)
     except BrokenPipeError:
-        # Keep the interpreter from complaining at exit.
+        # Otherwise the interpreter prints an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = Exit.SOLVED
     if watch.heard or calls_are_left():
@@ -101,7 +101,7 @@ def _run_words(words: list[str], watch: Watch) -> int:
         except UsageError as error:
             return _failed(Exit.USAGE, str(error), as_json=False)
         run, as_json = partial(_run, arguments, watch), arguments.json
-    # What is loaded in the main thread may print elsewhere meanwhile.
+    # `out` is stdout as it is now: while a model file is loaded, sys.stdout is redirected.
     watch.say = partial(_interrupted, as_json=as_json, out=sys.stdout)
     try:
         with untold():  # `Progress` says what runs
@@ -115,24 +115,25 @@ def _run_words(words: list[str], watch: Watch) -> int:
 
 
 def _own_process() -> None:
-    """Settings of the whole process."""
+    """Change settings of the whole process: stdout, and how often garbage is collected."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What C code prints (HiGHS now and then prints a line, whatever it is told) must stay out
-        # of the report and the JSON object: they get a descriptor of their own, and 1 is stderr.
-        # A character that the terminal cannot encode must not end the report.
+        # C code writes to descriptor 1 (HiGHS sometimes prints a line despite its settings), which
+        # must not end up in the report or the JSON object. So sys.stdout gets a new descriptor, and
+        # 1 becomes stderr. backslashreplace: a character that the terminal cannot encode must not
+        # end the report.
         is_line_buffered = sys.stdout.line_buffering
         own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace")
         own.reconfigure(line_buffering=is_line_buffered)
         sys.stdout = own
         os.dup2(2, 1)
-    # Importing PyTorch makes a million objects that stay. Looking for garbage among them took a
-    # third of the time of a small problem, half of it at exit.
+    # Importing PyTorch creates a million objects that are never freed. Searching them for garbage
+    # took a third of the time of a small problem, half of it at exit.
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     atexit.register(gc.freeze)
 
 
 def _failed(code: Exit, message: str, *, as_json: bool, out: TextIO | None = None) -> int:
-    """One line on stderr, and with --json an object on stdout (`out`) as well."""
+    """Print one line on stderr, and with --json an object on stdout (`out`); returns `code`."""
     line = " ".join(message.split())
     print(f"solve: {line}", file=sys.stderr)
     if as_json:
@@ -145,7 +146,7 @@ _interrupted = partial(_failed, Exit.INTERRUPTED, "interrupted")
 
 
 def _check_fits_problem(arguments: Arguments, graph: Graph) -> None:
-    """Raise UsageError for options that this step rules out, before it is planned."""
+    """Raise UsageError or BudgetError for options that do not suit this step."""
     resident_bytes = graph.resident_bytes
     reject_missing_unit(arguments.budget, resident_bytes=resident_bytes)
     reject_missing_unit(arguments.host, resident_bytes=resident_bytes, what="host budget")
@@ -164,11 +165,12 @@ def _check_fits_problem(arguments: Arguments, graph: Graph) -> None:
 
 
 def _run(arguments: Arguments, watch: Watch) -> int:
+    """Plan, write files, report. `watch.say` is replaced after each step, to print it on Ctrl-C."""
     progress = Progress(quiet=arguments.quiet)
     printed = _Printed(is_off=arguments.json or arguments.quiet)
     with opened_problem(arguments, progress) as problem:
         _check_fits_problem(arguments, problem.graph)
-        with ctrl_c_ends_searches() as interrupt:  # what has been found is saved in any case
+        with ctrl_c_ends_searches() as interrupt:  # a plan found so far is still saved
             if arguments.largest is not None:
                 on_fit = partial(_fitting, arguments, watch, printed)
                 problem, search = maximised(arguments, problem, progress, on_fit=on_fit)
@@ -197,19 +199,19 @@ def _run(arguments: Arguments, watch: Watch) -> int:
                     _show(report, printed, watch)
             except KeyboardInterrupt:
                 report = each.without(report, options)
-    with ctrl_c_ends_searches():  # said in any case
+    with ctrl_c_ends_searches():  # Ctrl-C no longer stops the report
         return watch.last_word(partial(_told, arguments, report, printed))
 
 
 def _fitting(arguments: Arguments, watch: Watch, printed: _Printed, size: int) -> None:
-    """The largest size found to fit so far, for what is said where nobody gets to the report."""
+    """Note the largest size found to fit so far, to be printed if Ctrl-C prevents the report."""
     assert arguments.largest is not None
     words = f"interrupted; the largest {WHAT[arguments.largest]} found to fit is {size}"
     watch.say = partial(_failed, Exit.INTERRUPTED, words, as_json=arguments.json, out=printed.out)
 
 
 def _show(report: Report, printed: _Printed, watch: Watch) -> None:
-    """What is known so far. Ctrl-C waits until it is printed."""
+    """Print the report so far; raises KeyboardInterrupt afterwards if Ctrl-C came meanwhile."""
     with watch.speaking(), ctrl_c_ends_searches() as interrupt:
         printed.show(report)
     if interrupt.is_set():
@@ -217,7 +219,7 @@ def _show(report: Report, printed: _Printed, watch: Watch) -> None:
 
 
 def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
-    """Print what has not been printed of the report; returns the exit code."""
+    """Print the part of the report that has not been printed yet; returns the exit code."""
     code = exit_code(report)
     if arguments.json:
         answer = {**to_json(report), "exit_code": int(code)}
@@ -233,10 +235,10 @@ def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
 
 
 class _Printed:
-    """The report on stdout: first all that is known, then what came since."""
+    """Prints the report on stdout: the first time all of it, later only what was added."""
 
     def __init__(self, *, is_off: bool) -> None:
-        # While the problem is open, what a model file prints goes elsewhere: stdout as it is now.
+        # Keep the present stdout: while the problem is open, sys.stdout is redirected to stderr.
         self.out = sys.stdout
         self._console = Console(file=self.out, highlight=False, emoji=False, markup=False)
         self._is_off = is_off
@@ -253,9 +255,9 @@ class _Printed:
 
 
 def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
-    """Search with every method, unless the model has been planned by submodules.
+    """Search with every method, unless the problem has a plan already.
 
-    Ctrl-C gives the best so far; raises KeyboardInterrupt if nothing has been found by then.
+    After Ctrl-C the report has the best plan so far; raises KeyboardInterrupt if there is none.
     """
     if problem.planned is not None:
         return _of_one(problem, problem.planned, progress)
@@ -340,7 +342,7 @@ def _of_one(
     interrupted: bool = False,
     **fields: Any,
 ) -> Report:
-    """The report of a plan that is there already; without a schedule, with the obstacle."""
+    """The report of one solution; if it has no schedule, the minimum budget is searched for."""
     solution, unexplained = _explained(solution, progress)
     if unexplained:
         notes = [_NO_MINIMUM, *notes]
@@ -349,9 +351,9 @@ def _of_one(
 
 
 def _saved(arguments: Arguments, report: Report, stages: Sequence[Solution]) -> Report:
-    """Write schedule and graph first, as what follows may take long or be interrupted.
+    """Write schedule, snapshot and graph, before steps that may take long or be interrupted.
 
-    stages: of a pipeline, for each of which there are files.
+    stages: the plans of a pipeline's stages; each stage gets files of its own (empty: no pipeline).
     """
     files = list(report.files)
     all_fit = all(solution.schedule is not None for solution in stages or (report.best,))
@@ -372,8 +374,10 @@ def _saved(arguments: Arguments, report: Report, stages: Sequence[Solution]) -> 
 def _by_stage(
     what: str, path: Path, report: Report, stages: Sequence[Solution]
 ) -> Iterator[tuple[str, Path, Solution]]:
-    """For each stage what is written (that of the reported one is the report's own), its file and
-    its plan; without stages the plan of the report."""
+    """Yield (title, file, plan) for each stage; without stages, for the report's plan.
+
+    The title names the stage unless it is the reported one.
+    """
     if not stages:
         yield what, path, report.best
     for stage, solution in enumerate(stages):
@@ -383,6 +387,9 @@ def _by_stage(
 
 
 def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
-    """With the obstacle, if there is no schedule; and whether Ctrl-C cut its search short."""
+    """Add the reason and the minimum budget to a solution without a schedule.
+
+    Also returns whether Ctrl-C ended the search for the minimum budget.
+    """
     with progress.says("searching for the minimum budget"), ctrl_c_ends_searches() as interrupt:
         return explained(solution), interrupt.is_set()

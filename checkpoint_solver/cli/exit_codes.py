@@ -21,6 +21,7 @@ class Exit(IntEnum):
 
 
 def exit_code(report: Report) -> Exit:
+    """The exit code of a command that ends with this report."""
     if report.best.schedule is not None:
         found = report.verification
         failed = report.verify_error or (found is not None and not found.passed)
@@ -35,7 +36,7 @@ def exit_code(report: Report) -> Exit:
 def why(code: Exit, report: Report, *, of_what: str = "") -> str:
     """The line on stderr for a report without a schedule, or with a failed verification.
 
-    of_what: what has no schedule, where it is not the whole step (" of stage 0").
+    of_what: what has no schedule, if it is not the whole step (" of stage 0").
     """
     solution = report.best
     budget = format_both(solution.request.budget_bytes)

@@ -50,8 +50,14 @@ N_RECOMPUTED = 8
 
 @dataclass(frozen=True)
 class Explanation:
-    """step_bytes: how much less and more budget is planned for. less, more: those answers; None:
-    nothing is left to plan with, or Ctrl-C ended the search. op: the op given by --op."""
+    """What is explained about a plan.
+
+    recomputed: ops with the number of their recomputations.
+    step_bytes: how much smaller and larger than the plan's the other two budgets are.
+    less, more: the plans for those budgets (None: nothing of the budget is left, or Ctrl-C ended
+        the search).
+    op: why the op given by --op is recomputed (None: no --op).
+    """
 
     solution: Solution
     peak: Peak
@@ -118,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _loaded(schedule: str, graph: str) -> Solution:
-    """Raises FormatError, whatever is wrong with the files."""
+    """Read the two files. Raises FormatError for every kind of invalid file."""
     for path in (schedule, graph):
         if not Path(path).is_file():
             raise FormatError(f"{path}: no such file; schedule.json and graph.json are expected")
@@ -175,7 +181,7 @@ def _peak_rows(found: Peak) -> Iterator[tuple[str, str]]:
 
 
 def _copy_rows(found: Copies, solution: Solution) -> Iterator[tuple[str, str]]:
-    """The largest storages on the host, the streams, and what waits."""
+    """Rows for host and disk peaks, the copy streams, stalls, and the largest copies."""
     assert solution.simulation is not None
     yield "on the host", f"at most {format_both(solution.simulation.host_peak_bytes)}"
     if solution.simulation.disk_peak_bytes:
@@ -268,7 +274,7 @@ def _budget_rows(found: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def to_json(found: Explanation) -> dict[str, Any]:
-    """The object of `--json`: sizes in bytes, times in seconds, null where nothing was found."""
+    """The object that `--json` prints: sizes in bytes, times in seconds, null if not found."""
     solution = found.solution
     found_copies = copies(solution)
     return {

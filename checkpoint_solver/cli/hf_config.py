@@ -1,8 +1,8 @@
 """A Hugging Face configuration (config.json) as the problem: `solve hf:config.json`.
 
-The model is the class of the transformers library named in `architectures`, with random weights on
-the meta device: nothing is downloaded or allocated. Its batch follows from the tables of the
-library (`MODEL_FOR_..._MAPPING_NAMES`) that list the classes of each task. Assumptions about the
+The model is the class of the transformers library named in `architectures`; it is built on the meta
+device, so nothing is downloaded or allocated. The class's task, found in the library's tables
+(`MODEL_FOR_..._MAPPING_NAMES`), determines what the random batch contains. Assumptions about the
 step are listed in `notes`, for the report.
 
 Sources: https://huggingface.co/docs/transformers/main_classes/configuration and
@@ -23,11 +23,11 @@ from graphs.files import FormatError, read_json
 
 FILE_NAME = "config.json"
 IMAGE_SIZE, N_CHANNELS = 224, 3
-"""Of an image, if not in the configuration."""
+"""Side in pixels and number of channels of images, if the configuration does not give them."""
 
 
 class ConfigurationError(ValueError):
-    """No training step can be built from the configuration; says what would work."""
+    """No training step can be built from the configuration; the message says what would work."""
 
 
 TASKS = {
@@ -39,12 +39,17 @@ TASKS = {
     "QUESTION_ANSWERING": "question answering",
     "IMAGE_CLASSIFICATION": "image classification",
 }
-"""The tables of classes in the library, MODEL_FOR_..._MAPPING_NAMES, and what the report says."""
+"""The task in the name of a table MODEL_FOR_..._MAPPING_NAMES -> its name in the report."""
 ON_IMAGES = "IMAGE_CLASSIFICATION"
 
 
 class Loaded(NamedTuple):
-    """The equivalent of a model file, and the assumptions made."""
+    """A configuration as a model file.
+
+    module: defines get_model, get_batch and get_optimizer, as a model file does.
+    title: the name of the model class.
+    notes: the assumptions made, as sentences for the report.
+    """
 
     module: ModuleType
     title: str
@@ -52,9 +57,10 @@ class Loaded(NamedTuple):
 
 
 def load(path: Path) -> Loaded:
-    """Read config.json or its directory. Imports transformers.
+    """Read config.json, or the one in the directory `path`. Imports transformers.
 
-    Raises ConfigurationError: missing file, no transformers, an unknown or untrainable model.
+    Raises ConfigurationError if the file or transformers is missing, or if the model is unknown or
+    cannot be trained.
     """
     path = path / FILE_NAME if path.is_dir() else path
     if not path.exists():
@@ -121,7 +127,10 @@ def _read(transformers: Any, path: Path) -> Any:
 
 
 def _chosen(transformers: Any, configuration: Any, path: Path) -> tuple[str, str, str]:
-    """The class to build, its task, and the reason if the file does not name it."""
+    """Choose a model class: its name, its task, and a sentence why ("" if the file names it).
+
+    Raises ConfigurationError if no class with a known task is found.
+    """
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
     asked = [str(name) for name in getattr(configuration, "architectures", None) or ()]
     table_of = {task: getattr(tables, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS}
@@ -170,7 +179,10 @@ def _dtype(configuration: Any) -> tuple[Any, str]:
 def _batch_function(
     task: str, configuration: Any, dtype: Any, path: Path, *, with_mask: bool
 ) -> Callable[..., dict[str, Any]]:
-    """with_mask: with the mask that tokenizers return, of ones: nothing is padded."""
+    """Make the function get_batch.
+
+    with_mask: add the attention_mask that tokenizers return, all ones as nothing is padded.
+    """
     import torch
 
     longest = getattr(configuration.get_text_config(), "max_position_embeddings", None)
@@ -191,7 +203,7 @@ def _batch_function(
 
 
 def _texts(task: str, configuration: Any, shape: tuple[int, int], dtype: Any) -> dict[str, Any]:
-    """shape: sequences and their length."""
+    """Random tokens, and labels for the task. shape: (number of sequences, their length)."""
     import torch
 
     batch_size, length = shape
@@ -218,7 +230,7 @@ def _images(configuration: Any, batch_size: int, dtype: Any) -> dict[str, Any]:
 
 
 def _classes(configuration: Any, shape: tuple[int, ...]) -> Any:
-    """Class labels; with one class the library computes a regression."""
+    """Random class labels; with one class real numbers, for which the library does regression."""
     import torch
 
     n_labels = configuration.num_labels

@@ -1,5 +1,7 @@
-"""`--max-batch` and `--max-seq`: trace and plan one size after another of a model file quickly, and
-the largest that fits thoroughly.
+"""`--max-batch` and `--max-seq`: find the largest size whose plan fits.
+
+The model file is traced and planned quickly at one size after another, then thoroughly at the
+largest that fits.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ WHAT = {"batch_size": "batch", "seq_length": "sequence"}
 def maximised(
     arguments: Arguments, problem: Problem, progress: Progress, *, on_fit: Callable[[int], None]
 ) -> tuple[Problem, SizeSearch]:
-    """The problem at the largest size that fits, or at the smallest that was tried if none does.
+    """Find the largest size that fits; returns the problem at that size, and the search.
 
-    problem: traced at the first size. on_fit: told each size that is the largest found to fit.
+    If no size fits, it is the problem at the smallest size tried.
 
-    Raises UsageError, LoadError; KeyboardInterrupt before any size was found to fit.
+    problem: the problem traced at the first size.
+    on_fit: called with each size that is the largest found to fit so far.
+
+    Raises UsageError, LoadError, and KeyboardInterrupt if Ctrl-C comes before a size has fitted.
     """
     name, resize = arguments.largest, problem.resized
     assert name is not None
@@ -48,7 +53,7 @@ def maximised(
     def plan(size: int) -> Solution:
         if size not in problems:
             try:
-                with ctrl_c_raises():  # tracing asks no deadline
+                with ctrl_c_raises():  # tracing checks no deadline
                     problems[size] = resize(size)
             except LoadError as error:
                 raise SizeNotTraceableError(str(error)) from error
@@ -96,7 +101,10 @@ def maximised(
 
 
 def size_notes(search: SizeSearch, *, knows_longest: bool) -> Iterator[str]:
-    """Sentences for the report. knows_longest: what the model cannot take is refused."""
+    """Sentences about the search for the report.
+
+    knows_longest: sequences longer than the model supports are refused, so no warning is needed.
+    """
     if late := [str(c.size) for c in search.candidates if c.solution.timed_out]:
         yield f"The time limit ended the search for size {', '.join(late)}."
     if search.refused:

@@ -29,7 +29,7 @@ from checkpoint_solver.cli import hf_config
 EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
 SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)
 SEED = 0
-"""Of the batch: what `--verify` runs has the values that were planned for."""
+"""The random seed of every batch, so that `--verify` runs the batch that was planned for."""
 PARALLELIZE = "parallelize"
 """The function of a model file that distributes a model: `parallelize(model, mesh)`."""
 CONFIGURATION = "hf:"
@@ -48,9 +48,11 @@ class SizeError(ValueError):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The file or importable module of a model, and the name of its factory.
+    """Where a model comes from.
 
-    is_configuration: the file is a Hugging Face configuration.
+    place: a file (Path), or the name of an importable module.
+    factory: the function that creates the model.
+    is_configuration: whether the file is a Hugging Face configuration.
     """
 
     place: Path | str
@@ -62,7 +64,8 @@ class ModelSource:
 
 
 def parse_source(text: str) -> ModelSource | None:
-    """`model.py[:factory]`, `package.module[:factory]` or `hf:config.json`; None for others."""
+    """Parse `model.py[:factory]`, `package.module[:factory]` or `hf:config.json`; None for other
+    texts."""
     if text.startswith(CONFIGURATION):
         return ModelSource(Path(text.removeprefix(CONFIGURATION)), is_configuration=True)
     match = _PLACE_AND_FACTORY.fullmatch(text)
@@ -79,11 +82,11 @@ def parse_source(text: str) -> ModelSource | None:
 class ModelFile:
     """A loaded model file.
 
-    sizes: the batch size and sequence length that were given.
-    varied: the size for which get_batch will be called with many values ("": none).
-    title: the name of the model, if it is not that of its class.
+    sizes: the batch_size and seq_length that were given; either may be absent.
+    varied: which of them get_batch will be called with many values of ("": neither).
+    title: the name of the model ("": that of its class).
     notes: sentences for the report.
-    mesh: that models are distributed over (None: they are not).
+    mesh: the mesh over which models are distributed (None: they are not).
     """
 
     source: ModelSource
@@ -96,12 +99,12 @@ class ModelFile:
 
     @property
     def functions(self) -> dict[str, Any]:
-        """The functions that create the parts of a step, as `run_both_steps` takes them."""
+        """The file's functions as keyword arguments of `run_both_steps`."""
         names = ("model", "batch", "loss", "inputs", "optimizer")
         return {name: getattr(self, name) for name in names}
 
     def model(self) -> Any:
-        """Call the factory, and distribute what it returns. Raises LoadError, SizeError."""
+        """Call the factory, and distribute its model over the mesh. Raises LoadError, SizeError."""
         from torch import nn
 
         name = self.source.factory
@@ -111,7 +114,7 @@ class ModelFile:
         return model if self.mesh is None else self._distributed(model)
 
     def _distributed(self, model: Any) -> Any:
-        """By `parallelize(model, mesh)`, which changes the model or returns another."""
+        """Distribute a model by `parallelize(model, mesh)`, which changes it or returns another."""
         from torch import nn
         from torch.distributed.tensor import DTensor
 
@@ -141,12 +144,13 @@ class ModelFile:
 
     @property
     def loss(self) -> Callable[[Any, Any], Any] | None:
-        """get_loss(output, batch); None: the model returns its loss."""
+        """The file's get_loss(output, batch); None: the model returns its loss."""
         return self._function("get_loss") if hasattr(self.module, "get_loss") else None
 
     @property
     def inputs(self) -> Callable[[Any], Any] | None:
-        """get_inputs(batch), which raises LoadError; None: the whole batch is the input."""
+        """The file's get_inputs(batch), wrapped to raise LoadError; None: the model is called with
+        the whole batch."""
         return self._inputs if hasattr(self.module, "get_inputs") else None
 
     def _inputs(self, batch: Any) -> Any:
@@ -183,7 +187,10 @@ class ModelFile:
         return LoadError(f"{place}: {call} returned {_kind(value)}; it must return {expected}")
 
     def checked(self) -> ModelFile:
-        """Check what can be checked without calling anything. Raises LoadError, SizeError."""
+        """Check functions and sizes without calling the functions; returns the file itself.
+
+        Raises LoadError, SizeError.
+        """
         of_model, of_batch = self._sizes_for(self.source.factory), self._sizes_for("get_batch")
         if self.varied and self.varied not in of_batch:
             raise SizeError(
@@ -203,7 +210,8 @@ class ModelFile:
         return self
 
     def on_mesh(self, mesh: Any) -> ModelFile:
-        """The same file, its models distributed. Raises LoadError where it does not say how."""
+        """The same file with its models distributed over `mesh`. Raises LoadError if it defines no
+        `parallelize`."""
         self._function(PARALLELIZE)
         return dataclasses.replace(self, mesh=mesh)
 
@@ -212,7 +220,7 @@ class ModelFile:
         return dataclasses.replace(self, sizes={**self.sizes, name: size})
 
     def default_of(self, name: str) -> int | None:
-        """The size that get_batch has by default; None: none."""
+        """The default of get_batch's parameter `name`; None: it has none."""
         try:
             parameter = inspect.signature(self._function("get_batch")).parameters.get(name)
         except (TypeError, ValueError):  # builtins have no signature
@@ -235,7 +243,11 @@ class ModelFile:
         return function  # type: ignore[no-any-return]
 
     def _sizes_for(self, name: str) -> dict[str, int]:
-        """The sizes that the function accepts."""
+        """The given sizes that the function of that name accepts, as keyword arguments.
+
+        Raises SizeError if it requires a size that was not given, LoadError if it requires anything
+        else.
+        """
         function = self._function(name)
         try:
             parameters = inspect.signature(function).parameters.values()
@@ -264,7 +276,7 @@ class ModelFile:
         try:
             return function(*args, **sizes)
         except hf_config.ConfigurationError as error:
-            # What is too large ends a search for the largest size, not the command.
+            # A size that is too large ends only a search for the largest size, not the command.
             raise (LoadError if self.varied else SizeError)(str(error)) from error
         except (Exception, SystemExit) as error:
             raise LoadError(f"{located(error, self.source)} (in {name})") from error
@@ -312,7 +324,7 @@ def _load_file(path: Path, source: ModelSource) -> ModuleType:
     if spec is None or spec.loader is None:
         raise LoadError(f"{path}: cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses and pickle look it up
+    sys.modules[name] = module  # dataclasses and pickle look the module up there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -352,14 +364,15 @@ def located(error: BaseException, source: ModelSource) -> str:
 
 
 def _shown(filename: str | None, source: ModelSource) -> str:
-    """The file as given on the command line, if it is that one."""
+    """The file's name for errors; the model file is named as on the command line."""
     if filename is None or isinstance(source.place, str):
         return filename or str(source)
     return str(source) if Path(filename).resolve() == source.place.resolve() else filename
 
 
 def _is_user_code(filename: str, source: ModelSource) -> bool:
-    """Whether a frame is in the model file or a file beside it, not in a library or in ours."""
+    """Whether code in this file is the user's: beside the model file or in its package, and neither
+    in an installed library nor in this project."""
     if filename.startswith("<"):  # generated code, or Python's own
         return False
     file = Path(filename).resolve()

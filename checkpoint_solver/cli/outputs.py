@@ -1,6 +1,6 @@
-"""What follows a plan: the setting of another system, the measured step, plots and the page.
+"""Outputs made after the plan: another system's setting, the verified step, plots and the page.
 
-Ctrl-C leaves out the rest of what is being made; the plan is there all the same.
+Ctrl-C drops the output that is being made; the plan itself has been saved before.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from solver.reporting import Report, write_page
 from solver.sizes_deadlines_progress import counted, ctrl_c_ends_searches
 
 N_QUICK_BUDGETS = 8
-"""Of the curve of a page without --pareto."""
+"""The number of budgets in the curve of a page without --pareto."""
 
 
 @dataclass(frozen=True)
 class Following:
-    """options: one of them asks for it. make: the report with it. is_short: made even where Ctrl-C
-    has ended the search. takes_minutes: the report so far is printed before. part: what
-    of the option's file it is, in words before its name; empty: all."""
+    """An output that is made after the plan.
+
+    options: it is made if one of these options was given.
+    make: makes it; returns the report with it.
+    is_short: made even after Ctrl-C has ended the search.
+    takes_minutes: the report so far is printed before it is made.
+    part: what it is of the option's output, for a note: "the curve of "; "" if it is all of it.
+    """
 
     options: tuple[str, ...]
     make: Callable[[Arguments, Problem, Report, Progress], Report]
@@ -37,7 +42,10 @@ class Following:
     part: str = ""
 
     def without(self, report: Report, given: str) -> Report:
-        """The report where Ctrl-C left it out. given: the options on the command line."""
+        """The report with a note that Ctrl-C left this output out.
+
+        given: those of `options` that were given, as text.
+        """
         note = f"Interrupted: {self.part}{given} left out."
         is_verified = self.make is _verified and report.best.schedule is not None
         return dataclasses.replace(
@@ -70,10 +78,11 @@ def _verified(_: Arguments, problem: Problem, report: Report, progress: Progress
 
 
 def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
-    """Add the curve of overhead against budget; Ctrl-C skips the rest of it.
+    """Add the curve of overhead against budget; after Ctrl-C it has the points computed so far.
 
-    --pareto: every method and N_BUDGETS budgets; --report alone: the answer's method and fewer.
-    The searches of a method share the time limit, which quick ones do not reach.
+    With --pareto it has every method and N_BUDGETS budgets, with --report alone the best plan's
+    method and N_QUICK_BUDGETS. The searches of a method share the time limit, which quick searches
+    do not reach.
     """
     quick, notes = arguments.pareto is None, list(report.notes)
     methods = [solution.method for solution in ((report.best,) if quick else report.solutions)]
@@ -134,4 +143,4 @@ FOLLOWING = (
     Following(("pareto", "report"), _swept, part="the curve of "),
     Following(("plot", "throughput", "pareto", "report"), _drawn, is_short=True),
 )
-"""In this order."""
+"""The outputs in the order in which they are made."""

@@ -1,4 +1,4 @@
-"""`--pipeline`: the layers of a model file divided into stages, and the one that is reported."""
+"""`--pipeline`: divide the layers of a model file into stages, and choose the one to report."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ def split_stages(
     on_stage: Callable[[str], None] | None = None,
     quick: bool = False,
 ) -> PipelineSplit:
-    """Divide the layers of the file's `nn.Sequential` into stages, and plan these.
+    """Divide the layers of the file's `nn.Sequential` into stages, and plan the stages.
 
-    on_stage: told of each stage before it is planned. quick: with a fraction of the work.
+    notes: sentences for the report are added to it.
+    on_stage: called with a line about each stage before it is planned.
+    quick: plan with a fraction of the search effort.
 
-    Raises UsageError where they cannot be so divided, LoadError for the model file.
+    Raises UsageError if the layers cannot be divided as asked, LoadError for an error in the model
+    file.
     """
     import torch
     from torch import nn
@@ -53,7 +56,7 @@ def split_stages(
 
     def optimizer(module: Any) -> Any:
         if not isinstance(module, nn.Module):
-            raise TypeError("of a module")  # asked with its parameters first
+            raise TypeError("of a module")  # it is called with the parameters first
         return file.optimizer(module)
 
     asked = arguments.pipeline
@@ -91,7 +94,7 @@ def split_stages(
 
 
 def reported_stage(split: PipelineSplit, wanted: int | None) -> int:
-    """The stage that was asked for; else one that does not fit, or else the slowest."""
+    """The stage to report: `wanted` if given, else one that does not fit, else the slowest."""
     if wanted is not None:
         return wanted
     times = [float("inf") if time_s is None else time_s for time_s in split.times_s]
@@ -99,17 +102,19 @@ def reported_stage(split: PipelineSplit, wanted: int | None) -> int:
 
 
 def failing_stage(arguments: Arguments, solution: Solution) -> str:
-    """For a sentence on a plan that was not found: which stage it is of; "": of no stage."""
+    """Which stage has no plan, for an error message: " of stage 0"; "" if it is not a stage."""
     place = pipeline_of(solution.graph.meta.environment)
     if place is None:
         return ""
-    # Where a division fits, so do its stages: what does not fit is of the equal one.
+    # All stages of a division that fits have plans, so this stage is of the equal division, which
+    # is reported if none fits.
     division = "" if arguments.pipeline is None else " of the equal division"
     return f" of stage {place.stage}{division}"
 
 
 def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
-    """Sentences for the report on all stages and on what is proven."""
+    """Sentences for the report: the times and peaks of all stages, and what is proven of other
+    divisions."""
     sizes, n_layers = "+".join(map(str, split.sizes)), sum(split.sizes)
     this, another = f"This is stage {stage}", "--stage reports another stage"
     if split.before:

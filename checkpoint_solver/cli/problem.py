@@ -1,7 +1,7 @@
-"""From the command line to a Graph, a device and a budget.
+"""Turn the command line into a problem: a graph, a device and a budget.
 
-A graph file is read. A model file is loaded, its model built on the meta device, so that no weights
-are allocated, and one training step of it is traced.
+A graph file is read. A model file is loaded, its model is built on the meta device so that no
+weights are allocated, and one training step is traced.
 """
 
 from __future__ import annotations
@@ -63,17 +63,21 @@ NOTE_ON_ALLOCATOR = (
 class Problem:
     """What is to be planned.
 
-    name, device, costs, notes: for the report.
-    step: its variants to plan.
-    verify: runs the model with and without the plan, and says what runs (None for a graph file).
-    size: that is maximized (None: nothing is). resized: the problem at another one.
-    thorough: the same problem planned in all of the time, where `planned` is a quick plan.
-    request: what is asked of every method.
-    planned: the plan, where there is one already: by submodules of a model that cannot be traced,
-        or of a stage of a pipeline.
-    stages: the plans of all stages of a pipeline, of which `planned` is one (--stage: none).
-    slowest_s: of a pipeline's stages with their plans, for a micro-batch (inf: one has none).
-    not_traced: why it cannot be, and what to do.
+    name, device, costs: text for the report.
+    step: the variants of the traced step.
+    request: the budget and limits for every method.
+    reserve_reason: why a default reserve was chosen, for the report.
+    notes: sentences for the report.
+    verify: runs the model with and without the plan; its second argument is called with a line
+        about what runs (None for a graph file).
+    size: the batch size or sequence length of this problem, if one is maximized.
+    resized: makes the problem at another size (None: no size is maximized).
+    thorough: makes the same problem with the full search effort, if `planned` is a quick plan.
+    planned: the plan, if there is one already: by submodules for a model that cannot be traced, or
+        of a pipeline stage.
+    stages: the plans of all stages of a pipeline, of which `planned` is one (empty with --stage).
+    slowest_s: the time of the slowest pipeline stage per micro-batch (inf: a stage has no plan).
+    not_traced: why the model cannot be traced ("": it was).
     """
 
     name: str
@@ -94,15 +98,15 @@ class Problem:
 
     @property
     def graph(self) -> Graph:
-        """The plain step: what is said of the problem itself."""
+        """The graph of the step without rewrites."""
         return self.step.plain
 
 
 @contextlib.contextmanager
 def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem]:
-    """Load or trace the problem; inside the context a model file can import its neighbours.
+    """Load or trace the problem; inside the context a model file can import files beside it.
 
-    Raises UsageError, BudgetError, SizeError; LoadError, FormatError.
+    Raises UsageError, BudgetError, SizeError, LoadError, FormatError.
     """
     is_configuration = arguments.problem.startswith(CONFIGURATION)
     if arguments.problem.endswith(".json") and not is_configuration:
@@ -172,8 +176,8 @@ def _graph_problem(arguments: Arguments) -> Problem:
 def _asked(
     arguments: Arguments, hardware: Hardware | None, costs: CostModel | None = None
 ) -> dict[str, Any]:
-    """The fields of a Problem for the request, of a step without rewrites, and the reason of a
-    default reserve."""
+    """Two fields of a Problem as keyword arguments: `request`, for a step without rewrites, and
+    `reserve_reason`."""
     capacity_bytes = None if hardware is None else hardware.capacity_bytes
     if arguments.budget is None and capacity_bytes is None:
         raise UsageError(
@@ -223,7 +227,7 @@ def _model_problem(
     if largest == "seq_length" and arguments.problem.startswith(CONFIGURATION):
         sizes.setdefault("batch_size", FIRST["batch_size"])
 
-    of_first: list[str] = []  # notes on the first size
+    of_first: list[str] = []  # notes if another first size was chosen
 
     def problem_of(file: ModelFile, step: Variants, size: str = "", **fields: Any) -> Problem:
         title = file.title or step.plain.meta.model or "model"

@@ -1,4 +1,4 @@
-"""The command line read and checked: sizes, what goes together, files to write."""
+"""Parse the command line and check it: sizes, options that exclude each other, files to write."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def parse(argv: Sequence[str]) -> Arguments:
 
     Raises UsageError. `--help` and `--version` print and raise SystemExit(0), as argparse does.
     """
-    # argparse takes the -5GB of `--budget -5GB` for an option; the size parser knows better.
+    # argparse takes the -5GB of `--budget -5GB` for an option. Joined as --budget=-5GB it reaches
+    # the size parser, which has a better error message.
     words: list[str] = []
     for word in argv:
         if words and words[-1] in ("--budget", "--reserve") and re.match(r"-\.?[0-9]", word):
@@ -84,7 +85,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def _check_pipeline(arguments: Arguments) -> None:
-    """Raises UsageError for a part of a pipeline's options, and for those that it rules out."""
+    """Raise UsageError for incomplete pipeline options, and for options that exclude a pipeline."""
     n_stages, stage = arguments.pipeline, arguments.stage
     if n_stages is None:
         if given := arguments.given("microbatches", "schedule", "stage"):
@@ -118,7 +119,7 @@ def _check_pipeline(arguments: Arguments) -> None:
 
 
 def _check_zero(arguments: Arguments) -> None:
-    """Raises UsageError for a part of its options, and for those that it rules out."""
+    """Raise UsageError for incomplete options of ZeRO, and for options that exclude it."""
     if arguments.zero is None:
         if given := arguments.given("ranks", "ds_config"):
             raise UsageError(f"{given}: only for DeepSpeed's ZeRO; give its stage, --zero 2")
@@ -131,7 +132,7 @@ def _check_zero(arguments: Arguments) -> None:
 
 
 def _check_passes(arguments: Arguments) -> None:
-    """Raises UsageError for options that are for one forward pass at a time."""
+    """Raise UsageError for options that are not possible with several forward passes."""
     if arguments.passes > 1 and (
         given := arguments.given("verify", "fsdp", "host", "disk", "budget_of", "emit")
     ):
@@ -139,14 +140,17 @@ def _check_passes(arguments: Arguments) -> None:
 
 
 def _check_sizes(arguments: Arguments) -> None:
-    """Refuse what is no size or rate before PyTorch is loaded; the size of a share waits for it."""
+    """Raise UsageError for an invalid size or rate, before PyTorch is loaded.
+
+    A share of the device's memory is resolved later, when PyTorch knows the device.
+    """
     directory_apart = None if arguments.disk is None else arguments.disk.partition(":")[0]
     of_device = ((arguments.budget, "budget", 1), (arguments.reserve, "reserve", 0))
     beside_it = ((arguments.host, "host budget"), (directory_apart, "disk budget"))
     try:
         for size, what, least_bytes in of_device:
             if size is not None:
-                with contextlib.suppress(UnknownCapacityError):  # the device waits for PyTorch
+                with contextlib.suppress(UnknownCapacityError):  # PyTorch is not loaded yet
                     parse_size(size, what=what, least_bytes=least_bytes)
         for size, what in beside_it:
             if size is not None:
@@ -161,7 +165,8 @@ def _check_sizes(arguments: Arguments) -> None:
 
 
 def _check_copying(arguments: Arguments) -> None:
-    """Raises UsageError for a host without a method for it, and the reverse."""
+    """Raise UsageError for --host with a method or option that cannot use it, and for a method or
+    option that needs --host without it."""
     if arguments.optimizer_state == "host" and arguments.host is None:
         raise UsageError("--optimizer-state host: give the memory for it, --host 64GB")
     if arguments.parameters != "device" and arguments.host is None:
@@ -190,7 +195,7 @@ def _check_copying(arguments: Arguments) -> None:
 
 
 def _check_outputs(arguments: Arguments) -> None:
-    """Reject files that cannot be written before minutes are spent on solving."""
+    """Raise UsageError for output files that cannot be written, before minutes of solving."""
     option_of: dict[Path, str] = {}
     for entry in dataclasses.fields(arguments):
         path = getattr(arguments, entry.name)
@@ -206,7 +211,8 @@ def _check_outputs(arguments: Arguments) -> None:
                 raise UsageError(f"{option} {path}: is a directory; name a file in it")
             if not path.parent.is_dir():
                 raise UsageError(f"{option} {path}: no such directory: {path.parent}")
-            # Files are written beside their place and renamed, so the directory must be writable.
+            # Files are written under a temporary name in their directory and then renamed, so the
+            # directory must be writable.
             with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
                 pass
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Running the model on this machine: to verify a plan, or to plan a model that cannot be traced.
+"""Run the model on this machine: to verify a plan, or to plan a model that cannot be traced.
 
 These are the two places where the command runs real training steps. They import
 `scheduler_runtime`, and with it torch, only when they are called.
@@ -17,18 +17,18 @@ from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import Say, counted
 
 N_REAL_STEPS = 11
-"""How many steps `plan_chain` runs if its first plan takes what was predicted."""
+"""How many steps `plan_chain` runs if the measured memory of its first plan is as predicted."""
 
 
 class VerifyError(ValueError):
-    """The step cannot be run with and without the plan here; says why."""
+    """The step cannot be run here with and without the plan; the message says why."""
 
 
 def verified(
     file: ModelFile, target: Target, autocast: str | None, solution: Solution, say: Say
 ) -> Verification:
-    """Run the step with and without the plan. Raises LoadError for the model file, VerifyError for
-    the run."""
+    """Run the step with and without the plan. Raises LoadError for an error in the model file, and
+    VerifyError if the step fails."""
     from scheduler_runtime.verifying import run_both_steps
 
     device = target.local_device
@@ -48,11 +48,11 @@ def planned_by_submodules(
     refused: NotTracedError,
     progress: Progress,
 ) -> tuple[Solution, tuple[str, ...]]:
-    """Measure real steps and plan the model's submodules: the plan, and notes for the report.
+    """Measure real steps and plan by whole submodules; returns the plan and notes for the report.
 
-    refused: why the model cannot be traced.
+    refused: the error that says why the model cannot be traced.
 
-    Raises LoadError with `refused` and the reason if planning by submodules is not possible either.
+    Raises LoadError, with `refused` as its cause, if planning by submodules is not possible either.
     """
     names = ["rewrites", "compare", "autocast", "accumulate", "fsdp", "tensor", "emit", "passes"]
     names += ["max_batch", "max_seq", "host", "disk", "budget_of"]

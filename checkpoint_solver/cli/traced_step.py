@@ -1,4 +1,4 @@
-"""From a model file to the traced variants of its training step, with notes for the report."""
+"""Trace the variants of a model file's training step, with notes for the report."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 
 NOTABLE_OUTPUT_SHARE = 0.01
 NOTABLE_OUTPUT_BYTES = 10**6
-"""The report notes tensors returned beside the loss that are larger than both."""
+"""The report mentions tensors returned besides the loss if they exceed both: this share of the
+step's tensors, and this many bytes."""
 
 
 MOST_BATCH_BYTES = 2**30
-"""Of a batch that is built for its values."""
+"""A larger batch is not allocated: it stays on the meta device, without values."""
 
 
 class NotTracedError(LoadError):
     """The step of the model cannot be captured as one graph.
 
-    why: the message without the alternative that it ends with.
-    sizes: of model and batch (None: unknown).
+    why: the message without the advice at its end.
+    sizes: the sizes of model and batch (None: unknown).
     """
 
     def __init__(self, message: str, *, why: str, sizes: ModelSizes | None) -> None:
@@ -58,10 +59,11 @@ def traced_step(
     *,
     tells: Callable[[str], None],
 ) -> tuple[Variants, list[str]]:
-    """Build on the meta device and trace; also returns notes for the report.
+    """Build the model on the meta device and trace its step; also returns notes for the report.
 
-    optimizer_costs: as a graph of this model at another size has them (None: not known).
-    tells: is told before something runs on this machine.
+    optimizer_costs: the optimizer's costs from a graph of this model at another size (None: trace
+        the optimizer).
+    tells: called with a line before something runs on this machine.
     """
     from graphs.capture import FailsOnBatchError, MeshError
     from graphs.model_calls import NoLossError
@@ -69,7 +71,7 @@ def traced_step(
     from graphs.training_step import with_optimizer
 
     zero = _zero(arguments)
-    if zero is not None:  # its figures are those of the engine's step too
+    if zero is not None:  # those figures would include the engine's step
         optimizer_costs = None
     notes = list(file.notes)
     batch = with_values(file, target.local_device, notes)
@@ -93,7 +95,8 @@ def traced_step(
             )
 
     def with_weights(refused: TraceError) -> tuple[Variants, Target]:
-        """A part that cannot be traced is run and measured, which takes values."""
+        """Build the model with its weights and trace again; a part that cannot be traced is then
+        run and measured. Raises `refused` if that does not help."""
         if refused.runs_in_eager:
             run = estimated(sizes, target.local_device, with_gradients=False)
             if not run.fits:
@@ -148,9 +151,11 @@ def traced_step(
 
 
 def with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
-    """The batch on the device, for models that read it (is the padding mask all ones?).
+    """The batch on the device with its values, which some models read (is the padding mask all
+    ones?).
 
-    A batch of more than MOST_BATCH_BYTES is not allocated: it stays on the meta device.
+    A batch of more than MOST_BATCH_BYTES is not allocated: it stays on the meta device. A note says
+    so.
     """
     from graphs.model_calls import nested  # here: it takes torch
 
@@ -166,7 +171,10 @@ def with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
 
 
 def on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
-    """Build on the meta device; what needs values to be built is built with real memory."""
+    """Call `build` on the meta device; if that fails, with real memory, and add a note.
+
+    what: "the model" or "the batch", for the note.
+    """
     import torch
 
     try:
@@ -190,7 +198,10 @@ def in_autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
 
 
 def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> TraceError:
-    """The refusal, with what happened when the model was built with its weights, if that is new."""
+    """The refusal, extended by why tracing the model with its weights failed too, if that differs.
+
+    error: what was raised with the weights.
+    """
     from graphs.trace import TraceError  # here: it takes torch
 
     reason = error.why if isinstance(error, TraceError) else located(error, file.source)
@@ -204,11 +215,14 @@ def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> Tr
 
 
 _RESHARD = {"yes": True, "no": False, AUTO: None}
-"""By the words of --fsdp-reshard, as `Sharding.reshard_after_forward`."""
+"""The value of --fsdp-reshard -> `Sharding.reshard_after_forward`."""
 
 
 def sharding_of(arguments: Arguments) -> Sharding | None:
-    """What `--fsdp` and the options beside it ask for. Raises UsageError."""
+    """The sharding described by `--fsdp` and its other options (None: no --fsdp).
+
+    Raises UsageError.
+    """
     if arguments.fsdp is None:
         return None
     default = "yes" if arguments.pipeline is None else AUTO
@@ -260,7 +274,7 @@ def _called_with(error: Exception, batch: Any) -> str:
 
 
 def _note_on_outputs(graph: Graph) -> Iterator[str]:
-    """What the model returns beside the loss stays live to the end of the step."""
+    """A sentence for the report if the model returns large tensors besides the loss."""
     returned_bytes = sum(
         tensor.size_bytes
         for tensor in graph.tensors
