@@ -45,14 +45,14 @@ from solver.schedule import Solution
 from solver.sizes_deadlines_progress import (
     OF_THE_COMMAND,
     BudgetError,
-    calls_are_left,
+    abandoned_calls_are_running,
     counted,
     ctrl_c_ends_searches,
-    end_idle_calls,
+    end_idle_workers,
     reject_missing_unit,
-    untold,
+    silenced,
 )
-from solver.solving import attempt, explained
+from solver.solving import attempt, with_obstacle
 
 EXPLAIN = "explain"
 """Never the name of a problem: files end in .py or .json, and modules have a dot or a colon."""
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe has closed it
         return Exit.SOLVED
     finally:
-        end_idle_calls()
+        end_idle_workers()
 
 
 def process() -> int:
@@ -85,7 +85,7 @@ def process() -> int:
         # Otherwise the interpreter prints an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = Exit.SOLVED
-    if watch.heard or calls_are_left():
+    if watch.heard or abandoned_calls_are_running():
         leave(code)
     return code
 
@@ -104,7 +104,7 @@ def _run_words(words: list[str], watch: Watch) -> int:
     # `out` is stdout as it is now: while a model file is loaded, sys.stdout is redirected.
     watch.say = partial(_interrupted, as_json=as_json, out=sys.stdout)
     try:
-        with untold():  # `Progress` says what runs
+        with silenced():  # `Progress` says what runs
             return run()
     except (UsageError, BudgetError, DeviceError, SizeError) as error:
         return _failed(Exit.USAGE, str(error), as_json=as_json)
@@ -392,4 +392,4 @@ def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
     Also returns whether Ctrl-C ended the search for the minimum budget.
     """
     with progress.says("searching for the minimum budget"), ctrl_c_ends_searches() as interrupt:
-        return explained(solution), interrupt.is_set()
+        return with_obstacle(solution), interrupt.is_set()

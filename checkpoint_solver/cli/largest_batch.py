@@ -24,7 +24,7 @@ from solver.plan_analysis import (
 )
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import ctrl_c_ends_searches, ctrl_c_raises
-from solver.solving import attempt, explained
+from solver.solving import attempt, with_obstacle
 
 OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
 WHAT = {"batch_size": "batch", "seq_length": "sequence"}
@@ -62,7 +62,7 @@ def maximised(
         found = attempt(problems[size].step, request, quick=True)
         if found.proven_infeasible or not METHODS[request.method].reaches_least_budget:
             return found
-        return explained(found)
+        return with_obstacle(found)
 
     fitting = 0
 

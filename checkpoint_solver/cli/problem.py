@@ -37,17 +37,17 @@ from graphs.graph import Graph
 from graphs.hardware import Hardware
 from graphs.rewrites import Variants
 from solver.device_and_costs import (
-    check_asked_of,
     check_budget_of,
+    check_step_allows,
     find_hardware,
     find_target,
-    host_beside,
+    host_places,
 )
 from solver.plan_analysis import FIRST, SECOND
 from solver.reporting import Verification, describe_costs, step_notes
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import OF_THE_COMMAND, Say, parse_budget
-from solver.solving import default_disk_rate, disk_behind
+from solver.solving import default_disk_rate, with_disk
 
 if TYPE_CHECKING:
     from graphs.costs import CostModel
@@ -154,7 +154,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
             ) from error
         raise
     with_host = arguments.host is not None
-    check_asked_of(graph, with_host=with_host, budget_of=arguments.budget_of)
+    check_step_allows(graph, with_host=with_host, budget_of=arguments.budget_of)
     made_with = graph.meta.rewrites
     if (given := arguments.given("rewrites")) and (made_with or arguments.rewrites != "none"):
         made = f"made with {', '.join(made_with)}" if made_with else "the plain step"
@@ -200,8 +200,8 @@ def _asked(
         reserve_bytes=reserve_bytes,
         time_limit_s=arguments.time_limit,
         seed=arguments.seed,
-        places=disk_behind(
-            host_beside(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
+        places=with_disk(
+            host_places(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
             arguments.disk,
             arguments.disk_rate or default_disk_rate(arguments.disk, costs),
         ),

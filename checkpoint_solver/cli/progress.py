@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from solver.sizes_deadlines_progress import Say, now_and_then
+from solver.sizes_deadlines_progress import Say, log_progress
 
 
 class Progress:
@@ -37,7 +37,7 @@ class Progress:
             with self._console.status(what) as status:
                 yield lambda far: status.update(f"{what}: {far}")
             return
-        with now_and_then(what, self._write) as replace:
+        with log_progress(what, self._write) as replace:
 
             def say(far: str) -> None:
                 replace(f"{what}: {far}")

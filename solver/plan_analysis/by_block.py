@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from graphs.graph import Graph
 from solver.chain import computing_blocks
-from solver.schedule import Solution, away_for_backward, baseline, saved_for_backward
+from solver.schedule import Solution, baseline, copied_out_for_backward, saved_for_backward
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
     if schedule is None:
         return ()
     kept = saved_for_backward(graph, schedule)
-    away = away_for_backward(graph, schedule) - kept
+    away = copied_out_for_backward(graph, schedule) - kept
     plain = saved_for_backward(graph, baseline(graph))
     runs = Counter(schedule.order)
     rows = []

@@ -14,7 +14,7 @@ from solver.methods import METHODS
 from solver.plan_analysis.divisions import Part, StageTime
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import counted
-from solver.solving import as_step, attempt, explained, request_for, traced_for_device
+from solver.solving import as_step, attempt, request_for, traced_for_device, with_obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +139,7 @@ class PlannedStages:
         found = attempt(step, request, quick=self._quick)
         if found.proven_infeasible or not METHODS[found.method].reaches_least_budget:
             return found
-        return explained(found)
+        return with_obstacle(found)
 
     def _traced(self, part: Part) -> _TracedStage:
         """Trace the step of a stage. The trace depends on the place in the pipeline only by whether

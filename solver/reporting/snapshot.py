@@ -24,14 +24,14 @@ from typing import Any
 from graphs.files import write_whole
 from graphs.graph import Graph
 from solver.schedule import (
-    OTHERS,
+    OTHER_MICRO_BATCHES,
     Compute,
     Schedule,
     Solution,
     Stay,
     baseline,
-    bytes_of_others,
     name_in,
+    other_micro_batch_bytes,
     simulate,
     stays,
     word_for,
@@ -121,13 +121,13 @@ def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
     if graph.n_in_flight > 1 and schedule.ops:
         saved_bytes = simulate(graph, schedule).saved_bytes
         # what the others hold is one allocation for as long as its size stays the same
-        by_op = enumerate(bytes_of_others(graph, schedule, saved_bytes))
+        by_op = enumerate(other_micro_batch_bytes(graph, schedule, saved_bytes))
         for size_bytes, ops in itertools.groupby(by_op, key=lambda each: each[1]):
             positions = [position for position, _ in ops]
             stop = positions[-1] + 1
             if size_bytes:
                 end = stop if stop < len(schedule.ops) else None
-                yield Allocation(size_bytes, positions[0], end, (("step", 0, OTHERS),))
+                yield Allocation(size_bytes, positions[0], end, (("step", 0, OTHER_MICRO_BATCHES),))
     for position, op in enumerate(schedule.ops):
         if isinstance(op, Compute):
             frames = _frames(graph, schedule, position, "workspace")

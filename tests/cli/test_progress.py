@@ -70,7 +70,7 @@ def test_what_takes_long_is_said_without_a_terminal(monkeypatch):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_nothing_is_said_when_quiet(terminal, monkeypatch):
-    monkeypatch.setattr("checkpoint_solver.cli.progress.now_and_then", None)  # not even begun
+    monkeypatch.setattr("checkpoint_solver.cli.progress.log_progress", None)  # not even begun
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=80)
     with Progress(quiet=True, console=console).says("sweeping") as say:
@@ -88,7 +88,7 @@ def test_the_command_says_on_stderr_what_takes_long(capsys, monkeypatch):
         write(f"{what} (2 s)...")
         yield write
 
-    monkeypatch.setattr("checkpoint_solver.cli.progress.now_and_then", at_once)
+    monkeypatch.setattr("checkpoint_solver.cli.progress.log_progress", at_once)
     assert main(["--budget", "4GB", "--method", "sqrt", "--json", GPT2]) == 0
     printed = capsys.readouterr()
     assert printed.err.splitlines() == [
@@ -214,7 +214,7 @@ def test_ctrl_c_while_the_least_budget_is_sought(capsys, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         return solution
 
-    monkeypatch.setattr("checkpoint_solver.cli.command.explained", interrupted)
+    monkeypatch.setattr("checkpoint_solver.cli.command.with_obstacle", interrupted)
     assert main(["--budget", "4GB", "--method", "none", GPT2]) == 130
     printed = capsys.readouterr()
     assert "interrupted" in printed.err

@@ -23,7 +23,7 @@ from solver.reporting.plot.of_copies import streams
 from solver.reporting.rows import headline, step_name
 from solver.schedule import (
     LAYERS,
-    OTHERS,
+    OTHER_MICRO_BATCHES,
     Occupancy,
     Solution,
     baseline,
@@ -34,7 +34,7 @@ from solver.sizes_deadlines_progress import format_share, format_size
 
 COLOUR_OF_LAYER: Mapping[str, str] = {
     "resident": style.STONE,
-    OTHERS: style.SKY,
+    OTHER_MICRO_BATCHES: style.SKY,
     "kept": style.BLUE,
     "recomputed": style.ORANGE,
     "gradients": style.GREEN,
