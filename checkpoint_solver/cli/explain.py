@@ -22,12 +22,12 @@ from solver.plan_analysis import (
     Copies,
     Peak,
     WhyRecomputed,
-    copied,
     copies,
     most_recomputed,
     neighbours,
     peak,
     step_bytes_for,
+    trips_of,
     why_recomputed,
 )
 from solver.reporting import copies_title, part, stall_rows, terminal, trip_rows
@@ -225,7 +225,7 @@ def _op_rows(found: WhyRecomputed, solution: Solution) -> Iterator[tuple[str, st
         path = " -> ".join(other.name for other in recomputation.through)
         via = f", through {path}" if path else ""
         yield "recomputed for", f"{describe_op(recomputation.reader)}{via}"
-    yield from trip_rows(copied(solution, node.outputs))
+    yield from trip_rows(trips_of(solution, node.outputs))
     if n_recomputed == 0:
         yield "last read by", found.last_reader.name if found.last_reader else "no op"
         return

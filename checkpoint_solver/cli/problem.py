@@ -43,7 +43,7 @@ from solver.device_and_costs import (
     find_target,
     host_places,
 )
-from solver.plan_analysis import FIRST, SECOND
+from solver.plan_analysis import FIRST_SIZE, RETRY_SIZE
 from solver.reporting import Verification, describe_costs, step_notes
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import OF_THE_COMMAND, Say, parse_budget
@@ -223,9 +223,9 @@ def _model_problem(
     allocator = (NOTE_ON_ALLOCATOR,) if target.hardware.kind == "cuda" else ()
     sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
     if largest is not None:
-        sizes.setdefault(largest, FIRST[largest])
+        sizes.setdefault(largest, FIRST_SIZE[largest])
     if largest == "seq_length" and arguments.problem.startswith(CONFIGURATION):
-        sizes.setdefault("batch_size", FIRST["batch_size"])
+        sizes.setdefault("batch_size", FIRST_SIZE["batch_size"])
 
     of_first: list[str] = []  # notes if another first size was chosen
 
@@ -269,13 +269,16 @@ def _model_problem(
         except ModelFailsError as failed:
             if largest is None or getattr(arguments, largest):  # the user has given the size
                 raise
-            usual = file.default_of(largest)
-            size = SECOND.get(largest) if usual is None else usual
-            if size is None or size == FIRST[largest]:
+            default_size = file.default_of(largest)
+            size = RETRY_SIZE.get(largest) if default_size is None else default_size
+            if size is None or size == FIRST_SIZE[largest]:
                 raise
-            what, whose = largest.replace("_", " "), "" if usual is None else ", that of get_batch"
+            what, note = (
+                largest.replace("_", " "),
+                "" if default_size is None else ", that of get_batch",
+            )
             of_first.append(
-                f"The search began with {what} {size}{whose}: with {what} {FIRST[largest]} the "
+                f"The search began with {what} {size}{note}: with {what} {FIRST_SIZE[largest]} the "
                 f"model itself fails ({failed})."
             )
             return traced(file.resized(largest, size))
