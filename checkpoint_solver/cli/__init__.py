@@ -37,7 +37,7 @@ def process() -> int:
     try:
         if sys.argv[1:] == ["--version"]:
             return _say_version()
-        with _ctrl_c_ends_it():
+        with _ctrl_c_ends_process():
             from checkpoint_solver.cli import command
         return command.process()
     except KeyboardInterrupt:  # before or after `command.process` handles it
@@ -61,7 +61,7 @@ def _say_version() -> int:
 
 
 @contextlib.contextmanager
-def _ctrl_c_ends_it() -> Iterator[None]:
+def _ctrl_c_ends_process() -> Iterator[None]:
     """Let Ctrl-C end the process at once while modules are imported, some of which would catch
     KeyboardInterrupt.
 

@@ -349,7 +349,7 @@ class Arguments:
         """The size to maximize."""
         return "batch_size" if self.max_batch else "seq_length" if self.max_seq else None
 
-    def given(self, *names: str) -> str:
+    def given_flags(self, *names: str) -> str:
         """Which of the named options differ from their default: "--fsdp, --tensor"; "": none."""
         options = [entry for entry in dataclasses.fields(self) if entry.name in names]
         return ", ".join(

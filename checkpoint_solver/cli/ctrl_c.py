@@ -27,22 +27,22 @@ from checkpoint_solver.cli import INTERRUPTED
 
 GRACE_S = 1.2
 """How long after Ctrl-C the main thread has to end the command itself."""
-SPEAKING_S = 1.5
+PRINTING_S = 1.5
 """How long it then has to finish printing: the table of a step may have thousands of ops."""
 
 
 class Watch:
     """A thread that ends the process after Ctrl-C if the main thread does not.
 
-    say: prints the final message or report in place of the main thread, and returns the exit code.
-        The command replaces it whenever it has found more to print.
-    heard: whether Ctrl-C was pressed.
+    print_result: prints the final message or report in place of the main thread, and returns the
+        exit code. The command replaces it whenever it has found more to print.
+    was_pressed: whether Ctrl-C was pressed.
     """
 
     def __init__(self) -> None:
-        self.say: Callable[[], int] = lambda: INTERRUPTED
-        self.heard = False
-        self._streams = threading.Lock()
+        self.print_result: Callable[[], int] = lambda: INTERRUPTED
+        self.was_pressed = False
+        self._printing = threading.Lock()
 
     def start(self) -> None:
         """Start the thread. Has no effect if the handler for Ctrl-C is not Python's default one:
@@ -58,39 +58,39 @@ class Watch:
         threading.Thread(target=self._wait, args=both, name="ctrl-c", daemon=True).start()
 
     @contextmanager
-    def speaking(self) -> Iterator[None]:
+    def printing(self) -> Iterator[None]:
         """Around printing by the main thread, so that the two threads do not print at once.
 
         Blocks until the process ends if the other thread is printing already.
         """
-        with self._streams:
+        with self._printing:
             yield
 
-    def last_word(self, say: Callable[[], int]) -> int:
-        """Print the final message or report from the main thread by calling `say`; returns its exit
-        code. The other thread then prints nothing more."""
-        with self.speaking():
-            code = say()
-            self.say = lambda: code
+    def print_last(self, print_result: Callable[[], int]) -> int:
+        """Print the final message or report from the main thread by calling `print_result`; returns
+        its exit code. The other thread then prints nothing more."""
+        with self.printing():
+            code = print_result()
+            self.print_result = lambda: code
         return code
 
     def _wait(self, reading: socket.socket, _writing: socket.socket) -> None:
         _next_ctrl_c(reading, timeout_s=None)
-        self.heard = True
+        self.was_pressed = True
         _next_ctrl_c(reading, timeout_s=GRACE_S)
-        if not self._streams.acquire(timeout=SPEAKING_S):
+        if not self._printing.acquire(timeout=PRINTING_S):
             os._exit(INTERRUPTED)  # the main thread is blocked: nobody reads stdout
         code = INTERRUPTED
         threading.Timer(GRACE_S, os._exit, (code,)).start()  # in case nobody reads stdout
         try:
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h\r")  # show the cursor, which the spinner hid
-            code = self.say()
+            code = self.print_result()
         finally:
-            leave(code)
+            exit_now(code)
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End the process without waiting for any thread."""
     try:
         for stream in (sys.stdout, sys.stderr):

@@ -74,8 +74,8 @@ def load(path: Path) -> Loaded:
         raise ConfigurationError(
             f"hf:{path} requires the transformers library: pip install transformers ({error})"
         ) from error
-    configuration = _read(transformers, path)
-    class_name, task, why = _chosen(transformers, configuration, path)
+    configuration = _read_configuration(transformers, path)
+    class_name, task, why = _choose_class(transformers, configuration, path)
     model_class = getattr(transformers, class_name)
     dtype, dtype_text = _dtype(configuration)
     configuration.use_cache = False
@@ -112,51 +112,53 @@ def is_configuration(path: Path) -> bool:
     return isinstance(value, dict) and "model_type" in value
 
 
-def _read(transformers: Any, path: Path) -> Any:
+def _read_configuration(transformers: Any, path: Path) -> Any:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about token ids
     try:
         return transformers.AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        first = str(error).strip().splitlines()
-        reason = first[0] if first else type(error).__name__
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise ConfigurationError(
             f"hf:{path}: transformers {transformers.__version__} cannot read it: {reason}"
         ) from error
 
 
-def _chosen(transformers: Any, configuration: Any, path: Path) -> tuple[str, str, str]:
+def _choose_class(transformers: Any, configuration: Any, path: Path) -> tuple[str, str, str]:
     """Choose a model class: its name, its task, and a sentence why ("" if the file names it).
 
     Raises ConfigurationError if no class with a known task is found.
     """
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
-    asked = [str(name) for name in getattr(configuration, "architectures", None) or ()]
+    architectures = [str(name) for name in getattr(configuration, "architectures", None) or ()]
     table_of = {task: getattr(tables, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS}
-    for name in asked:
+    for name in architectures:
         for task, table in table_of.items():
-            if name in _flat(table.values()):
+            if name in _class_names(table.values()):
                 return name, task, ""
     heads = [
         (name, task)
         for task, table in table_of.items()
-        for name in _flat([table.get(configuration.model_type)])
+        for name in _class_names([table.get(configuration.model_type)])
     ]
-    base = _flat([tables.MODEL_MAPPING_NAMES.get(configuration.model_type)])
-    if heads and (not asked or set(asked) <= set(base)):
+    base = _class_names([tables.MODEL_MAPPING_NAMES.get(configuration.model_type)])
+    if heads and (not architectures or set(architectures) <= set(base)):
         name, task = heads[0]
-        reason = f"{asked[0]} has no loss" if asked else "the file names no architecture"
+        reason = (
+            f"{architectures[0]} has no loss" if architectures else "the file names no architecture"
+        )
         return name, task, f"Using {name}: {reason}."
     names = ", ".join(sorted({name for name, _ in heads}))
     known = f"; supported for {configuration.model_type!r}: {names}" if heads else ""
     raise ConfigurationError(
-        f"hf:{path}: no batch is known for {', '.join(asked) or configuration.model_type}"
+        f"hf:{path}: no batch is known for {', '.join(architectures) or configuration.model_type}"
         f"{known}; write a model file with get_model() and get_batch() instead"
     )
 
 
-def _flat(values: Any) -> list[str]:
+def _class_names(values: Any) -> list[str]:
     """The class names in entries of a table: names, tuples of names, or None."""
     return [
         name
@@ -194,15 +196,17 @@ def _batch_function(
             )
         shape = batch_size, seq_length
         mask = {"attention_mask": torch.ones(shape, dtype=torch.int64)} if with_mask else {}
-        return {**_texts(task, configuration, shape, dtype), **mask}
+        return {**_text_batch(task, configuration, shape, dtype), **mask}
 
     def image(batch_size: int) -> dict[str, Any]:
-        return _images(configuration, batch_size, dtype)
+        return _image_batch(configuration, batch_size, dtype)
 
     return image if task == ON_IMAGES else text
 
 
-def _texts(task: str, configuration: Any, shape: tuple[int, int], dtype: Any) -> dict[str, Any]:
+def _text_batch(
+    task: str, configuration: Any, shape: tuple[int, int], dtype: Any
+) -> dict[str, Any]:
     """Random tokens, and labels for the task. shape: (number of sequences, their length)."""
     import torch
 
@@ -212,24 +216,24 @@ def _texts(task: str, configuration: Any, shape: tuple[int, int], dtype: Any) ->
         starts, ends = (torch.randint(length, (batch_size,)) for _ in range(2))
         return {"input_ids": tokens, "start_positions": starts, "end_positions": ends}
     if task == "SEQUENCE_CLASSIFICATION":
-        labels = _classes(configuration, (batch_size,))
+        labels = _random_labels(configuration, (batch_size,))
         labels = labels.to(dtype if configuration.num_labels == 1 else None)
     elif task == "TOKEN_CLASSIFICATION":
-        labels = _classes(configuration, shape)
+        labels = _random_labels(configuration, shape)
     else:
         labels = tokens.clone()
     return {"input_ids": tokens, "labels": labels}
 
 
-def _images(configuration: Any, batch_size: int, dtype: Any) -> dict[str, Any]:
+def _image_batch(configuration: Any, batch_size: int, dtype: Any) -> dict[str, Any]:
     import torch
 
     n_channels = getattr(configuration, "num_channels", N_CHANNELS)
     pixels = torch.rand(batch_size, n_channels, *image_size(configuration), dtype=dtype)
-    return {"pixel_values": pixels, "labels": _classes(configuration, (batch_size,))}
+    return {"pixel_values": pixels, "labels": _random_labels(configuration, (batch_size,))}
 
 
-def _classes(configuration: Any, shape: tuple[int, ...]) -> Any:
+def _random_labels(configuration: Any, shape: tuple[int, ...]) -> Any:
     """Random class labels; with one class real numbers, for which the library does regression."""
     import torch
 

@@ -27,10 +27,10 @@ from solver.sizes_deadlines_progress import ctrl_c_ends_searches, ctrl_c_raises
 from solver.solving import attempt, with_obstacle
 
 OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
-WHAT = {"batch_size": "batch", "seq_length": "sequence"}
+SIZE_WORDS = {"batch_size": "batch", "seq_length": "sequence"}
 
 
-def maximised(
+def find_largest(
     arguments: Arguments, problem: Problem, progress: Progress, *, on_fit: Callable[[int], None]
 ) -> tuple[Problem, SizeSearch]:
     """Find the largest size that fits; returns the problem at that size, and the search.
@@ -64,20 +64,20 @@ def maximised(
             return found
         return with_obstacle(found)
 
-    fitting = 0
+    largest_fit = 0
 
-    def tried(found: Candidate) -> None:
-        nonlocal fitting
+    def note_candidate(found: Candidate) -> None:
+        nonlocal largest_fit
         fits = found.solution.schedule is not None
-        if fits and found.size > fitting:
-            fitting = found.size
-            on_fit(fitting)
+        if fits and found.size > largest_fit:
+            largest_fit = found.size
+            on_fit(largest_fit)
         say(f"{found.size} {'fits' if fits else 'does not fit'}")
 
-    what = f"searching for the largest {WHAT[name]}"
+    what = f"searching for the largest {SIZE_WORDS[name]}"
     try:
-        with progress.says(what, always=True) as say, ctrl_c_ends_searches():
-            search = largest(plan, size=name, first=first, on_candidate=tried)
+        with progress.showing(what, always=True) as say, ctrl_c_ends_searches():
+            search = largest(plan, size=name, first=first, on_candidate=note_candidate)
             chosen = search.largest or search.candidates[0]
             quick = chosen.solution
             is_quick = problems[chosen.size].planned is None and not search.interrupted
@@ -85,14 +85,17 @@ def maximised(
                 say(f"planning {chosen.size} thoroughly")
                 thorough = attempt(problems[chosen.size].step, request, starts=[quick.schedule])
                 search = search.with_solution(chosen.size, thorough)
-            replanned = problems[chosen.size].thorough
-            if quick.schedule and replanned is not None and not search.interrupted:
+            plan_thoroughly = problems[chosen.size].thorough
+            if quick.schedule and plan_thoroughly is not None and not search.interrupted:
                 say(f"planning {chosen.size} thoroughly")
                 with ctrl_c_raises():  # it traces first
-                    again = replanned()
-                if again.slowest_s <= problems[chosen.size].slowest_s and again.planned is not None:
-                    problems[chosen.size] = again
-                    search = search.with_solution(chosen.size, again.planned)
+                    thorough_problem = plan_thoroughly()
+                if (
+                    thorough_problem.slowest_s <= problems[chosen.size].slowest_s
+                    and thorough_problem.planned is not None
+                ):
+                    problems[chosen.size] = thorough_problem
+                    search = search.with_solution(chosen.size, thorough_problem.planned)
     except SameStepError as error:
         raise UsageError(f"{OPTIONS[name]}: {error}; see get_batch of {problem.name}") from error
     except (TooLargeError, MissingSolverError) as error:

@@ -64,8 +64,7 @@ class ModelSource:
 
 
 def parse_source(text: str) -> ModelSource | None:
-    """Parse `model.py[:factory]`, `package.module[:factory]` or `hf:config.json`; None for other
-    texts."""
+    """Parse `model.py[:name]`, `package.module[:name]` or `hf:config.json`; None for others."""
     if text.startswith(CONFIGURATION):
         return ModelSource(Path(text.removeprefix(CONFIGURATION)), is_configuration=True)
     match = _PLACE_AND_FACTORY.fullmatch(text)
@@ -110,10 +109,10 @@ class ModelFile:
         name = self.source.factory
         model = self._call(name, self._sizes_for(name))
         if not isinstance(model, nn.Module):
-            raise self._returned(f"{name}()", model, "a torch.nn.Module")
-        return model if self.mesh is None else self._distributed(model)
+            raise self._bad_result(f"{name}()", model, "a torch.nn.Module")
+        return model if self.mesh is None else self._distribute(model)
 
-    def _distributed(self, model: Any) -> Any:
+    def _distribute(self, model: Any) -> Any:
         """Distribute a model by `parallelize(model, mesh)`, which changes it or returns another."""
         from torch import nn
         from torch.distributed.tensor import DTensor
@@ -121,7 +120,9 @@ class ModelFile:
         returned = self._call(PARALLELIZE, {}, model, self.mesh)
         model = model if returned is None else returned
         if not isinstance(model, nn.Module):
-            raise self._returned(f"{PARALLELIZE}(model, mesh)", model, "a torch.nn.Module or None")
+            raise self._bad_result(
+                f"{PARALLELIZE}(model, mesh)", model, "a torch.nn.Module or None"
+            )
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise LoadError(
                 f"{self._place(PARALLELIZE)}: {PARALLELIZE}(model, mesh) has distributed no "
@@ -139,7 +140,7 @@ class ModelFile:
             batch = self._call("get_batch", self._sizes_for("get_batch"))
         if batch is None:
             what = "a tensor, or a tuple or dict, that the model is called with"
-            raise self._returned("get_batch()", None, what)
+            raise self._bad_result("get_batch()", None, what)
         return batch
 
     @property
@@ -149,8 +150,7 @@ class ModelFile:
 
     @property
     def inputs(self) -> Callable[[Any], Any] | None:
-        """The file's get_inputs(batch), wrapped to raise LoadError; None: the model is called with
-        the whole batch."""
+        """The file's get_inputs(batch), raising LoadError; None: the whole batch is the input."""
         return self._inputs if hasattr(self.module, "get_inputs") else None
 
     def _inputs(self, batch: Any) -> Any:
@@ -159,7 +159,7 @@ class ModelFile:
             what = (
                 "the part of the batch that the model is called with: a tensor, a tuple or a dict"
             )
-            raise self._returned("get_inputs(batch)", None, what)
+            raise self._bad_result("get_inputs(batch)", None, what)
         return inputs
 
     def optimizer(self, model: Any) -> Any:
@@ -179,10 +179,10 @@ class ModelFile:
             what = "it is called with the model, whose parameters are model.parameters()"
             raise LoadError(f"{error}; {what}") from error
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise self._returned("get_optimizer(model)", optimizer, "a torch.optim.Optimizer")
+            raise self._bad_result("get_optimizer(model)", optimizer, "a torch.optim.Optimizer")
         return optimizer
 
-    def _returned(self, call: str, value: object, expected: str) -> LoadError:
+    def _bad_result(self, call: str, value: object, expected: str) -> LoadError:
         place = self._place(call.partition("(")[0])
         return LoadError(f"{place}: {call} returned {_kind(value)}; it must return {expected}")
 
@@ -191,15 +191,15 @@ class ModelFile:
 
         Raises LoadError, SizeError.
         """
-        of_model, of_batch = self._sizes_for(self.source.factory), self._sizes_for("get_batch")
-        if self.varied and self.varied not in of_batch:
+        for_model, for_batch = self._sizes_for(self.source.factory), self._sizes_for("get_batch")
+        if self.varied and self.varied not in for_batch:
             raise SizeError(
                 f"{self._place('get_batch')}: get_batch does not accept {self.varied}; define it "
                 f"as get_batch({self.varied}={EXAMPLE_OF_SIZE[self.varied]}) and create tensors of "
                 "that size"
             )
         for name, size in self.sizes.items():
-            if name not in of_model | of_batch:
+            if name not in for_model | for_batch:
                 raise SizeError(
                     f"--{name.replace('_', '-')} {size} has no effect: neither "
                     f"{self.source.factory} nor get_batch of {self.source} accepts {name}"
@@ -236,7 +236,7 @@ class ModelFile:
             if name == self.source.factory and isinstance(self.source.place, str):
                 rule = f"add the function that creates the model: {self.source}:factory"
             raise LoadError(
-                f"{self.source} defines no {name}(); {rule}; it defines: {_defined(self.module)}"
+                f"{self.source} defines no {name}(); {rule}; it defines: {_functions(self.module)}"
             )
         if not callable(function):
             raise LoadError(f"{self.source}: {name} is {_kind(function)}; it must be a function")
@@ -268,8 +268,8 @@ class ModelFile:
                 f"{self._place(name)}: {name} requires an argument {parameter.name!r}, which solve "
                 "does not pass; give it a default"
             )
-        taken = {parameter.name for parameter in parameters}
-        return {key: size for key, size in self.sizes.items() if key in taken}
+        accepted = {parameter.name for parameter in parameters}
+        return {key: size for key, size in self.sizes.items() if key in accepted}
 
     def _call(self, name: str, sizes: Mapping[str, int], *args: Any) -> Any:
         function = self._function(name)
@@ -279,7 +279,7 @@ class ModelFile:
             # A size that is too large ends only a search for the largest size, not the command.
             raise (LoadError if self.varied else SizeError)(str(error)) from error
         except (Exception, SystemExit) as error:
-            raise LoadError(f"{located(error, self.source)} (in {name})") from error
+            raise LoadError(f"{error_text(error, self.source)} (in {name})") from error
 
     def _place(self, name: str) -> str:
         code = getattr(getattr(self.module, name), "__code__", None)
@@ -287,7 +287,7 @@ class ModelFile:
 
 
 @contextlib.contextmanager
-def opened(
+def open_model_file(
     source: ModelSource, *, sizes: Mapping[str, int], varied: str = ""
 ) -> Iterator[ModelFile]:
     """Load a model file; inside the context its directory is on sys.path.
@@ -329,7 +329,7 @@ def _load_file(path: Path, source: ModelSource) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.modules.pop(name, None)
-        raise LoadError(located(error, source)) from error
+        raise LoadError(error_text(error, source)) from error
     return module
 
 
@@ -344,26 +344,26 @@ def _import(source: ModelSource) -> ModuleType:
                 f"{name}: no module {missing!r} in the working directory or among the installed "
                 "packages; a model file ends in .py, a graph file in .json"
             ) from error
-        raise LoadError(located(error, source)) from error
+        raise LoadError(error_text(error, source)) from error
 
 
-def located(error: BaseException, source: ModelSource) -> str:
+def error_text(error: BaseException, source: ModelSource) -> str:
     """File, line and reason of an error in the user's code, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if isinstance(error, SyntaxError):
-        place = f"{_shown(error.filename, source)}, line {error.lineno}" if error.lineno else source
+        place = f"{_label(error.filename, source)}, line {error.lineno}" if error.lineno else source
         return f"{place}: SyntaxError: {error.msg}"
     if isinstance(error, SystemExit):
         reason = f"called sys.exit({error.code!r})"
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if _is_user_code(frame.filename, source)]
-    if not theirs:
+    user_frames = [frame for frame in frames if _is_user_code(frame.filename, source)]
+    if not user_frames:
         return f"{source}: {reason}"
-    return f"{_shown(theirs[-1].filename, source)}, line {theirs[-1].lineno}: {reason}"
+    return f"{_label(user_frames[-1].filename, source)}, line {user_frames[-1].lineno}: {reason}"
 
 
-def _shown(filename: str | None, source: ModelSource) -> str:
+def _label(filename: str | None, source: ModelSource) -> str:
     """The file's name for errors; the model file is named as on the command line."""
     if filename is None or isinstance(source.place, str):
         return filename or str(source)
@@ -387,7 +387,7 @@ def _is_user_code(filename: str, source: ModelSource) -> bool:
     return any(root is not None and file.is_relative_to(Path(root).resolve()) for root in roots)
 
 
-def _defined(module: ModuleType) -> str:
+def _functions(module: ModuleType) -> str:
     functions = {name: value for name, value in vars(module).items() if callable(value)}
     own = [n for n, f in functions.items() if getattr(f, "__module__", None) == module.__name__]
     names = [name for name in own if not name.startswith("_")]

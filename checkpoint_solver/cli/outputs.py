@@ -25,7 +25,7 @@ N_QUICK_BUDGETS = 8
 
 
 @dataclass(frozen=True)
-class Following:
+class LaterOutput:
     """An output that is made after the plan.
 
     options: it is made if one of these options was given.
@@ -47,7 +47,7 @@ class Following:
         given: those of `options` that were given, as text.
         """
         note = f"Interrupted: {self.part}{given} left out."
-        is_verified = self.make is _verified and report.best.schedule is not None
+        is_verified = self.make is _verify and report.best.schedule is not None
         return dataclasses.replace(
             report,
             notes=(*report.notes, note),
@@ -56,28 +56,32 @@ class Following:
         )
 
 
-def _emitted(arguments: Arguments, _: Problem, report: Report, progress: Progress) -> Report:
+def _add_emitted_setting(
+    arguments: Arguments, _: Problem, report: Report, progress: Progress
+) -> Report:
     """Add the closest setting of another system."""
     assert arguments.emit is not None
-    with progress.says(f"simulating settings of {arguments.emit}"):
+    with progress.showing(f"simulating settings of {arguments.emit}"):
         graph, fit_bytes = report.best.plain, report.best.request.available_bytes
         found = nearest(graph, system=arguments.emit, budget_bytes=fit_bytes)
         return dataclasses.replace(report, emitted=found)
 
 
-def _verified(_: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
+def _verify(_: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
     """Add the result of running the step. Raises LoadError if the model cannot be built."""
     if report.best.schedule is None:
         return report
     assert problem.verify is not None  # --verify is rejected for a graph file
     try:
-        with progress.says("verifying", always=True) as say:
+        with progress.showing("verifying", always=True) as say:
             return dataclasses.replace(report, verification=problem.verify(report.best, say))
     except VerifyError as error:
         return dataclasses.replace(report, verify_error=str(error))
 
 
-def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
+def _add_curve(
+    arguments: Arguments, problem: Problem, report: Report, progress: Progress
+) -> Report:
     """Add the curve of overhead against budget; after Ctrl-C it has the points computed so far.
 
     With --pareto it has every method and N_BUDGETS budgets, with --report alone the best plan's
@@ -91,7 +95,7 @@ def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Pro
     interrupted = True
     with (
         contextlib.suppress(KeyboardInterrupt),
-        progress.says("sweeping budgets for the curve") as say,
+        progress.showing("sweeping budgets for the curve") as say,
         ctrl_c_ends_searches() as interrupt,
     ):
         found = sweep(
@@ -114,10 +118,12 @@ def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Pro
     return dataclasses.replace(report, curve=curve, notes=tuple(notes), interrupted=interrupted)
 
 
-def _drawn(arguments: Arguments, _: Problem, report: Report, progress: Progress) -> Report:
+def _write_plots_and_page(
+    arguments: Arguments, _: Problem, report: Report, progress: Progress
+) -> Report:
     """Write plots and page, and list them in the report."""
     files, notes = list(report.files), list(report.notes)
-    with progress.says("drawing"):
+    with progress.showing("drawing"):
         if arguments.plot is not None and report.best.schedule is None:
             notes.append(f"{arguments.plot} is not written: there is no plan to plot.")
         elif arguments.plot is not None:
@@ -137,10 +143,10 @@ def _drawn(arguments: Arguments, _: Problem, report: Report, progress: Progress)
     return report
 
 
-FOLLOWING = (
-    Following(("emit",), _emitted),
-    Following(("verify",), _verified, takes_minutes=True),
-    Following(("pareto", "report"), _swept, part="the curve of "),
-    Following(("plot", "throughput", "pareto", "report"), _drawn, is_short=True),
+LATER_OUTPUTS = (
+    LaterOutput(("emit",), _add_emitted_setting),
+    LaterOutput(("verify",), _verify, takes_minutes=True),
+    LaterOutput(("pareto", "report"), _add_curve, part="the curve of "),
+    LaterOutput(("plot", "throughput", "pareto", "report"), _write_plots_and_page, is_short=True),
 )
 """The outputs in the order in which they are made."""

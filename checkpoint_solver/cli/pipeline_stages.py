@@ -8,7 +8,12 @@ from typing import Any
 
 from checkpoint_solver.cli.arguments import Arguments
 from checkpoint_solver.cli.model_file import LoadError, ModelFile
-from checkpoint_solver.cli.traced_step import in_autocast, on_meta, sharding_of, with_values
+from checkpoint_solver.cli.traced_step import (
+    batch_with_values,
+    build_on_meta,
+    in_autocast,
+    sharding_of,
+)
 from checkpoint_solver.cli.usage import UsageError
 from graphs.fsdp import ShardingError
 from graphs.pipeline import PipelineError, pipeline_of
@@ -45,21 +50,21 @@ def split_stages(
 
     assert arguments.pipeline is not None
     assert arguments.microbatches is not None
-    model = on_meta(file.model, "the model", notes)
+    model = build_on_meta(file.model, "the model", notes)
     if not isinstance(model, nn.Sequential):
         raise UsageError(
             f"--pipeline {arguments.pipeline}: {file.source.factory} of {file.source} returned a "
             f"{type(model).__name__}; it must return the layers as a torch.nn.Sequential (name "
             "another function with model.py:function)"
         )
-    batch = with_values(file, target.local_device, notes)
+    batch = batch_with_values(file, target.local_device, notes)
 
     def optimizer(module: Any) -> Any:
         if not isinstance(module, nn.Module):
             raise TypeError("of a module")  # it is called with the parameters first
         return file.optimizer(module)
 
-    asked = arguments.pipeline
+    n_stages = arguments.pipeline
     try:
         with in_autocast(arguments.autocast, target.local_device):
             return split_pipeline(
@@ -67,7 +72,7 @@ def split_stages(
                 batch if file.inputs is None else file.inputs(batch),
                 target=batch,
                 loss=file.loss,
-                n_stages=asked if isinstance(asked, int) else range(1, len(model) + 1),
+                n_stages=n_stages if isinstance(n_stages, int) else range(1, len(model) + 1),
                 n_microbatches=arguments.microbatches,
                 schedule=arguments.schedule,
                 budget=request.budget_bytes,

@@ -24,13 +24,13 @@ from checkpoint_solver.cli.model_file import (
     LoadError,
     ModelFile,
     ModelSource,
-    opened,
+    open_model_file,
     parse_source,
 )
 from checkpoint_solver.cli.pipeline_stages import reported_stage, split_stages, stage_notes
 from checkpoint_solver.cli.progress import Progress
-from checkpoint_solver.cli.running_here import planned_by_submodules, verified
-from checkpoint_solver.cli.traced_step import ModelFailsError, NotTracedError, traced_step
+from checkpoint_solver.cli.running_here import plan_by_submodules, verify_plan
+from checkpoint_solver.cli.traced_step import ModelFailsError, NotTracedError, trace_step
 from checkpoint_solver.cli.usage import UsageError
 from graphs.files import FormatError
 from graphs.graph import Graph
@@ -103,14 +103,14 @@ class Problem:
 
 
 @contextlib.contextmanager
-def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem]:
+def open_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem]:
     """Load or trace the problem; inside the context a model file can import files beside it.
 
     Raises UsageError, BudgetError, SizeError, LoadError, FormatError.
     """
     is_configuration = arguments.problem.startswith(CONFIGURATION)
     if arguments.problem.endswith(".json") and not is_configuration:
-        with progress.says("reading the graph"):
+        with progress.showing("reading the graph"):
             problem = _graph_problem(arguments)
         yield problem
         return
@@ -129,7 +129,7 @@ def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem
 
 
 def _graph_problem(arguments: Arguments) -> Problem:
-    given = arguments.given(
+    given = arguments.given_flags(
         *("costs", "batch_size", "seq_length", "autocast", "accumulate"),
         *("fsdp", "tensor", "pipeline", "passes"),
         *("verify", "max_batch", "max_seq"),
@@ -140,7 +140,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
             "model; give the model file instead"
         )
     hardware = None if arguments.device is None else find_hardware(arguments.device)
-    asked = _asked(arguments, hardware)
+    request_fields = _request_fields(arguments, hardware)
     try:
         graph = Graph.load(arguments.problem)
     except OSError as error:
@@ -156,11 +156,11 @@ def _graph_problem(arguments: Arguments) -> Problem:
     with_host = arguments.host is not None
     check_step_allows(graph, with_host=with_host, budget_of=arguments.budget_of)
     made_with = graph.meta.rewrites
-    if (given := arguments.given("rewrites")) and (made_with or arguments.rewrites != "none"):
-        made = f"made with {', '.join(made_with)}" if made_with else "the plain step"
+    if (given := arguments.given_flags("rewrites")) and (made_with or arguments.rewrites != "none"):
+        origin = f"made with {', '.join(made_with)}" if made_with else "the plain step"
         raise UsageError(
             f"{given} {arguments.rewrites}: not possible with a graph file, which is planned as it "
-            f"is ({made}); write another from the model file with {given} and --graph-out"
+            f"is ({origin}); write another from the model file with {given} and --graph-out"
         )
     device = "not specified; sizes and times are those of the graph file"
     return Problem(
@@ -169,11 +169,11 @@ def _graph_problem(arguments: Arguments) -> Problem:
         device=device if hardware is None else hardware.title,
         costs=describe_costs(graph.meta.cost_model),
         notes=tuple(step_notes(graph)),
-        **asked,
+        **request_fields,
     )
 
 
-def _asked(
+def _request_fields(
     arguments: Arguments, hardware: Hardware | None, costs: CostModel | None = None
 ) -> dict[str, Any]:
     """Two fields of a Problem as keyword arguments: `request`, for a step without rewrites, and
@@ -216,10 +216,13 @@ def _asked(
 def _model_problem(
     arguments: Arguments, source: ModelSource, progress: Progress
 ) -> Iterator[Problem]:
-    with progress.says("loading PyTorch"):
+    with progress.showing("loading PyTorch"):
         target = find_target(arguments.device, arguments.costs, runs_here=arguments.verify)
-    asked, largest = _asked(arguments, target.hardware, target.costs), arguments.largest
-    plain: Request = asked["request"]
+    request_fields, largest = (
+        _request_fields(arguments, target.hardware, target.costs),
+        arguments.largest,
+    )
+    request: Request = request_fields["request"]
     allocator = (NOTE_ON_ALLOCATOR,) if target.hardware.kind == "cuda" else ()
     sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
     if largest is not None:
@@ -227,28 +230,28 @@ def _model_problem(
     if largest == "seq_length" and arguments.problem.startswith(CONFIGURATION):
         sizes.setdefault("batch_size", FIRST_SIZE["batch_size"])
 
-    of_first: list[str] = []  # notes if another first size was chosen
+    first_size_notes: list[str] = []  # notes if another first size was chosen
 
     def problem_of(file: ModelFile, step: Variants, size: str = "", **fields: Any) -> Problem:
         title = file.title or step.plain.meta.model or "model"
-        of_trace = {
+        trace_fields = {
             "device": target.hardware.title,
             "costs": describe_costs(step.plain.meta.cost_model),
-            "request": dataclasses.replace(plain, rewrites=arguments.rewrites),
+            "request": dataclasses.replace(request, rewrites=arguments.rewrites),
         }
         return Problem(
             name=f"{arguments.problem} ({title}{size})",
             step=step,
-            verify=partial(verified, file, target, arguments.autocast),
+            verify=partial(verify_plan, file, target, arguments.autocast),
             size=None if largest is None else file.sizes[largest],
-            **{**asked, **of_trace, **fields},
+            **{**request_fields, **trace_fields, **fields},
         )
 
     def size_text(file: ModelFile) -> str:
         return "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
 
-    def traced(file: ModelFile, optimizer: Mapping[str, Any] | None = None) -> Problem:
-        step, notes = traced_step(file, target, arguments, optimizer, tells=progress.tells)
+    def traced_problem(file: ModelFile, optimizer: Mapping[str, Any] | None = None) -> Problem:
+        step, notes = trace_step(file, target, arguments, optimizer, write_line=progress.write_line)
         optimizer = step.plain.meta.environment.get("optimizer")
         size = size_text(file)
         if largest == "seq_length" and "batch_size" in file.sizes:
@@ -257,15 +260,15 @@ def _model_problem(
             file,
             step,
             size,
-            notes=(*allocator, *of_first, *notes),
+            notes=(*allocator, *first_size_notes, *notes),
             resized=None
             if largest is None
-            else lambda n: traced(file.resized(largest, n), optimizer),
+            else lambda n: traced_problem(file.resized(largest, n), optimizer),
         )
 
-    def first_traced(file: ModelFile) -> Problem:
+    def first_traced_problem(file: ModelFile) -> Problem:
         try:
-            return traced(file)
+            return traced_problem(file)
         except ModelFailsError as failed:
             if largest is None or getattr(arguments, largest):  # the user has given the size
                 raise
@@ -277,15 +280,17 @@ def _model_problem(
                 largest.replace("_", " "),
                 "" if default_size is None else ", that of get_batch",
             )
-            of_first.append(
+            first_size_notes.append(
                 f"The search began with {what} {size}{note}: with {what} {FIRST_SIZE[largest]} the "
                 f"model itself fails ({failed})."
             )
-            return traced(file.resized(largest, size))
+            return traced_problem(file.resized(largest, size))
 
-    def staged(file: ModelFile, say: Say | None = None, *, quick: bool = False) -> Problem:
+    def stage_problem(file: ModelFile, say: Say | None = None, *, quick: bool = False) -> Problem:
         notes = list(file.notes)
-        split = split_stages(file, target, arguments, plain, notes=notes, on_stage=say, quick=quick)
+        split = split_stages(
+            file, target, arguments, request, notes=notes, on_stage=say, quick=quick
+        )
         stage = reported_stage(split, arguments.stage)
         solution = split.solutions[stage]
         step = Variants.of(solution.variants or solution.graph)
@@ -299,12 +304,12 @@ def _model_problem(
             slowest_s=math.inf if split.slowest_s is None else split.slowest_s,
             resized=None
             if largest is None
-            else lambda n: staged(file.resized(largest, n), quick=True),
-            thorough=partial(staged, file) if quick else None,
+            else lambda n: stage_problem(file.resized(largest, n), quick=True),
+            thorough=partial(stage_problem, file) if quick else None,
         )
 
-    def measured(file: ModelFile, refused: NotTracedError) -> Problem:
-        solution, notes = planned_by_submodules(file, target, arguments, plain, refused, progress)
+    def measured_problem(file: ModelFile, refused: NotTracedError) -> Problem:
+        solution, notes = plan_by_submodules(file, target, arguments, request, refused, progress)
         return problem_of(
             file,
             Variants.of(solution.graph),
@@ -312,28 +317,28 @@ def _model_problem(
             if target.local_device == "cpu"
             else target.hardware.title,
             costs="measured on this machine, by submodule",
-            request=plain,
+            request=request,
             notes=(*notes, *file.notes),
             planned=solution,
             not_traced=refused.why,
         )
 
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(opened(source, sizes=sizes, varied=largest or ""))
+        file = stack.enter_context(open_model_file(source, sizes=sizes, varied=largest or ""))
         if arguments.tensor is not None:
             from graphs.trace import fake_mesh  # here: it takes torch
 
             file = file.on_mesh(stack.enter_context(fake_mesh(arguments.tensor)))
         if arguments.pipeline is not None:
             what = f"dividing {arguments.problem} into {arguments.pipeline} stages"
-            with progress.says(what) as say:
-                problem = staged(file, say, quick=largest is not None)
+            with progress.showing(what) as say:
+                problem = stage_problem(file, say, quick=largest is not None)
             yield problem
             return
         try:
-            with progress.says(f"tracing {arguments.problem}"):
-                problem = first_traced(file)
+            with progress.showing(f"tracing {arguments.problem}"):
+                problem = first_traced_problem(file)
         except NotTracedError as refused:
-            with progress.says("not traceable: measuring real steps to plan by submodules"):
-                problem = measured(file, refused)
+            with progress.showing("not traceable: measuring real steps to plan by submodules"):
+                problem = measured_problem(file, refused)
         yield problem

@@ -20,12 +20,12 @@ class Progress:
         self._console = console or Console(stderr=True, quiet=quiet, highlight=False)
         self._quiet = quiet
 
-    def tells(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         """Write a line that stays on the screen."""
         self._write(f"solve: {' '.join(line.split())}")
 
     @contextlib.contextmanager
-    def says(self, what: str, *, always: bool = False) -> Iterator[Say]:
+    def showing(self, what: str, *, always: bool = False) -> Iterator[Say]:
         """Show `what` while the block runs; the yielded function appends how far it has got.
 
         always: without a terminal, write each such update at once, for blocks that take minutes.

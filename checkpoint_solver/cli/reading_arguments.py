@@ -51,17 +51,19 @@ def parse(argv: Sequence[str]) -> Arguments:
             "--host: FSDP2 runs exported plans, and an exported plan cannot copy during the "
             "computation; leave out --host or --fsdp"
         )
-    if arguments.verify and (over := arguments.given("fsdp", "tensor", "zero")):
+    if arguments.verify and (excluded := arguments.given_flags("fsdp", "tensor", "zero")):
         raise UsageError(
-            f"--verify runs the step in one process and cannot be combined with {over}"
+            f"--verify runs the step in one process and cannot be combined with {excluded}"
         )
     if arguments.emit is not None and arguments.tensor is not None:
         raise UsageError(
             "--emit finds settings for whole models only; leave out --tensor or --emit"
         )
-    of_fsdp = arguments.given("fsdp_precision", "fsdp_reshard", "fsdp_replicas", "fsdp_link")
-    if of_fsdp and arguments.fsdp is None:
-        raise UsageError(f"{of_fsdp}: only for FSDP2; give the number of ranks, --fsdp 8")
+    fsdp_options = arguments.given_flags(
+        "fsdp_precision", "fsdp_reshard", "fsdp_replicas", "fsdp_link"
+    )
+    if fsdp_options and arguments.fsdp is None:
+        raise UsageError(f"{fsdp_options}: only for FSDP2; give the number of ranks, --fsdp 8")
     _check_zero(arguments)
     _check_pipeline(arguments)
     _check_passes(arguments)
@@ -88,7 +90,7 @@ def _check_pipeline(arguments: Arguments) -> None:
     """Raise UsageError for incomplete pipeline options, and for options that exclude a pipeline."""
     n_stages, stage = arguments.pipeline, arguments.stage
     if n_stages is None:
-        if given := arguments.given("microbatches", "schedule", "stage"):
+        if given := arguments.given_flags("microbatches", "schedule", "stage"):
             raise UsageError(
                 f"{given}: only for a pipeline; give its number of stages, --pipeline 4"
             )
@@ -111,9 +113,9 @@ def _check_pipeline(arguments: Arguments) -> None:
             f"--stage {stage} does not exist: the {n_stages} stages are numbered 0 to "
             f"{n_stages - 1}"
         )
-    others = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
-    others += "" if stage is None else " max_batch max_seq"
-    if given := arguments.given(*others.split()):
+    excluded = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
+    excluded += "" if stage is None else " max_batch max_seq"
+    if given := arguments.given_flags(*excluded.split()):
         what = "--pipeline" if stage is None else "--pipeline with --stage"
         raise UsageError(f"{given} cannot be combined with {what}")
 
@@ -121,20 +123,20 @@ def _check_pipeline(arguments: Arguments) -> None:
 def _check_zero(arguments: Arguments) -> None:
     """Raise UsageError for incomplete options of ZeRO, and for options that exclude it."""
     if arguments.zero is None:
-        if given := arguments.given("ranks", "ds_config"):
+        if given := arguments.given_flags("ranks", "ds_config"):
             raise UsageError(f"{given}: only for DeepSpeed's ZeRO; give its stage, --zero 2")
         return
     if arguments.ranks is None:
         raise UsageError(f"--zero {arguments.zero}: give the number of ranks, --ranks 8")
-    others = "fsdp tensor pipeline passes accumulate emit"
-    if given := arguments.given(*others.split()):
+    excluded = "fsdp tensor pipeline passes accumulate emit"
+    if given := arguments.given_flags(*excluded.split()):
         raise UsageError(f"{given} cannot be combined with --zero")
 
 
 def _check_passes(arguments: Arguments) -> None:
     """Raise UsageError for options that are not possible with several forward passes."""
     if arguments.passes > 1 and (
-        given := arguments.given("verify", "fsdp", "host", "disk", "budget_of", "emit")
+        given := arguments.given_flags("verify", "fsdp", "host", "disk", "budget_of", "emit")
     ):
         raise UsageError(f"{given} cannot be combined with --passes")
 
@@ -144,15 +146,15 @@ def _check_sizes(arguments: Arguments) -> None:
 
     A share of the device's memory is resolved later, when PyTorch knows the device.
     """
-    directory_apart = None if arguments.disk is None else arguments.disk.partition(":")[0]
-    of_device = ((arguments.budget, "budget", 1), (arguments.reserve, "reserve", 0))
-    beside_it = ((arguments.host, "host budget"), (directory_apart, "disk budget"))
+    disk_size = None if arguments.disk is None else arguments.disk.partition(":")[0]
+    device_sizes = ((arguments.budget, "budget", 1), (arguments.reserve, "reserve", 0))
+    other_sizes = ((arguments.host, "host budget"), (disk_size, "disk budget"))
     try:
-        for size, what, least_bytes in of_device:
+        for size, what, least_bytes in device_sizes:
             if size is not None:
                 with contextlib.suppress(UnknownCapacityError):  # PyTorch is not loaded yet
                     parse_size(size, what=what, least_bytes=least_bytes)
-        for size, what in beside_it:
+        for size, what in other_sizes:
             if size is not None:
                 reject_share(size, what=what)
                 parse_size(size, what=what)
@@ -217,6 +219,6 @@ def _check_outputs(arguments: Arguments) -> None:
                 pass
         except OSError as error:
             raise UsageError(f"{option} {path}: cannot be written ({error.strerror})") from error
-        other = option_of.setdefault(path.resolve(), option)
-        if other != option:
-            raise UsageError(f"{other} and {option} name the same file, {path}")
+        first_option = option_of.setdefault(path.resolve(), option)
+        if first_option != option:
+            raise UsageError(f"{first_option} and {option} name the same file, {path}")

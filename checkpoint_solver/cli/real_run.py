@@ -72,7 +72,7 @@ class RealRun:
         return f"{needs}; {format_size(int(self.free_bytes))} of {self.where} are free"
 
 
-def estimated(sizes: ModelSizes | None, device: str, *, with_gradients: bool) -> RealRun:
+def estimate_run(sizes: ModelSizes | None, device: str, *, with_gradients: bool) -> RealRun:
     """Estimate the memory of a real step on this device.
 
     Neither activations nor the optimizer's state are counted; the optimizer does not step.
