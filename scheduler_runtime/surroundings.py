@@ -26,7 +26,7 @@ from graphs.capture import at_each_checkpoint
 from graphs.costs import CostModel, free_bytes
 from graphs.model_calls import Call, TraceError, device_of
 from scheduler_runtime.measuring import bytes_of, resident_tensors
-from solver.device_and_costs import find_hardware, host_beside
+from solver.device_and_costs import find_hardware, host_places
 from solver.schedule import Places
 from solver.sizes_deadlines_progress import BudgetError, Rates, parse_budget, parse_size
 
@@ -54,11 +54,11 @@ def host_for(
 ) -> Places | None:
     """The host memory that a plan may copy to, for this model on its present device.
 
-    See `solver.device_and_costs.host_beside`. costs: the cost model of the step's operators, which
+    See `solver.device_and_costs.host_places`. costs: the cost model of the step's operators, which
     may know the speed of the link (None: there is none).
     """
     device = device_of(model)
-    return host_beside(
+    return host_places(
         host_budget,
         host_link,
         hardware=find_hardware(str(device), needs_rates=False),

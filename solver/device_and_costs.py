@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from graphs.costs import CostModel
 
-WITH_OPAQUE_PARTS = (
+OPAQUE_PARTS_ERROR = (
     "a part of the model is planned as one piece, which cannot be copied to the host; leave out "
     "host_budget"
 )
@@ -151,7 +151,7 @@ def find_target(
     return dataclasses.replace(target, torch_device="cuda", notes=(note,))
 
 
-def host_beside(
+def host_places(
     budget: str | int | float | None,
     link: Rates | None = None,
     *,
@@ -261,7 +261,7 @@ def check_budget_of(budget_of: str, *, kind: str | None) -> None:
         )
 
 
-def check_asked_of(graph: Graph, *, with_host: bool, budget_of: str) -> None:
+def check_step_allows(graph: Graph, *, with_host: bool, budget_of: str) -> None:
     """Raise BudgetError for a host, or a budget of reserved memory, that this step cannot have."""
     if with_host and sharding_of(graph.meta.environment) is not None:
         raise BudgetError(

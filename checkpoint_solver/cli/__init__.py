@@ -1,4 +1,4 @@
-"""The command `solve`. Nothing of it is loaded before it is needed: `--version` answers at once."""
+"""The command `solve`. Its modules are imported only when needed, so `--version` is immediate."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ INTERRUPTED = 128 + int(signal.SIGINT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in this process and leave it as it was; returns the exit code.
+    """Run the command without changing settings of this process; returns the exit code.
 
-    argv: without the name of the program (None: that of this process).
+    argv: the arguments without the program's name (None: those of this process).
     """
     if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
         return _say_version()
@@ -31,15 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def process() -> int:
     """Run the command as a process of its own (`solve`, `python -m checkpoint_solver`).
 
-    Ctrl-C ends it from the first import on, and its settings of the process stay.
+    Ctrl-C ends it from the first import on. Settings that it changes for the whole process are not
+    restored.
     """
     try:
         if sys.argv[1:] == ["--version"]:
             return _say_version()
-        with _ctrl_c_ends_it():
+        with _ctrl_c_ends_process():
             from checkpoint_solver.cli import command
         return command.process()
-    except KeyboardInterrupt:  # before or after what `command.main` watches
+    except KeyboardInterrupt:  # before or after `command.process` handles it
         _say_interrupted()
         return INTERRUPTED
 
@@ -60,10 +61,11 @@ def _say_version() -> int:
 
 
 @contextlib.contextmanager
-def _ctrl_c_ends_it() -> Iterator[None]:
-    """End the process at once, while modules are loaded: some of them catch whatever is raised.
+def _ctrl_c_ends_process() -> Iterator[None]:
+    """Let Ctrl-C end the process at once while modules are imported, some of which would catch
+    KeyboardInterrupt.
 
-    Without effect where Ctrl-C does something else than to raise KeyboardInterrupt.
+    Has no effect if the program has replaced Python's default handler for Ctrl-C.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -83,7 +85,7 @@ def _ctrl_c_ends_it() -> Iterator[None]:
 
 
 def _say_interrupted() -> None:
-    """As the command says it where it has been loaded."""
+    """Report the interruption as `command` does once it is imported."""
     print("solve: interrupted", file=sys.stderr, flush=True)
     if "--json" in sys.argv[1:]:
         answer = f'{{"status": "error", "error": "interrupted", "exit_code": {INTERRUPTED}}}'
@@ -91,9 +93,9 @@ def _say_interrupted() -> None:
 
 
 def parser() -> ArgumentParser:
-    """The parser of the command line; `shtab checkpoint_solver.cli.parser` writes completions.
+    """The command-line parser, for shell completion: `shtab checkpoint_solver.cli.parser`.
 
-    It takes several files, for `solve explain schedule.json graph.json`.
+    It accepts several files, so that those of `solve explain schedule.json graph.json` complete.
     """
     from checkpoint_solver.cli import arguments
 

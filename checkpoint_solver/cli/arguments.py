@@ -1,6 +1,6 @@
-"""The command line of `solve`, checked before anything is loaded.
+"""The command-line options of `solve`.
 
-`Arguments` is the one table of the options: argparse, `--help` and the docs page are made from it.
+`Arguments` is the only table of them: argparse, `--help` and the docs page are made from it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SEARCH, STEP, OUTPUT = "search", "training step (recorded in a graph file)", "ou
 
 
 def _option(flags: str, help: str, group: str = "", default: Any = None, **settings: Any) -> Any:
-    """One option of the command. settings: for argparse's add_argument."""
+    """One option as a field. group: its heading in `--help`. settings: for add_argument."""
     settings |= {"flags": flags.split(", "), "help": help, "group": group}
     return field(default=default, metadata=settings)
 
@@ -88,7 +88,7 @@ def _largest(flag: str, what: str, size: Size) -> Any:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line. None: not given. command: all of it, as a shell takes it."""
+    """The command line. None: not given. command: all of it as text, quoted for a shell."""
 
     problem: str = field(default="", metadata={"help": "what to plan; see below"})
     budget: str | None = _option("--budget", "memory for the whole training step", metavar="SIZE")
@@ -349,8 +349,8 @@ class Arguments:
         """The size to maximize."""
         return "batch_size" if self.max_batch else "seq_length" if self.max_seq else None
 
-    def given(self, *names: str) -> str:
-        """The flags of those of the named options that were given."""
+    def given_flags(self, *names: str) -> str:
+        """Which of the named options differ from their default: "--fsdp, --tensor"; "": none."""
         options = [entry for entry in dataclasses.fields(self) if entry.name in names]
         return ", ".join(
             entry.metadata["flags"][-1]
@@ -360,7 +360,7 @@ class Arguments:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What parses the command line."""
+    """Make the parser from the fields of `Arguments`."""
     command = Parser(
         prog="solve",
         usage="solve --budget SIZE [options] model.py[:factory] | package.module[:factory] | "
@@ -390,11 +390,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _complete_files(action: argparse.Action) -> None:
-    """Where shtab reads the parser, the shell completes names of files here."""
+    """Let the shell complete file names for this argument, if shtab is what reads the parser."""
     if "shtab" in sys.modules:
         action.complete = sys.modules["shtab"].FILE  # type: ignore[attr-defined]
 
 
 def help_text() -> str:
-    """What `solve --help` prints, at 100 columns at most, without trailing blanks."""
+    """The text of `solve --help`, without trailing blanks."""
     return "\n".join(line.rstrip() for line in parser().format_help().splitlines())

@@ -25,12 +25,12 @@ from rich.console import Console
 
 from checkpoint_solver.cli import explain, outputs
 from checkpoint_solver.cli.arguments import Arguments
-from checkpoint_solver.cli.ctrl_c import Watch, leave
-from checkpoint_solver.cli.exit_codes import Exit, exit_code, why
-from checkpoint_solver.cli.largest_batch import WHAT, maximised, size_notes
+from checkpoint_solver.cli.ctrl_c import Watch, exit_now
+from checkpoint_solver.cli.exit_codes import Exit, error_line, exit_code
+from checkpoint_solver.cli.largest_batch import SIZE_WORDS, find_largest, size_notes
 from checkpoint_solver.cli.model_file import CONFIGURATION, LoadError, SizeError
 from checkpoint_solver.cli.pipeline_stages import failing_stage
-from checkpoint_solver.cli.problem import Problem, opened_problem
+from checkpoint_solver.cli.problem import Problem, open_problem
 from checkpoint_solver.cli.progress import Progress
 from checkpoint_solver.cli.reading_arguments import parse
 from checkpoint_solver.cli.usage import UsageError
@@ -45,52 +45,52 @@ from solver.schedule import Solution
 from solver.sizes_deadlines_progress import (
     OF_THE_COMMAND,
     BudgetError,
-    calls_are_left,
+    abandoned_calls_are_running,
     counted,
     ctrl_c_ends_searches,
-    end_idle_calls,
+    end_idle_workers,
     reject_missing_unit,
-    untold,
+    silenced,
 )
-from solver.solving import attempt, explained
+from solver.solving import attempt, with_obstacle
 
 EXPLAIN = "explain"
-"""Never a problem to plan: files end in .py or .json, and modules have a dot or a colon."""
+"""Never the name of a problem: files end in .py or .json, and modules have a dot or a colon."""
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code, and leaves the process as it was.
+    """Run the command without changing settings of this process; returns the exit code.
 
-    argv: without the name of the program (None: that of this process).
+    argv: the arguments without the program's name (None: those of this process).
     """
     try:
-        return _run_words(list(sys.argv[1:] if argv is None else argv), Watch())
+        return _run_command_line(list(sys.argv[1:] if argv is None else argv), Watch())
     except BrokenPipeError:  # the reader of the pipe has closed it
         return Exit.SOLVED
     finally:
-        end_idle_calls()
+        end_idle_workers()
 
 
 def process() -> int:
-    """`main` where the process is the command's own: its settings stay until the process ends."""
-    _own_process()
+    """Run the command in a process of its own, whose settings it changes; returns the exit code."""
+    _set_up_process()
     words = sys.argv[1:]
     watch = Watch()
-    watch.say = partial(_interrupted, as_json="--json" in words, out=sys.stdout)
+    watch.print_result = partial(_print_interrupted, as_json="--json" in words, out=sys.stdout)
     watch.start()
     try:
-        code = _run_words(words, watch)
+        code = _run_command_line(words, watch)
     except BrokenPipeError:
-        # Keep the interpreter from complaining at exit.
+        # Otherwise the interpreter prints an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = Exit.SOLVED
-    if watch.heard or calls_are_left():
-        leave(code)
+    if watch.was_pressed or abandoned_calls_are_running():
+        exit_now(code)
     return code
 
 
-def _run_words(words: list[str], watch: Watch) -> int:
+def _run_command_line(words: list[str], watch: Watch) -> int:
     """Run the command, and turn user errors into exit codes."""
     run: Callable[[], int]
     if words[:1] == [EXPLAIN]:
@@ -99,40 +99,41 @@ def _run_words(words: list[str], watch: Watch) -> int:
         try:
             arguments = parse(words)
         except UsageError as error:
-            return _failed(Exit.USAGE, str(error), as_json=False)
+            return _print_error(Exit.USAGE, str(error), as_json=False)
         run, as_json = partial(_run, arguments, watch), arguments.json
-    # What is loaded in the main thread may print elsewhere meanwhile.
-    watch.say = partial(_interrupted, as_json=as_json, out=sys.stdout)
+    # `out` is stdout as it is now: while a model file is loaded, sys.stdout is redirected.
+    watch.print_result = partial(_print_interrupted, as_json=as_json, out=sys.stdout)
     try:
-        with untold():  # `Progress` says what runs
+        with silenced():  # `Progress` says what runs
             return run()
     except (UsageError, BudgetError, DeviceError, SizeError) as error:
-        return _failed(Exit.USAGE, str(error), as_json=as_json)
+        return _print_error(Exit.USAGE, str(error), as_json=as_json)
     except (LoadError, FormatError, GraphError) as error:
-        return _failed(Exit.NOT_LOADED, str(error), as_json=as_json)
+        return _print_error(Exit.NOT_LOADED, str(error), as_json=as_json)
     except KeyboardInterrupt:
-        return watch.last_word(partial(_interrupted, as_json=as_json))
+        return watch.print_last(partial(_print_interrupted, as_json=as_json))
 
 
-def _own_process() -> None:
-    """Settings of the whole process."""
+def _set_up_process() -> None:
+    """Change settings of the whole process: stdout, and how often garbage is collected."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What C code prints (HiGHS now and then prints a line, whatever it is told) must stay out
-        # of the report and the JSON object: they get a descriptor of their own, and 1 is stderr.
-        # A character that the terminal cannot encode must not end the report.
+        # C code writes to descriptor 1 (HiGHS sometimes prints a line despite its settings), which
+        # must not end up in the report or the JSON object. So sys.stdout gets a new descriptor, and
+        # 1 becomes stderr. backslashreplace: a character that the terminal cannot encode must not
+        # end the report.
         is_line_buffered = sys.stdout.line_buffering
-        own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace")
-        own.reconfigure(line_buffering=is_line_buffered)
-        sys.stdout = own
+        stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace")
+        stdout.reconfigure(line_buffering=is_line_buffered)
+        sys.stdout = stdout
         os.dup2(2, 1)
-    # Importing PyTorch makes a million objects that stay. Looking for garbage among them took a
-    # third of the time of a small problem, half of it at exit.
+    # Importing PyTorch creates a million objects that are never freed. Searching them for garbage
+    # took a third of the time of a small problem, half of it at exit.
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     atexit.register(gc.freeze)
 
 
-def _failed(code: Exit, message: str, *, as_json: bool, out: TextIO | None = None) -> int:
-    """One line on stderr, and with --json an object on stdout (`out`) as well."""
+def _print_error(code: Exit, message: str, *, as_json: bool, out: TextIO | None = None) -> int:
+    """Print one line on stderr, and with --json an object on stdout (`out`); returns `code`."""
     line = " ".join(message.split())
     print(f"solve: {line}", file=sys.stderr)
     if as_json:
@@ -141,11 +142,11 @@ def _failed(code: Exit, message: str, *, as_json: bool, out: TextIO | None = Non
     return code
 
 
-_interrupted = partial(_failed, Exit.INTERRUPTED, "interrupted")
+_print_interrupted = partial(_print_error, Exit.INTERRUPTED, "interrupted")
 
 
 def _check_fits_problem(arguments: Arguments, graph: Graph) -> None:
-    """Raise UsageError for options that this step rules out, before it is planned."""
+    """Raise UsageError or BudgetError for options that do not suit this step."""
     resident_bytes = graph.resident_bytes
     reject_missing_unit(arguments.budget, resident_bytes=resident_bytes)
     reject_missing_unit(arguments.host, resident_bytes=resident_bytes, what="host budget")
@@ -164,79 +165,84 @@ def _check_fits_problem(arguments: Arguments, graph: Graph) -> None:
 
 
 def _run(arguments: Arguments, watch: Watch) -> int:
+    """Plan, write files, print the report. After each step `watch.print_result` is replaced."""
     progress = Progress(quiet=arguments.quiet)
-    printed = _Printed(is_off=arguments.json or arguments.quiet)
-    with opened_problem(arguments, progress) as problem:
+    printer = _ReportPrinter(is_off=arguments.json or arguments.quiet)
+    with open_problem(arguments, progress) as problem:
         _check_fits_problem(arguments, problem.graph)
-        with ctrl_c_ends_searches() as interrupt:  # what has been found is saved in any case
+        with ctrl_c_ends_searches() as interrupt:  # a plan found so far is still saved
             if arguments.largest is not None:
-                on_fit = partial(_fitting, arguments, watch, printed)
-                problem, search = maximised(arguments, problem, progress, on_fit=on_fit)
+                on_fit = partial(_note_fit, arguments, watch, printer)
+                problem, search = find_largest(arguments, problem, progress, on_fit=on_fit)
                 is_configuration = arguments.problem.startswith(CONFIGURATION)
-                report = _of_largest(problem, search, progress, knows_longest=is_configuration)
+                report = _largest_report(problem, search, progress, knows_longest=is_configuration)
             else:
                 report = _plan(arguments, problem, progress)
-            watch.say = partial(_told, arguments, report, printed)
-            report = _saved(arguments, report, problem.stages)
-            watch.say = partial(_told, arguments, report, printed)
+            watch.print_result = partial(_print_result, arguments, report, printer)
+            report = _write_files(arguments, report, problem.stages)
+            watch.print_result = partial(_print_result, arguments, report, printer)
             if not interrupt.is_set():
                 advice = advise(report.best, reader=OF_THE_COMMAND)
                 report = dataclasses.replace(report, advice=advice)
             report = dataclasses.replace(report, interrupted=interrupt.is_set())
-        for each in outputs.FOLLOWING:
-            if not (options := arguments.given(*each.options)):
+        for later_output in outputs.LATER_OUTPUTS:
+            if not (options := arguments.given_flags(*later_output.options)):
                 continue
-            watch.say = partial(_told, arguments, each.without(report, options), printed)
+            watch.print_result = partial(
+                _print_result, arguments, later_output.without(report, options), printer
+            )
             try:
-                if each.takes_minutes or report.interrupted:
-                    _show(report, printed, watch)
-                if report.interrupted and not each.is_short:
+                if later_output.takes_minutes or report.interrupted:
+                    _print_so_far(report, printer, watch)
+                if report.interrupted and not later_output.is_short:
                     raise KeyboardInterrupt
-                report = each.make(arguments, problem, report, progress)
-                if each.takes_minutes:
-                    _show(report, printed, watch)
+                report = later_output.make(arguments, problem, report, progress)
+                if later_output.takes_minutes:
+                    _print_so_far(report, printer, watch)
             except KeyboardInterrupt:
-                report = each.without(report, options)
-    with ctrl_c_ends_searches():  # said in any case
-        return watch.last_word(partial(_told, arguments, report, printed))
+                report = later_output.without(report, options)
+    with ctrl_c_ends_searches():  # Ctrl-C no longer stops the report
+        return watch.print_last(partial(_print_result, arguments, report, printer))
 
 
-def _fitting(arguments: Arguments, watch: Watch, printed: _Printed, size: int) -> None:
-    """The largest size found to fit so far, for what is said where nobody gets to the report."""
+def _note_fit(arguments: Arguments, watch: Watch, printer: _ReportPrinter, size: int) -> None:
+    """Note the largest size found to fit so far, to be printed if Ctrl-C prevents the report."""
     assert arguments.largest is not None
-    words = f"interrupted; the largest {WHAT[arguments.largest]} found to fit is {size}"
-    watch.say = partial(_failed, Exit.INTERRUPTED, words, as_json=arguments.json, out=printed.out)
+    message = f"interrupted; the largest {SIZE_WORDS[arguments.largest]} found to fit is {size}"
+    watch.print_result = partial(
+        _print_error, Exit.INTERRUPTED, message, as_json=arguments.json, out=printer.out
+    )
 
 
-def _show(report: Report, printed: _Printed, watch: Watch) -> None:
-    """What is known so far. Ctrl-C waits until it is printed."""
-    with watch.speaking(), ctrl_c_ends_searches() as interrupt:
-        printed.show(report)
+def _print_so_far(report: Report, printer: _ReportPrinter, watch: Watch) -> None:
+    """Print the report so far; raises KeyboardInterrupt afterwards if Ctrl-C came meanwhile."""
+    with watch.printing(), ctrl_c_ends_searches() as interrupt:
+        printer.show(report)
     if interrupt.is_set():
         raise KeyboardInterrupt
 
 
-def _told(arguments: Arguments, report: Report, printed: _Printed) -> int:
-    """Print what has not been printed of the report; returns the exit code."""
+def _print_result(arguments: Arguments, report: Report, printer: _ReportPrinter) -> int:
+    """Print the part of the report that has not been printed yet; returns the exit code."""
     code = exit_code(report)
     if arguments.json:
         answer = {**to_json(report), "exit_code": int(code)}
-        print(json.dumps(answer, indent=1, allow_nan=False), file=printed.out, flush=True)
-    printed.show(report)
+        print(json.dumps(answer, indent=1, allow_nan=False), file=printer.out, flush=True)
+    printer.show(report)
     if report.verification is not None:
         for line in report.verification.warnings:
             print(f"solve: warning: --verify: {line}", file=sys.stderr)
     if code is not Exit.SOLVED:
-        words = why(code, report, of_what=failing_stage(arguments, report.best))
+        words = error_line(code, report, of_what=failing_stage(arguments, report.best))
         print(f"solve: {words}", file=sys.stderr)
     return code
 
 
-class _Printed:
-    """The report on stdout: first all that is known, then what came since."""
+class _ReportPrinter:
+    """Prints the report on stdout: the first time all of it, later only what was added."""
 
     def __init__(self, *, is_off: bool) -> None:
-        # While the problem is open, what a model file prints goes elsewhere: stdout as it is now.
+        # Keep the present stdout: while the problem is open, sys.stdout is redirected to stderr.
         self.out = sys.stdout
         self._console = Console(file=self.out, highlight=False, emoji=False, markup=False)
         self._is_off = is_off
@@ -253,12 +259,12 @@ class _Printed:
 
 
 def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
-    """Search with every method, unless the model has been planned by submodules.
+    """Search with every method, unless the problem has a plan already.
 
-    Ctrl-C gives the best so far; raises KeyboardInterrupt if nothing has been found by then.
+    After Ctrl-C the report has the best plan so far; raises KeyboardInterrupt if there is none.
     """
     if problem.planned is not None:
-        return _of_one(problem, problem.planned, progress)
+        return _solution_report(problem, problem.planned, progress)
     solutions: list[Solution] = []
     refused: list[tuple[str, str]] = []
     interrupted = False
@@ -266,7 +272,7 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
         request = dataclasses.replace(problem.request, method=method)
         what = f"searching with {method} ({counted(len(problem.graph.nodes), 'op')})"
         try:
-            with progress.says(what), ctrl_c_ends_searches() as interrupt:
+            with progress.showing(what), ctrl_c_ends_searches() as interrupt:
                 solution = attempt(problem.step, request, thorough=True)
         except (TooLargeError, MissingSolverError) as error:  # the method cannot plan this graph
             if len(arguments.methods) == 1:
@@ -285,7 +291,7 @@ def _plan(arguments: Arguments, problem: Problem, progress: Progress) -> Report:
         bound_s = max(solution.lower_bound_s for solution in solutions)
         solutions = [solution.with_bound(bound_s) for solution in solutions]
         if not found:
-            solutions[0], interrupted = _explained(solutions[0], progress)
+            solutions[0], interrupted = _with_obstacle(solutions[0], progress)
     notes = ["Interrupted: the best plan found so far." if found else _NO_MINIMUM]
     return _report(
         problem,
@@ -314,14 +320,14 @@ def _report(
     )
 
 
-def _of_largest(
+def _largest_report(
     problem: Problem, search: SizeSearch, progress: Progress, *, knows_longest: bool
 ) -> Report:
     """The report of the largest size that fits, or of the smallest if none does."""
     chosen = search.largest or search.candidates[0]
     notes = ["Interrupted: the largest size found to fit so far."] if search.interrupted else []
     notes += size_notes(search, knows_longest=knows_longest)
-    return _of_one(
+    return _solution_report(
         problem,
         chosen.solution,
         progress,
@@ -331,7 +337,7 @@ def _of_largest(
     )
 
 
-def _of_one(
+def _solution_report(
     problem: Problem,
     solution: Solution,
     progress: Progress,
@@ -340,40 +346,42 @@ def _of_one(
     interrupted: bool = False,
     **fields: Any,
 ) -> Report:
-    """The report of a plan that is there already; without a schedule, with the obstacle."""
-    solution, unexplained = _explained(solution, progress)
+    """The report of one solution; if it has no schedule, the minimum budget is searched for."""
+    solution, unexplained = _with_obstacle(solution, progress)
     if unexplained:
         notes = [_NO_MINIMUM, *notes]
     interrupted = interrupted or unexplained
     return _report(problem, [solution], notes=notes, interrupted=interrupted, **fields)
 
 
-def _saved(arguments: Arguments, report: Report, stages: Sequence[Solution]) -> Report:
-    """Write schedule and graph first, as what follows may take long or be interrupted.
+def _write_files(arguments: Arguments, report: Report, stages: Sequence[Solution]) -> Report:
+    """Write schedule, snapshot and graph, before steps that may take long or be interrupted.
 
-    stages: of a pipeline, for each of which there are files.
+    stages: the plans of a pipeline's stages; each stage gets files of its own (empty: no pipeline).
     """
     files = list(report.files)
     all_fit = all(solution.schedule is not None for solution in stages or (report.best,))
     if arguments.output is not None and all_fit:
-        for what, path, solution in _by_stage("schedule", arguments.output, report, stages):
+        for what, path, solution in _files_by_stage("schedule", arguments.output, report, stages):
             solution.save(path)
             files.append((what, path))
     if arguments.snapshot is not None and report.best.schedule is not None:
         write_snapshot(report.best, arguments.snapshot)
         files.append(("snapshot", arguments.snapshot))
     if arguments.graph_out is not None:
-        for what, path, solution in _by_stage("graph", arguments.graph_out, report, stages):
+        for what, path, solution in _files_by_stage("graph", arguments.graph_out, report, stages):
             solution.graph.save(path)
             files.append((what, path))
     return dataclasses.replace(report, files=tuple(files))
 
 
-def _by_stage(
+def _files_by_stage(
     what: str, path: Path, report: Report, stages: Sequence[Solution]
 ) -> Iterator[tuple[str, Path, Solution]]:
-    """For each stage what is written (that of the reported one is the report's own), its file and
-    its plan; without stages the plan of the report."""
+    """Yield (title, file, plan) for each stage; without stages, for the report's plan.
+
+    The title names the stage unless it is the reported one.
+    """
     if not stages:
         yield what, path, report.best
     for stage, solution in enumerate(stages):
@@ -382,7 +390,10 @@ def _by_stage(
         yield what if is_reported else f"{what} of stage {stage}", of_stage, solution
 
 
-def _explained(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
-    """With the obstacle, if there is no schedule; and whether Ctrl-C cut its search short."""
-    with progress.says("searching for the minimum budget"), ctrl_c_ends_searches() as interrupt:
-        return explained(solution), interrupt.is_set()
+def _with_obstacle(solution: Solution, progress: Progress) -> tuple[Solution, bool]:
+    """Add the reason and the minimum budget to a solution without a schedule.
+
+    Also returns whether Ctrl-C ended the search for the minimum budget.
+    """
+    with progress.showing("searching for the minimum budget"), ctrl_c_ends_searches() as interrupt:
+        return with_obstacle(solution), interrupt.is_set()

@@ -21,6 +21,7 @@ class Exit(IntEnum):
 
 
 def exit_code(report: Report) -> Exit:
+    """The exit code of a command that ends with this report."""
     if report.best.schedule is not None:
         found = report.verification
         failed = report.verify_error or (found is not None and not found.passed)
@@ -28,14 +29,14 @@ def exit_code(report: Report) -> Exit:
     if report.interrupted:
         return Exit.INTERRUPTED
     proven = any(solution.proven_infeasible for solution in report.solutions)
-    late = any(solution.status == "time_limit" for solution in report.solutions)
-    return Exit.NOT_FOUND if late and not proven else Exit.INFEASIBLE
+    timed_out = any(solution.status == "time_limit" for solution in report.solutions)
+    return Exit.NOT_FOUND if timed_out and not proven else Exit.INFEASIBLE
 
 
-def why(code: Exit, report: Report, *, of_what: str = "") -> str:
+def error_line(code: Exit, report: Report, *, of_what: str = "") -> str:
     """The line on stderr for a report without a schedule, or with a failed verification.
 
-    of_what: what has no schedule, where it is not the whole step (" of stage 0").
+    of_what: what has no schedule, if it is not the whole step (" of stage 0").
     """
     solution = report.best
     budget = format_both(solution.request.budget_bytes)

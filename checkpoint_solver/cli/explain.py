@@ -22,12 +22,12 @@ from solver.plan_analysis import (
     Copies,
     Peak,
     WhyRecomputed,
-    copied,
     copies,
     most_recomputed,
     neighbours,
     peak,
     step_bytes_for,
+    trips_of,
     why_recomputed,
 )
 from solver.reporting import copies_title, part, stall_rows, terminal, trip_rows
@@ -50,8 +50,14 @@ N_RECOMPUTED = 8
 
 @dataclass(frozen=True)
 class Explanation:
-    """step_bytes: how much less and more budget is planned for. less, more: those answers; None:
-    nothing is left to plan with, or Ctrl-C ended the search. op: the op given by --op."""
+    """What is explained about a plan.
+
+    recomputed: ops with the number of their recomputations.
+    step_bytes: how much smaller and larger than the plan's the other two budgets are.
+    less, more: the plans for those budgets (None: nothing of the budget is left, or Ctrl-C ended
+        the search).
+    op: why the op given by --op is recomputed (None: no --op).
+    """
 
     solution: Solution
     peak: Peak
@@ -65,7 +71,7 @@ class Explanation:
 def main(argv: Sequence[str]) -> int:
     """Run `solve explain`; returns 0. Raises UsageError, BudgetError; FormatError."""
     given = _parser().parse_args(argv)
-    solution = _loaded(given.schedule, given.graph)
+    solution = _load_plan(given.schedule, given.graph)
     if given.op is not None and given.op not in solution.graph.node_by_name:
         near = difflib.get_close_matches(given.op, solution.graph.node_by_name, n=3)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
@@ -76,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     less, more = None, None
     with (
         contextlib.suppress(KeyboardInterrupt),  # the rest of the answer does not need them
-        Progress(quiet=False).says("planning for smaller and larger budgets"),
+        Progress(quiet=False).showing("planning for smaller and larger budgets"),
     ):
         less, more = neighbours(solution, step_bytes=step_bytes, time_limit_s=given.time_limit)
     found = Explanation(
@@ -117,8 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _loaded(schedule: str, graph: str) -> Solution:
-    """Raises FormatError, whatever is wrong with the files."""
+def _load_plan(schedule: str, graph: str) -> Solution:
+    """Read the two files. Raises FormatError for every kind of invalid file."""
     for path in (schedule, graph):
         if not Path(path).is_file():
             raise FormatError(f"{path}: no such file; schedule.json and graph.json are expected")
@@ -175,7 +181,7 @@ def _peak_rows(found: Peak) -> Iterator[tuple[str, str]]:
 
 
 def _copy_rows(found: Copies, solution: Solution) -> Iterator[tuple[str, str]]:
-    """The largest storages on the host, the streams, and what waits."""
+    """Rows for host and disk peaks, the copy streams, stalls, and the largest copies."""
     assert solution.simulation is not None
     yield "on the host", f"at most {format_both(solution.simulation.host_peak_bytes)}"
     if solution.simulation.disk_peak_bytes:
@@ -219,7 +225,7 @@ def _op_rows(found: WhyRecomputed, solution: Solution) -> Iterator[tuple[str, st
         path = " -> ".join(other.name for other in recomputation.through)
         via = f", through {path}" if path else ""
         yield "recomputed for", f"{describe_op(recomputation.reader)}{via}"
-    yield from trip_rows(copied(solution, node.outputs))
+    yield from trip_rows(trips_of(solution, node.outputs))
     if n_recomputed == 0:
         yield "last read by", found.last_reader.name if found.last_reader else "no op"
         return
@@ -232,11 +238,11 @@ def _op_rows(found: WhyRecomputed, solution: Solution) -> Iterator[tuple[str, st
     if found.kept is None:
         yield "if saved", "not possible: a view of its output reads the first copy"
         return
-    over_bytes = found.kept.peak_bytes - solution.request.available_bytes
+    excess_bytes = found.kept.peak_bytes - solution.request.available_bytes
     more_bytes = found.kept.peak_bytes - solution.simulation.peak_bytes
     saved_s = solution.simulation.time_s - found.kept.time_s
-    fit = f"{format_size(over_bytes)} above the budget"
-    if over_bytes <= 0:
+    fit = f"{format_size(excess_bytes)} above the budget"
+    if excess_bytes <= 0:
         fit = f"within the budget (the search ends {format_percent(OPTIMAL_GAP)} above the bound)"
     text = f"peak {format_both(found.kept.peak_bytes)}, {format_size(more_bytes)} more, {fit}"
     yield "if saved", f"{text}; {format_time(saved_s)} less per step"
@@ -258,17 +264,19 @@ def _budget_rows(found: Explanation) -> Iterator[tuple[str, str]]:
             result += f"; ended by the time limit of {limit}, results may vary"
         result += "; interrupted" if solution.interrupted else ""
         yield name, f"{format_size(solution.request.budget_bytes)}: {result}"
-    step, here = format_size(found.step_bytes), found.solution.overhead or 0.0
+    step, overhead = format_size(found.step_bytes), found.solution.overhead or 0.0
     value = f"{step} less is infeasible"
     if found.less is not None and found.less.overhead is not None:
-        value = f"{step} less costs {format_percent(found.less.overhead - here)} of the step time"
+        value = (
+            f"{step} less costs {format_percent(found.less.overhead - overhead)} of the step time"
+        )
     if found.more is not None and found.more.overhead is not None:
-        value += f"; {step} more saves {format_percent(here - found.more.overhead)}"
+        value += f"; {step} more saves {format_percent(overhead - found.more.overhead)}"
     yield "value of memory", value
 
 
 def to_json(found: Explanation) -> dict[str, Any]:
-    """The object of `--json`: sizes in bytes, times in seconds, null where nothing was found."""
+    """The object that `--json` prints: sizes in bytes, times in seconds, null if not found."""
     solution = found.solution
     found_copies = copies(solution)
     return {

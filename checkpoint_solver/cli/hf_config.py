@@ -1,8 +1,8 @@
 """A Hugging Face configuration (config.json) as the problem: `solve hf:config.json`.
 
-The model is the class of the transformers library named in `architectures`, with random weights on
-the meta device: nothing is downloaded or allocated. Its batch follows from the tables of the
-library (`MODEL_FOR_..._MAPPING_NAMES`) that list the classes of each task. Assumptions about the
+The model is the class of the transformers library named in `architectures`; it is built on the meta
+device, so nothing is downloaded or allocated. The class's task, found in the library's tables
+(`MODEL_FOR_..._MAPPING_NAMES`), determines what the random batch contains. Assumptions about the
 step are listed in `notes`, for the report.
 
 Sources: https://huggingface.co/docs/transformers/main_classes/configuration and
@@ -23,11 +23,11 @@ from graphs.files import FormatError, read_json
 
 FILE_NAME = "config.json"
 IMAGE_SIZE, N_CHANNELS = 224, 3
-"""Of an image, if not in the configuration."""
+"""Side in pixels and number of channels of images, if the configuration does not give them."""
 
 
 class ConfigurationError(ValueError):
-    """No training step can be built from the configuration; says what would work."""
+    """No training step can be built from the configuration; the message says what would work."""
 
 
 TASKS = {
@@ -39,12 +39,17 @@ TASKS = {
     "QUESTION_ANSWERING": "question answering",
     "IMAGE_CLASSIFICATION": "image classification",
 }
-"""The tables of classes in the library, MODEL_FOR_..._MAPPING_NAMES, and what the report says."""
+"""The task in the name of a table MODEL_FOR_..._MAPPING_NAMES -> its name in the report."""
 ON_IMAGES = "IMAGE_CLASSIFICATION"
 
 
 class Loaded(NamedTuple):
-    """The equivalent of a model file, and the assumptions made."""
+    """A configuration as a model file.
+
+    module: defines get_model, get_batch and get_optimizer, as a model file does.
+    title: the name of the model class.
+    notes: the assumptions made, as sentences for the report.
+    """
 
     module: ModuleType
     title: str
@@ -52,9 +57,10 @@ class Loaded(NamedTuple):
 
 
 def load(path: Path) -> Loaded:
-    """Read config.json or its directory. Imports transformers.
+    """Read config.json, or the one in the directory `path`. Imports transformers.
 
-    Raises ConfigurationError: missing file, no transformers, an unknown or untrainable model.
+    Raises ConfigurationError if the file or transformers is missing, or if the model is unknown or
+    cannot be trained.
     """
     path = path / FILE_NAME if path.is_dir() else path
     if not path.exists():
@@ -68,8 +74,8 @@ def load(path: Path) -> Loaded:
         raise ConfigurationError(
             f"hf:{path} requires the transformers library: pip install transformers ({error})"
         ) from error
-    configuration = _read(transformers, path)
-    class_name, task, why = _chosen(transformers, configuration, path)
+    configuration = _read_configuration(transformers, path)
+    class_name, task, why = _choose_class(transformers, configuration, path)
     model_class = getattr(transformers, class_name)
     dtype, dtype_text = _dtype(configuration)
     configuration.use_cache = False
@@ -106,48 +112,53 @@ def is_configuration(path: Path) -> bool:
     return isinstance(value, dict) and "model_type" in value
 
 
-def _read(transformers: Any, path: Path) -> Any:
+def _read_configuration(transformers: Any, path: Path) -> Any:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about token ids
     try:
         return transformers.AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        first = str(error).strip().splitlines()
-        reason = first[0] if first else type(error).__name__
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise ConfigurationError(
             f"hf:{path}: transformers {transformers.__version__} cannot read it: {reason}"
         ) from error
 
 
-def _chosen(transformers: Any, configuration: Any, path: Path) -> tuple[str, str, str]:
-    """The class to build, its task, and the reason if the file does not name it."""
+def _choose_class(transformers: Any, configuration: Any, path: Path) -> tuple[str, str, str]:
+    """Choose a model class: its name, its task, and a sentence why ("" if the file names it).
+
+    Raises ConfigurationError if no class with a known task is found.
+    """
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
-    asked = [str(name) for name in getattr(configuration, "architectures", None) or ()]
+    architectures = [str(name) for name in getattr(configuration, "architectures", None) or ()]
     table_of = {task: getattr(tables, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS}
-    for name in asked:
+    for name in architectures:
         for task, table in table_of.items():
-            if name in _flat(table.values()):
+            if name in _class_names(table.values()):
                 return name, task, ""
     heads = [
         (name, task)
         for task, table in table_of.items()
-        for name in _flat([table.get(configuration.model_type)])
+        for name in _class_names([table.get(configuration.model_type)])
     ]
-    base = _flat([tables.MODEL_MAPPING_NAMES.get(configuration.model_type)])
-    if heads and (not asked or set(asked) <= set(base)):
+    base = _class_names([tables.MODEL_MAPPING_NAMES.get(configuration.model_type)])
+    if heads and (not architectures or set(architectures) <= set(base)):
         name, task = heads[0]
-        reason = f"{asked[0]} has no loss" if asked else "the file names no architecture"
+        reason = (
+            f"{architectures[0]} has no loss" if architectures else "the file names no architecture"
+        )
         return name, task, f"Using {name}: {reason}."
     names = ", ".join(sorted({name for name, _ in heads}))
     known = f"; supported for {configuration.model_type!r}: {names}" if heads else ""
     raise ConfigurationError(
-        f"hf:{path}: no batch is known for {', '.join(asked) or configuration.model_type}"
+        f"hf:{path}: no batch is known for {', '.join(architectures) or configuration.model_type}"
         f"{known}; write a model file with get_model() and get_batch() instead"
     )
 
 
-def _flat(values: Any) -> list[str]:
+def _class_names(values: Any) -> list[str]:
     """The class names in entries of a table: names, tuples of names, or None."""
     return [
         name
@@ -170,7 +181,10 @@ def _dtype(configuration: Any) -> tuple[Any, str]:
 def _batch_function(
     task: str, configuration: Any, dtype: Any, path: Path, *, with_mask: bool
 ) -> Callable[..., dict[str, Any]]:
-    """with_mask: with the mask that tokenizers return, of ones: nothing is padded."""
+    """Make the function get_batch.
+
+    with_mask: add the attention_mask that tokenizers return, all ones as nothing is padded.
+    """
     import torch
 
     longest = getattr(configuration.get_text_config(), "max_position_embeddings", None)
@@ -182,16 +196,18 @@ def _batch_function(
             )
         shape = batch_size, seq_length
         mask = {"attention_mask": torch.ones(shape, dtype=torch.int64)} if with_mask else {}
-        return {**_texts(task, configuration, shape, dtype), **mask}
+        return {**_text_batch(task, configuration, shape, dtype), **mask}
 
     def image(batch_size: int) -> dict[str, Any]:
-        return _images(configuration, batch_size, dtype)
+        return _image_batch(configuration, batch_size, dtype)
 
     return image if task == ON_IMAGES else text
 
 
-def _texts(task: str, configuration: Any, shape: tuple[int, int], dtype: Any) -> dict[str, Any]:
-    """shape: sequences and their length."""
+def _text_batch(
+    task: str, configuration: Any, shape: tuple[int, int], dtype: Any
+) -> dict[str, Any]:
+    """Random tokens, and labels for the task. shape: (number of sequences, their length)."""
     import torch
 
     batch_size, length = shape
@@ -200,25 +216,25 @@ def _texts(task: str, configuration: Any, shape: tuple[int, int], dtype: Any) ->
         starts, ends = (torch.randint(length, (batch_size,)) for _ in range(2))
         return {"input_ids": tokens, "start_positions": starts, "end_positions": ends}
     if task == "SEQUENCE_CLASSIFICATION":
-        labels = _classes(configuration, (batch_size,))
+        labels = _random_labels(configuration, (batch_size,))
         labels = labels.to(dtype if configuration.num_labels == 1 else None)
     elif task == "TOKEN_CLASSIFICATION":
-        labels = _classes(configuration, shape)
+        labels = _random_labels(configuration, shape)
     else:
         labels = tokens.clone()
     return {"input_ids": tokens, "labels": labels}
 
 
-def _images(configuration: Any, batch_size: int, dtype: Any) -> dict[str, Any]:
+def _image_batch(configuration: Any, batch_size: int, dtype: Any) -> dict[str, Any]:
     import torch
 
     n_channels = getattr(configuration, "num_channels", N_CHANNELS)
     pixels = torch.rand(batch_size, n_channels, *image_size(configuration), dtype=dtype)
-    return {"pixel_values": pixels, "labels": _classes(configuration, (batch_size,))}
+    return {"pixel_values": pixels, "labels": _random_labels(configuration, (batch_size,))}
 
 
-def _classes(configuration: Any, shape: tuple[int, ...]) -> Any:
-    """Class labels; with one class the library computes a regression."""
+def _random_labels(configuration: Any, shape: tuple[int, ...]) -> Any:
+    """Random class labels; with one class real numbers, for which the library does regression."""
     import torch
 
     n_labels = configuration.num_labels

@@ -1,5 +1,7 @@
-"""`--max-batch` and `--max-seq`: trace and plan one size after another of a model file quickly, and
-the largest that fits thoroughly.
+"""`--max-batch` and `--max-seq`: find the largest size whose plan fits.
+
+The model file is traced and planned quickly at one size after another, then thoroughly at the
+largest that fits.
 """
 
 from __future__ import annotations
@@ -22,20 +24,23 @@ from solver.plan_analysis import (
 )
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import ctrl_c_ends_searches, ctrl_c_raises
-from solver.solving import attempt, explained
+from solver.solving import attempt, with_obstacle
 
 OPTIONS = {"batch_size": "--max-batch", "seq_length": "--max-seq"}
-WHAT = {"batch_size": "batch", "seq_length": "sequence"}
+SIZE_WORDS = {"batch_size": "batch", "seq_length": "sequence"}
 
 
-def maximised(
+def find_largest(
     arguments: Arguments, problem: Problem, progress: Progress, *, on_fit: Callable[[int], None]
 ) -> tuple[Problem, SizeSearch]:
-    """The problem at the largest size that fits, or at the smallest that was tried if none does.
+    """Find the largest size that fits; returns the problem at that size, and the search.
 
-    problem: traced at the first size. on_fit: told each size that is the largest found to fit.
+    If no size fits, it is the problem at the smallest size tried.
 
-    Raises UsageError, LoadError; KeyboardInterrupt before any size was found to fit.
+    problem: the problem traced at the first size.
+    on_fit: called with each size that is the largest found to fit so far.
+
+    Raises UsageError, LoadError, and KeyboardInterrupt if Ctrl-C comes before a size has fitted.
     """
     name, resize = arguments.largest, problem.resized
     assert name is not None
@@ -48,7 +53,7 @@ def maximised(
     def plan(size: int) -> Solution:
         if size not in problems:
             try:
-                with ctrl_c_raises():  # tracing asks no deadline
+                with ctrl_c_raises():  # tracing checks no deadline
                     problems[size] = resize(size)
             except LoadError as error:
                 raise SizeNotTraceableError(str(error)) from error
@@ -57,22 +62,22 @@ def maximised(
         found = attempt(problems[size].step, request, quick=True)
         if found.proven_infeasible or not METHODS[request.method].reaches_least_budget:
             return found
-        return explained(found)
+        return with_obstacle(found)
 
-    fitting = 0
+    largest_fit = 0
 
-    def tried(found: Candidate) -> None:
-        nonlocal fitting
+    def note_candidate(found: Candidate) -> None:
+        nonlocal largest_fit
         fits = found.solution.schedule is not None
-        if fits and found.size > fitting:
-            fitting = found.size
-            on_fit(fitting)
+        if fits and found.size > largest_fit:
+            largest_fit = found.size
+            on_fit(largest_fit)
         say(f"{found.size} {'fits' if fits else 'does not fit'}")
 
-    what = f"searching for the largest {WHAT[name]}"
+    what = f"searching for the largest {SIZE_WORDS[name]}"
     try:
-        with progress.says(what, always=True) as say, ctrl_c_ends_searches():
-            search = largest(plan, size=name, first=first, on_candidate=tried)
+        with progress.showing(what, always=True) as say, ctrl_c_ends_searches():
+            search = largest(plan, size=name, first=first, on_candidate=note_candidate)
             chosen = search.largest or search.candidates[0]
             quick = chosen.solution
             is_quick = problems[chosen.size].planned is None and not search.interrupted
@@ -80,14 +85,17 @@ def maximised(
                 say(f"planning {chosen.size} thoroughly")
                 thorough = attempt(problems[chosen.size].step, request, starts=[quick.schedule])
                 search = search.with_solution(chosen.size, thorough)
-            replanned = problems[chosen.size].thorough
-            if quick.schedule and replanned is not None and not search.interrupted:
+            plan_thoroughly = problems[chosen.size].thorough
+            if quick.schedule and plan_thoroughly is not None and not search.interrupted:
                 say(f"planning {chosen.size} thoroughly")
                 with ctrl_c_raises():  # it traces first
-                    again = replanned()
-                if again.slowest_s <= problems[chosen.size].slowest_s and again.planned is not None:
-                    problems[chosen.size] = again
-                    search = search.with_solution(chosen.size, again.planned)
+                    thorough_problem = plan_thoroughly()
+                if (
+                    thorough_problem.slowest_s <= problems[chosen.size].slowest_s
+                    and thorough_problem.planned is not None
+                ):
+                    problems[chosen.size] = thorough_problem
+                    search = search.with_solution(chosen.size, thorough_problem.planned)
     except SameStepError as error:
         raise UsageError(f"{OPTIONS[name]}: {error}; see get_batch of {problem.name}") from error
     except (TooLargeError, MissingSolverError) as error:
@@ -96,7 +104,10 @@ def maximised(
 
 
 def size_notes(search: SizeSearch, *, knows_longest: bool) -> Iterator[str]:
-    """Sentences for the report. knows_longest: what the model cannot take is refused."""
+    """Sentences about the search for the report.
+
+    knows_longest: sequences longer than the model supports are refused, so no warning is needed.
+    """
     if late := [str(c.size) for c in search.candidates if c.solution.timed_out]:
         yield f"The time limit ended the search for size {', '.join(late)}."
     if search.refused:

@@ -29,7 +29,7 @@ from checkpoint_solver.cli import hf_config
 EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
 SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)
 SEED = 0
-"""Of the batch: what `--verify` runs has the values that were planned for."""
+"""The random seed of every batch, so that `--verify` runs the batch that was planned for."""
 PARALLELIZE = "parallelize"
 """The function of a model file that distributes a model: `parallelize(model, mesh)`."""
 CONFIGURATION = "hf:"
@@ -48,9 +48,11 @@ class SizeError(ValueError):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The file or importable module of a model, and the name of its factory.
+    """Where a model comes from.
 
-    is_configuration: the file is a Hugging Face configuration.
+    place: a file (Path), or the name of an importable module.
+    factory: the function that creates the model.
+    is_configuration: whether the file is a Hugging Face configuration.
     """
 
     place: Path | str
@@ -62,7 +64,7 @@ class ModelSource:
 
 
 def parse_source(text: str) -> ModelSource | None:
-    """`model.py[:factory]`, `package.module[:factory]` or `hf:config.json`; None for others."""
+    """Parse `model.py[:name]`, `package.module[:name]` or `hf:config.json`; None for others."""
     if text.startswith(CONFIGURATION):
         return ModelSource(Path(text.removeprefix(CONFIGURATION)), is_configuration=True)
     match = _PLACE_AND_FACTORY.fullmatch(text)
@@ -79,11 +81,11 @@ def parse_source(text: str) -> ModelSource | None:
 class ModelFile:
     """A loaded model file.
 
-    sizes: the batch size and sequence length that were given.
-    varied: the size for which get_batch will be called with many values ("": none).
-    title: the name of the model, if it is not that of its class.
+    sizes: the batch_size and seq_length that were given; either may be absent.
+    varied: which of them get_batch will be called with many values of ("": neither).
+    title: the name of the model ("": that of its class).
     notes: sentences for the report.
-    mesh: that models are distributed over (None: they are not).
+    mesh: the mesh over which models are distributed (None: they are not).
     """
 
     source: ModelSource
@@ -96,29 +98,31 @@ class ModelFile:
 
     @property
     def functions(self) -> dict[str, Any]:
-        """The functions that create the parts of a step, as `run_both_steps` takes them."""
+        """The file's functions as keyword arguments of `run_both_steps`."""
         names = ("model", "batch", "loss", "inputs", "optimizer")
         return {name: getattr(self, name) for name in names}
 
     def model(self) -> Any:
-        """Call the factory, and distribute what it returns. Raises LoadError, SizeError."""
+        """Call the factory, and distribute its model over the mesh. Raises LoadError, SizeError."""
         from torch import nn
 
         name = self.source.factory
         model = self._call(name, self._sizes_for(name))
         if not isinstance(model, nn.Module):
-            raise self._returned(f"{name}()", model, "a torch.nn.Module")
-        return model if self.mesh is None else self._distributed(model)
+            raise self._bad_result(f"{name}()", model, "a torch.nn.Module")
+        return model if self.mesh is None else self._distribute(model)
 
-    def _distributed(self, model: Any) -> Any:
-        """By `parallelize(model, mesh)`, which changes the model or returns another."""
+    def _distribute(self, model: Any) -> Any:
+        """Distribute a model by `parallelize(model, mesh)`, which changes it or returns another."""
         from torch import nn
         from torch.distributed.tensor import DTensor
 
         returned = self._call(PARALLELIZE, {}, model, self.mesh)
         model = model if returned is None else returned
         if not isinstance(model, nn.Module):
-            raise self._returned(f"{PARALLELIZE}(model, mesh)", model, "a torch.nn.Module or None")
+            raise self._bad_result(
+                f"{PARALLELIZE}(model, mesh)", model, "a torch.nn.Module or None"
+            )
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise LoadError(
                 f"{self._place(PARALLELIZE)}: {PARALLELIZE}(model, mesh) has distributed no "
@@ -136,17 +140,17 @@ class ModelFile:
             batch = self._call("get_batch", self._sizes_for("get_batch"))
         if batch is None:
             what = "a tensor, or a tuple or dict, that the model is called with"
-            raise self._returned("get_batch()", None, what)
+            raise self._bad_result("get_batch()", None, what)
         return batch
 
     @property
     def loss(self) -> Callable[[Any, Any], Any] | None:
-        """get_loss(output, batch); None: the model returns its loss."""
+        """The file's get_loss(output, batch); None: the model returns its loss."""
         return self._function("get_loss") if hasattr(self.module, "get_loss") else None
 
     @property
     def inputs(self) -> Callable[[Any], Any] | None:
-        """get_inputs(batch), which raises LoadError; None: the whole batch is the input."""
+        """The file's get_inputs(batch), raising LoadError; None: the whole batch is the input."""
         return self._inputs if hasattr(self.module, "get_inputs") else None
 
     def _inputs(self, batch: Any) -> Any:
@@ -155,7 +159,7 @@ class ModelFile:
             what = (
                 "the part of the batch that the model is called with: a tensor, a tuple or a dict"
             )
-            raise self._returned("get_inputs(batch)", None, what)
+            raise self._bad_result("get_inputs(batch)", None, what)
         return inputs
 
     def optimizer(self, model: Any) -> Any:
@@ -175,24 +179,27 @@ class ModelFile:
             what = "it is called with the model, whose parameters are model.parameters()"
             raise LoadError(f"{error}; {what}") from error
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise self._returned("get_optimizer(model)", optimizer, "a torch.optim.Optimizer")
+            raise self._bad_result("get_optimizer(model)", optimizer, "a torch.optim.Optimizer")
         return optimizer
 
-    def _returned(self, call: str, value: object, expected: str) -> LoadError:
+    def _bad_result(self, call: str, value: object, expected: str) -> LoadError:
         place = self._place(call.partition("(")[0])
         return LoadError(f"{place}: {call} returned {_kind(value)}; it must return {expected}")
 
     def checked(self) -> ModelFile:
-        """Check what can be checked without calling anything. Raises LoadError, SizeError."""
-        of_model, of_batch = self._sizes_for(self.source.factory), self._sizes_for("get_batch")
-        if self.varied and self.varied not in of_batch:
+        """Check functions and sizes without calling the functions; returns the file itself.
+
+        Raises LoadError, SizeError.
+        """
+        for_model, for_batch = self._sizes_for(self.source.factory), self._sizes_for("get_batch")
+        if self.varied and self.varied not in for_batch:
             raise SizeError(
                 f"{self._place('get_batch')}: get_batch does not accept {self.varied}; define it "
                 f"as get_batch({self.varied}={EXAMPLE_OF_SIZE[self.varied]}) and create tensors of "
                 "that size"
             )
         for name, size in self.sizes.items():
-            if name not in of_model | of_batch:
+            if name not in for_model | for_batch:
                 raise SizeError(
                     f"--{name.replace('_', '-')} {size} has no effect: neither "
                     f"{self.source.factory} nor get_batch of {self.source} accepts {name}"
@@ -203,7 +210,8 @@ class ModelFile:
         return self
 
     def on_mesh(self, mesh: Any) -> ModelFile:
-        """The same file, its models distributed. Raises LoadError where it does not say how."""
+        """The same file with its models distributed over `mesh`. Raises LoadError if it defines no
+        `parallelize`."""
         self._function(PARALLELIZE)
         return dataclasses.replace(self, mesh=mesh)
 
@@ -212,7 +220,7 @@ class ModelFile:
         return dataclasses.replace(self, sizes={**self.sizes, name: size})
 
     def default_of(self, name: str) -> int | None:
-        """The size that get_batch has by default; None: none."""
+        """The default of get_batch's parameter `name`; None: it has none."""
         try:
             parameter = inspect.signature(self._function("get_batch")).parameters.get(name)
         except (TypeError, ValueError):  # builtins have no signature
@@ -228,14 +236,18 @@ class ModelFile:
             if name == self.source.factory and isinstance(self.source.place, str):
                 rule = f"add the function that creates the model: {self.source}:factory"
             raise LoadError(
-                f"{self.source} defines no {name}(); {rule}; it defines: {_defined(self.module)}"
+                f"{self.source} defines no {name}(); {rule}; it defines: {_functions(self.module)}"
             )
         if not callable(function):
             raise LoadError(f"{self.source}: {name} is {_kind(function)}; it must be a function")
         return function  # type: ignore[no-any-return]
 
     def _sizes_for(self, name: str) -> dict[str, int]:
-        """The sizes that the function accepts."""
+        """The given sizes that the function of that name accepts, as keyword arguments.
+
+        Raises SizeError if it requires a size that was not given, LoadError if it requires anything
+        else.
+        """
         function = self._function(name)
         try:
             parameters = inspect.signature(function).parameters.values()
@@ -256,18 +268,18 @@ class ModelFile:
                 f"{self._place(name)}: {name} requires an argument {parameter.name!r}, which solve "
                 "does not pass; give it a default"
             )
-        taken = {parameter.name for parameter in parameters}
-        return {key: size for key, size in self.sizes.items() if key in taken}
+        accepted = {parameter.name for parameter in parameters}
+        return {key: size for key, size in self.sizes.items() if key in accepted}
 
     def _call(self, name: str, sizes: Mapping[str, int], *args: Any) -> Any:
         function = self._function(name)
         try:
             return function(*args, **sizes)
         except hf_config.ConfigurationError as error:
-            # What is too large ends a search for the largest size, not the command.
+            # A size that is too large ends only a search for the largest size, not the command.
             raise (LoadError if self.varied else SizeError)(str(error)) from error
         except (Exception, SystemExit) as error:
-            raise LoadError(f"{located(error, self.source)} (in {name})") from error
+            raise LoadError(f"{error_text(error, self.source)} (in {name})") from error
 
     def _place(self, name: str) -> str:
         code = getattr(getattr(self.module, name), "__code__", None)
@@ -275,7 +287,7 @@ class ModelFile:
 
 
 @contextlib.contextmanager
-def opened(
+def open_model_file(
     source: ModelSource, *, sizes: Mapping[str, int], varied: str = ""
 ) -> Iterator[ModelFile]:
     """Load a model file; inside the context its directory is on sys.path.
@@ -312,12 +324,12 @@ def _load_file(path: Path, source: ModelSource) -> ModuleType:
     if spec is None or spec.loader is None:
         raise LoadError(f"{path}: cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses and pickle look it up
+    sys.modules[name] = module  # dataclasses and pickle look the module up there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.modules.pop(name, None)
-        raise LoadError(located(error, source)) from error
+        raise LoadError(error_text(error, source)) from error
     return module
 
 
@@ -332,34 +344,35 @@ def _import(source: ModelSource) -> ModuleType:
                 f"{name}: no module {missing!r} in the working directory or among the installed "
                 "packages; a model file ends in .py, a graph file in .json"
             ) from error
-        raise LoadError(located(error, source)) from error
+        raise LoadError(error_text(error, source)) from error
 
 
-def located(error: BaseException, source: ModelSource) -> str:
+def error_text(error: BaseException, source: ModelSource) -> str:
     """File, line and reason of an error in the user's code, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if isinstance(error, SyntaxError):
-        place = f"{_shown(error.filename, source)}, line {error.lineno}" if error.lineno else source
+        place = f"{_label(error.filename, source)}, line {error.lineno}" if error.lineno else source
         return f"{place}: SyntaxError: {error.msg}"
     if isinstance(error, SystemExit):
         reason = f"called sys.exit({error.code!r})"
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if _is_user_code(frame.filename, source)]
-    if not theirs:
+    user_frames = [frame for frame in frames if _is_user_code(frame.filename, source)]
+    if not user_frames:
         return f"{source}: {reason}"
-    return f"{_shown(theirs[-1].filename, source)}, line {theirs[-1].lineno}: {reason}"
+    return f"{_label(user_frames[-1].filename, source)}, line {user_frames[-1].lineno}: {reason}"
 
 
-def _shown(filename: str | None, source: ModelSource) -> str:
-    """The file as given on the command line, if it is that one."""
+def _label(filename: str | None, source: ModelSource) -> str:
+    """The file's name for errors; the model file is named as on the command line."""
     if filename is None or isinstance(source.place, str):
         return filename or str(source)
     return str(source) if Path(filename).resolve() == source.place.resolve() else filename
 
 
 def _is_user_code(filename: str, source: ModelSource) -> bool:
-    """Whether a frame is in the model file or a file beside it, not in a library or in ours."""
+    """Whether code in this file is the user's: beside the model file or in its package, and neither
+    in an installed library nor in this project."""
     if filename.startswith("<"):  # generated code, or Python's own
         return False
     file = Path(filename).resolve()
@@ -374,7 +387,7 @@ def _is_user_code(filename: str, source: ModelSource) -> bool:
     return any(root is not None and file.is_relative_to(Path(root).resolve()) for root in roots)
 
 
-def _defined(module: ModuleType) -> str:
+def _functions(module: ModuleType) -> str:
     functions = {name: value for name, value in vars(module).items() if callable(value)}
     own = [n for n, f in functions.items() if getattr(f, "__module__", None) == module.__name__]
     names = [name for name in own if not name.startswith("_")]

@@ -1,6 +1,6 @@
-"""What follows a plan: the setting of another system, the measured step, plots and the page.
+"""Outputs made after the plan: another system's setting, the verified step, plots and the page.
 
-Ctrl-C leaves out the rest of what is being made; the plan is there all the same.
+Ctrl-C drops the output that is being made; the plan itself has been saved before.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from solver.reporting import Report, write_page
 from solver.sizes_deadlines_progress import counted, ctrl_c_ends_searches
 
 N_QUICK_BUDGETS = 8
-"""Of the curve of a page without --pareto."""
+"""The number of budgets in the curve of a page without --pareto."""
 
 
 @dataclass(frozen=True)
-class Following:
-    """options: one of them asks for it. make: the report with it. is_short: made even where Ctrl-C
-    has ended the search. takes_minutes: the report so far is printed before. part: what
-    of the option's file it is, in words before its name; empty: all."""
+class LaterOutput:
+    """An output that is made after the plan.
+
+    options: it is made if one of these options was given.
+    make: makes it; returns the report with it.
+    is_short: made even after Ctrl-C has ended the search.
+    takes_minutes: the report so far is printed before it is made.
+    part: what it is of the option's output, for a note: "the curve of "; "" if it is all of it.
+    """
 
     options: tuple[str, ...]
     make: Callable[[Arguments, Problem, Report, Progress], Report]
@@ -37,9 +42,12 @@ class Following:
     part: str = ""
 
     def without(self, report: Report, given: str) -> Report:
-        """The report where Ctrl-C left it out. given: the options on the command line."""
+        """The report with a note that Ctrl-C left this output out.
+
+        given: those of `options` that were given, as text.
+        """
         note = f"Interrupted: {self.part}{given} left out."
-        is_verified = self.make is _verified and report.best.schedule is not None
+        is_verified = self.make is _verify and report.best.schedule is not None
         return dataclasses.replace(
             report,
             notes=(*report.notes, note),
@@ -48,32 +56,37 @@ class Following:
         )
 
 
-def _emitted(arguments: Arguments, _: Problem, report: Report, progress: Progress) -> Report:
+def _add_emitted_setting(
+    arguments: Arguments, _: Problem, report: Report, progress: Progress
+) -> Report:
     """Add the closest setting of another system."""
     assert arguments.emit is not None
-    with progress.says(f"simulating settings of {arguments.emit}"):
+    with progress.showing(f"simulating settings of {arguments.emit}"):
         graph, fit_bytes = report.best.plain, report.best.request.available_bytes
         found = nearest(graph, system=arguments.emit, budget_bytes=fit_bytes)
         return dataclasses.replace(report, emitted=found)
 
 
-def _verified(_: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
+def _verify(_: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
     """Add the result of running the step. Raises LoadError if the model cannot be built."""
     if report.best.schedule is None:
         return report
     assert problem.verify is not None  # --verify is rejected for a graph file
     try:
-        with progress.says("verifying", always=True) as say:
+        with progress.showing("verifying", always=True) as say:
             return dataclasses.replace(report, verification=problem.verify(report.best, say))
     except VerifyError as error:
         return dataclasses.replace(report, verify_error=str(error))
 
 
-def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Progress) -> Report:
-    """Add the curve of overhead against budget; Ctrl-C skips the rest of it.
+def _add_curve(
+    arguments: Arguments, problem: Problem, report: Report, progress: Progress
+) -> Report:
+    """Add the curve of overhead against budget; after Ctrl-C it has the points computed so far.
 
-    --pareto: every method and N_BUDGETS budgets; --report alone: the answer's method and fewer.
-    The searches of a method share the time limit, which quick ones do not reach.
+    With --pareto it has every method and N_BUDGETS budgets, with --report alone the best plan's
+    method and N_QUICK_BUDGETS. The searches of a method share the time limit, which quick searches
+    do not reach.
     """
     quick, notes = arguments.pareto is None, list(report.notes)
     methods = [solution.method for solution in ((report.best,) if quick else report.solutions)]
@@ -82,7 +95,7 @@ def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Pro
     interrupted = True
     with (
         contextlib.suppress(KeyboardInterrupt),
-        progress.says("sweeping budgets for the curve") as say,
+        progress.showing("sweeping budgets for the curve") as say,
         ctrl_c_ends_searches() as interrupt,
     ):
         found = sweep(
@@ -105,10 +118,12 @@ def _swept(arguments: Arguments, problem: Problem, report: Report, progress: Pro
     return dataclasses.replace(report, curve=curve, notes=tuple(notes), interrupted=interrupted)
 
 
-def _drawn(arguments: Arguments, _: Problem, report: Report, progress: Progress) -> Report:
+def _write_plots_and_page(
+    arguments: Arguments, _: Problem, report: Report, progress: Progress
+) -> Report:
     """Write plots and page, and list them in the report."""
     files, notes = list(report.files), list(report.notes)
-    with progress.says("drawing"):
+    with progress.showing("drawing"):
         if arguments.plot is not None and report.best.schedule is None:
             notes.append(f"{arguments.plot} is not written: there is no plan to plot.")
         elif arguments.plot is not None:
@@ -128,10 +143,10 @@ def _drawn(arguments: Arguments, _: Problem, report: Report, progress: Progress)
     return report
 
 
-FOLLOWING = (
-    Following(("emit",), _emitted),
-    Following(("verify",), _verified, takes_minutes=True),
-    Following(("pareto", "report"), _swept, part="the curve of "),
-    Following(("plot", "throughput", "pareto", "report"), _drawn, is_short=True),
+LATER_OUTPUTS = (
+    LaterOutput(("emit",), _add_emitted_setting),
+    LaterOutput(("verify",), _verify, takes_minutes=True),
+    LaterOutput(("pareto", "report"), _add_curve, part="the curve of "),
+    LaterOutput(("plot", "throughput", "pareto", "report"), _write_plots_and_page, is_short=True),
 )
-"""In this order."""
+"""The outputs in the order in which they are made."""

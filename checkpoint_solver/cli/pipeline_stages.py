@@ -1,4 +1,4 @@
-"""`--pipeline`: the layers of a model file divided into stages, and the one that is reported."""
+"""`--pipeline`: divide the layers of a model file into stages, and choose the one to report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 
 from checkpoint_solver.cli.arguments import Arguments
 from checkpoint_solver.cli.model_file import LoadError, ModelFile
-from checkpoint_solver.cli.traced_step import in_autocast, on_meta, sharding_of, with_values
+from checkpoint_solver.cli.traced_step import (
+    batch_with_values,
+    build_on_meta,
+    in_autocast,
+    sharding_of,
+)
 from checkpoint_solver.cli.usage import UsageError
 from graphs.fsdp import ShardingError
 from graphs.pipeline import PipelineError, pipeline_of
@@ -28,11 +33,14 @@ def split_stages(
     on_stage: Callable[[str], None] | None = None,
     quick: bool = False,
 ) -> PipelineSplit:
-    """Divide the layers of the file's `nn.Sequential` into stages, and plan these.
+    """Divide the layers of the file's `nn.Sequential` into stages, and plan the stages.
 
-    on_stage: told of each stage before it is planned. quick: with a fraction of the work.
+    notes: sentences for the report are added to it.
+    on_stage: called with a line about each stage before it is planned.
+    quick: plan with a fraction of the search effort.
 
-    Raises UsageError where they cannot be so divided, LoadError for the model file.
+    Raises UsageError if the layers cannot be divided as asked, LoadError for an error in the model
+    file.
     """
     import torch
     from torch import nn
@@ -42,21 +50,21 @@ def split_stages(
 
     assert arguments.pipeline is not None
     assert arguments.microbatches is not None
-    model = on_meta(file.model, "the model", notes)
+    model = build_on_meta(file.model, "the model", notes)
     if not isinstance(model, nn.Sequential):
         raise UsageError(
             f"--pipeline {arguments.pipeline}: {file.source.factory} of {file.source} returned a "
             f"{type(model).__name__}; it must return the layers as a torch.nn.Sequential (name "
             "another function with model.py:function)"
         )
-    batch = with_values(file, target.local_device, notes)
+    batch = batch_with_values(file, target.local_device, notes)
 
     def optimizer(module: Any) -> Any:
         if not isinstance(module, nn.Module):
-            raise TypeError("of a module")  # asked with its parameters first
+            raise TypeError("of a module")  # it is called with the parameters first
         return file.optimizer(module)
 
-    asked = arguments.pipeline
+    n_stages = arguments.pipeline
     try:
         with in_autocast(arguments.autocast, target.local_device):
             return split_pipeline(
@@ -64,7 +72,7 @@ def split_stages(
                 batch if file.inputs is None else file.inputs(batch),
                 target=batch,
                 loss=file.loss,
-                n_stages=asked if isinstance(asked, int) else range(1, len(model) + 1),
+                n_stages=n_stages if isinstance(n_stages, int) else range(1, len(model) + 1),
                 n_microbatches=arguments.microbatches,
                 schedule=arguments.schedule,
                 budget=request.budget_bytes,
@@ -91,7 +99,7 @@ def split_stages(
 
 
 def reported_stage(split: PipelineSplit, wanted: int | None) -> int:
-    """The stage that was asked for; else one that does not fit, or else the slowest."""
+    """The stage to report: `wanted` if given, else one that does not fit, else the slowest."""
     if wanted is not None:
         return wanted
     times = [float("inf") if time_s is None else time_s for time_s in split.times_s]
@@ -99,17 +107,19 @@ def reported_stage(split: PipelineSplit, wanted: int | None) -> int:
 
 
 def failing_stage(arguments: Arguments, solution: Solution) -> str:
-    """For a sentence on a plan that was not found: which stage it is of; "": of no stage."""
+    """Which stage has no plan, for an error message: " of stage 0"; "" if it is not a stage."""
     place = pipeline_of(solution.graph.meta.environment)
     if place is None:
         return ""
-    # Where a division fits, so do its stages: what does not fit is of the equal one.
+    # All stages of a division that fits have plans, so this stage is of the equal division, which
+    # is reported if none fits.
     division = "" if arguments.pipeline is None else " of the equal division"
     return f" of stage {place.stage}{division}"
 
 
 def stage_notes(split: PipelineSplit, stage: int) -> Iterator[str]:
-    """Sentences for the report on all stages and on what is proven."""
+    """Sentences for the report: the times and peaks of all stages, and what is proven of other
+    divisions."""
     sizes, n_layers = "+".join(map(str, split.sizes)), sum(split.sizes)
     this, another = f"This is stage {stage}", "--stage reports another stage"
     if split.before:

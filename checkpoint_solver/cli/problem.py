@@ -1,7 +1,7 @@
-"""From the command line to a Graph, a device and a budget.
+"""Turn the command line into a problem: a graph, a device and a budget.
 
-A graph file is read. A model file is loaded, its model built on the meta device, so that no weights
-are allocated, and one training step of it is traced.
+A graph file is read. A model file is loaded, its model is built on the meta device so that no
+weights are allocated, and one training step is traced.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from checkpoint_solver.cli.model_file import (
     LoadError,
     ModelFile,
     ModelSource,
-    opened,
+    open_model_file,
     parse_source,
 )
 from checkpoint_solver.cli.pipeline_stages import reported_stage, split_stages, stage_notes
 from checkpoint_solver.cli.progress import Progress
-from checkpoint_solver.cli.running_here import planned_by_submodules, verified
-from checkpoint_solver.cli.traced_step import ModelFailsError, NotTracedError, traced_step
+from checkpoint_solver.cli.running_here import plan_by_submodules, verify_plan
+from checkpoint_solver.cli.traced_step import ModelFailsError, NotTracedError, trace_step
 from checkpoint_solver.cli.usage import UsageError
 from graphs.files import FormatError
 from graphs.graph import Graph
 from graphs.hardware import Hardware
 from graphs.rewrites import Variants
 from solver.device_and_costs import (
-    check_asked_of,
     check_budget_of,
+    check_step_allows,
     find_hardware,
     find_target,
-    host_beside,
+    host_places,
 )
-from solver.plan_analysis import FIRST, SECOND
+from solver.plan_analysis import FIRST_SIZE, RETRY_SIZE
 from solver.reporting import Verification, describe_costs, step_notes
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import OF_THE_COMMAND, Say, parse_budget
-from solver.solving import default_disk_rate, disk_behind
+from solver.solving import default_disk_rate, with_disk
 
 if TYPE_CHECKING:
     from graphs.costs import CostModel
@@ -63,17 +63,21 @@ NOTE_ON_ALLOCATOR = (
 class Problem:
     """What is to be planned.
 
-    name, device, costs, notes: for the report.
-    step: its variants to plan.
-    verify: runs the model with and without the plan, and says what runs (None for a graph file).
-    size: that is maximized (None: nothing is). resized: the problem at another one.
-    thorough: the same problem planned in all of the time, where `planned` is a quick plan.
-    request: what is asked of every method.
-    planned: the plan, where there is one already: by submodules of a model that cannot be traced,
-        or of a stage of a pipeline.
-    stages: the plans of all stages of a pipeline, of which `planned` is one (--stage: none).
-    slowest_s: of a pipeline's stages with their plans, for a micro-batch (inf: one has none).
-    not_traced: why it cannot be, and what to do.
+    name, device, costs: text for the report.
+    step: the variants of the traced step.
+    request: the budget and limits for every method.
+    reserve_reason: why a default reserve was chosen, for the report.
+    notes: sentences for the report.
+    verify: runs the model with and without the plan; its second argument is called with a line
+        about what runs (None for a graph file).
+    size: the batch size or sequence length of this problem, if one is maximized.
+    resized: makes the problem at another size (None: no size is maximized).
+    thorough: makes the same problem with the full search effort, if `planned` is a quick plan.
+    planned: the plan, if there is one already: by submodules for a model that cannot be traced, or
+        of a pipeline stage.
+    stages: the plans of all stages of a pipeline, of which `planned` is one (empty with --stage).
+    slowest_s: the time of the slowest pipeline stage per micro-batch (inf: a stage has no plan).
+    not_traced: why the model cannot be traced ("": it was).
     """
 
     name: str
@@ -94,19 +98,19 @@ class Problem:
 
     @property
     def graph(self) -> Graph:
-        """The plain step: what is said of the problem itself."""
+        """The graph of the step without rewrites."""
         return self.step.plain
 
 
 @contextlib.contextmanager
-def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem]:
-    """Load or trace the problem; inside the context a model file can import its neighbours.
+def open_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem]:
+    """Load or trace the problem; inside the context a model file can import files beside it.
 
-    Raises UsageError, BudgetError, SizeError; LoadError, FormatError.
+    Raises UsageError, BudgetError, SizeError, LoadError, FormatError.
     """
     is_configuration = arguments.problem.startswith(CONFIGURATION)
     if arguments.problem.endswith(".json") and not is_configuration:
-        with progress.says("reading the graph"):
+        with progress.showing("reading the graph"):
             problem = _graph_problem(arguments)
         yield problem
         return
@@ -125,7 +129,7 @@ def opened_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem
 
 
 def _graph_problem(arguments: Arguments) -> Problem:
-    given = arguments.given(
+    given = arguments.given_flags(
         *("costs", "batch_size", "seq_length", "autocast", "accumulate"),
         *("fsdp", "tensor", "pipeline", "passes"),
         *("verify", "max_batch", "max_seq"),
@@ -136,7 +140,7 @@ def _graph_problem(arguments: Arguments) -> Problem:
             "model; give the model file instead"
         )
     hardware = None if arguments.device is None else find_hardware(arguments.device)
-    asked = _asked(arguments, hardware)
+    request_fields = _request_fields(arguments, hardware)
     try:
         graph = Graph.load(arguments.problem)
     except OSError as error:
@@ -150,13 +154,13 @@ def _graph_problem(arguments: Arguments) -> Problem:
             ) from error
         raise
     with_host = arguments.host is not None
-    check_asked_of(graph, with_host=with_host, budget_of=arguments.budget_of)
+    check_step_allows(graph, with_host=with_host, budget_of=arguments.budget_of)
     made_with = graph.meta.rewrites
-    if (given := arguments.given("rewrites")) and (made_with or arguments.rewrites != "none"):
-        made = f"made with {', '.join(made_with)}" if made_with else "the plain step"
+    if (given := arguments.given_flags("rewrites")) and (made_with or arguments.rewrites != "none"):
+        origin = f"made with {', '.join(made_with)}" if made_with else "the plain step"
         raise UsageError(
             f"{given} {arguments.rewrites}: not possible with a graph file, which is planned as it "
-            f"is ({made}); write another from the model file with {given} and --graph-out"
+            f"is ({origin}); write another from the model file with {given} and --graph-out"
         )
     device = "not specified; sizes and times are those of the graph file"
     return Problem(
@@ -165,15 +169,15 @@ def _graph_problem(arguments: Arguments) -> Problem:
         device=device if hardware is None else hardware.title,
         costs=describe_costs(graph.meta.cost_model),
         notes=tuple(step_notes(graph)),
-        **asked,
+        **request_fields,
     )
 
 
-def _asked(
+def _request_fields(
     arguments: Arguments, hardware: Hardware | None, costs: CostModel | None = None
 ) -> dict[str, Any]:
-    """The fields of a Problem for the request, of a step without rewrites, and the reason of a
-    default reserve."""
+    """Two fields of a Problem as keyword arguments: `request`, for a step without rewrites, and
+    `reserve_reason`."""
     capacity_bytes = None if hardware is None else hardware.capacity_bytes
     if arguments.budget is None and capacity_bytes is None:
         raise UsageError(
@@ -196,8 +200,8 @@ def _asked(
         reserve_bytes=reserve_bytes,
         time_limit_s=arguments.time_limit,
         seed=arguments.seed,
-        places=disk_behind(
-            host_beside(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
+        places=with_disk(
+            host_places(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
             arguments.disk,
             arguments.disk_rate or default_disk_rate(arguments.disk, costs),
         ),
@@ -212,39 +216,42 @@ def _asked(
 def _model_problem(
     arguments: Arguments, source: ModelSource, progress: Progress
 ) -> Iterator[Problem]:
-    with progress.says("loading PyTorch"):
+    with progress.showing("loading PyTorch"):
         target = find_target(arguments.device, arguments.costs, runs_here=arguments.verify)
-    asked, largest = _asked(arguments, target.hardware, target.costs), arguments.largest
-    plain: Request = asked["request"]
+    request_fields, largest = (
+        _request_fields(arguments, target.hardware, target.costs),
+        arguments.largest,
+    )
+    request: Request = request_fields["request"]
     allocator = (NOTE_ON_ALLOCATOR,) if target.hardware.kind == "cuda" else ()
     sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
     if largest is not None:
-        sizes.setdefault(largest, FIRST[largest])
+        sizes.setdefault(largest, FIRST_SIZE[largest])
     if largest == "seq_length" and arguments.problem.startswith(CONFIGURATION):
-        sizes.setdefault("batch_size", FIRST["batch_size"])
+        sizes.setdefault("batch_size", FIRST_SIZE["batch_size"])
 
-    of_first: list[str] = []  # notes on the first size
+    first_size_notes: list[str] = []  # notes if another first size was chosen
 
     def problem_of(file: ModelFile, step: Variants, size: str = "", **fields: Any) -> Problem:
         title = file.title or step.plain.meta.model or "model"
-        of_trace = {
+        trace_fields = {
             "device": target.hardware.title,
             "costs": describe_costs(step.plain.meta.cost_model),
-            "request": dataclasses.replace(plain, rewrites=arguments.rewrites),
+            "request": dataclasses.replace(request, rewrites=arguments.rewrites),
         }
         return Problem(
             name=f"{arguments.problem} ({title}{size})",
             step=step,
-            verify=partial(verified, file, target, arguments.autocast),
+            verify=partial(verify_plan, file, target, arguments.autocast),
             size=None if largest is None else file.sizes[largest],
-            **{**asked, **of_trace, **fields},
+            **{**request_fields, **trace_fields, **fields},
         )
 
     def size_text(file: ModelFile) -> str:
         return "" if largest is None else f", {largest.replace('_', ' ')} {file.sizes[largest]}"
 
-    def traced(file: ModelFile, optimizer: Mapping[str, Any] | None = None) -> Problem:
-        step, notes = traced_step(file, target, arguments, optimizer, tells=progress.tells)
+    def traced_problem(file: ModelFile, optimizer: Mapping[str, Any] | None = None) -> Problem:
+        step, notes = trace_step(file, target, arguments, optimizer, write_line=progress.write_line)
         optimizer = step.plain.meta.environment.get("optimizer")
         size = size_text(file)
         if largest == "seq_length" and "batch_size" in file.sizes:
@@ -253,32 +260,37 @@ def _model_problem(
             file,
             step,
             size,
-            notes=(*allocator, *of_first, *notes),
+            notes=(*allocator, *first_size_notes, *notes),
             resized=None
             if largest is None
-            else lambda n: traced(file.resized(largest, n), optimizer),
+            else lambda n: traced_problem(file.resized(largest, n), optimizer),
         )
 
-    def first_traced(file: ModelFile) -> Problem:
+    def first_traced_problem(file: ModelFile) -> Problem:
         try:
-            return traced(file)
+            return traced_problem(file)
         except ModelFailsError as failed:
             if largest is None or getattr(arguments, largest):  # the user has given the size
                 raise
-            usual = file.default_of(largest)
-            size = SECOND.get(largest) if usual is None else usual
-            if size is None or size == FIRST[largest]:
+            default_size = file.default_of(largest)
+            size = RETRY_SIZE.get(largest) if default_size is None else default_size
+            if size is None or size == FIRST_SIZE[largest]:
                 raise
-            what, whose = largest.replace("_", " "), "" if usual is None else ", that of get_batch"
-            of_first.append(
-                f"The search began with {what} {size}{whose}: with {what} {FIRST[largest]} the "
+            what, note = (
+                largest.replace("_", " "),
+                "" if default_size is None else ", that of get_batch",
+            )
+            first_size_notes.append(
+                f"The search began with {what} {size}{note}: with {what} {FIRST_SIZE[largest]} the "
                 f"model itself fails ({failed})."
             )
-            return traced(file.resized(largest, size))
+            return traced_problem(file.resized(largest, size))
 
-    def staged(file: ModelFile, say: Say | None = None, *, quick: bool = False) -> Problem:
+    def stage_problem(file: ModelFile, say: Say | None = None, *, quick: bool = False) -> Problem:
         notes = list(file.notes)
-        split = split_stages(file, target, arguments, plain, notes=notes, on_stage=say, quick=quick)
+        split = split_stages(
+            file, target, arguments, request, notes=notes, on_stage=say, quick=quick
+        )
         stage = reported_stage(split, arguments.stage)
         solution = split.solutions[stage]
         step = Variants.of(solution.variants or solution.graph)
@@ -292,12 +304,12 @@ def _model_problem(
             slowest_s=math.inf if split.slowest_s is None else split.slowest_s,
             resized=None
             if largest is None
-            else lambda n: staged(file.resized(largest, n), quick=True),
-            thorough=partial(staged, file) if quick else None,
+            else lambda n: stage_problem(file.resized(largest, n), quick=True),
+            thorough=partial(stage_problem, file) if quick else None,
         )
 
-    def measured(file: ModelFile, refused: NotTracedError) -> Problem:
-        solution, notes = planned_by_submodules(file, target, arguments, plain, refused, progress)
+    def measured_problem(file: ModelFile, refused: NotTracedError) -> Problem:
+        solution, notes = plan_by_submodules(file, target, arguments, request, refused, progress)
         return problem_of(
             file,
             Variants.of(solution.graph),
@@ -305,28 +317,28 @@ def _model_problem(
             if target.local_device == "cpu"
             else target.hardware.title,
             costs="measured on this machine, by submodule",
-            request=plain,
+            request=request,
             notes=(*notes, *file.notes),
             planned=solution,
             not_traced=refused.why,
         )
 
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(opened(source, sizes=sizes, varied=largest or ""))
+        file = stack.enter_context(open_model_file(source, sizes=sizes, varied=largest or ""))
         if arguments.tensor is not None:
             from graphs.trace import fake_mesh  # here: it takes torch
 
             file = file.on_mesh(stack.enter_context(fake_mesh(arguments.tensor)))
         if arguments.pipeline is not None:
             what = f"dividing {arguments.problem} into {arguments.pipeline} stages"
-            with progress.says(what) as say:
-                problem = staged(file, say, quick=largest is not None)
+            with progress.showing(what) as say:
+                problem = stage_problem(file, say, quick=largest is not None)
             yield problem
             return
         try:
-            with progress.says(f"tracing {arguments.problem}"):
-                problem = first_traced(file)
+            with progress.showing(f"tracing {arguments.problem}"):
+                problem = first_traced_problem(file)
         except NotTracedError as refused:
-            with progress.says("not traceable: measuring real steps to plan by submodules"):
-                problem = measured(file, refused)
+            with progress.showing("not traceable: measuring real steps to plan by submodules"):
+                problem = measured_problem(file, refused)
         yield problem

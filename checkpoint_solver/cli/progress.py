@@ -1,4 +1,4 @@
-"""A spinner on stderr; if stderr is not a terminal, a line now and then of what takes long."""
+"""A spinner on stderr; if stderr is not a terminal, an occasional line while something runs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from solver.sizes_deadlines_progress import Say, now_and_then
+from solver.sizes_deadlines_progress import Say, log_progress
 
 
 class Progress:
-    """quiet: show nothing, even on a terminal."""
+    """Shows on stderr what the command is doing.
+
+    quiet: show nothing, even on a terminal.
+    """
 
     def __init__(self, *, quiet: bool, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, quiet=quiet, highlight=False)
         self._quiet = quiet
 
-    def tells(self, line: str) -> None:
-        """Write a line that stays."""
+    def write_line(self, line: str) -> None:
+        """Write a line that stays on the screen."""
         self._write(f"solve: {' '.join(line.split())}")
 
     @contextlib.contextmanager
-    def says(self, what: str, *, always: bool = False) -> Iterator[Say]:
-        """Show `what` while the block runs; the yielded function appends how far it is.
+    def showing(self, what: str, *, always: bool = False) -> Iterator[Say]:
+        """Show `what` while the block runs; the yielded function appends how far it has got.
 
-        always: where there is no terminal, write at once how far it is; for what takes minutes.
+        always: without a terminal, write each such update at once, for blocks that take minutes.
         """
         if self._quiet:
             yield lambda _far: None
@@ -34,7 +37,7 @@ class Progress:
             with self._console.status(what) as status:
                 yield lambda far: status.update(f"{what}: {far}")
             return
-        with now_and_then(what, self._write) as replace:
+        with log_progress(what, self._write) as replace:
 
             def say(far: str) -> None:
                 replace(f"{what}: {far}")

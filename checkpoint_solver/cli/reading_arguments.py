@@ -1,4 +1,4 @@
-"""The command line read and checked: sizes, what goes together, files to write."""
+"""Parse the command line and check it: sizes, options that exclude each other, files to write."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def parse(argv: Sequence[str]) -> Arguments:
 
     Raises UsageError. `--help` and `--version` print and raise SystemExit(0), as argparse does.
     """
-    # argparse takes the -5GB of `--budget -5GB` for an option; the size parser knows better.
+    # argparse takes the -5GB of `--budget -5GB` for an option. Joined as --budget=-5GB it reaches
+    # the size parser, which has a better error message.
     words: list[str] = []
     for word in argv:
         if words and words[-1] in ("--budget", "--reserve") and re.match(r"-\.?[0-9]", word):
@@ -50,17 +51,19 @@ def parse(argv: Sequence[str]) -> Arguments:
             "--host: FSDP2 runs exported plans, and an exported plan cannot copy during the "
             "computation; leave out --host or --fsdp"
         )
-    if arguments.verify and (over := arguments.given("fsdp", "tensor", "zero")):
+    if arguments.verify and (excluded := arguments.given_flags("fsdp", "tensor", "zero")):
         raise UsageError(
-            f"--verify runs the step in one process and cannot be combined with {over}"
+            f"--verify runs the step in one process and cannot be combined with {excluded}"
         )
     if arguments.emit is not None and arguments.tensor is not None:
         raise UsageError(
             "--emit finds settings for whole models only; leave out --tensor or --emit"
         )
-    of_fsdp = arguments.given("fsdp_precision", "fsdp_reshard", "fsdp_replicas", "fsdp_link")
-    if of_fsdp and arguments.fsdp is None:
-        raise UsageError(f"{of_fsdp}: only for FSDP2; give the number of ranks, --fsdp 8")
+    fsdp_options = arguments.given_flags(
+        "fsdp_precision", "fsdp_reshard", "fsdp_replicas", "fsdp_link"
+    )
+    if fsdp_options and arguments.fsdp is None:
+        raise UsageError(f"{fsdp_options}: only for FSDP2; give the number of ranks, --fsdp 8")
     _check_zero(arguments)
     _check_pipeline(arguments)
     _check_passes(arguments)
@@ -84,10 +87,10 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def _check_pipeline(arguments: Arguments) -> None:
-    """Raises UsageError for a part of a pipeline's options, and for those that it rules out."""
+    """Raise UsageError for incomplete pipeline options, and for options that exclude a pipeline."""
     n_stages, stage = arguments.pipeline, arguments.stage
     if n_stages is None:
-        if given := arguments.given("microbatches", "schedule", "stage"):
+        if given := arguments.given_flags("microbatches", "schedule", "stage"):
             raise UsageError(
                 f"{given}: only for a pipeline; give its number of stages, --pipeline 4"
             )
@@ -110,45 +113,48 @@ def _check_pipeline(arguments: Arguments) -> None:
             f"--stage {stage} does not exist: the {n_stages} stages are numbered 0 to "
             f"{n_stages - 1}"
         )
-    others = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
-    others += "" if stage is None else " max_batch max_seq"
-    if given := arguments.given(*others.split()):
+    excluded = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
+    excluded += "" if stage is None else " max_batch max_seq"
+    if given := arguments.given_flags(*excluded.split()):
         what = "--pipeline" if stage is None else "--pipeline with --stage"
         raise UsageError(f"{given} cannot be combined with {what}")
 
 
 def _check_zero(arguments: Arguments) -> None:
-    """Raises UsageError for a part of its options, and for those that it rules out."""
+    """Raise UsageError for incomplete options of ZeRO, and for options that exclude it."""
     if arguments.zero is None:
-        if given := arguments.given("ranks", "ds_config"):
+        if given := arguments.given_flags("ranks", "ds_config"):
             raise UsageError(f"{given}: only for DeepSpeed's ZeRO; give its stage, --zero 2")
         return
     if arguments.ranks is None:
         raise UsageError(f"--zero {arguments.zero}: give the number of ranks, --ranks 8")
-    others = "fsdp tensor pipeline passes accumulate emit"
-    if given := arguments.given(*others.split()):
+    excluded = "fsdp tensor pipeline passes accumulate emit"
+    if given := arguments.given_flags(*excluded.split()):
         raise UsageError(f"{given} cannot be combined with --zero")
 
 
 def _check_passes(arguments: Arguments) -> None:
-    """Raises UsageError for options that are for one forward pass at a time."""
+    """Raise UsageError for options that are not possible with several forward passes."""
     if arguments.passes > 1 and (
-        given := arguments.given("verify", "fsdp", "host", "disk", "budget_of", "emit")
+        given := arguments.given_flags("verify", "fsdp", "host", "disk", "budget_of", "emit")
     ):
         raise UsageError(f"{given} cannot be combined with --passes")
 
 
 def _check_sizes(arguments: Arguments) -> None:
-    """Refuse what is no size or rate before PyTorch is loaded; the size of a share waits for it."""
-    directory_apart = None if arguments.disk is None else arguments.disk.partition(":")[0]
-    of_device = ((arguments.budget, "budget", 1), (arguments.reserve, "reserve", 0))
-    beside_it = ((arguments.host, "host budget"), (directory_apart, "disk budget"))
+    """Raise UsageError for an invalid size or rate, before PyTorch is loaded.
+
+    A share of the device's memory is resolved later, when PyTorch knows the device.
+    """
+    disk_size = None if arguments.disk is None else arguments.disk.partition(":")[0]
+    device_sizes = ((arguments.budget, "budget", 1), (arguments.reserve, "reserve", 0))
+    other_sizes = ((arguments.host, "host budget"), (disk_size, "disk budget"))
     try:
-        for size, what, least_bytes in of_device:
+        for size, what, least_bytes in device_sizes:
             if size is not None:
-                with contextlib.suppress(UnknownCapacityError):  # the device waits for PyTorch
+                with contextlib.suppress(UnknownCapacityError):  # PyTorch is not loaded yet
                     parse_size(size, what=what, least_bytes=least_bytes)
-        for size, what in beside_it:
+        for size, what in other_sizes:
             if size is not None:
                 reject_share(size, what=what)
                 parse_size(size, what=what)
@@ -161,7 +167,8 @@ def _check_sizes(arguments: Arguments) -> None:
 
 
 def _check_copying(arguments: Arguments) -> None:
-    """Raises UsageError for a host without a method for it, and the reverse."""
+    """Raise UsageError for --host with a method or option that cannot use it, and for a method or
+    option that needs --host without it."""
     if arguments.optimizer_state == "host" and arguments.host is None:
         raise UsageError("--optimizer-state host: give the memory for it, --host 64GB")
     if arguments.parameters != "device" and arguments.host is None:
@@ -190,7 +197,7 @@ def _check_copying(arguments: Arguments) -> None:
 
 
 def _check_outputs(arguments: Arguments) -> None:
-    """Reject files that cannot be written before minutes are spent on solving."""
+    """Raise UsageError for output files that cannot be written, before minutes of solving."""
     option_of: dict[Path, str] = {}
     for entry in dataclasses.fields(arguments):
         path = getattr(arguments, entry.name)
@@ -206,11 +213,12 @@ def _check_outputs(arguments: Arguments) -> None:
                 raise UsageError(f"{option} {path}: is a directory; name a file in it")
             if not path.parent.is_dir():
                 raise UsageError(f"{option} {path}: no such directory: {path.parent}")
-            # Files are written beside their place and renamed, so the directory must be writable.
+            # Files are written under a temporary name in their directory and then renamed, so the
+            # directory must be writable.
             with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
                 pass
         except OSError as error:
             raise UsageError(f"{option} {path}: cannot be written ({error.strerror})") from error
-        other = option_of.setdefault(path.resolve(), option)
-        if other != option:
-            raise UsageError(f"{other} and {option} name the same file, {path}")
+        first_option = option_of.setdefault(path.resolve(), option)
+        if first_option != option:
+            raise UsageError(f"{first_option} and {option} name the same file, {path}")

@@ -1,7 +1,7 @@
-"""Before a model is built with its weights and run on this machine: what that takes at least.
+"""The least memory that it takes to build a model with its weights and run it on this machine.
 
-Only a model that cannot be traced is run. Its user is told first, and where it cannot fit, nothing
-is built.
+Only a model that cannot be traced is run. The user is told first, and if it cannot fit, nothing is
+built.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """needs_bytes: of parameters, buffers and batch. gradients_bytes: of what is trained."""
+    """Sizes of a model and its batch.
+
+    needs_bytes: bytes of parameters, buffers and batch.
+    gradients_bytes: bytes of the gradients, which is those of the trained parameters.
+    """
 
     needs_bytes: int
     gradients_bytes: int
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> ModelSizes | None:
-        """Of what was built to be traced, on the meta device where that is possible.
+        """Add up the sizes of a model and batch that were built for tracing, mostly on meta.
 
-        None: a tensor has no size (a lazy module) or no storage (a sparse one).
+        None if a tensor has no size (in a lazy module) or no storage (a sparse tensor).
         """
         from graphs.model_calls import nested  # here: it takes torch
 
@@ -42,8 +46,12 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class RealRun:
-    """needs_bytes: at least, activations left out (None: unknown before it runs).
-    free_bytes: of the device (inf: unknown). kinds: what is counted. where: it runs.
+    """The memory that a real step needs on this machine, as text for messages too (`str`).
+
+    needs_bytes: a lower bound, without activations (None: unknown before it runs).
+    free_bytes: free memory of the device (inf: unknown).
+    kinds: what is counted, in words.
+    where: the memory it runs in, in words.
     """
 
     needs_bytes: int | None
@@ -64,9 +72,14 @@ class RealRun:
         return f"{needs}; {format_size(int(self.free_bytes))} of {self.where} are free"
 
 
-def estimated(sizes: ModelSizes | None, device: str, *, with_gradients: bool) -> RealRun:
-    """Of a step on this device. Neither the state of an optimizer, which does not step, nor
-    activations are counted. sizes: None: unknown."""
+def estimate_run(sizes: ModelSizes | None, device: str, *, with_gradients: bool) -> RealRun:
+    """Estimate the memory of a real step on this device.
+
+    Neither activations nor the optimizer's state are counted; the optimizer does not step.
+
+    sizes: the sizes of model and batch (None: unknown).
+    with_gradients: count gradients too.
+    """
     import torch
 
     from graphs.costs import free_bytes

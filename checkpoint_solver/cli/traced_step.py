@@ -1,4 +1,4 @@
-"""From a model file to the traced variants of its training step, with notes for the report."""
+"""Trace the variants of a model file's training step, with notes for the report."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_solver.cli.arguments import AUTO, Arguments
-from checkpoint_solver.cli.model_file import LoadError, ModelFile, located
-from checkpoint_solver.cli.real_run import ModelSizes, estimated
+from checkpoint_solver.cli.model_file import LoadError, ModelFile, error_text
+from checkpoint_solver.cli.real_run import ModelSizes, estimate_run
 from checkpoint_solver.cli.usage import UsageError
 from graphs.files import FormatError
 from graphs.fsdp import MixedPrecision, Sharding, ShardingError
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 
 NOTABLE_OUTPUT_SHARE = 0.01
 NOTABLE_OUTPUT_BYTES = 10**6
-"""The report notes tensors returned beside the loss that are larger than both."""
+"""The report mentions tensors returned besides the loss if they exceed both: this share of the
+step's tensors, and this many bytes."""
 
 
 MOST_BATCH_BYTES = 2**30
-"""Of a batch that is built for its values."""
+"""A larger batch is not allocated: it stays on the meta device, without values."""
 
 
 class NotTracedError(LoadError):
     """The step of the model cannot be captured as one graph.
 
-    why: the message without the alternative that it ends with.
-    sizes: of model and batch (None: unknown).
+    why: the message without the advice at its end.
+    sizes: the sizes of model and batch (None: unknown).
     """
 
     def __init__(self, message: str, *, why: str, sizes: ModelSizes | None) -> None:
@@ -50,29 +51,30 @@ class ModelFailsError(LoadError):
     """The forward pass of the model fails on the batch of its file."""
 
 
-def traced_step(
+def trace_step(
     file: ModelFile,
     target: Target,
     arguments: Arguments,
     optimizer_costs: Mapping[str, Any] | None,
     *,
-    tells: Callable[[str], None],
+    write_line: Callable[[str], None],
 ) -> tuple[Variants, list[str]]:
-    """Build on the meta device and trace; also returns notes for the report.
+    """Build the model on the meta device and trace its step; also returns notes for the report.
 
-    optimizer_costs: as a graph of this model at another size has them (None: not known).
-    tells: is told before something runs on this machine.
+    optimizer_costs: the optimizer's costs from a graph of this model at another size (None: trace
+        the optimizer).
+    write_line: called with a line before something runs on this machine.
     """
     from graphs.capture import FailsOnBatchError, MeshError
     from graphs.model_calls import NoLossError
     from graphs.trace import TraceError, trace_variants
     from graphs.training_step import with_optimizer
 
-    zero = _zero(arguments)
-    if zero is not None:  # its figures are those of the engine's step too
+    zero = _zero_of(arguments)
+    if zero is not None:  # those figures would include the engine's step
         optimizer_costs = None
     notes = list(file.notes)
-    batch = with_values(file, target.local_device, notes)
+    batch = batch_with_values(file, target.local_device, notes)
 
     def variants(model: nn.Module, target: Target) -> Variants:
         optimizer = file.optimizer(model) if optimizer_costs is None else None
@@ -93,23 +95,24 @@ def traced_step(
             )
 
     def with_weights(refused: TraceError) -> tuple[Variants, Target]:
-        """A part that cannot be traced is run and measured, which takes values."""
+        """Build the model with its weights and trace again; a part that cannot be traced is then
+        run and measured. Raises `refused` if that does not help."""
         if refused.runs_in_eager:
-            run = estimated(sizes, target.local_device, with_gradients=False)
+            run = estimate_run(sizes, target.local_device, with_gradients=False)
             if not run.fits:
                 raise refused
-            tells(
+            write_line(
                 f"not traced: {refused.short}. The model is now built with its weights, so "
                 f"that this part can run here and be planned as one piece ({run})"
             )
             try:
-                built, here = file.model().to(target.local_device), target.running_here()
-                return variants(built, here), here
+                built, local_target = file.model().to(target.local_device), target.running_here()
+                return variants(built, local_target), local_target
             except Exception as error:  # the code of the model may raise anything
-                raise _refused_again(refused, error, file) from error
+                raise _refusal_with_reason(refused, error, file) from error
         raise refused
 
-    model = on_meta(file.model, "the model", notes)
+    model = build_on_meta(file.model, "the model", notes)
     sizes = ModelSizes.of(model, batch)
     try:
         try:
@@ -123,15 +126,15 @@ def traced_step(
     except MeshError as error:
         raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
     except FailsOnBatchError as error:
-        raise ModelFailsError(f"{file.source}: {error}{_called_with(error, batch)}") from error
+        raise ModelFailsError(f"{file.source}: {error}{_batch_text(error, batch)}") from error
     except NoLossError as error:
         hint = "; define get_loss(output, batch) in the model file" if file.loss is None else ""
         raise LoadError(f"{file.source}: {error}{hint}") from error
     except TraceError as error:
-        called_with = _called_with(error, batch)
+        batch_text = _batch_text(error, batch)
         raise NotTracedError(
-            f"{file.source}: {error}{called_with}",
-            why=f"{file.source}: {error.why}{called_with}",
+            f"{file.source}: {error}{batch_text}",
+            why=f"{file.source}: {error.why}{batch_text}",
             sizes=sizes,
         ) from error
     if arguments.host is not None and step.plain.meta.opaque_parts:
@@ -147,26 +150,31 @@ def traced_step(
     return step, notes
 
 
-def with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
-    """The batch on the device, for models that read it (is the padding mask all ones?).
+def batch_with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
+    """The batch on the device with its values, which some models read (is the padding mask all
+    ones?).
 
-    A batch of more than MOST_BATCH_BYTES is not allocated: it stays on the meta device.
+    A batch of more than MOST_BATCH_BYTES is not allocated: it stays on the meta device. A note says
+    so.
     """
     from graphs.model_calls import nested  # here: it takes torch
 
-    described = on_meta(file.batch, "the batch", notes)
-    size_bytes = sum(t.numel() * t.element_size() for t in nested.tensors(described))
+    meta_batch = build_on_meta(file.batch, "the batch", notes)
+    size_bytes = sum(t.numel() * t.element_size() for t in nested.tensors(meta_batch))
     if size_bytes > MOST_BATCH_BYTES:
         notes.append(
             f"The batch of {format_size(size_bytes)} was not allocated, so its values are unknown: "
             "if forward reads them, apply plans again at the first step."
         )
-        return described
+        return meta_batch
     return nested.map_tensors(lambda tensor: tensor.to(device), file.batch())
 
 
-def on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
-    """Build on the meta device; what needs values to be built is built with real memory."""
+def build_on_meta(build: Callable[[], Any], what: str, notes: list[str]) -> Any:
+    """Call `build` on the meta device; if that fails, with real memory, and add a note.
+
+    what: "the model" or "the batch", for the note.
+    """
     import torch
 
     try:
@@ -189,26 +197,32 @@ def in_autocast(name: str | None, device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, dtype=dtype, enabled=name is not None)
 
 
-def _refused_again(refused: TraceError, error: Exception, file: ModelFile) -> TraceError:
-    """The refusal, with what happened when the model was built with its weights, if that is new."""
+def _refusal_with_reason(refused: TraceError, error: Exception, file: ModelFile) -> TraceError:
+    """The refusal, extended by why tracing the model with its weights failed too, if that differs.
+
+    error: what was raised with the weights.
+    """
     from graphs.trace import TraceError  # here: it takes torch
 
-    reason = error.why if isinstance(error, TraceError) else located(error, file.source)
-    found = [] if reason == refused.why else [f"with its weights: {reason}"]
+    reason = error.why if isinstance(error, TraceError) else error_text(error, file.source)
+    reasons = [] if reason == refused.why else [f"with its weights: {reason}"]
     if isinstance(error, TraceError):
-        found += getattr(error, "__notes__", ())  # why a part is not one piece
-    if not found:
+        reasons += getattr(error, "__notes__", ())  # why a part is not one piece
+    if not reasons:
         return refused
-    why = "; ".join((refused.why, *found))
+    why = "; ".join((refused.why, *reasons))
     return TraceError(why, runs_in_eager=refused.runs_in_eager, short=refused.short)
 
 
 _RESHARD = {"yes": True, "no": False, AUTO: None}
-"""By the words of --fsdp-reshard, as `Sharding.reshard_after_forward`."""
+"""The value of --fsdp-reshard -> `Sharding.reshard_after_forward`."""
 
 
 def sharding_of(arguments: Arguments) -> Sharding | None:
-    """What `--fsdp` and the options beside it ask for. Raises UsageError."""
+    """The sharding described by `--fsdp` and its other options (None: no --fsdp).
+
+    Raises UsageError.
+    """
     if arguments.fsdp is None:
         return None
     default = "yes" if arguments.pipeline is None else AUTO
@@ -218,13 +232,13 @@ def sharding_of(arguments: Arguments) -> Sharding | None:
             n_replicas=arguments.fsdp_replicas,
             reshard_after_forward=_RESHARD[arguments.fsdp_reshard or default],
             link=arguments.fsdp_link,
-            mp_policy=_precision(arguments.fsdp_precision),
+            mp_policy=_mixed_precision(arguments.fsdp_precision),
         )
     except ShardingError as error:
         raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
 
 
-def _precision(given: str | None) -> MixedPrecision | None:
+def _mixed_precision(given: str | None) -> MixedPrecision | None:
     if given is None:
         return None
     param_dtype, _, reduce_dtype = (each.strip() for each in given.partition(","))
@@ -237,7 +251,7 @@ def _precision(given: str | None) -> MixedPrecision | None:
     return policy
 
 
-def _zero(arguments: Arguments) -> Zero | None:
+def _zero_of(arguments: Arguments) -> Zero | None:
     if arguments.zero is None:
         return None
     try:
@@ -248,7 +262,7 @@ def _zero(arguments: Arguments) -> Zero | None:
         raise UsageError(f"--ds-config {arguments.ds_config}: {error}") from error
 
 
-def _called_with(error: Exception, batch: Any) -> str:
+def _batch_text(error: Exception, batch: Any) -> str:
     """The shapes of the batch, if the error is one of the model's own code."""
     if error.__cause__ is None:
         return ""
@@ -260,7 +274,7 @@ def _called_with(error: Exception, batch: Any) -> str:
 
 
 def _note_on_outputs(graph: Graph) -> Iterator[str]:
-    """What the model returns beside the loss stays live to the end of the step."""
+    """A sentence for the report if the model returns large tensors besides the loss."""
     returned_bytes = sum(
         tensor.size_bytes
         for tensor in graph.tensors

@@ -1,4 +1,4 @@
-"""Command lines that are refused with an error, and numbers on them."""
+"""The error for an invalid command line, the argparse parser that raises it, and its numbers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print the usage and exit."""
+    """A parser that raises UsageError where argparse would print the usage and exit."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Names the nearest option for one that does not exist, before anything else is missed."""
+        """Parse, but first name the closest option for one that does not exist, which argparse
+        would report only after missing arguments."""
         for word in args or ():
             option = word.partition("=")[0]
             if option.startswith("--") and option not in self._option_string_actions:
@@ -32,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def seconds(text: str) -> float:
-    """A positive number; raises ArgumentTypeError."""
+    """Parse a positive number of seconds; raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
@@ -43,7 +44,8 @@ def seconds(text: str) -> float:
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Reads a whole number of at least the minimum; raises ArgumentTypeError."""
+    """The function that parses a whole number of at least `minimum`; it raises
+    ArgumentTypeError."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:

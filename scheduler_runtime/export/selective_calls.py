@@ -96,7 +96,7 @@ def may_save(graph: Graph) -> MaySave:
         while True:  # which results are read depends on which are kept, so until nothing changes
             fine = frozenset(
                 name
-                for name, outputs in recomputation.kept(saved).items()
+                for name, outputs in recomputation.kept_outputs(saved).items()
                 if all(eager.last_write.get(out, -1) <= position[name] for out in outputs)
             )
             if fine == saved:
@@ -147,8 +147,8 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
     skipped: defaultdict[str, set[int]] = defaultdict(set)
     without_first: defaultdict[str, set[int]] = defaultdict(set)
     recomputation = Recomputation.of(layout, region)
-    recomputed = recomputation.runs(region.saved)
-    kept = recomputation.kept(region.saved)
+    recomputed = recomputation.nodes_to_run(region.saved)
+    kept = recomputation.kept_outputs(region.saved)
     for name in region.nodes:
         node = layout.graph.node_by_name[name]
         is_skipped = node.recomputable and name not in recomputed

@@ -37,7 +37,7 @@ from scheduler_runtime.surroundings import (
 )
 from solver.methods import METHODS
 from solver.sizes_deadlines_progress import Rates, names_checked
-from solver.solving import check_where, disk_behind
+from solver.solving import check_where, with_disk
 
 
 @names_checked
@@ -129,7 +129,7 @@ def fit(
     elif not torch.cuda.is_available():  # otherwise the model may still be moved to a CUDA device
         refuse_auto_budget(device)
     places = host_for(model, host_budget, host_link, None)
-    places = disk_behind(places, disk_budget, disk_rate)
+    places = with_disk(places, disk_budget, disk_rate)
     directory = "" if places is None else places.disk_directory
     if disk_budget is not None and not directory:
         raise ValueError(

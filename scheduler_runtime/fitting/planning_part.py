@@ -54,7 +54,7 @@ from scheduler_runtime.surroundings import (
     no_checkpoints,
     refuse_checkpointing,
 )
-from solver.device_and_costs import WITH_OPAQUE_PARTS
+from solver.device_and_costs import OPAQUE_PARTS_ERROR
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import counted, now_s, tell, telling
 from solver.solving import disk_directory
@@ -209,7 +209,7 @@ class PlanningPart(CalledPart):
             )
             step = self.rehearsed(step, call)
         if request.places is not None and step.graph.meta.opaque_parts:
-            raise FitError(WITH_OPAQUE_PARTS)
+            raise FitError(OPAQUE_PARTS_ERROR)
         return step
 
     def _program(

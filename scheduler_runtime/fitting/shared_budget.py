@@ -12,7 +12,7 @@ from graphs.model_calls import Call, device_of
 from scheduler_runtime.fitting.options import Fitted, Options
 from scheduler_runtime.surroundings import Buckets, budget_for, free_budget_bytes, host_for
 from solver.schedule import Places, Request
-from solver.solving import disk_behind
+from solver.solving import with_disk
 
 
 class SharedBudget:
@@ -52,7 +52,7 @@ class SharedBudget:
         self._budget_bytes, reserve_bytes = budget_for(part, budget, options.reserve)
         if options.host_budget is not None and self._host is None:
             host = host_for(part, options.host_budget, options.host_link, costs)
-            self._host = disk_behind(host, options.disk_budget, options.disk_rate)
+            self._host = with_disk(host, options.disk_budget, options.disk_rate)
         return Request(
             budget_bytes=self._budget_bytes,
             reserve_bytes=reserve_bytes,

@@ -55,7 +55,7 @@ def lower_bound_s(
     places: where a schedule may copy tensors to.
     """
     deadline = Deadline.after(time_limit_s)
-    places = None if places is None else places.beside(graph.host_state_bytes)
+    places = None if places is None else places.without_state(graph.host_state_bytes)
     if places is not None and places.host is not None:
         offloadable = StorageGraph.of(graph, may_offload=True)
         copies = binding_copy_cut(

@@ -76,7 +76,7 @@ def find_obstacle(
         budget is that of schedules without copies.
     """
     folded = requirements = StorageGraph.of(graph)
-    places = None if places is None else places.beside(graph.host_state_bytes)
+    places = None if places is None else places.without_state(graph.host_state_bytes)
     if graph.n_in_flight > 1:
         least_bytes = least_in_flight_bytes(folded)
         p = int(np.argmax(least_bytes))

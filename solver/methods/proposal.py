@@ -77,7 +77,7 @@ class Method:
         Raises ValueError if places are given and the method takes none.
         """
         if places is not None:
-            places = places.beside(graph.host_state_bytes)
+            places = places.without_state(graph.host_state_bytes)
         common_options = {"budget_bytes": budget_bytes, "time_limit_s": time_limit_s, "seed": seed}
         options = {"starts": starts, "quick": quick} if self.takes_starts else {}
         if places is not None and not self.takes_places:

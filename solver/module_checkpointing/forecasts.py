@@ -24,7 +24,7 @@ from solver.schedule import Schedule, free_after_last_use, keep_order
 def forecast(graph: Graph, regions: Sequence[CheckpointRegion]) -> Schedule:
     """The schedule of a step that checkpoints these disjoint regions and keeps everything else."""
     region_of = {node: region for region in regions for node in region.nodes}
-    kept = _kept(graph, region_of)
+    kept = _kept_storages(graph, region_of)
     read_later = {
         graph.producer[name].name
         for node in graph.later_nodes
@@ -35,16 +35,18 @@ def forecast(graph: Graph, regions: Sequence[CheckpointRegion]) -> Schedule:
     def with_its_region(node: Node) -> Iterable[str]:
         """All outputs that are recomputed together with this node."""
         region = region_of[node.name]
-        n_run = len(region.nodes)
+        n_recomputed = len(region.nodes)
         if region.stops_early:
-            wanted = (i + 1 for i, name in enumerate(region.nodes) if name in read_later)
-            n_run = max(wanted, default=n_run)
-        return (out for name in region.nodes[:n_run] for out in graph.node_by_name[name].outputs)
+            needed_counts = (i + 1 for i, name in enumerate(region.nodes) if name in read_later)
+            n_recomputed = max(needed_counts, default=n_recomputed)
+        return (
+            out for name in region.nodes[:n_recomputed] for out in graph.node_by_name[name].outputs
+        )
 
     return free_after_last_use(graph, keep_order(graph, kept, together=with_its_region))
 
 
-def _kept(graph: Graph, region_of: dict[str, CheckpointRegion]) -> frozenset[str]:
+def _kept_storages(graph: Graph, region_of: dict[str, CheckpointRegion]) -> frozenset[str]:
     """The storages that are kept: made outside all regions, saved by their region, or read outside
     of it (unless it drops its outputs).
 

@@ -15,13 +15,13 @@ class Recomputation:
     """The recomputation of one region, for any choice of saved nodes.
 
     nodes: the nodes that can be recomputed or saved, up to the last one needed, in order.
-    packed: tensors of the region that are dropped and that its backward needs, whether it reads
-        them or only holds them.
+    needed_by_backward: tensors of the region that are dropped and that its backward needs, whether
+        it reads them or only holds them.
     keeps_unread: see `CheckpointRegion`.
     """
 
     nodes: tuple[str, ...]
-    packed: frozenset[str]
+    needed_by_backward: frozenset[str]
     keeps_unread: bool
     _graph: Graph = field(repr=False)
     _in_place: Set[str] = field(repr=False)
@@ -35,13 +35,13 @@ class Recomputation:
             nodes=tuple(
                 name for name in first if name in region.saved or is_recomputed(graph, name, region)
             ),
-            packed=frozenset(layout.wanted(region)),
+            needed_by_backward=frozenset(layout.saved_in(region)),
             keeps_unread=region.keeps_unread,
             _graph=graph,
             _in_place=EagerStep.of(graph).in_place,
         )
 
-    def runs(self, saved: Set[str]) -> tuple[str, ...]:
+    def nodes_to_run(self, saved: Set[str]) -> tuple[str, ...]:
         """The nodes that run when the region is recomputed, in order.
 
         If nothing is saved, all nodes run. Otherwise only those that the backward pass needs, and
@@ -52,15 +52,15 @@ class Recomputation:
         if not saved:
             return self.nodes
         graph = self._graph
-        left = set(self.nodes) - saved
+        unvisited = set(self.nodes) - saved
         runs: set[str] = set()
         # Go back from what the backward pass needs, stopping at saved nodes.
-        unchecked = [graph.producer[name].name for name in self.packed]
+        unchecked = [graph.producer[name].name for name in self.needed_by_backward]
         while unchecked:
             name = unchecked.pop()
-            if name not in left:
+            if name not in unvisited:
                 continue
-            left.remove(name)
+            unvisited.remove(name)
             runs.add(name)
             node = graph.node_by_name[name]
             unchecked += [
@@ -74,21 +74,21 @@ class Recomputation:
             ]
         return tuple(name for name in self.nodes if name in runs)
 
-    def kept(self, saved: Set[str]) -> dict[str, tuple[str, ...]]:
+    def kept_outputs(self, saved: Set[str]) -> dict[str, tuple[str, ...]]:
         """Saved node -> its outputs that stay: all, or all but the first if nobody reads that one.
 
         A node none of whose outputs is read is left out, unless the region `keeps_unread`.
         """
         if self.keeps_unread:
             return {name: self._graph.node_by_name[name].outputs for name in sorted(saved)}
-        runs = set(self.runs(saved))
+        runs = set(self.nodes_to_run(saved))
         kept: dict[str, tuple[str, ...]] = {}
         for name in sorted(saved):
             outputs = self._graph.node_by_name[name].outputs
             read = [
                 out
                 for out in outputs
-                if out in self.packed
+                if out in self.needed_by_backward
                 or any(reader.name in runs for reader in self._graph.consumers[out])
             ]
             if read:

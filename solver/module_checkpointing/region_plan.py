@@ -17,7 +17,7 @@ from solver.module_checkpointing.regions import (
     Nesting,
     RegionError,
     RegionLayout,
-    n_common,
+    n_common_regions,
 )
 from solver.schedule import Schedule, Simulation, baseline, free_after_last_use, simulate
 
@@ -87,7 +87,7 @@ def plan_regions(
     extra = [extra_bytes(region) for top in regions for region in top.flat()]
     # one random state for each micro-batch in flight is in the graph already
     state = graph.tensor_by_name.get(RANDOM_STATE)
-    of_other_bytes = max(0, sum(extra) - (0 if state is None else state.size_bytes))
+    other_micro_batch_bytes = max(0, sum(extra) - (0 if state is None else state.size_bytes))
     return RegionPlan(
         regions=tuple(regions),
         in_loop=in_loop,
@@ -96,7 +96,9 @@ def plan_regions(
         simulation=simulate(eager, schedule),
         # While a region is recomputed, the interrupted code's state is held as well: up to the
         # largest of them.
-        extra_bytes=sum(extra) + max(extra, default=0) + (graph.n_in_flight - 1) * of_other_bytes,
+        extra_bytes=sum(extra)
+        + max(extra, default=0)
+        + (graph.n_in_flight - 1) * other_micro_batch_bytes,
     )
 
 
@@ -108,8 +110,8 @@ def _with_backward_in_place(graph: Graph) -> Graph:
     eager = as_eager(graph)
     later = {name for node in graph.later_nodes for name in node.outputs}
     tensors = tuple(
-        written if own.name in later and written.alias_of in later else own
-        for own, written in zip(graph.tensors, eager.tensors, strict=True)
+        in_place if separate.name in later and in_place.alias_of in later else separate
+        for separate, in_place in zip(graph.tensors, eager.tensors, strict=True)
     )
     return replace(graph, tensors=tensors)
 
@@ -136,9 +138,9 @@ class _Step:
             for region in top.flat()
         }
         self._available: set[str] = {tensor.name for tensor in graph.resident}
-        self._done: set[str] = set()  # paths of regions that have been recomputed
+        self._recomputed: set[str] = set()  # paths of regions that have been recomputed
         # path of a region -> its saved nodes whose results its recomputation has used
-        self._read_again: defaultdict[str, set[str]] = defaultdict(set)
+        self._reused_saved: defaultdict[str, set[str]] = defaultdict(set)
         self._readers_left = {name: 0 for node in graph.forward_nodes for name in node.outputs}
         for node in graph.later_nodes:
             for name in self._reads(node.name):
@@ -177,8 +179,10 @@ class _Step:
             if region.path in last_backward:
                 held = self.held[last_backward[region.path]]
                 held += layout.arguments(region)
-                for name, kept in self._recomputations[region.path].kept(region.saved).items():
-                    held += () if name in self._read_again[region.path] else kept
+                for name, kept in (
+                    self._recomputations[region.path].kept_outputs(region.saved).items()
+                ):
+                    held += () if name in self._reused_saved[region.path] else kept
 
     def _reads(self, later: str) -> tuple[str, ...]:
         """What a node of the backward pass reads, and what is saved for it without being read."""
@@ -194,7 +198,7 @@ class _Step:
         """Make all tensors of the forward pass available that this autograd function unpacks."""
         graph = self._graph
         around = self._layout.around(function[0])
-        if around and around[-1].path not in self._done:
+        if around and around[-1].path not in self._recomputed:
             read = {name for each in function for name in self._reads(each)}
             if any(self._was_saved(name) for name in read):
                 self._recompute(around)
@@ -215,7 +219,7 @@ class _Step:
         reader: the regions around the reader.
         """
         made_in = self._layout.around(self._graph.producer[name].name)
-        depth = n_common(made_in, reader)
+        depth = n_common_regions(made_in, reader)
         if not depth:
             raise RegionError(f"tensor {name!r} is missing outside of all regions")
         self._recompute(made_in[:depth])
@@ -226,78 +230,80 @@ class _Step:
         """Recompute the innermost of these nested regions, and the outer ones if necessary."""
         graph, layout = self._graph, self._layout
         *outside, region = around
-        self._done.add(region.path)
-        if outside and outside[-1].path not in self._done:  # where its arguments were saved
+        self._recomputed.add(region.path)
+        if outside and outside[-1].path not in self._recomputed:  # where its arguments were saved
             self._recompute(tuple(outside))
         for name in layout.arguments(region):
             if name not in self._available:
                 self._restore(name, tuple(outside))
-        wanted = layout.wanted(region)
+        restored = layout.saved_in(region)
         start = len(self.order)
         recomputation = self._recomputations[region.path]
-        kept = recomputation.kept(region.saved)
-        for node in recomputation.runs(region.saved):
+        kept = recomputation.kept_outputs(region.saved)
+        for node in recomputation.nodes_to_run(region.saved):
             outputs = graph.node_by_name[node].outputs
             # If all outputs are still live, the framework recomputes the node too, but drops the
             # result at once: leave it out of the order.
-            there = outputs and all(o in self._available and self._readers_left[o] for o in outputs)
-            if not there:
+            is_live = outputs and all(
+                o in self._available and self._readers_left[o] for o in outputs
+            )
+            if not is_live:
                 self.order.append(node)
         self._hold_while_called(start)
         for node in region.nodes[: layout.n_nodes_recomputed(region)]:
             if node in kept:
-                self._read_again[region.path].add(node)
+                self._reused_saved[region.path].add(node)
                 self.held[len(self.order) - 1] += kept[node]
         recomputed = set(self.order[start:])
         for inside in region.flat():
             self.n_recomputations[inside.path] += not recomputed.isdisjoint(inside.nodes)
-        self._available.update(wanted)
+        self._available.update(restored)
 
     def _hold_while_called(self, start: int) -> None:
         """Rule 6: hold what ran from position `start` on in regions while variables refer to it."""
         graph, layout = self._graph, self._layout
-        run = [(p, graph.node_by_name[self.order[p]]) for p in range(start, len(self.order))]
+        nodes_run = [(p, graph.node_by_name[self.order[p]]) for p in range(start, len(self.order))]
         if self._in_loop:
             last_in = {
                 region.path: (region, position)
-                for position, node in run
+                for position, node in nodes_run
                 for region in layout.around(node.name)
             }
             for region, position in last_in.values():
                 self.held[position] += layout.arguments(region)
             return
         if graph.meta.held_in_calls is not None:
-            self._hold_as_rehearsed(run, graph.meta.held_in_calls)
+            self._hold_as_rehearsed(nodes_run, graph.meta.held_in_calls)
             return
         last_of: dict[str, int] = {}  # path of a module, or a parent -> position of its last node
-        for position, node in run:
+        for position, node in nodes_run:
             path = node.module
             while path:
                 last_of[path] = position
                 path = path.rpartition(".")[0]
             last_of[""] = position
-        for _, node in run:
+        for _, node in nodes_run:
             if layout.around(node.name) and not self._is_passed_on(node):
                 self.held[last_of[self._scope(node)]] += node.outputs
 
     def _hold_as_rehearsed(
-        self, run: Sequence[tuple[int, Node]], held: Mapping[str, Sequence[str]]
+        self, nodes_run: Sequence[tuple[int, Node]], held: Mapping[str, Sequence[str]]
     ) -> None:
         """Hold tensors as long as variables did in the rehearsal (`GraphMeta.held_in_calls`).
 
-        A recomputation leaves nodes out. So a tensor is held until the last node of `run` that is
-        not after the one until which a variable held it.
+        A recomputation leaves nodes out. So a tensor is held until the last node of `nodes_run`
+        that is not after the one until which a variable held it.
         """
         number_of = {node.name: number for number, node in enumerate(self._graph.forward_nodes)}
         last = len(number_of)  # if a rewrite has replaced the node until which it is held
-        until = {name: number_of.get(n, last) for n, names in held.items() for name in names}
-        ran = sorted((number_of[node.name], position) for position, node in run)
-        numbers = [number for number, _ in ran]
-        for _, node in run:
+        held_until = {name: number_of.get(n, last) for n, names in held.items() for name in names}
+        positions = sorted((number_of[node.name], position) for position, node in nodes_run)
+        numbers = [number for number, _ in positions]
+        for _, node in nodes_run:
             for name in node.outputs if self._layout.around(node.name) else ():
-                if name in until:
-                    at = bisect.bisect_right(numbers, until[name]) - 1
-                    self.held[ran[at][1]].append(name)
+                if name in held_until:
+                    at = bisect.bisect_right(numbers, held_until[name]) - 1
+                    self.held[positions[at][1]].append(name)
 
     def _is_passed_on(self, node: Node) -> bool:
         """Whether the node's output goes straight into or out of a collective, whose code keeps no

@@ -100,7 +100,7 @@ def nodes_of(graph: Graph, path: str) -> tuple[str, ...]:
     positions = [p for p, node in enumerate(graph.forward_nodes) if is_under(node.module, path)]
     nodes = [graph.forward_nodes[p] for p in positions]
     if graph.meta.module_calls.get(path, 1) > 1 or (
-        path not in graph.meta.module_calls and _reads_all_twice(graph, nodes)
+        path not in graph.meta.module_calls and _reads_every_parameter_twice(graph, nodes)
     ):
         raise RegionError(f"module {path!r} is called several times in a step")
     if positions and positions[-1] - positions[0] + 1 != len(positions):
@@ -116,7 +116,7 @@ def nodes_of(graph: Graph, path: str) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
 
 
-def _reads_all_twice(graph: Graph, nodes: Sequence[Node]) -> bool:
+def _reads_every_parameter_twice(graph: Graph, nodes: Sequence[Node]) -> bool:
     """Whether the nodes read each of their parameters at least twice, as two calls of one module
     do."""
     readers = Counter(
@@ -134,7 +134,7 @@ def dropped_by(graph: Graph, region: CheckpointRegion) -> tuple[str, ...]:
     Raises RegionError if the region cannot be recomputed.
     """
     layout = RegionLayout(graph, (region,))
-    names = tuple(name for name in layout.made_by(region.nodes) if not layout.stays(name))
+    names = tuple(name for name in layout.outputs_of(region.nodes) if not layout.stays(name))
     if not names:
         return ()
     for node in region.nodes[: layout.n_nodes_recomputed(region)]:
@@ -186,7 +186,7 @@ class RegionLayout:
         self.regions = tuple(regions)
         self._around: dict[str, Nesting] = {}
         self._depth: dict[str, int] = {}
-        self._homes: dict[str, frozenset[int]] = {}
+        self._saved_at_depths: dict[str, frozenset[int]] = {}
         self._outputs = frozenset(graph.outputs)
         # tensor -> nodes of the backward pass for which it is held without being read
         self._unread: defaultdict[str, list[str]] = defaultdict(list)
@@ -194,9 +194,11 @@ class RegionLayout:
             for name in self.held_unread(node.name):
                 self._unread[name].append(node.name)
         for region in regions:
-            self._enter(region, ())
+            self._add_region(region, ())
         # a node of the backward pass belongs to the regions around its module
-        by_path = {path: self._by_path(path) for path in {n.module for n in graph.later_nodes}}
+        by_path = {
+            path: self._regions_around(path) for path in {n.module for n in graph.later_nodes}
+        }
         self._read_later: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         for node in graph.later_nodes:
             self._around[node.name] = around = by_path[node.module]
@@ -204,7 +206,7 @@ class RegionLayout:
                 read = self._read_later[node.module, around[-1].path]
                 read.update(node.inputs, self.held_unread(node.name))
 
-    def _enter(self, region: CheckpointRegion, outside: Nesting) -> None:
+    def _add_region(self, region: CheckpointRegion, outside: Nesting) -> None:
         """Note the region and those inside it. outside: the regions around it."""
         around = (*outside, region)
         self._depth[region.path] = len(around)
@@ -213,9 +215,9 @@ class RegionLayout:
                 raise RegionError(f"node {name!r} is in two regions, one of them {region.path!r}")
             self._around[name] = around
         for inner in region.inner:
-            self._enter(inner, around)
+            self._add_region(inner, around)
 
-    def _by_path(self, path: str) -> Nesting:
+    def _regions_around(self, path: str) -> Nesting:
         """The regions around the module at this path."""
         around: Nesting = ()
         regions = self.regions
@@ -248,18 +250,18 @@ class RegionLayout:
         """The regions that the node is in, the outermost first."""
         return self._around.get(node, ())
 
-    def made_by(self, nodes: Iterable[str]) -> list[str]:
+    def outputs_of(self, nodes: Iterable[str]) -> list[str]:
         """The outputs of these nodes."""
         return [name for node in nodes for name in self.graph.node_by_name[node].outputs]
 
-    def homes(self, name: str) -> frozenset[int]:
+    def saved_at_depths(self, name: str) -> frozenset[int]:
         """The depths of the regions in which a tensor of the forward pass is saved for backward.
 
         0 stands for outside all regions: the tensor stays. For a backward node that reads or holds
         it, a tensor is saved in the innermost region that contains both that node and the tensor's
         maker. An argument of a region is saved outside that region.
         """
-        if name not in self._homes:
+        if name not in self._saved_at_depths:
             maker = self.graph.producer[name].name
             made_in = self.around(maker)
             found = set()
@@ -267,23 +269,25 @@ class RegionLayout:
                 found.add(0)
             for reader in self.graph.consumers[name]:
                 read_in = self.around(reader.name)
-                depth = n_common(made_in, read_in)
+                depth = n_common_regions(made_in, read_in)
                 if reader.phase != "forward" or len(read_in) > depth:
                     found.add(depth)
-            found |= {n_common(made_in, self.around(later)) for later in self._unread[name]}
-            self._homes[name] = frozenset(found)
-        return self._homes[name]
+            found |= {n_common_regions(made_in, self.around(later)) for later in self._unread[name]}
+            self._saved_at_depths[name] = frozenset(found)
+        return self._saved_at_depths[name]
 
     def stays(self, name: str) -> bool:
         """Whether the tensor need not be recomputed: it is live after the forward pass, or nothing
         needs it after that."""
-        return not self.homes(name) or 0 in self.homes(name)
+        return not self.saved_at_depths(name) or 0 in self.saved_at_depths(name)
 
-    def wanted(self, region: CheckpointRegion) -> list[str]:
+    def saved_in(self, region: CheckpointRegion) -> list[str]:
         """The tensors that are saved in the region itself, so that recomputing it restores them:
         what its backward needs, and arguments of inner regions."""
         depth = self._depth[region.path]
-        return [name for name in self.made_by(region.nodes) if depth in self.homes(name)]
+        return [
+            name for name in self.outputs_of(region.nodes) if depth in self.saved_at_depths(name)
+        ]
 
     def n_nodes_recomputed(self, region: CheckpointRegion) -> int:
         """How many of the region's nodes a recomputation runs until everything is saved again.
@@ -295,10 +299,10 @@ class RegionLayout:
         if not region.stops_early:
             return len(region.nodes)
         n_run = 0
-        wanted = set(self.wanted(region))
+        saved = set(self.saved_in(region))
         for position, name in enumerate(region.nodes):
             node = self.graph.node_by_name[name]
-            if not wanted.isdisjoint(node.outputs):
+            if not saved.isdisjoint(node.outputs):
                 n_run = position + 1
             innermost = self.around(name)[-1]
             if innermost is not region:
@@ -310,12 +314,12 @@ class RegionLayout:
 
     def arguments(self, region: CheckpointRegion) -> list[str]:
         """The tensors made in the step, outside the region, that the region reads."""
-        made = set(self.made_by(region.nodes))
+        made = set(self.outputs_of(region.nodes))
         read = (name for node in region.nodes for name in self.graph.node_by_name[node].inputs)
         return [n for n in dict.fromkeys(read) if n not in made and n in self.graph.producer]
 
 
-def n_common(one: Nesting, other: Nesting) -> int:
+def n_common_regions(one: Nesting, other: Nesting) -> int:
     """How many regions, counted from the outermost, the two have in common."""
     depth = 0
     for a, b in zip(one, other, strict=False):

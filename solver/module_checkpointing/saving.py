@@ -91,11 +91,11 @@ def prices_of(graph: Graph, region: CheckpointRegion, may_save: MaySave) -> dict
     recomputation = Recomputation.of(layout, region)
 
     def time_s(saved: frozenset[str]) -> float:
-        return sum(graph.node_by_name[name].time_s for name in recomputation.runs(saved))
+        return sum(graph.node_by_name[name].time_s for name in recomputation.nodes_to_run(saved))
 
     def kept_bytes(saved: frozenset[str]) -> int:
-        kept = (name for names in recomputation.kept(saved).values() for name in names)
-        roots = {graph.root(name) for name in kept if 0 not in layout.homes(name)}
+        kept = (name for names in recomputation.kept_outputs(saved).values() for name in names)
+        roots = {graph.root(name) for name in kept if 0 not in layout.saved_at_depths(name)}
         return sum(graph.tensor_by_name[root].size_bytes for root in roots)
 
     saved: frozenset[str] = frozenset()
@@ -104,13 +104,13 @@ def prices_of(graph: Graph, region: CheckpointRegion, may_save: MaySave) -> dict
     while True:
         left_s, before_bytes = time_s(saved), kept_bytes(saved)
         best: tuple[float, str, frozenset[str]] | None = None
-        for name in recomputation.runs(saved):
-            more = may_save(dataclasses.replace(region, saved=saved | {name}))
-            spared_s = left_s - time_s(more)
-            if name in more and spared_s > 0:
-                each = max(0, kept_bytes(more) - before_bytes) / spared_s
+        for name in recomputation.nodes_to_run(saved):
+            with_more = may_save(dataclasses.replace(region, saved=saved | {name}))
+            avoided_s = left_s - time_s(with_more)
+            if name in with_more and avoided_s > 0:
+                each = max(0, kept_bytes(with_more) - before_bytes) / avoided_s
                 if best is None or (each, name) < best[:2]:
-                    best = each, name, more
+                    best = each, name, with_more
         if best is None:
             return prices
         # never cheaper than the one before: the price holds only if that one is saved too
@@ -132,15 +132,15 @@ def save_what_fits(
         return excess_bytes(list(saving.with_saved(frozenset(names)))) <= 0
 
     saved: list[str] = []
-    left = list(saving.order)
+    untried = list(saving.order)
     if not fits(saved):
         return
     for _ in range(1 + N_MORE):
-        low, high = 0, len(left)  # `low` more fit; more than `high` do not
+        low, high = 0, len(untried)  # `low` more fit; more than `high` do not
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits([*saved, *left[:middle]]) else (low, middle - 1)
-        saved += left[:low]
-        left = left[low + 1 :]
-        if not left:
+            low, high = (middle, high) if fits([*saved, *untried[:middle]]) else (low, middle - 1)
+        saved += untried[:low]
+        untried = untried[low + 1 :]
+        if not untried:
             break

@@ -85,7 +85,7 @@ def by_module(
     if solution.schedule is None:
         raise ValueError(f"the solution has no schedule: its status is {solution.status}")
     graph = solution.graph
-    choice = _Choice(graph, tree, may_save)
+    module_regions = _ModuleRegions(graph, tree, may_save)
     available_bytes = budget_bytes = solution.request.available_bytes
     least = plan_regions(graph, (), extra_bytes=extra_bytes)
     best = least if least.peak_bytes <= available_bytes else None
@@ -110,7 +110,7 @@ def by_module(
         def excess_with(n_whole: int) -> int:
             chosen: list[CheckpointRegion] = []
             for position, block in enumerate(tree.blocks):
-                whole = choice.whole(block) if position < n_whole else None
+                whole = module_regions.whole_region(block) if position < n_whole else None
                 chosen += [whole] if whole else regions.get(block, ())
             return excess_bytes(chosen)
 
@@ -124,7 +124,9 @@ def by_module(
     for n_solves in range(1 + N_SMALLER_BUDGETS):
         kept = saved_for_backward(graph, schedule)
         excess = min(
-            fewest_blocks_whole({b: list(choice.as_kept(b, kept, depth)) for b in tree.blocks})
+            fewest_blocks_whole(
+                {b: list(module_regions.regions_keeping(b, kept, depth)) for b in tree.blocks}
+            )
             for depth in DEPTHS
         )
         budget_bytes -= excess
@@ -143,17 +145,19 @@ def by_module(
     n = min(N_PREFIXES, len(tree.blocks))
     prefixes = [round(len(tree.blocks) * (i + 1) / n) for i in range(n)]  # the last: all blocks
     for depth, n_blocks in itertools.product(DEPTHS, prefixes):
-        modules = [each for b in tree.blocks[:n_blocks] for each in choice.parts(b, depth)]
+        modules = [
+            each for b in tree.blocks[:n_blocks] for each in module_regions.regions_below(b, depth)
+        ]
         save_what_fits(Saving.of(graph, modules, may_save, prices), excess_bytes)
     if best is None:
-        for regions in choice.nested():
+        for regions in module_regions.nested():
             excess_bytes(regions)
     if best is None:
-        raise NoModulesFitError(dataclasses.replace(least, refused=choice.refused))
-    return dataclasses.replace(best, refused=choice.refused)
+        raise NoModulesFitError(dataclasses.replace(least, refused=module_regions.refused))
+    return dataclasses.replace(best, refused=module_regions.refused)
 
 
-class _Choice:
+class _ModuleRegions:
     """The regions of modules, built once. refused: path -> why it cannot be checkpointed."""
 
     def __init__(self, graph: Graph, tree: ModuleTree, may_save: MaySave) -> None:
@@ -163,9 +167,9 @@ class _Choice:
         self._known: dict[str, tuple[CheckpointRegion, tuple[str, ...]] | None] = {}
         self.refused: dict[str, str] = {}
 
-    def whole(self, path: str) -> CheckpointRegion | None:
+    def whole_region(self, path: str) -> CheckpointRegion | None:
         """The region of a whole module; None if it cannot be checkpointed or drops nothing."""
-        return next((region for region, _ in self.parts(path, 0)), None)
+        return next((region for region, _ in self.regions_below(path, 0)), None)
 
     def _region(self, path: str) -> tuple[CheckpointRegion, tuple[str, ...]] | None:
         """The region of a module, with the tensors that it drops; None if it cannot be one."""
@@ -178,19 +182,23 @@ class _Choice:
                 self.refused[path] = str(error)
         return self._known[path]
 
-    def parts(self, path: str, depth: int) -> Iterator[tuple[CheckpointRegion, tuple[str, ...]]]:
+    def regions_below(
+        self, path: str, depth: int
+    ) -> Iterator[tuple[CheckpointRegion, tuple[str, ...]]]:
         """The regions `depth` levels below the module that drop something, with what they drop."""
         if depth:
             for part in self._tree.parts.get(path, ()):
-                yield from self.parts(part, depth - 1)
+                yield from self.regions_below(part, depth - 1)
             return
         region, dropped = self._region(path) or (None, ())
         if region is not None and dropped:
             yield region, dropped
 
-    def as_kept(self, path: str, kept: frozenset[str], depth: int) -> Iterator[CheckpointRegion]:
+    def regions_keeping(
+        self, path: str, kept: frozenset[str], depth: int
+    ) -> Iterator[CheckpointRegion]:
         """The regions `depth` levels below a block that keep these storages as far as possible."""
-        for region, dropped in self.parts(path, depth):
+        for region, dropped in self.regions_below(path, depth):
             maker_of = {name: self._graph.producer[name].name for name in dropped}
             missing = {maker_of[name] for name in dropped if self._graph.root(name) not in kept}
             if missing:
@@ -205,11 +213,11 @@ class _Choice:
         Blocks outside all modules of `around` are checkpointed whole in the latter choices.
         """
         replace = dataclasses.replace
-        blocks = self._wholes(self._tree.blocks)
+        blocks = self._whole_regions(self._tree.blocks)
         parts = self._tree.parts
-        with_parts = [replace(b, inner=self._wholes(parts.get(b.path, ()))) for b in blocks]
+        with_parts = [replace(b, inner=self._whole_regions(parts.get(b.path, ()))) for b in blocks]
         yield tuple(with_parts)
-        around = self._wholes(self._tree.around)
+        around = self._whole_regions(self._tree.around)
         outside = [b for b in blocks if not any(is_under(b.path, w.path) for w in around)]
         for choice in ((), blocks, with_parts) if self._tree.around else ():
             nested = (
@@ -218,6 +226,6 @@ class _Choice:
             )
             yield (*nested, *outside)
 
-    def _wholes(self, paths: Sequence[str]) -> tuple[CheckpointRegion, ...]:
+    def _whole_regions(self, paths: Sequence[str]) -> tuple[CheckpointRegion, ...]:
         """The regions of those modules that can be checkpointed whole and drop something."""
-        return tuple(region for path in paths if (region := self.whole(path)))
+        return tuple(region for path in paths if (region := self.whole_region(path)))

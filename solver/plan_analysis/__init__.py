@@ -8,8 +8,8 @@ from solver.plan_analysis.copy_timeline import (
     Stall,
     Stream,
     Trip,
-    copied,
     copies,
+    trips_of,
 )
 from solver.plan_analysis.explain import (
     Peak,
@@ -21,8 +21,8 @@ from solver.plan_analysis.explain import (
     why_recomputed,
 )
 from solver.plan_analysis.largest_batch import (
-    FIRST,
-    SECOND,
+    FIRST_SIZE,
+    RETRY_SIZE,
     Candidate,
     SameStepError,
     Size,

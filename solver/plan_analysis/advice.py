@@ -122,7 +122,7 @@ def _state(solution: Solution, reader: Reader) -> Iterator[str]:
             f"of {format_size(bytes_of['optimizer'])}"
         )
     trained = bytes_of["gradients"] + bytes_of["optimizer"]
-    parameter_bytes, frozen_bytes = _frozen(graph)
+    parameter_bytes, frozen_bytes = _total_and_frozen_bytes(graph)
     is_mostly_frozen = 2 * frozen_bytes > parameter_bytes
     if trained >= worth_bytes and not is_mostly_frozen:
         text += (
@@ -173,7 +173,7 @@ def _may_have_host(graph: Graph) -> bool:
     )
 
 
-def _frozen(graph: Graph) -> tuple[int, int]:
+def _total_and_frozen_bytes(graph: Graph) -> tuple[int, int]:
     """Bytes of all parameters, and of the frozen ones; (0, 0) if the graph does not record them."""
     layout = graph.meta.parameter_layout
     gradients = {str(each.get("tensor")): each.get("gradient") for each in layout.values()}
@@ -201,11 +201,11 @@ def _frozen_on_host(graph: Graph, frozen_bytes: int, worth_bytes: float, reader:
 def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:
     """The figures at the peak, as in the report's table, and why they differ from those at the end
     of the step."""
-    here_bytes = sum(run.bytes_of[name] for name in STATE)
-    fewer = ", as not all gradients exist yet" if here_bytes < end_bytes else ""
+    peak_bytes = sum(run.bytes_of[name] for name in STATE)
+    fewer = ", as not all gradients exist yet" if peak_bytes < end_bytes else ""
     return (
         f"At the peak of the {run.name}, {format_size(run.total_bytes)}, they take "
-        f"{format_size(here_bytes)} ({format_percent(run.share(*STATE), digits=1)}) besides "
+        f"{format_size(peak_bytes)} ({format_percent(run.share(*STATE), digits=1)}) besides "
         f"{format_size(run.bytes_of['activations'])} of activations "
         f"({format_percent(run.share('activations'), digits=1)}){fewer}."
     )
@@ -213,9 +213,9 @@ def _state_at_the_peak(run: PeakMemory, end_bytes: int) -> str:
 
 def _logits(solution: Solution, reader: Reader) -> Iterator[str]:
     """Advice if the widest op belongs to the loss: compute the loss in chunks."""
-    node, size = _widest(solution)
-    if node is not None and _is_of_the_loss(solution.graph, node):
-        in_chunks = _in_chunks(solution, reader)
+    node, size = _widest_op(solution)
+    if node is not None and _is_loss_op(solution.graph, node):
+        in_chunks = _how_to_chunk_loss(solution, reader)
         yield (
             f"At the peak, {describe_op(node)} alone requires {size}, tensors as large as the "
             "logits. Computing the head and the loss together in chunks of tokens (a fused linear "
@@ -223,7 +223,7 @@ def _logits(solution: Solution, reader: Reader) -> Iterator[str]:
         )
 
 
-def _in_chunks(solution: Solution, reader: Reader) -> str:
+def _how_to_chunk_loss(solution: Solution, reader: Reader) -> str:
     """How to get the loss in chunks: by a rewrite of the plan or, under FSDP2, whose steps run the
     model's own code, by a change of the model."""
     if sharding_of(solution.graph.meta.environment) is not None:
@@ -245,15 +245,15 @@ def _in_chunks(solution: Solution, reader: Reader) -> str:
 
 def _one_op(solution: Solution) -> Iterator[str]:
     """Advice if the widest op does not belong to the loss: make this op smaller."""
-    node, size = _widest(solution)
-    if node is not None and not _is_of_the_loss(solution.graph, node):
+    node, size = _widest_op(solution)
+    if node is not None and not _is_loss_op(solution.graph, node):
         yield (
             f"At the peak, {describe_op(node)} alone requires {size}. No schedule can run this "
-            f"operator with less; {_smaller(node)}."
+            f"operator with less; {_how_to_shrink(node)}."
         )
 
 
-def _smaller(node: Node) -> str:
+def _how_to_shrink(node: Node) -> str:
     """How the model can run the operator with less memory."""
     packet = node.op.removeprefix("aten.").partition(".")[0]
     if "attention" in packet:
@@ -310,28 +310,30 @@ def _theory(solution: Solution) -> Iterator[str]:
     ways, every_block = "√L segments", ""
     if of_layers:
         ways = f"every block, or {ways},"
-        every_block = f"every block {_costs(solution, split_into_blocks(solution.plain))}; "
+        every_block = f"every block {_cost_text(solution, split_into_blocks(solution.plain))}; "
     yield (
         f"Activations are {format_percent(share, digits=1)} of the baseline peak. Split where few "
         f"activations cross, the step is a chain of {blocks.n_blocks} blocks. In theory, "
         f"checkpointing {ways} costs at most one more forward pass, "
         f"{format_share(forward_s / plain_s)}. Simulated {where}: {every_block}"
-        f"√L, {counted(n_segments, 'segment')}, {_costs(solution, segments)}; "
+        f"√L, {counted(n_segments, 'segment')}, {_cost_text(solution, segments)}; "
         f"{plan} {format_size(simulation.peak_bytes)} at {format_share(solution.overhead or 0.0)}."
     )
 
 
-def _costs(solution: Solution, blocks: Blocks) -> str:
+def _cost_text(solution: Solution, blocks: Blocks) -> str:
     """Peak and overhead of saving the inputs of these blocks and everything in the last one."""
     graph = solution.plain
     simulation = simulate(graph, keep(graph, checkpoints(graph, blocks, n_whole=1)))
-    over = simulation.time_s / (solution.baseline.time_s or 1.0) - 1.0 if simulation.time_s else 0.0
+    overhead = (
+        simulation.time_s / (solution.baseline.time_s or 1.0) - 1.0 if simulation.time_s else 0.0
+    )
     fits = simulation.peak_bytes <= solution.request.available_bytes
     unfit = "" if fits else " (does not fit)"
-    return f"{format_size(simulation.peak_bytes)} at {format_share(over)}{unfit}"
+    return f"{format_size(simulation.peak_bytes)} at {format_share(overhead)}{unfit}"
 
 
-def _widest(solution: Solution) -> tuple[Node | None, str]:
+def _widest_op(solution: Solution) -> tuple[Node | None, str]:
     """The bottleneck op, or the peak op of a plan, with the size of its tensors; None if small."""
     graph, node = solution.graph, None
     if solution.obstacle is not None:
@@ -362,7 +364,7 @@ def _own_bytes(graph: Graph, node: Node) -> int:
     return sum(_own_tensors(graph, node).values()) + node.workspace_bytes
 
 
-def _is_of_the_loss(graph: Graph, node: Node) -> bool:
+def _is_loss_op(graph: Graph, node: Node) -> bool:
     """Whether the op is an operator of a loss, or shares a large tensor with one."""
     least_bytes = LARGE_SHARE * _own_bytes(graph, node)
     large = {root for root, size in _own_tensors(graph, node).items() if size >= least_bytes}

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from graphs.graph import Graph
 from solver.chain import computing_blocks
-from solver.schedule import Solution, away_for_backward, baseline, saved_for_backward
+from solver.schedule import Solution, baseline, copied_out_for_backward, saved_for_backward
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,25 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
     if schedule is None:
         return ()
     kept = saved_for_backward(graph, schedule)
-    away = away_for_backward(graph, schedule) - kept
-    plain = saved_for_backward(graph, baseline(graph))
+    copied_out = copied_out_for_backward(graph, schedule) - kept
+    saved_by_baseline = saved_for_backward(graph, baseline(graph))
     runs = Counter(schedule.order)
     rows = []
     for block, names in enumerate(computing_blocks(graph).forward, start=1):
         nodes = [graph.node_by_name[name] for name in names]
-        made = {graph.root(name) for node in nodes for name in node.outputs}
-        kept_bytes, plain_bytes = _bytes(graph, made & kept), _bytes(graph, made & plain)
-        away_bytes = _bytes(graph, made & away)
+        outputs = {graph.root(name) for node in nodes for name in node.outputs}
+        kept_bytes, baseline_bytes = (
+            _total_bytes(graph, outputs & kept),
+            _total_bytes(graph, outputs & saved_by_baseline),
+        )
+        copied_bytes = _total_bytes(graph, outputs & copied_out)
         row = BlockRow(
             block=block,
-            module=_common([node.module for node in nodes]),
+            module=_common_path([node.module for node in nodes]),
             n_ops=len(nodes),
             forward_s=math.fsum(node.time_s for node in nodes),
             kept_bytes=kept_bytes,
-            dropped_bytes=max(0, plain_bytes - kept_bytes - away_bytes),
+            dropped_bytes=max(0, baseline_bytes - kept_bytes - copied_bytes),
             n_recomputed=sum(runs[node.name] - 1 for node in nodes),
             recompute_s=math.fsum((runs[node.name] - 1) * node.time_s for node in nodes),
         )
@@ -70,16 +73,16 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
 def block_names(graph: Graph) -> tuple[str, ...]:
     """The module path of each block, as in `BlockRow.module`."""
     return tuple(
-        _common(graph.node_by_name[name].module for name in names)
+        _common_path(graph.node_by_name[name].module for name in names)
         for names in computing_blocks(graph).forward
     )
 
 
-def _bytes(graph: Graph, names: Iterable[str]) -> int:
+def _total_bytes(graph: Graph, names: Iterable[str]) -> int:
     return sum(graph.tensor_by_name[name].size_bytes for name in names)
 
 
-def _common(paths: Iterable[str]) -> str:
+def _common_path(paths: Iterable[str]) -> str:
     """The path that all modules share: "blocks.0" for blocks.0.attention and blocks.0. If they
     share none, the first and the last: "norm … head"."""
     paths = [path for path in dict.fromkeys(paths) if path]

@@ -127,8 +127,11 @@ class Copies:
         for name in TITLE_OF_STREAM:
             if events := [event for event in self.events if event.stream == name]:
                 busy_s = math.fsum(event.end_s - event.start_s for event in events)
-                copied = (op for e in events if isinstance(op := self.ops[e.position], Copy))
-                size_bytes, share = sum(map(self._size_bytes, copied)), busy_s / (self.end_s or 1.0)
+                trips_of = (op for e in events if isinstance(op := self.ops[e.position], Copy))
+                size_bytes, share = (
+                    sum(map(self._size_bytes, trips_of)),
+                    busy_s / (self.end_s or 1.0),
+                )
                 found.append(Stream(name, len(events), size_bytes, busy_s, share))
         return tuple(found)
 
@@ -157,8 +160,8 @@ class Copies:
     @cached_property
     def trips(self) -> tuple[Trip, ...]:
         """All stays of storages on the host: the largest first, of equal sizes the earliest."""
-        at = {event.position: event for event in self.events}
-        clock = self._clock(at)
+        event_at = {event.position: event for event in self.events}
+        clock = self._clock(event_at)
         # A stay on the host begins with a Store or a Load and ends with a Drop or the step.
         stays: dict[str, list[int]] = {}
         ended: list[tuple[list[int], float]] = []
@@ -170,24 +173,24 @@ class Copies:
             elif isinstance(op, Drop):
                 ended.append((stays.pop(op.storage), clock[position]))
         ended += [(positions, self.end_s) for positions in stays.values()]
-        trips = (self._trip(positions, until_s, at) for positions, until_s in ended)
+        trips = (self._trip(positions, until_s, event_at) for positions, until_s in ended)
         return tuple(sorted(trips, key=lambda trip: (-trip.size_bytes, trip.from_s)))
 
-    def _trip(self, positions: Sequence[int], until_s: float, at: dict[int, Event]) -> Trip:
+    def _trip(self, positions: Sequence[int], until_s: float, event_at: dict[int, Event]) -> Trip:
         """The trip with the copies at these positions. until_s: when its `Drop` takes effect.
-        at: position -> event."""
+        event_at: position -> event."""
         first, last = positions[0], positions[-1]
         storage = name_in(self.ops[first])
         is_out, is_back = isinstance(self.ops[first], Store), isinstance(self.ops[last], Fetch)
-        ends_s = [at[position].end_s for position in positions]
-        spans = {type(self.ops[p]): (at[p].start_s, at[p].end_s) for p in positions}
+        ends_s = [event_at[position].end_s for position in positions]
+        spans = {type(self.ops[p]): (event_at[p].start_s, event_at[p].end_s) for p in positions}
         return Trip(
             storage=storage,
             size_bytes=self.graph.tensor_by_name[storage].size_bytes,
             maker=self.graph.producer[storage],
-            out_s=(at[first].start_s, at[first].end_s) if is_out else None,
-            back_s=(at[last].start_s, at[last].end_s) if is_back else None,
-            from_s=at[first].start_s,
+            out_s=(event_at[first].start_s, event_at[first].end_s) if is_out else None,
+            back_s=(event_at[last].start_s, event_at[last].end_s) if is_back else None,
+            from_s=event_at[first].start_s,
             until_s=max(until_s, *ends_s),
             reader=self._reader(storage, last) if is_back else None,
             to_disk_s=spans.get(Spill),
@@ -203,11 +206,14 @@ class Copies:
                     return node
         return None
 
-    def _clock(self, at: dict[int, Event]) -> list[float]:
-        """When the compute stream reaches each position of the schedule. at: position -> event."""
+    def _clock(self, event_at: dict[int, Event]) -> list[float]:
+        """When the compute stream reaches each position of the schedule.
+
+        event_at: position -> event.
+        """
         clock, now_s = [], 0.0
         for position in range(len(self.ops)):
-            event = at.get(position)
+            event = event_at.get(position)
             if event is not None and event.stream == "compute":
                 now_s = event.end_s
             clock.append(now_s)
@@ -218,33 +224,33 @@ class Copies:
         stays = [(trip.from_s, trip.until_s, trip.size_bytes) for trip in self.trips]
         if state_bytes := self.graph.host_state_bytes:
             stays.append((0.0, self.end_s, state_bytes))
-        return _held(stays)
+        return _bytes_over_time(stays)
 
     def disk_bytes(self) -> tuple[tuple[float, int], ...]:
         """(seconds, bytes on the disk from then on) for each change."""
-        at = {event.position: event for event in self.events}
-        clock = self._clock(at)
-        came_s: dict[str, float] = {}
+        event_at = {event.position: event for event in self.events}
+        clock = self._clock(event_at)
+        arrived_s: dict[str, float] = {}
         busy_s: dict[str, float] = {}
         stays = []
         for position, op in enumerate(self.ops):
             if isinstance(op, Spill | Load):
-                busy_s[op.storage] = at[position].end_s
-                came_s.setdefault(op.storage, at[position].start_s)
+                busy_s[op.storage] = event_at[position].end_s
+                arrived_s.setdefault(op.storage, event_at[position].start_s)
             elif isinstance(op, Delete):
                 until_s = max(clock[position], busy_s.pop(op.storage))
-                stays.append((came_s.pop(op.storage), until_s, self._size_bytes(op)))
+                stays.append((arrived_s.pop(op.storage), until_s, self._size_bytes(op)))
         stays += [
             (start_s, self.end_s, self.graph.tensor_by_name[storage].size_bytes)
-            for storage, start_s in came_s.items()
+            for storage, start_s in arrived_s.items()
         ]
-        return _held(stays)
+        return _bytes_over_time(stays)
 
     def _size_bytes(self, op: Op) -> int:
         return self.graph.tensor_by_name[name_in(op)].size_bytes
 
 
-def _held(stays: Iterable[tuple[float, float, int]]) -> tuple[tuple[float, int], ...]:
+def _bytes_over_time(stays: Iterable[tuple[float, float, int]]) -> tuple[tuple[float, int], ...]:
     """Add up stays, given as (start, end, bytes), to (seconds, bytes from then on)."""
     change: dict[float, int] = defaultdict(int)
     for from_s, until_s, size_bytes in stays:
@@ -266,7 +272,7 @@ def copies(solution: Solution) -> Copies | None:
     return Copies(solution.graph, schedule.ops, events, simulation.time_s)
 
 
-def copied(solution: Solution, outputs: Iterable[str]) -> tuple[Trip, ...]:
+def trips_of(solution: Solution, outputs: Iterable[str]) -> tuple[Trip, ...]:
     """The stays on the host of the storages of these tensors, in order of time."""
     found = copies(solution)
     roots = set(map(solution.graph.root, outputs))

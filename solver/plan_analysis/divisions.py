@@ -71,17 +71,19 @@ def best_division(
     """
     planned: dict[Part, StageTime] = {}
     bounds = {part: bound_s(part) for part in _parts(n_layers, n_stages)}
-    known = dict(bounds)
+    times_s = dict(bounds)
     while True:
-        found = _least(n_layers, n_stages, known)
-        left = [part for part in found or () if part not in planned]
-        if not left:
+        found = _fastest_division(n_layers, n_stages, times_s)
+        unplanned = [part for part in found or () if part not in planned]
+        if not unplanned:
             break
-        part = max(left, key=bounds.__getitem__)
+        part = max(unplanned, key=bounds.__getitem__)
         planned[part] = plan(part)
-        known[part] = planned[part].plan_s
-    proven = bounds | {part: each.lower_bound_s for part, each in planned.items()}
-    return Division(found, _least_slowest(n_layers, n_stages, proven)[n_stages - 1, n_layers])
+        times_s[part] = planned[part].plan_s
+    bounds_s = bounds | {part: each.lower_bound_s for part, each in planned.items()}
+    return Division(
+        found, _least_slowest_times_s(n_layers, n_stages, bounds_s)[n_stages - 1, n_layers]
+    )
 
 
 def _parts(n_layers: int, n_stages: int) -> list[Part]:
@@ -95,24 +97,26 @@ def _parts(n_layers: int, n_stages: int) -> list[Part]:
     ]
 
 
-def _least_slowest(
+def _least_slowest_times_s(
     n_layers: int, n_stages: int, times_s: Mapping[Part, float]
 ) -> dict[tuple[int, int], float]:
     """(stage, layer where it ends) -> the least time of the slowest stage up to this one."""
     least: dict[tuple[int, int], float] = {}
     for part in _parts(n_layers, n_stages):  # stage by stage
         before_s = 0.0 if part.stage == 0 else least.get((part.stage - 1, part.first), math.inf)
-        here = part.stage, part.end
-        least[here] = min(least.get(here, math.inf), max(before_s, times_s[part]))
+        key = part.stage, part.end
+        least[key] = min(least.get(key, math.inf), max(before_s, times_s[part]))
     return least
 
 
-def _least(n_layers: int, n_stages: int, times_s: Mapping[Part, float]) -> tuple[Part, ...] | None:
+def _fastest_division(
+    n_layers: int, n_stages: int, times_s: Mapping[Part, float]
+) -> tuple[Part, ...] | None:
     """The division with the fastest slowest stage, and of several the one with the least sum.
 
     None if the slowest stage of every division takes inf.
     """
-    slowest_s = _least_slowest(n_layers, n_stages, times_s)[n_stages - 1, n_layers]
+    slowest_s = _least_slowest_times_s(n_layers, n_stages, times_s)[n_stages - 1, n_layers]
     if math.isinf(slowest_s):
         return None
     sums: dict[tuple[int, int], tuple[float, tuple[Part, ...]]] = {(-1, 0): (0.0, ())}
@@ -120,7 +124,7 @@ def _least(n_layers: int, n_stages: int, times_s: Mapping[Part, float]) -> tuple
         if times_s[part] > slowest_s or (part.stage - 1, part.first) not in sums:
             continue
         sum_s, parts = sums[part.stage - 1, part.first]
-        here, total_s = (part.stage, part.end), sum_s + times_s[part]
-        if here not in sums or total_s < sums[here][0]:
-            sums[here] = total_s, (*parts, part)
+        key, total_s = (part.stage, part.end), sum_s + times_s[part]
+        if key not in sums or total_s < sums[key][0]:
+            sums[key] = total_s, (*parts, part)
     return sums[n_stages - 1, n_layers][1]

@@ -96,7 +96,7 @@ def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
 
     Raises KeyError for an unknown name, and ValueError if there is no schedule.
     """
-    graph, schedule = solution.graph, _plan(solution)[0]
+    graph, schedule = solution.graph, _plan_of(solution)[0]
     order, has_copies = schedule.order, schedule.has_copies
     node = graph.node_by_name[name]
     runs = [position for position, other in enumerate(order) if other == name]
@@ -116,13 +116,13 @@ def why_recomputed(solution: Solution, name: str) -> WhyRecomputed:
             for before, position in pairwise(runs)
         ),
         last_reader=graph.node_by_name[readers[-1]] if readers else None,
-        kept=None if len(runs) == 1 or has_copies else _kept(graph, order, name),
+        kept=None if len(runs) == 1 or has_copies else _simulate_keeping(graph, order, name),
     )
 
 
 def peak(solution: Solution) -> Peak:
     """The peak of the plan and what is live there. Raises ValueError if there is no schedule."""
-    graph, (schedule, simulation) = solution.graph, _plan(solution)
+    graph, (schedule, simulation) = solution.graph, _plan_of(solution)
     node = node_at(graph, schedule, simulation)
     held = held_during(graph, schedule, simulation.peak_op)
     sizes = ((root, graph.tensor_by_name[root].size_bytes) for root in held)
@@ -143,7 +143,7 @@ def most_recomputed(solution: Solution) -> tuple[tuple[Node, int], ...]:
 
     Raises ValueError if there is no schedule.
     """
-    runs = Counter(_plan(solution)[0].order)
+    runs = Counter(_plan_of(solution)[0].order)
     graph = solution.graph
     found = [(graph.node_by_name[name], n - 1) for name, n in runs.items() if n > 1]
     return tuple(sorted(found, key=lambda item: (-item[0].time_s * item[1], item[0].name)))
@@ -164,14 +164,16 @@ def neighbours(
     method = solution.method if solution.method in METHODS else "auto"  # a file may name any
     answers: list[Solution | None] = []
     for budget_bytes in (request.budget_bytes - step_bytes, request.budget_bytes + step_bytes):
-        asked = dataclasses.replace(
+        changed_request = dataclasses.replace(
             request, budget_bytes=budget_bytes, time_limit_s=time_limit_s, method=method
         )
         step = solution.variants or solution.graph
-        answers.append(attempt(step, asked) if asked.available_bytes > 0 else None)
+        answers.append(
+            attempt(step, changed_request) if changed_request.available_bytes > 0 else None
+        )
     less, more = answers
     assert more is not None
-    if more.simulation is None or more.simulation.time_s > _plan(solution)[1].time_s:
+    if more.simulation is None or more.simulation.time_s > _plan_of(solution)[1].time_s:
         more = dataclasses.replace(
             more,
             graph=solution.graph,
@@ -197,16 +199,16 @@ def _recomputation(
     node = graph.node_by_name[order[position]]
     readers = [p for p in range(before + 1, position) if _reads(graph, order[p], node)]
     through: list[Node] = []
-    reader, wanted = None, node
+    reader, maker = None, node
     # Follow the chain of recomputations that read each other, up to an op that runs the first time.
     for at in range(position + 1, len(order)):
-        if not _reads(graph, order[at], wanted):
+        if not _reads(graph, order[at], maker):
             continue
-        wanted = graph.node_by_name[order[at]]
+        maker = graph.node_by_name[order[at]]
         if not is_recomputed[at]:
-            reader = wanted
+            reader = maker
             break
-        through.append(wanted)
+        through.append(maker)
     return Recomputation(
         dropped_after=graph.node_by_name[order[readers[-1]]] if readers else node,
         reader=reader,
@@ -220,7 +222,7 @@ def _reads(graph: Graph, reader: str, maker: Node) -> bool:
     return not made.isdisjoint(map(graph.root, graph.node_by_name[reader].inputs))
 
 
-def _kept(graph: Graph, order: Sequence[str], name: str) -> Simulation | None:
+def _simulate_keeping(graph: Graph, order: Sequence[str], name: str) -> Simulation | None:
     """Simulate the plan without the recomputations of one op, and without those that only they
     need (None: that is illegal)."""
     first = order.index(name)
@@ -231,7 +233,7 @@ def _kept(graph: Graph, order: Sequence[str], name: str) -> Simulation | None:
         return None
 
 
-def _plan(solution: Solution) -> tuple[Schedule, Simulation]:
+def _plan_of(solution: Solution) -> tuple[Schedule, Simulation]:
     """The schedule and its simulation. Raises ValueError if there is none."""
     if solution.schedule is None or solution.simulation is None:
         raise ValueError(f"no schedule to explain: the status is {solution.status}")

@@ -21,15 +21,15 @@ from solver.sizes_deadlines_progress import interrupted
 
 Size = Literal["batch_size", "seq_length"]
 
-FIRST: Mapping[Size, int] = {"batch_size": 1, "seq_length": 128}
+FIRST_SIZE: Mapping[Size, int] = {"batch_size": 1, "seq_length": 128}
 """The first size to try by default."""
-SECOND: Mapping[Size, int] = {"batch_size": 2}
+RETRY_SIZE: Mapping[Size, int] = {"batch_size": 2}
 """The first size to try if the model cannot be traced with the default one."""
 RESOLUTION: Mapping[Size, int] = {"batch_size": 2**60, "seq_length": 64}
 """Below this size the answer is exact, above it is within 1/RESOLUTION of its size."""
 GROWTH = 4
 """Factor from one size to the next until one does not fit: large, because tracing is slow."""
-MOST = 2**20
+MAX_SIZE = 2**20
 """The largest size that is tried."""
 SATURATION_SHARE = 0.01
 """Throughput saturates at the smallest candidate within this share of the best rate."""
@@ -108,7 +108,7 @@ def largest(
 
     plan: plans the step of one size; may raise SizeNotTraceableError, but not for the first size.
     size: which size is searched for; sets the defaults for `first` and the resolution.
-    first: the first size to try (None: FIRST).
+    first: the first size to try (None: FIRST_SIZE).
     on_candidate: called with each candidate once it is planned.
 
     Calls `plan` about log4(answer) + 2 times if the bytes needed grow linearly, else about
@@ -145,10 +145,10 @@ def largest(
 
     ended = False
     try:
-        at, low, high = first or FIRST[size], 0, MOST + 1  # low fits, high does not
+        at, low, high = first or FIRST_SIZE[size], 0, MAX_SIZE + 1  # low fits, high does not
         while high - low > (step := max(1, low // RESOLUTION[size])):
             low, high = (at, high) if fits(at) else (low, at)
-            at = _next_size(low, high, step, _expected(candidates), candidates)
+            at = _next_size(low, high, step, _expected_largest(candidates), candidates)
     except KeyboardInterrupt:
         if all(c.solution.schedule is None for c in candidates):
             raise
@@ -169,17 +169,17 @@ def _next_size(
     step: the smallest step that matters.
     expected: the linear estimate of the answer (None: unknown).
     """
-    plain = (low + high) // 2 if high <= MOST else min(GROWTH * low, MOST)
-    if expected is None or expected < low or expected > MOST:
-        return plain
+    default_size = (low + high) // 2 if high <= MAX_SIZE else min(GROWTH * low, MAX_SIZE)
+    if expected is None or expected < low or expected > MAX_SIZE:
+        return default_size
     if expected >= high:
         n_failed = sum(candidate.solution.schedule is None for candidate in candidates)
-        return max(plain, high - (step << max(0, n_failed - 1)))
+        return max(default_size, high - (step << max(0, n_failed - 1)))
     at = max(expected, low + step)
-    return at if high <= MOST else min(at, plain)
+    return at if high <= MAX_SIZE else min(at, default_size)
 
 
-def _expected(candidates: Sequence[Candidate]) -> int | None:
+def _expected_largest(candidates: Sequence[Candidate]) -> int | None:
     """The largest size that fits if the bytes that each op needs grow linearly (None: unknown).
 
     The bytes that an op needs are those that every schedule holds while it runs. If the search for
@@ -190,8 +190,8 @@ def _expected(candidates: Sequence[Candidate]) -> int | None:
         return None
     a, b = sorted(steps)[-2:]
     obstacles = (c.solution.obstacle for c in candidates)
-    missed = max((o.reached_bytes / o.proven_bytes for o in obstacles if o), default=1.0)
-    available_bytes = candidates[0].solution.request.available_bytes / missed
+    excess_ratio = max((o.reached_bytes / o.proven_bytes for o in obstacles if o), default=1.0)
+    available_bytes = candidates[0].solution.request.available_bytes / excess_ratio
     fits = []
     for pair in zip(steps[a].planned, steps[b].planned, strict=False):
         least_a, least_b = (StorageGraph.of(graph).least_bytes for graph in pair)

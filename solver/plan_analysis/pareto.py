@@ -22,11 +22,11 @@ from solver.sizes_deadlines_progress import Deadline, check_time_limit, interrup
 from solver.solving import attempt, with_state_choices
 
 N_BUDGETS = 20
-CROWDING = 1.5
+BUDGET_SPACING_EXPONENT = 1.5
 """Exponent that spaces the budgets: evenly spaced shares of the range are raised to this power, so
 that budgets are denser near the minimum, where a few percent more memory can halve the overhead.
 """
-LIKE = Request(budget_bytes=0, time_limit_s=10.0)
+DEFAULT_REQUEST = Request(budget_bytes=0, time_limit_s=10.0)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def sweep(
     budgets: Iterable[int] | None = None,
     n_budgets: int = N_BUDGETS,
     methods: Sequence[str] = ("auto",),
-    like: Request = LIKE,
+    like: Request = DEFAULT_REQUEST,
     quick: bool = False,
     known: Sequence[Solution] = (),
     on_point: Callable[[int, int], None] | None = None,
@@ -94,21 +94,23 @@ def sweep(
     reserve_bytes, places = like.reserve_bytes, like.places
     step = with_state_choices(step, places, where=like.optimizer_state, parameters=like.parameters)
     if budgets is None:
-        obstacles = _obstacles(step, METHODS[methods[0]], places, time_limit_s=like.time_limit_s)
-        budgets = _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
+        obstacles = _find_obstacles(
+            step, METHODS[methods[0]], places, time_limit_s=like.time_limit_s
+        )
+        budgets = _spaced_budgets(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
     reached = [obstacle.schedule for obstacle in obstacles if obstacle.schedule is not None]
     known = [solution for solution in known if solution.request.budget_of == "allocated"]
-    asked = {*budgets, *(solution.request.budget_bytes for solution in known)}
-    if not asked or min(asked) <= reserve_bytes:
+    chosen = {*budgets, *(solution.request.budget_bytes for solution in known)}
+    if not chosen or min(chosen) <= reserve_bytes:
         raise ValueError(
-            f"the smallest budget is {min(asked, default=0)} bytes; it must be above the reserve "
+            f"the smallest budget is {min(chosen, default=0)} bytes; it must be above the reserve "
             f"of {reserve_bytes} bytes"
         )
     answers = {(s.method, s.request.budget_bytes): s for s in known}
     requests = [
         dataclasses.replace(like, budget_bytes=budget_bytes, method=method, budget_of="allocated")
         for method in methods
-        for budget_bytes in sorted(asked)
+        for budget_bytes in sorted(chosen)
     ]
     points: list[Solution] = []
     for request in requests:
@@ -158,11 +160,11 @@ def default_budgets(
     """
     check_time_limit(time_limit_s)
     step = with_state_choices(step, places)
-    obstacles = _obstacles(step, METHODS[method], places, time_limit_s=time_limit_s)
-    return _spread(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
+    obstacles = _find_obstacles(step, METHODS[method], places, time_limit_s=time_limit_s)
+    return _spaced_budgets(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
 
 
-def _obstacles(
+def _find_obstacles(
     step: Graph | Variants, method: Method, places: Places | None, *, time_limit_s: float
 ) -> tuple[Obstacle, ...]:
     """The least budget of each variant of the step, proven and reached."""
@@ -173,7 +175,7 @@ def _obstacles(
     )
 
 
-def _spread(
+def _spaced_budgets(
     step: Graph | Variants,
     obstacles: Sequence[Obstacle],
     places: Places | None,
@@ -181,25 +183,25 @@ def _spread(
     *,
     reserve_bytes: int,
 ) -> tuple[int, ...]:
-    """The budgets from the least one to the peak of the baseline, spaced by CROWDING."""
+    """The budgets from the least one to the peak of the baseline (BUDGET_SPACING_EXPONENT)."""
     peak_bytes = simulate_unplanned(Variants.of(step).plain).peak_bytes
     reached_bytes = min(obstacle.reached_bytes for obstacle in obstacles)
     may_copy = places is not None and places.host is not None
     least_bytes = min(o.proven_bytes for o in obstacles) if may_copy else reached_bytes
     n_steps = max(1, n_budgets - 1)
-    shares = ((n / n_steps) ** CROWDING for n in range(n_steps + 1))
+    shares = ((n / n_steps) ** BUDGET_SPACING_EXPONENT for n in range(n_steps + 1))
     sizes = {least_bytes + int(share * (peak_bytes - least_bytes)) for share in shares}
     return tuple(reserve_bytes + size for size in sorted(sizes | {reached_bytes}))
 
 
-def _schedules_carried_up(line: Sequence[Solution]) -> list[Solution]:
+def _schedules_carried_up(points: Sequence[Solution]) -> list[Solution]:
     """Replace each plan by that of a smaller budget if that one is faster.
 
-    line: the solutions of one method, smallest budget first.
+    points: the solutions of one method, smallest budget first.
     """
     carried: list[Solution] = []
     best: Solution | None = None
-    for point in line:
+    for point in points:
         if best is not None and _time_s(best) < _time_s(point):
             point = dataclasses.replace(
                 point,

@@ -14,7 +14,7 @@ from solver.methods import METHODS
 from solver.plan_analysis.divisions import Part, StageTime
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import counted
-from solver.solving import as_step, attempt, explained, request_for, traced_for_device
+from solver.solving import as_step, attempt, request_for, traced_for_device, with_obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -69,11 +69,11 @@ class PlannedStages:
         self._trace_options, self._request, self._quick = trace_options, request, quick
         self._plans: dict[Hashable, Solution] = {}
         self._steps: dict[Hashable, _TracedStage] = {}
-        of_device = {k: v for k, v in trace_options.items() if k in ("device", "costs")}
+        device_options = {k: v for k, v in trace_options.items() if k in ("device", "costs")}
         self._layers: tuple[Layer, ...]
         self._layers, _, _ = traced_for_device(
             nn.ModuleList(layers),
-            of_device,
+            device_options,
             lambda **options: read_layers(layers, micro_batch, stage_of=self._stage_of, **options),
         )
 
@@ -86,7 +86,7 @@ class PlannedStages:
         self._places = tuple(
             dataclasses.replace(first, stage=stage, n_stages=n_stages) for stage in range(n_stages)
         )
-        self._check()
+        self._check_divisible()
 
     @property
     def n_layers(self) -> int:
@@ -110,13 +110,13 @@ class PlannedStages:
             f"{counted(part.end - part.first, 'layer')}..."
         )
         solution = self.solution(part)
-        steps_s = optimizer_s(solution.graph)
-        found_s = micro_batch_s(solution)
+        optimizer_time_s = optimizer_s(solution.graph)
+        plan_time_s = micro_batch_s(solution)
         return StageTime(
-            plan_s=math.inf if found_s is None else found_s,
+            plan_s=math.inf if plan_time_s is None else plan_time_s,
             lower_bound_s=math.inf
             if solution.proven_infeasible
-            else solution.lower_bound_s - steps_s,
+            else solution.lower_bound_s - optimizer_time_s,
         )
 
     def solution(self, part: Part) -> Solution:
@@ -124,14 +124,14 @@ class PlannedStages:
         place = self._places[part.stage]
         key = place.is_first, place.is_last, place.n_in_flight, self._forms_of(part)
         if key not in self._plans:
-            self._plans[key] = self._planned(part)
-        return _at(place, self._plans[key])
+            self._plans[key] = self._plan_stage(part)
+        return _moved_to(place, self._plans[key])
 
-    def _planned(self, part: Part) -> Solution:
+    def _plan_stage(self, part: Part) -> Solution:
         """Trace and plan a stage. If no plan is found, but it is not proven that there is none,
         search for the least budget too."""
         place = self._places[part.stage]
-        traced, hardware, costs = self._traced(part)
+        traced, hardware, costs = self._trace_stage(part)
         step = Variants(
             moved_to_stage(traced.plain, place),
             tuple(moved_to_stage(each, place) for each in traced.planned),
@@ -140,9 +140,9 @@ class PlannedStages:
         found = attempt(step, request, quick=self._quick)
         if found.proven_infeasible or not METHODS[found.method].reaches_least_budget:
             return found
-        return explained(found)
+        return with_obstacle(found)
 
-    def _traced(self, part: Part) -> _TracedStage:
+    def _trace_stage(self, part: Part) -> _TracedStage:
         """Trace the step of a stage. The trace depends on the place in the pipeline only by whether
         the stage is the first or the last."""
         place, options = self._places[part.stage], dict(self._trace_options)
@@ -162,7 +162,7 @@ class PlannedStages:
         """The forms of the stage's layers; layers with the same form have the same step."""
         return tuple(layer.form for layer in self._layers[part.first : part.end])
 
-    def _check(self) -> None:
+    def _check_divisible(self) -> None:
         """Raise PipelineError if no division of the layers gives valid stages."""
         n_layers, n_stages = len(self._layers), len(self._places)
         ends = {0}  # the layers before which the next stage can begin
@@ -197,7 +197,7 @@ def optimizer_s(graph: Graph) -> float:
     return math.fsum(node.time_s for node in graph.nodes if node.phase == "optimizer")
 
 
-def _at(place: Pipeline, solution: Solution) -> Solution:
+def _moved_to(place: Pipeline, solution: Solution) -> Solution:
     """The plan of an equal stage, moved to another place of the pipeline."""
 
     def moved(graph: Graph) -> Graph:

@@ -18,7 +18,7 @@ from typing import overload
 
 from graphs.pipeline import PipelineError
 from solver.plan_analysis.planned_stages import micro_batch_s, optimizer_s
-from solver.plan_analysis.rank_peak import check_rank, in_order, rank_peak_bytes
+from solver.plan_analysis.rank_peak import check_rank, in_pipeline_order, rank_peak_bytes
 from solver.plan_analysis.rank_search import RankSearch, StagePlan, variants_of
 from solver.schedule import OPTIMAL_GAP, Solution, Status
 from solver.sizes_deadlines_progress import Deadline, format_percent, format_size
@@ -84,10 +84,9 @@ class RankPlans(Sequence[Solution]):
 
     def __repr__(self) -> str:
         """One line: the request, the plans found, and the proven gap."""
-        asked = f"{len(self)} stages, {self.status}, budget {format_size(self.budget_bytes)}"
-        asked = f"{len(self)} stages, {self.status}, budget {format_size(self.budget_bytes)}"
+        request_text = f"{len(self)} stages, {self.status}, budget {format_size(self.budget_bytes)}"
         return (
-            f"RankPlans({asked}: peak {format_size(self.peak_bytes)}, overhead "
+            f"RankPlans({request_text}: peak {format_size(self.peak_bytes)}, overhead "
             f"{format_percent(self.overhead)}, proven within {format_percent(self.gap)})"
         )
 
@@ -107,10 +106,10 @@ def share_rank_budget(solutions: Sequence[Solution]) -> RankPlans:
         words = ", ".join(map(format_size, sorted(budgets)))
         raise PipelineError(f"the stages of a rank share one budget, but were solved for {words}")
     (budget_bytes,) = budgets
-    if len(solutions) == 1 and (alone := solutions[0]).simulation is not None:
-        bound_s = alone.lower_bound_s - optimizer_s(alone.graph)
-        return RankPlans((alone,), budget_bytes, bound_s, alone.timed_out)
-    given = in_order(solutions)
+    if len(solutions) == 1 and (only := solutions[0]).simulation is not None:
+        bound_s = only.lower_bound_s - optimizer_s(only.graph)
+        return RankPlans((only,), budget_bytes, bound_s, only.timed_out)
+    given = in_pipeline_order(solutions)
     deadline = Deadline.after(max(solution.request.time_limit_s for solution in solutions))
     search = RankSearch(place, given, budget_bytes=budget_bytes, deadline=deadline)
     search.run()

@@ -28,7 +28,7 @@ def rank_peak_bytes(solutions: Sequence[Solution]) -> int:
     """
     place = check_rank(solutions)
     stages: list[StageBytes] = []
-    for solution in in_order(solutions):
+    for solution in in_pipeline_order(solutions):
         if solution.schedule is None or solution.simulation is None:
             rank = place.stage % place.n_ranks
             raise PipelineError(f"a stage of rank {rank} has no plan: {solution}")
@@ -41,7 +41,7 @@ class StageBytes:
     """The memory that one stage takes with its plan.
 
     own: kind -> resident bytes that every stage has for itself.
-    beside: name or kind -> other resident bytes; for each, the stage with the most counts.
+    shared: name or kind -> other resident bytes; for each, the stage with the most counts.
     saved_bytes: saved for backward by each of its micro-batches in flight.
     step_bytes: peak of one forward and backward pass, without resident tensors and other
         micro-batches.
@@ -49,7 +49,7 @@ class StageBytes:
     """
 
     own: Mapping[str, int]
-    beside: Mapping[str, int]
+    shared: Mapping[str, int]
     saved_bytes: int
     step_bytes: int
     optimizer_bytes: int
@@ -57,13 +57,13 @@ class StageBytes:
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, simulation: Simulation) -> StageBytes:
         """simulation: of this schedule, with the other micro-batches in flight."""
-        own, beside = resident_by_kind(graph)
+        own, shared = resident_by_kind(graph)
         saved_bytes, n_before = simulation.saved_bytes, n_before_optimizer(graph, schedule)
         before, after = simulation.live_bytes[:n_before], simulation.live_bytes[n_before:]
         others_bytes = (graph.n_in_flight - 1) * saved_bytes
         return cls(
             own=own,
-            beside=beside,
+            shared=shared,
             saved_bytes=saved_bytes,
             step_bytes=max(before) - graph.resident_bytes - others_bytes,
             optimizer_bytes=max(after, default=graph.resident_bytes) - graph.resident_bytes,
@@ -86,7 +86,7 @@ def resident_bytes(stages: Sequence[StageBytes]) -> int:
     own_bytes = sum(sum(stage.own.values()) for stage in stages)
     most: Counter[str] = Counter()
     for stage in stages:
-        most |= Counter(stage.beside)
+        most |= Counter(stage.shared)
     return own_bytes + most.total()
 
 
@@ -98,22 +98,22 @@ def held_in_flight(others: Sequence[int], saved_bytes: Sequence[int]) -> int:
 
 def resident_by_kind(graph: Graph) -> tuple[Counter[str], Counter[str]]:
     """Resident bytes that every stage has for itself, by kind, and the other ones, by name or kind
-    (`StageBytes.own`, `StageBytes.beside`)."""
+    (`StageBytes.own`, `StageBytes.shared`)."""
     own: Counter[str] = Counter()
-    beside: Counter[str] = Counter()
+    shared: Counter[str] = Counter()
     for tensor in graph.resident:
         if tensor.alias_of is not None or is_of_other_stages(tensor.name):
             continue
         if tensor.kind in STAGE_KINDS and not tensor.name.startswith("pipeline."):
             of_device = tensor.name in graph.meta.device_bytes
-            (beside if of_device else own)[tensor.kind] += tensor.size_bytes
+            (shared if of_device else own)[tensor.kind] += tensor.size_bytes
         else:
             name = tensor.name if tensor.name.startswith("pipeline.") else tensor.kind
-            beside[name] += tensor.size_bytes
-    return own, beside
+            shared[name] += tensor.size_bytes
+    return own, shared
 
 
-def in_order(solutions: Sequence[Solution]) -> list[Solution]:
+def in_pipeline_order(solutions: Sequence[Solution]) -> list[Solution]:
     """The stages of a rank in the order of the pipeline."""
     return sorted(solutions, key=lambda solution: _place(solution).stage)
 

@@ -10,8 +10,8 @@ much each stage should save, and the stages are then planned for that.
 
 The search takes the box with the least bound, replays the solution of its cuts as schedules, plans
 its stages, and halves it. If a replay overflows, the position at which it does is added to the
-cuts, up to N_TOGETHER positions of a stage; then the replays mostly meet the bound. The search ends
-when no box has a bound more than GAP below the best plans, or when N_BOXES have been planned.
+cuts, up to N_CUT_POSITIONS positions of a stage; then the replays mostly meet the bound. The search
+ends when no box has a bound more than GAP below the best plans, or when N_BOXES have been planned.
 
 Optimal within GAP if the method is optimal (`ilp`) and the search is not ended early. It falls
 short if the method finds no plan in the bytes that the other stages leave. Cost: a few MILPs for
@@ -51,7 +51,7 @@ GAP = 5e-4
 """Gap at which the search ends, as a share of the time of all stages without recomputation."""
 N_BOXES = 16
 """How many boxes are planned at most."""
-N_TOGETHER = 4
+N_CUT_POSITIONS = 4
 """How many positions of a stage the cuts have at most, besides FORWARD_END."""
 
 Saved = tuple[int, ...]
@@ -63,14 +63,14 @@ class StagePlan:
     """A plan of one stage.
 
     time_s: seconds of one micro-batch, without the optimizer.
-    taken: the bytes that the stage takes with this plan.
+    bytes_used: the bytes that the stage takes with this plan.
     """
 
     graph: Graph
     schedule: Schedule
     simulation: Simulation
     time_s: float
-    taken: StageBytes
+    bytes_used: StageBytes
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule) -> StagePlan:
@@ -142,7 +142,7 @@ class Stage:
         proven_s = proposal.lower_bound_s - optimizer_s(graph)
         self._proven_s[key] = max(self.plain[variant].time_s, proven_s)
         if proposal.schedule is not None:
-            self._know(StagePlan.of(graph, without_span_nodes(graph, proposal.schedule)))
+            self._add_plan(StagePlan.of(graph, without_span_nodes(graph, proposal.schedule)))
         return proposal.timed_out
 
     def replay(
@@ -161,11 +161,11 @@ class Stage:
         except IllegalScheduleError:
             return None
         plan = StagePlan.of(graph, schedule)
-        self._know(plan)
+        self._add_plan(plan)
         fullest = int(np.argmax(played.stage_bytes[: graph.n_before_optimizer]))
-        return plan.taken, folded.position[graph.nodes[fullest].name]
+        return plan.bytes_used, folded.position[graph.nodes[fullest].name]
 
-    def _know(self, plan: StagePlan) -> None:
+    def _add_plan(self, plan: StagePlan) -> None:
         self.plans.append(plan)
         self.plans.sort(key=lambda plan: plan.time_s)
 
@@ -214,7 +214,7 @@ class RankSearch:
         self._baseline_s = math.fsum(s.plain[0].time_s for s in self.stages)
         self._cuts: dict[tuple[int, ...], RankCuts] = {}
         self._positions: dict[tuple[int, ...], list[set[int]]] = {}
-        self._open: list[Box] = []
+        self._boxes: list[Box] = []
         plain_s = (min(plan.time_s for plan in stage.plain) for stage in self.stages)
         self._closed_s = math.fsum(plain_s)  # least bound of boxes that are closed or not open yet
         self.best: tuple[StagePlan, ...] | None = None
@@ -224,61 +224,61 @@ class RankSearch:
     @property
     def lower_bound_s(self) -> float:
         """Seconds below which no plans that fit together are (inf: none fit)."""
-        least_s = self._open[0].bound_s if self._open else math.inf
+        least_s = self._boxes[0].bound_s if self._boxes else math.inf
         return min(least_s, self._closed_s, self.best_s)
 
     @property
     def least_peak_bytes(self) -> int:
         """The peak of the rank if each stage has its known plan that saves the least."""
-        taken = ([plan.taken for plan in stage.plans] for stage in self.stages)
-        least = [min(each, key=lambda one: (one.saved_bytes, one.step_bytes)) for each in taken]
+        used = ([plan.bytes_used for plan in stage.plans] for stage in self.stages)
+        least = [min(each, key=lambda one: (one.saved_bytes, one.step_bytes)) for each in used]
         return peak_of(self._place, least)
 
     def run(self) -> None:
         """Search until the gap is at most GAP, N_BOXES are planned, or the time is up."""
         n_planned = 0
         try:
-            self._combine()
-            self._open, self._closed_s = list(self._whole()), math.inf
-            heapq.heapify(self._open)
-            while self._open and self.best_s - self.lower_bound_s > GAP * self._baseline_s:
-                box = self._open[0]  # stays in the heap until done: the time may run out before
+            self._update_best()
+            self._boxes, self._closed_s = list(self._initial_boxes()), math.inf
+            heapq.heapify(self._boxes)
+            while self._boxes and self.best_s - self.lower_bound_s > GAP * self._baseline_s:
+                box = self._boxes[0]  # stays in the heap until done: the time may run out before
                 n_planned += not box.planned
                 if n_planned > N_BOXES:
                     return
-                found = list(self._halves(box) if box.planned else self._planned(box))
-                heapq.heappop(self._open)
+                found = list(self._halve(box) if box.planned else self._plan_box(box))
+                heapq.heappop(self._boxes)
                 for each in found:
-                    heapq.heappush(self._open, each)
+                    heapq.heappush(self._boxes, each)
         except OutOfTimeError:
             self.timed_out = True
 
-    def _whole(self) -> Iterator[Box]:
+    def _initial_boxes(self) -> Iterator[Box]:
         """One box for each combination of variants, with all that the stages can save."""
         for variants in itertools.product(*(range(len(stage.plain)) for stage in self.stages)):
             pairs = list(zip(self.stages, variants, strict=True))
             limits = [stage.may_save_bytes(at) for stage, at in pairs]
             least, most = zip(*limits, strict=True)
             time_s = math.fsum(stage.plain[at].time_s for stage, at in pairs)
-            yield from self._bounded(Box(time_s, variants, least, most, target=most))
+            yield from self._tighten(Box(time_s, variants, least, most, target=most))
 
-    def _bounded(self, box: Box, *, whole: bool = False) -> Iterator[Box]:
+    def _tighten(self, box: Box, *, as_milp: bool = False) -> Iterator[Box]:
         """Narrow the box to what the memory allows, and raise its bound; yields nothing if no plans
         in it fit.
 
-        whole: solve the cuts as a MILP, not only its relaxation.
+        as_milp: solve the cuts as a MILP, not only its relaxation.
         """
         self._deadline.check()
-        most = tuple(min(most, self._room_for(box, stage)) for stage, most in enumerate(box.most))
+        most = tuple(min(most, self._save_limit(box, stage)) for stage, most in enumerate(box.most))
         if any(map(operator.gt, box.least, most)):
             return
         found = self._cuts_of(box.variants).bound(
-            box.least, most, as_milp=whole, gap=GAP / 2, deadline=self._deadline
+            box.least, most, as_milp=as_milp, gap=GAP / 2, deadline=self._deadline
         )
         stages = list(zip(self.stages, box.variants, most, strict=True))
         plain_s = math.fsum(stage.plain[at].time_s for stage, at, _ in stages)
-        of_each = (s.bound_s(at, saved, s.others_bytes(box.least)) for s, at, saved in stages)
-        bound_s = max(box.bound_s, plain_s + found.lost_s, math.fsum(of_each))
+        bounds_s = (s.bound_s(at, saved, s.others_bytes(box.least)) for s, at, saved in stages)
+        bound_s = max(box.bound_s, plain_s + found.lost_s, math.fsum(bounds_s))
         if not math.isinf(bound_s):
             limits = zip(found.saved_bytes or box.target, box.least, most, strict=True)
             target = tuple(min(max(saved, least), limit) for saved, least, limit in limits)
@@ -286,24 +286,24 @@ class RankSearch:
                 box, bound_s=bound_s, most=most, target=target, kept=found.kept
             )
 
-    def _planned(self, box: Box) -> Iterator[Box]:
+    def _plan_box(self, box: Box) -> Iterator[Box]:
         """Try to close the box: replay the solution of its cuts, add positions to the cuts while
         replays overflow, and at last plan the stages. Yields the box with its better bound."""
-        for found in self._bounded(box, whole=True):
-            grows = bool(found.kept) and self._replayed(found)
-            self._combine()
-            if self._is_open(found) and grows:
-                yield from self._planned(found)
+        for found in self._tighten(box, as_milp=True):
+            grows = bool(found.kept) and self._replay_cuts(found)
+            self._update_best()
+            if self._may_improve(found) and grows:
+                yield from self._plan_box(found)
                 return
-            if self._is_open(found):
+            if self._may_improve(found):
                 self._plan_for(found)
             yield dataclasses.replace(found, planned=True)
 
-    def _is_open(self, box: Box) -> bool:
+    def _may_improve(self, box: Box) -> bool:
         """Whether plans in the box may be faster than the best ones by more than GAP."""
         return self.best_s - box.bound_s > GAP * self._baseline_s
 
-    def _replayed(self, box: Box) -> bool:
+    def _replay_cuts(self, box: Box) -> bool:
         """Replay the solution of the cuts; return whether overflows added positions to the cuts."""
         room_bytes = self._room_bytes(box.variants)
         each = zip(self.stages, box.variants, box.kept, strict=True)
@@ -311,13 +311,13 @@ class RankSearch:
         found = [each for each in played if each is not None]
         if len(found) < len(played):
             return False
-        saved_bytes = tuple(taken.saved_bytes for taken, _ in found)
+        saved_bytes = tuple(bytes_used.saved_bytes for bytes_used, _ in found)
         grows = False
         positions = self._positions.setdefault(box.variants, [set() for _ in self.stages])
         pairs = zip(self.stages, found, box.kept, positions, strict=True)
-        for stage, (taken, fullest), kept, known in pairs:
-            is_over = taken.step_bytes + stage.others_bytes(saved_bytes) > room_bytes
-            if is_over and fullest not in kept and len(kept) <= N_TOGETHER:
+        for stage, (bytes_used, fullest), kept, known in pairs:
+            is_over = bytes_used.step_bytes + stage.others_bytes(saved_bytes) > room_bytes
+            if is_over and fullest not in kept and len(kept) <= N_CUT_POSITIONS:
                 known.update((*kept, fullest))
                 grows = True
         if grows:
@@ -329,18 +329,18 @@ class RankSearch:
         room_bytes = self._room_bytes(box.variants)
         for stage, at, saved in zip(self.stages, box.variants, box.target, strict=True):
             others_bytes, left_s = stage.others_bytes(box.target), self._deadline.left_s / 2
-            late = stage.plan(at, saved, others_bytes, room_bytes=room_bytes, left_s=left_s)
-            self.timed_out = self.timed_out or late
-        self._combine()
+            timed_out = stage.plan(at, saved, others_bytes, room_bytes=room_bytes, left_s=left_s)
+            self.timed_out = self.timed_out or timed_out
+        self._update_best()
 
-    def _halves(self, box: Box) -> Iterator[Box]:
+    def _halve(self, box: Box) -> Iterator[Box]:
         """Halve the range of the stage for which it amounts to the most bytes, with all micro-
         batches in flight. A box of a single point is closed instead."""
         widths = [most - least for least, most in zip(box.least, box.most, strict=True)]
         if not any(widths):
             stages = zip(self.stages, box.variants, box.most, strict=True)
-            of_each = (s.bound_s(at, saved, s.others_bytes(box.most)) for s, at, saved in stages)
-            self._closed_s = min(self._closed_s, max(box.bound_s, math.fsum(of_each)))
+            bounds_s = (s.bound_s(at, saved, s.others_bytes(box.most)) for s, at, saved in stages)
+            self._closed_s = min(self._closed_s, max(box.bound_s, math.fsum(bounds_s)))
             return
         held = [
             width
@@ -352,22 +352,22 @@ class RankSearch:
         below = (*box.most[:at], middle, *box.most[at + 1 :])
         above = (*box.least[:at], middle + 1, *box.least[at + 1 :])
         for half in (dataclasses.replace(box, most=below), dataclasses.replace(box, least=above)):
-            yield from self._bounded(dataclasses.replace(half, planned=False))
+            yield from self._tighten(dataclasses.replace(half, planned=False))
 
-    def _room_for(self, box: Box, stage: int) -> int:
+    def _save_limit(self, box: Box, stage: int) -> int:
         """The most bytes that a stage can save if all the others save their least."""
         room_bytes = self._room_bytes(box.variants)
         found = []
         for local, others in self._place.passes:
             held = [n + (local == at) for at, n in enumerate(others)]
-            beside = held_in_flight(held, box.least) - held[stage] * box.least[stage]
-            found.append((room_bytes - beside) // held[stage] if held[stage] else room_bytes)
+            others_bytes = held_in_flight(held, box.least) - held[stage] * box.least[stage]
+            found.append((room_bytes - others_bytes) // held[stage] if held[stage] else room_bytes)
         return min(found)
 
     def _room_bytes(self, variants: tuple[int, ...]) -> int:
         """Bytes of the budget beyond the resident tensors of these variants."""
-        taken = [s.plain[at].taken for s, at in zip(self.stages, variants, strict=True)]
-        return self._budget_bytes - resident_bytes(taken)
+        bytes_used = [s.plain[at].bytes_used for s, at in zip(self.stages, variants, strict=True)]
+        return self._budget_bytes - resident_bytes(bytes_used)
 
     def _cuts_of(self, variants: tuple[int, ...]) -> RankCuts:
         if variants not in self._cuts:
@@ -382,14 +382,14 @@ class RankSearch:
             )
         return self._cuts[variants]
 
-    def _combine(self, chosen: tuple[StagePlan, ...] = ()) -> None:
+    def _update_best(self, chosen: tuple[StagePlan, ...] = ()) -> None:
         """Update `best` with the fastest known plans that fit together, by depth-first search.
 
         chosen: the plans already chosen for the first stages.
         """
         self._deadline.check()
         if len(chosen) == len(self.stages):
-            if peak_of(self._place, [plan.taken for plan in chosen]) <= self._budget_bytes:
+            if peak_of(self._place, [plan.bytes_used for plan in chosen]) <= self._budget_bytes:
                 self.best, self.best_s = chosen, math.fsum(plan.time_s for plan in chosen)
             return
         later = self.stages[len(chosen) + 1 :]
@@ -397,4 +397,4 @@ class RankSearch:
         for plan in self.stages[len(chosen)].plans:
             if others_s + plan.time_s >= self.best_s:
                 break
-            self._combine((*chosen, plan))
+            self._update_best((*chosen, plan))

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from graphs.trace import StageOf
 
 
-_OF_ONE_STAGE = {"inputs", "pipeline"}
+_STAGE_SPECIFIC_OPTIONS = {"inputs", "pipeline"}
 """Options of `trace` that differ between stages, so `split_pipeline` does not take them."""
 
 
@@ -111,15 +111,15 @@ class PipelineSplit:
     def __repr__(self) -> str:
         """One line: the division found, the proven gap, and the equal division for comparison."""
         budget = format_size(self.solutions[0].request.budget_bytes)
-        asked = f"{len(self.sizes)} stages, budget {budget}"
+        request_text = f"{len(self.sizes)} stages, budget {budget}"
         compared = f"of {counted(self.n_divisions, 'division')}, {counted(self.n_plans, 'plan')}"
         if self.slowest_s is None:
             proven = " (proven)" if math.isinf(self.lower_bound_s) else ""
-            return f"PipelineSplit({asked}: nothing fits{proven}, {compared})"
+            return f"PipelineSplit({request_text}: nothing fits{proven}, {compared})"
         equal_s = self.equal_slowest_s
         equal = "does not fit" if equal_s is None else format_time(equal_s)
         return (
-            f"PipelineSplit({asked}: {'+'.join(map(str, self.sizes))} layers, slowest stage "
+            f"PipelineSplit({request_text}: {'+'.join(map(str, self.sizes))} layers, slowest stage "
             f"{format_time(self.slowest_s)}, proven within {format_percent(self.gap or 0.0)}; "
             f"equal division {equal}; {compared})"
         )
@@ -181,8 +181,14 @@ def split_pipeline(
     check_options(
         method=method, time_limit_s=time_limit_s, budget=budget, capacity_bytes=capacity_bytes
     )
-    own, of_trace = (inspect.signature(f).parameters for f in (split_pipeline, trace))
-    check_names("split_pipeline", trace_options, [*own, *(of_trace.keys() - _OF_ONE_STAGE)])
+    own_parameters, trace_parameters = (
+        inspect.signature(f).parameters for f in (split_pipeline, trace)
+    )
+    check_names(
+        "split_pipeline",
+        trace_options,
+        [*own_parameters, *(trace_parameters.keys() - _STAGE_SPECIFIC_OPTIONS)],
+    )
     if schedule == "interleaved":
         raise PipelineError(
             "schedule='interleaved' puts several stages on one rank, whose plans share a budget: "
@@ -190,9 +196,11 @@ def split_pipeline(
         )
     _check_sharding(trace_options.get("fsdp"))
     layers = list(layers)
-    asked = [n_stages] if isinstance(n_stages, int) else list(n_stages)
-    places = [Pipeline(0, n, n_microbatches, schedule) for n in asked]
-    numbers = _possible([place.n_stages for place in _that_run(places)], len(layers))
+    stage_counts = [n_stages] if isinstance(n_stages, int) else list(n_stages)
+    places = [Pipeline(0, n, n_microbatches, schedule) for n in stage_counts]
+    feasible_counts = _feasible_stage_counts(
+        [place.n_stages for place in _runnable(places)], len(layers)
+    )
     if rewrites is not None:
         trace_options["rewrites"] = check_word(rewrites)
     request = {
@@ -208,7 +216,7 @@ def split_pipeline(
         stages = PlannedStages(
             layers, micro_batch, places[0], stage_of, target, loss, trace_options, request, quick
         )
-        return _fewest(stages, numbers, on_stage or say)
+        return _fewest_stages_that_fit(stages, feasible_counts, on_stage or say)
 
 
 def _check_sharding(fsdp: int | Sharding | None) -> None:
@@ -223,28 +231,28 @@ def _check_sharding(fsdp: int | Sharding | None) -> None:
             )
 
 
-def _that_run(places: Sequence[Pipeline]) -> list[Pipeline]:
+def _runnable(places: Sequence[Pipeline]) -> list[Pipeline]:
     """The pipelines that PyTorch's schedule can run. Raises PipelineError if there are none."""
-    runs, refused = [], []
+    runnable, errors = [], []
     for place in places:
         try:
             place.check_runs()
-            runs.append(place)
+            runnable.append(place)
         except PipelineError as error:
-            refused.append(error)
-    if refused and not runs:
-        raise refused[0]
-    return runs
+            errors.append(error)
+    if errors and not runnable:
+        raise errors[0]
+    return runnable
 
 
-def _possible(numbers: Sequence[int], n_layers: int) -> list[int]:
+def _feasible_stage_counts(stage_counts: Sequence[int], n_layers: int) -> list[int]:
     """The numbers of stages that do not exceed the number of layers.
 
     Raises PipelineError if there are none.
     """
-    found = [n for n in numbers if n <= n_layers]
+    found = [n for n in stage_counts if n <= n_layers]
     if not found:
-        least = min(numbers, default=1)
+        least = min(stage_counts, default=1)
         raise PipelineError(
             f"{counted(n_layers, 'layer')} cannot be divided into {least} stages; give the "
             "model's layers one by one"
@@ -252,20 +260,20 @@ def _possible(numbers: Sequence[int], n_layers: int) -> list[int]:
     return found
 
 
-def _fewest(
-    stages: PlannedStages, numbers: Sequence[int], say: Callable[[str], None]
+def _fewest_stages_that_fit(
+    stages: PlannedStages, stage_counts: Sequence[int], say: Callable[[str], None]
 ) -> PipelineSplit:
     """The best division into the first number of stages for which one fits; if none fits, the
     result for the last number."""
     tried: list[PipelineSplit] = []
     impossible: PipelineError | None = None
-    for n_stages in numbers:
+    for n_stages in stage_counts:
         try:
             stages.divide_into(n_stages)
         except PipelineError as error:
             impossible = error
             continue
-        split = _best(stages, n_stages, say)
+        split = _best_split(stages, n_stages, say)
         if split.fits:
             return dataclasses.replace(split, before=tuple(tried))
         tried.append(split)
@@ -275,7 +283,7 @@ def _fewest(
     return dataclasses.replace(tried[-1], before=tuple(tried[:-1]))
 
 
-def _best(stages: PlannedStages, n_stages: int, say: Callable[[str], None]) -> PipelineSplit:
+def _best_split(stages: PlannedStages, n_stages: int, say: Callable[[str], None]) -> PipelineSplit:
     """The best division into this number of stages."""
     n_layers, n_before = stages.n_layers, stages.n_plans
     found = best_division(

@@ -24,7 +24,7 @@ N_STALLS = 4
 """How many stalls are listed: the longest."""
 N_COLUMNS = 54
 """Columns of the timeline drawn in text."""
-LEVELS = " .-+#"
+FILL_LETTERS = " .-+#"
 """Letters for how much of a column is filled: nothing, up to 1/4, up to 1/2, up to 3/4, more."""
 
 
@@ -125,24 +125,24 @@ def timeline_rows(found: Copies) -> Iterator[Row]:
     edges_s = [found.end_s * column / N_COLUMNS for column in range(N_COLUMNS + 1)]
     for stream in found.streams:
         spans = [(e.start_s, e.end_s, 1.0) for e in found.events if e.stream == stream.name]
-        yield stream.title, _letters(spans, edges_s)
-    yield "on the host", _held_letters(found.host_bytes(), edges_s)
+        yield stream.title, _draw_columns(spans, edges_s)
+    yield "on the host", _draw_bytes(found.host_bytes(), edges_s)
     if any(stream.name == "spill" for stream in found.streams):
-        yield "on the disk", _held_letters(found.disk_bytes(), edges_s)
+        yield "on the disk", _draw_bytes(found.disk_bytes(), edges_s)
     yield "", f"a column is {format_time(found.end_s / N_COLUMNS)}; # busy, or full, all of it"
 
 
-def _held_letters(held: Sequence[tuple[float, int]], edges_s: list[float]) -> str:
+def _draw_bytes(held: Sequence[tuple[float, int]], edges_s: list[float]) -> str:
     """Draw bytes over time, as a share of their maximum. held: (seconds, bytes from then on)."""
     most_bytes = max((size_bytes for _, size_bytes in held), default=0) or 1
     spans = pairwise([*held, (edges_s[-1], 0)])
-    return _letters(
+    return _draw_columns(
         ((start_s, stop_s, n_bytes / most_bytes) for (start_s, n_bytes), (stop_s, _) in spans),
         edges_s,
     )
 
 
-def _letters(spans: Iterable[tuple[float, float, float]], edges_s: list[float]) -> str:
+def _draw_columns(spans: Iterable[tuple[float, float, float]], edges_s: list[float]) -> str:
     """Draw how much of each column is filled. spans: (start, stop, weight); edges_s: the edges of
     the columns."""
     width_s = edges_s[1] or 1.0
@@ -154,5 +154,5 @@ def _letters(spans: Iterable[tuple[float, float, float]], edges_s: list[float]) 
                 break
             inside_s = min(stop_s, edges_s[column + 1]) - max(start_s, edges_s[column])
             filled_s[column] += weight * max(0.0, inside_s)
-    most = len(LEVELS) - 1
-    return "".join(LEVELS[min(most, math.ceil(most * s / width_s - 1e-9))] for s in filled_s)
+    most = len(FILL_LETTERS) - 1
+    return "".join(FILL_LETTERS[min(most, math.ceil(most * s / width_s - 1e-9))] for s in filled_s)

@@ -155,7 +155,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
             saved = f"{format_size(simulation.saved_bytes)} for backward per {one} in flight"
             yield "saved", f"{saved} (baseline: {format_size(solution.baseline.saved_bytes)})"
         yield from _reserved_rows(solution)
-        yield from _early_frees(solution)
+        yield from _early_free_rows(solution)
         if (changed := rewritten(solution)) is not None:
             yield "rewrites", _rewrite_text(solution, changed)
         baseline_time = format_time(solution.baseline.time_s)
@@ -163,7 +163,7 @@ def answer_rows(report: Report) -> Iterator[Row]:
         yield "overhead", format_share(solution.overhead) + _range_text(solution)
     bound = solution.lower_bound_overhead
     if not math.isinf(bound):
-        text = f"no schedule{_scope(solution)} within the budget is faster"
+        text = f"no schedule{_scope_text(solution)} within the budget is faster"
         yield "lower bound", f"{format_share(bound)}: {text}"
     if solution.gap is not None:
         yield "gap", f"{format_percent(solution.gap)} of the baseline step time"
@@ -185,17 +185,17 @@ def answer_rows(report: Report) -> Iterator[Row]:
 def _reserved_rows(solution: Solution) -> Iterator[Row]:
     """What PyTorch's allocator reserves on a card for the plan."""
     graph, schedule, request = solution.graph, solution.schedule, solution.request
-    if schedule is None or not (taken := reserved_by_setting(graph, schedule)):
+    if schedule is None or not (reserved_bytes := reserved_by_setting(graph, schedule)):
         return
-    with_segments = format_size(taken["expandable_segments"])
+    with_segments = format_size(reserved_bytes["expandable_segments"])
     text = f"by PyTorch's allocator ({with_segments} with expandable_segments:True; simulated)"
     if request.budget_of == "reserved":
-        full = reserved(graph, schedule, capacity_bytes=request.available_bytes)
-        size = format_size(full.reserved_bytes)
+        at_capacity = reserved(graph, schedule, capacity_bytes=request.available_bytes)
+        size = format_size(at_capacity.reserved_bytes)
         text += f"; {size} if the card has no more memory than is available"
-    elif min(taken.values()) > request.budget_bytes:
+    elif min(reserved_bytes.values()) > request.budget_bytes:
         text += "; above the budget, which limits what is allocated"
-    yield "reserved", f"{format_both(taken['default'])} {text}"
+    yield "reserved", f"{format_both(reserved_bytes['default'])} {text}"
 
 
 def _state_rows(solution: Solution) -> Iterator[Row]:
@@ -275,7 +275,7 @@ def _signed(saved_bytes: int) -> str:
     return f"{sign}{format_size(abs(saved_bytes))}, " if saved_bytes else ""
 
 
-def _early_frees(solution: Solution) -> Iterator[Row]:
+def _early_free_rows(solution: Solution) -> Iterator[Row]:
     """What a plan saves by freeing tensors early, before it recomputes or rewrites anything."""
     freed_bytes, eager_bytes = freed_early_bytes(solution), solution.baseline.peak_bytes
     freed, eager = format_size(freed_bytes), format_size(eager_bytes)
@@ -284,7 +284,7 @@ def _early_frees(solution: Solution) -> Iterator[Row]:
         yield "early frees", f"{text}, without recomputation or rewrites"
 
 
-def _scope(solution: Solution) -> str:
+def _scope_text(solution: Solution) -> str:
     """Limits a proof to whole submodules if the graph is not made of single operators, else ""."""
     return " of whole submodules" if solution.graph.meta.scope else ""
 
@@ -292,7 +292,7 @@ def _scope(solution: Solution) -> str:
 def _obstacle_rows(solution: Solution, reader: Reader) -> Iterator[Row]:
     """Why there is no schedule, which budget would be enough, and what the bottleneck op needs."""
     graph, request, obstacle = solution.graph, solution.request, solution.obstacle
-    budget, scope = format_both(request.budget_bytes), _scope(solution)
+    budget, scope = format_both(request.budget_bytes), _scope_text(solution)
     if solution.status == "time_limit":
         yield "result", f"nothing found within the time limit; {reader.longer}"
     elif solution.proven_infeasible:
@@ -320,11 +320,11 @@ def _obstacle_rows(solution: Solution, reader: Reader) -> Iterator[Row]:
         yield "however", solution.without_plan_text
     if (node := graph.node_by_name.get(obstacle.op)) is not None:
         yield "bottleneck op", describe_op(node)
-        made = [(n, size) for n, size in obstacle.on_device if n in graph.producer]
-        shown = [f"{name} {format_size(size)}" for name, size in made[:N_SHOWN]]
-        if len(made) > N_SHOWN:
-            rest = sum(size for _, size in made[N_SHOWN:])
-            shown.append(f"{len(made) - N_SHOWN} more {format_size(rest)}")
+        allocated = [(n, size) for n, size in obstacle.on_device if n in graph.producer]
+        shown = [f"{name} {format_size(size)}" for name, size in allocated[:N_SHOWN]]
+        if len(allocated) > N_SHOWN:
+            rest = sum(size for _, size in allocated[N_SHOWN:])
+            shown.append(f"{len(allocated) - N_SHOWN} more {format_size(rest)}")
         if node.workspace_bytes:
             shown.append(f"workspace {format_size(node.workspace_bytes)}")
         yield "requires", ", ".join([*shown, f"resident {format_size(graph.resident_bytes)}"])

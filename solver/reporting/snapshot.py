@@ -24,14 +24,14 @@ from typing import Any
 from graphs.files import write_whole
 from graphs.graph import Graph
 from solver.schedule import (
-    OTHERS,
+    OTHER_MICRO_BATCHES,
     Compute,
     Schedule,
     Solution,
     Stay,
     baseline,
-    bytes_of_others,
     name_in,
+    other_micro_batch_bytes,
     simulate,
     stays,
     word_for,
@@ -90,15 +90,15 @@ def snapshot(solution: Solution, *, without_plan: bool = False) -> dict[str, Any
     for position in range(-1, len(schedule.ops) + 1):
         for allocation in stops[position]:
             address = placed.pop(id(allocation))
-            arena.give_back(address, allocation.size_bytes)
+            arena.free(address, allocation.size_bytes)
             for action in ("free_requested", "free_completed"):
-                entries.append(_entry(action, address, allocation))
+                entries.append(_trace_entry(action, address, allocation))
         for allocation in starts[position]:
-            placed[id(allocation)] = address = arena.take(allocation.size_bytes)
-            entries.append(_entry("alloc", address, allocation))
+            placed[id(allocation)] = address = arena.allocate(allocation.size_bytes)
+            entries.append(_trace_entry("alloc", address, allocation))
     at_the_end = {placed[id(a)]: a for a in allocations if id(a) in placed}
     whole = Allocation(arena.size_bytes, -1, None, ())
-    entries.insert(0, _entry("segment_alloc", FIRST_ADDRESS, whole))
+    entries.insert(0, _trace_entry("segment_alloc", FIRST_ADDRESS, whole))
     return {"segments": [_segment(arena.size_bytes, at_the_end)], "device_traces": [entries]}
 
 
@@ -114,20 +114,20 @@ def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
                 ("before the step", 0, "resident"),
             )
             yield Allocation(tensor.size_bytes, -1, None, resident)
-    for stay in _whole_stays(graph, schedule):
+    for stay in _merged_stays(graph, schedule):
         stop = stay.stop if stay.stop < len(schedule.ops) else None
         frames = _frames(graph, schedule, stay.start, stay.storage)
         yield Allocation(graph.tensor_by_name[stay.storage].size_bytes, stay.start, stop, frames)
     if graph.n_in_flight > 1 and schedule.ops:
         saved_bytes = simulate(graph, schedule).saved_bytes
         # what the others hold is one allocation for as long as its size stays the same
-        by_op = enumerate(bytes_of_others(graph, schedule, saved_bytes))
+        by_op = enumerate(other_micro_batch_bytes(graph, schedule, saved_bytes))
         for size_bytes, ops in itertools.groupby(by_op, key=lambda each: each[1]):
             positions = [position for position, _ in ops]
             stop = positions[-1] + 1
             if size_bytes:
                 end = stop if stop < len(schedule.ops) else None
-                yield Allocation(size_bytes, positions[0], end, (("step", 0, OTHERS),))
+                yield Allocation(size_bytes, positions[0], end, (("step", 0, OTHER_MICRO_BATCHES),))
     for position, op in enumerate(schedule.ops):
         if isinstance(op, Compute):
             frames = _frames(graph, schedule, position, "workspace")
@@ -135,7 +135,7 @@ def _allocations(graph: Graph, schedule: Schedule) -> Iterator[Allocation]:
             yield Allocation(workspace_bytes, position, position + 1, frames)
 
 
-def _whole_stays(graph: Graph, schedule: Schedule) -> list[Stay]:
+def _merged_stays(graph: Graph, schedule: Schedule) -> list[Stay]:
     """The stays of storages, merged where an op overwrites a storage: `stays` begins a new stay
     there, but the memory is the same."""
     found: list[Stay] = []
@@ -159,41 +159,41 @@ def _frames(
     """
     op = schedule.ops[position]
     node = graph.node_by_name[op.node] if isinstance(op, Compute) else graph.producer[name_in(op)]
-    did = node.phase if isinstance(op, Compute) else word_for(op)
-    return ((node.op, position, what), (node.module or "step", position, f"{did} {node.name}"))
+    action = node.phase if isinstance(op, Compute) else word_for(op)
+    return ((node.op, position, what), (node.module or "step", position, f"{action} {node.name}"))
 
 
-def _entry(action: str, address: int, of: Allocation) -> dict[str, Any]:
+def _trace_entry(action: str, address: int, of: Allocation) -> dict[str, Any]:
     """One entry of a device trace."""
     return {
         "action": action,
         "addr": address,
-        "frames": _framed(of),
+        "frames": _frames_json(of),
         "size": of.size_bytes,
         "stream": 0,
         "pool_id": POOL,
     }
 
 
-def _framed(of: Allocation) -> list[dict[str, Any]]:
+def _frames_json(of: Allocation) -> list[dict[str, Any]]:
     return [{"filename": file, "line": line, "name": name} for file, line, name in of.frames]
 
 
 def _segment(total_bytes: int, live: dict[int, Allocation]) -> dict[str, Any]:
     """The only segment; its blocks cover it without gaps. live: address -> allocation."""
     blocks: list[dict[str, Any]] = []
-    at = FIRST_ADDRESS
+    block_start = FIRST_ADDRESS
     for address, allocation in sorted(live.items()):
         block = {
             "size": allocation.size_bytes,
             "requested_size": allocation.size_bytes,
             "address": address,
             "state": "active_allocated",
-            "frames": _framed(allocation),
+            "frames": _frames_json(allocation),
         }
-        blocks += [*_free_block(at, address), block]
-        at = address + allocation.size_bytes
-    blocks += _free_block(at, FIRST_ADDRESS + total_bytes)
+        blocks += [*_free_block(block_start, address), block]
+        block_start = address + allocation.size_bytes
+    blocks += _free_block(block_start, FIRST_ADDRESS + total_bytes)
     live_bytes = sum(allocation.size_bytes for allocation in live.values())
     return {
         "device": 0,
@@ -223,7 +223,7 @@ class _Arena:
         self.size_bytes = 0
         self._gaps: list[tuple[int, int]] = []  # (start, stop), ascending, not adjacent
 
-    def take(self, size_bytes: int) -> int:
+    def allocate(self, size_bytes: int) -> int:
         """Take the first gap that is large enough, or extend the segment; return the address."""
         for index, (start, stop) in enumerate(self._gaps):
             if stop - start >= size_bytes:
@@ -236,7 +236,7 @@ class _Arena:
         self.size_bytes = start + size_bytes - FIRST_ADDRESS
         return start
 
-    def give_back(self, start: int, size_bytes: int) -> None:
+    def free(self, start: int, size_bytes: int) -> None:
         """Free bytes at an address; joins adjacent gaps."""
         stop = start + size_bytes
         index = bisect_left(self._gaps, (start, stop))

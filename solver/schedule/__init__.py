@@ -5,10 +5,10 @@ from solver.schedule.host_and_disk import Link, Place, Places
 from solver.schedule.memory import (
     CATEGORIES,
     LAYERS,
-    OTHERS,
+    OTHER_MICRO_BATCHES,
     Occupancy,
     activation_bytes_by_dtype,
-    away_for_backward,
+    copied_out_for_backward,
     held_during,
     live_bytes_by,
     memory_at,
@@ -29,11 +29,11 @@ from solver.schedule.ops import (
     Schedule,
     Spill,
     Store,
-    bytes_of_others,
     free_after_last_use,
     n_before_optimizer,
     name_in,
     ops_from_json,
+    other_micro_batch_bytes,
     word_for,
 )
 from solver.schedule.peak_memory import STATE, PeakMemory

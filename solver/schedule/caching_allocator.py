@@ -111,11 +111,11 @@ class Pool:
     least_rest_bytes: int
     _free: list[tuple[int, int]] = field(default_factory=list)
     _unmapped: list[int] = field(default_factory=list)
-    _at: dict[int, Block] = field(default_factory=dict)
+    _block_at: dict[int, Block] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
         """Add a free block."""
-        self._at[block.address] = block
+        self._block_at[block.address] = block
         if block.mapped:
             insort(self._free, (block.size_bytes, block.address))
         else:
@@ -123,24 +123,24 @@ class Pool:
 
     def remove(self, block: Block) -> None:
         """Remove a free block, before it is used or changes its size."""
-        del self._at[block.address]
+        del self._block_at[block.address]
         if block.mapped:
             self._free.pop(bisect_left(self._free, (block.size_bytes, block.address)))
         else:
             self._unmapped.pop(bisect_left(self._unmapped, block.address))
 
-    def fitting(self, size_bytes: int) -> Iterator[Block]:
+    def blocks_of_at_least(self, size_bytes: int) -> Iterator[Block]:
         """The mapped free blocks that are large enough, the smallest first."""
         for index in range(bisect_left(self._free, (size_bytes, 0)), len(self._free)):
-            yield self._at[self._free[index][1]]
+            yield self._block_at[self._free[index][1]]
 
     @property
     def free(self) -> list[Block]:
-        return [self._at[address] for _, address in self._free]
+        return [self._block_at[address] for _, address in self._free]
 
     @property
-    def unmapped(self) -> list[Block]:
-        return [self._at[address] for address in self._unmapped]
+    def unmapped_blocks(self) -> list[Block]:
+        return [self._block_at[address] for address in self._unmapped]
 
 
 class CachingAllocator:
@@ -166,12 +166,14 @@ class CachingAllocator:
         size_bytes = _round_up(size_bytes, ALLOCATION_BYTES)
         is_small = size_bytes <= SMALL_BYTES
         key = (stream, is_small)
-        pool = self.pools.setdefault(key, self._small() if is_small else self._large())
-        block = self._cached(pool, size_bytes) or self._taken(pool, size_bytes)
+        pool = self.pools.setdefault(
+            key, self._new_small_pool() if is_small else self._new_large_pool()
+        )
+        block = self._cached_block(pool, size_bytes) or self._block_from_device(pool, size_bytes)
         if block is None:  # the device is full: return all free memory to it, and try again
             self.n_returns += 1
-            self._give_back()
-            block = self._taken(pool, size_bytes)
+            self._return_free_memory()
+            block = self._block_from_device(pool, size_bytes)
         if block is None:
             raise DeviceFullError(
                 f"{size_bytes} bytes asked for; {self.reserved_bytes} of {self.capacity_bytes:.0f} "
@@ -192,16 +194,16 @@ class CachingAllocator:
         block.join_neighbours()
         block.pool.add(block)
 
-    def _small(self) -> Pool:
+    def _new_small_pool(self) -> Pool:
         return Pool(SMALL_SEGMENT_BYTES, ALLOCATION_BYTES)
 
-    def _large(self) -> Pool:
+    def _new_large_pool(self) -> Pool:
         return Pool(LARGE_SEGMENT_BYTES, SMALL_BYTES + ALLOCATION_BYTES)
 
-    def _cached(self, pool: Pool, size_bytes: int) -> Block | None:
-        return next(pool.fitting(size_bytes), None)
+    def _cached_block(self, pool: Pool, size_bytes: int) -> Block | None:
+        return next(pool.blocks_of_at_least(size_bytes), None)
 
-    def _taken(self, pool: Pool, size_bytes: int) -> Block | None:
+    def _block_from_device(self, pool: Pool, size_bytes: int) -> Block | None:
         """Take a new segment and return it as a free block (None: the device is full)."""
         segment_bytes = pool.page_bytes
         if size_bytes >= OWN_SEGMENT_BYTES:
@@ -213,7 +215,7 @@ class CachingAllocator:
         pool.add(block)
         return block
 
-    def _give_back(self) -> None:
+    def _return_free_memory(self) -> None:
         """Return all segments that are entirely free to the device."""
         for pool in self.pools.values():
             for block in pool.free:
@@ -233,26 +235,26 @@ class CachingAllocator:
 class ExpandableAllocator(CachingAllocator):
     """The allocator with `expandable_segments:True`."""
 
-    def _large(self) -> Pool:
+    def _new_large_pool(self) -> Pool:
         return Pool(LARGE_SEGMENT_BYTES, ALLOCATION_BYTES)
 
-    def _cached(self, pool: Pool, size_bytes: int) -> Block | None:
+    def _cached_block(self, pool: Pool, size_bytes: int) -> Block | None:
         """The free block that could grow to the fewest bytes; a block without room to grow counts
         with its size."""
         chosen: Block | None = None
-        for block in pool.fitting(size_bytes):
-            if chosen is not None and _room_bytes(block) >= _room_bytes(chosen):
+        for block in pool.blocks_of_at_least(size_bytes):
+            if chosen is not None and _grown_bytes(block) >= _grown_bytes(chosen):
                 break
             chosen = block
         return chosen
 
-    def _taken(self, pool: Pool, size_bytes: int) -> Block | None:
+    def _block_from_device(self, pool: Pool, size_bytes: int) -> Block | None:
         """Map pages at the lowest addresses with enough room, and return the block there.
 
         A free block in front of the unmapped addresses is used as the start of the new one. Returns
         None if the device is full.
         """
-        starts = (b.before if b.before and b.before.is_free else b for b in pool.unmapped)
+        starts = (b.before if b.before and b.before.is_free else b for b in pool.unmapped_blocks)
         found = (start for start in starts if _free_stretch_bytes(start) >= size_bytes)
         block = next(found, None) or self._new_range(pool)
         if not block.mapped and not self._map(block, min(block.size_bytes, size_bytes)):
@@ -294,7 +296,7 @@ class ExpandableAllocator(CachingAllocator):
         pool.add(block)
         return True
 
-    def _give_back(self) -> None:
+    def _return_free_memory(self) -> None:
         """Return the whole pages inside free blocks to the device."""
         for pool in self.pools.values():
             for block in pool.free:
@@ -324,7 +326,7 @@ def _round_up(size_bytes: int, step_bytes: int) -> int:
     return -(-size_bytes // step_bytes) * step_bytes
 
 
-def _room_bytes(block: Block) -> int:
+def _grown_bytes(block: Block) -> int:
     """The size that the block could grow to, with the unmapped addresses behind it."""
     after = block.after
     grows = after is not None and not after.mapped

@@ -82,13 +82,13 @@ def copy_layout(graph: Graph, schedule: Schedule, places: Places | None) -> Copy
         (places.disk, (Spill,), Delete),
     ):
         stays = _stays(graph, schedule, comes, goes)
-        found, total_bytes = _within(stays, None if place is None else place.capacity_bytes)
+        found, total_bytes = _place_within(stays, None if place is None else place.capacity_bytes)
         addresses |= {stay.start: at for stay, at in zip(stays, found, strict=True)}
         totals.append(total_bytes)
     return CopyLayout(totals[0], totals[1], addresses)
 
 
-def _within(stays: Sequence[_Stay], most_bytes: int | None) -> tuple[Sequence[int], int]:
+def _place_within(stays: Sequence[_Stay], most_bytes: int | None) -> tuple[Sequence[int], int]:
     """The addresses of the stays, and the bytes that they take in all.
 
     most_bytes: the capacity (None: no limit).
@@ -96,45 +96,54 @@ def _within(stays: Sequence[_Stay], most_bytes: int | None) -> tuple[Sequence[in
     best: tuple[Sequence[int], int] = ((), 0)
     for align in ALIGNMENTS:
         for rank in ORDERS:
-            found = _packed(stays, align, rank)
+            addresses = _place_first_fit(stays, align, rank)
             total_bytes = max(
-                (at + stay.size_bytes for at, stay in zip(found, stays, strict=True)), default=0
+                (at + stay.size_bytes for at, stay in zip(addresses, stays, strict=True)), default=0
             )
             if not best[0] or total_bytes < best[1]:
-                best = found, total_bytes
+                best = addresses, total_bytes
             if most_bytes is None or total_bytes <= most_bytes:
-                return found, total_bytes
+                return addresses, total_bytes
     return best
 
 
 def _stays(
-    graph: Graph, schedule: Schedule, comes: tuple[type, ...], goes: type
+    graph: Graph, schedule: Schedule, arriving_ops: tuple[type, ...], leaving_ops: type
 ) -> Sequence[_Stay]:
-    """All stays of copies at one place. comes, goes: the ops that make and give up copies there."""
+    """All stays of copies at one place.
+
+    arriving_ops, leaving_ops: the ops that make and give up copies there.
+    """
     started: dict[str, int] = {}
     spans = []
     for position, op in enumerate(schedule.ops):
-        if isinstance(op, comes):
+        if isinstance(op, arriving_ops):
             started[name_in(op)] = position
-        elif isinstance(op, goes):
+        elif isinstance(op, leaving_ops):
             spans.append((name_in(op), started.pop(name_in(op)), position))
     spans += [(name, start, len(schedule.ops)) for name, start in started.items()]
     sizes = graph.tensor_by_name
     return [_Stay(start, stop, sizes[name].size_bytes) for name, start, stop in spans]
 
 
-def _packed(stays: Sequence[_Stay], align: int, rank: Callable[[_Stay], Any]) -> Sequence[int]:
+def _place_first_fit(
+    stays: Sequence[_Stay], align: int, rank: Callable[[_Stay], Any]
+) -> Sequence[int]:
     """The address of each stay, placed in the order of `rank`, each at the lowest address that is
     free for its whole stay."""
-    found = [0] * len(stays)
+    addresses = [0] * len(stays)
     placed: list[int] = []
     for i in sorted(range(len(stays)), key=lambda i: rank(stays[i])):
-        stay, at = stays[i], 0
-        beside = (j for j in placed if stays[j].start < stay.stop and stay.start < stays[j].stop)
-        for start, stop in sorted((found[j], found[j] + stays[j].size_bytes) for j in beside):
-            if start - at >= stay.size_bytes:
+        stay, address = stays[i], 0
+        overlapping = (
+            j for j in placed if stays[j].start < stay.stop and stay.start < stays[j].stop
+        )
+        for start, stop in sorted(
+            (addresses[j], addresses[j] + stays[j].size_bytes) for j in overlapping
+        ):
+            if start - address >= stay.size_bytes:
                 break
-            at = max(at, -(-stop // align) * align)
-        found[i] = at
+            address = max(address, -(-stop // align) * align)
+        addresses[i] = address
         placed.append(i)
-    return found
+    return addresses

@@ -82,7 +82,7 @@ class Places:
         if self.disk_directory and self.disk is None:
             raise ValueError("places have a directory and no disk")
 
-    def beside(self, host_state_bytes: int) -> Places | None:
+    def without_state(self, host_state_bytes: int) -> Places | None:
         """The places without the host memory that optimizer state and parameters occupy for the
         whole step (None: they leave none for copies).
 
@@ -111,15 +111,15 @@ class Places:
         record = Record(value, where=source)
         try:
             return cls(
-                host=_place(record, "host"),
-                disk=_place(record, "disk"),
+                host=_read_place(record, "host"),
+                disk=_read_place(record, "disk"),
                 disk_directory=record.string("disk_directory", default=""),
             )
         except ValueError as error:
             raise FormatError(f"{source}: {error}") from error
 
 
-def _place(record: Record, name: str) -> Place | None:
+def _read_place(record: Record, name: str) -> Place | None:
     """Read the place of this name (None: it is not in the record)."""
     item = record.record(name, default=None)
     if item is None:

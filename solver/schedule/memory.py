@@ -23,8 +23,8 @@ from solver.schedule.ops import (
     Schedule,
     Spill,
     Store,
-    bytes_of_others,
     name_in,
+    other_micro_batch_bytes,
 )
 from solver.schedule.simulator import Simulation, Stay, starts_s, stays
 
@@ -38,7 +38,7 @@ CATEGORY_OF_KIND: Mapping[str, str] = {
     "tangent": "activations",
     "output": "activations",
 }
-OTHERS = "others in flight"
+OTHER_MICRO_BATCHES = "others in flight"
 """The category of what the other micro-batches in flight hold."""
 CATEGORIES = (*dict.fromkeys(CATEGORY_OF_KIND.values()), "workspace")
 
@@ -46,8 +46,8 @@ CATEGORIES = (*dict.fromkeys(CATEGORY_OF_KIND.values()), "workspace")
 def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[str, int]:
     """Category -> bytes during one op of a legal schedule.
 
-    The categories are CATEGORIES, and OTHERS if other micro-batches are in flight. They add up to
-    the simulation's `live_bytes` at this position. What a card holds besides tensors
+    The categories are CATEGORIES, and OTHER_MICRO_BATCHES if other micro-batches are in flight.
+    They add up to the simulation's `live_bytes` at this position. What a card holds besides tensors
     (`meta.device_bytes`) counts as workspace.
 
     position: an index into `schedule.ops` (None: before the first op).
@@ -60,7 +60,9 @@ def memory_at(graph: Graph, schedule: Schedule, position: int | None) -> dict[st
     for tensor in _storages_at(graph, schedule, position):
         parts[_category(graph, tensor)] += tensor.size_bytes
     if graph.n_in_flight > 1:
-        parts[OTHERS] = 0 if position is None else _others_bytes(graph, schedule)[position]
+        parts[OTHER_MICRO_BATCHES] = (
+            0 if position is None else _other_micro_batch_bytes(graph, schedule)[position]
+        )
     return parts
 
 
@@ -96,14 +98,14 @@ def _storages_at(graph: Graph, schedule: Schedule, position: int | None) -> list
 
 
 def _category(graph: Graph, tensor: Tensor) -> str:
-    beside = tensor.name in graph.meta.device_bytes
-    return "workspace" if beside else CATEGORY_OF_KIND[tensor.kind]
+    is_device_overhead = tensor.name in graph.meta.device_bytes
+    return "workspace" if is_device_overhead else CATEGORY_OF_KIND[tensor.kind]
 
 
-def _others_bytes(graph: Graph, schedule: Schedule) -> list[int]:
+def _other_micro_batch_bytes(graph: Graph, schedule: Schedule) -> list[int]:
     """Bytes that the other micro-batches in flight hold during each op."""
     sizes = (graph.tensor_by_name[name].size_bytes for name in saved_for_backward(graph, schedule))
-    return bytes_of_others(graph, schedule, sum(sizes))
+    return other_micro_batch_bytes(graph, schedule, sum(sizes))
 
 
 def held_during(graph: Graph, schedule: Schedule, position: int | None) -> frozenset[str]:
@@ -126,17 +128,17 @@ def saved_for_backward(graph: Graph, schedule: Schedule) -> frozenset[str]:
     return held_during(graph, schedule, n_ops - 1 if n_ops else None)
 
 
-def away_for_backward(graph: Graph, schedule: Schedule) -> frozenset[str]:
+def copied_out_for_backward(graph: Graph, schedule: Schedule) -> frozenset[str]:
     """The storages with a copy on the host or the disk when the forward pass has ended."""
-    away: set[tuple[str, str]] = set()
+    copies: set[tuple[str, str]] = set()
     for op in schedule.ops[: _n_forward_ops(graph, schedule)]:
         if isinstance(op, Store | Load):
-            away.add((op.storage, "host"))
+            copies.add((op.storage, "host"))
         elif isinstance(op, Spill):
-            away.add((op.storage, "disk"))
+            copies.add((op.storage, "disk"))
         elif isinstance(op, Drop | Delete):
-            away.discard((op.storage, "host" if isinstance(op, Drop) else "disk"))
-    return frozenset(storage for storage, _ in away)
+            copies.discard((op.storage, "host" if isinstance(op, Drop) else "disk"))
+    return frozenset(storage for storage, _ in copies)
 
 
 def _n_forward_ops(graph: Graph, schedule: Schedule) -> int:
@@ -159,11 +161,11 @@ def node_at(graph: Graph, schedule: Schedule, simulation: Simulation) -> Node | 
     return graph.node_by_name[op.node] if isinstance(op, Compute) else graph.producer[name_in(op)]
 
 
-LAYERS = ("resident", OTHERS, "kept", "recomputed", "gradients", "workspace")
+LAYERS = ("resident", OTHER_MICRO_BATCHES, "kept", "recomputed", "gradients", "workspace")
 """What the memory plot distinguishes.
 
 resident: live for the whole step (gradients too, if they are accumulated over steps).
-OTHERS: held by other micro-batches in flight.
+OTHER_MICRO_BATCHES: held by other micro-batches in flight.
 kept, recomputed, gradients: see `Stay`.
 workspace: temporary memory inside the running op.
 """
@@ -199,8 +201,8 @@ def occupancy(graph: Graph, schedule: Schedule, *, places: Places | None = None)
     layers |= live_bytes_by(graph, schedule, lambda stay: str(stay.layer))
     layers["resident"] = (graph.resident_bytes,) * len(nodes)
     if graph.n_in_flight > 1:
-        held = zip(schedule.ops, _others_bytes(graph, schedule), strict=True)
-        layers[OTHERS] = tuple(size for op, size in held if isinstance(op, Compute))
+        held = zip(schedule.ops, _other_micro_batch_bytes(graph, schedule), strict=True)
+        layers[OTHER_MICRO_BATCHES] = tuple(size for op, size in held if isinstance(op, Compute))
     layers["workspace"] = tuple(node.workspace_bytes for node in nodes)
     return Occupancy(nodes, starts_s(graph, schedule, places=places), layers)
 

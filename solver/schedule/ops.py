@@ -172,18 +172,18 @@ def free_after_last_use(
     """
     order = tuple(order)
     frees_after: list[list[str]] = [[] for _ in order]
-    awaited = set(graph.outputs)
+    held_to_end = set(graph.outputs)
     read_later: set[str] = set()  # tensors that a later op reads before they are recomputed
     # Backwards: the first time a tensor is seen is its last use.
     for position in range(len(order) - 1, -1, -1):
         node = graph.node_by_name[order[position]]
         others = () if held is None else held.get(position, ())
         for name in dict.fromkeys((*graph.needs[node.name], *node.outputs, *others)):
-            if name in graph.producer and name not in read_later and name not in awaited:
+            if name in graph.producer and name not in read_later and name not in held_to_end:
                 frees_after[position].append(name)
             read_later.add(name)
         read_later.difference_update(node.outputs)
-        awaited.difference_update(node.outputs)
+        held_to_end.difference_update(node.outputs)
     ops: list[Op] = []
     for name, freed in zip(order, frees_after, strict=True):
         ops.append(Compute(name))
@@ -199,7 +199,7 @@ def n_before_optimizer(graph: Graph, schedule: Schedule) -> int:
     return schedule.ops.index(Compute(graph.nodes[graph.n_before_optimizer].name))
 
 
-def bytes_of_others(graph: Graph, schedule: Schedule, saved_bytes: int) -> list[int]:
+def other_micro_batch_bytes(graph: Graph, schedule: Schedule, saved_bytes: int) -> list[int]:
     """Bytes that the other micro-batches in flight hold during each op of a legal schedule.
 
     There are `Graph.n_in_flight` - 1 others. Before the optimizer's first op each holds

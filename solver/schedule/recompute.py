@@ -107,9 +107,9 @@ def missing_computes(graph: Graph, needed: Iterable[str], available: set[str]) -
             stack.pop()
         else:
             node = graph.producer[name]
-            wanted = [other for other in graph.needs[node.name] if other not in available]
-            if wanted:
-                stack.extend(reversed(wanted))
+            missing_inputs = [other for other in graph.needs[node.name] if other not in available]
+            if missing_inputs:
+                stack.extend(reversed(missing_inputs))
                 continue
             order.append(node.name)
             for output in node.outputs:
@@ -129,14 +129,14 @@ def without_dead_computes(graph: Graph, order: Sequence[str]) -> list[str]:
     first: dict[str, int] = {}
     for position, name in enumerate(order):
         first.setdefault(name, position)
-    wanted = set(graph.outputs)
+    needed_later = set(graph.outputs)
     alive: list[str] = []
     for position in range(len(order) - 1, -1, -1):
         node = graph.node_by_name[order[position]]
-        if first[node.name] < position and not wanted.intersection(node.outputs):
+        if first[node.name] < position and not needed_later.intersection(node.outputs):
             continue
-        wanted.difference_update(node.outputs)
-        wanted.update(graph.needs[node.name])
+        needed_later.difference_update(node.outputs)
+        needed_later.update(graph.needs[node.name])
         alive.append(node.name)
     alive.reverse()
     return alive

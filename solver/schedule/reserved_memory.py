@@ -30,7 +30,7 @@ N_STEPS = 6
 one it takes a few steps until the cache settles."""
 QUIET_STEPS = 2
 """How many last steps must not have to return memory to the device (`Reserved.settled`)."""
-NEAR = 1e-3
+CAPACITY_TOLERANCE = 1e-3
 """Tolerance of the search for the least capacity, as a share of the allocated bytes."""
 _STREAMS = {
     "fsdp.all_gather": 1,
@@ -99,9 +99,9 @@ def least_capacity_bytes(graph: Graph, schedule: Schedule) -> int:
     Bisection assumes that more memory never hurts, which is not proven. The allocator's setting is
     that of this environment (`expandable_segments`).
     """
-    most = reserved(graph, schedule)
-    below_bytes, enough_bytes = most.allocated_bytes - 1, most.reserved_bytes
-    while enough_bytes - below_bytes > NEAR * most.allocated_bytes:
+    unlimited = reserved(graph, schedule)
+    below_bytes, enough_bytes = unlimited.allocated_bytes - 1, unlimited.reserved_bytes
+    while enough_bytes - below_bytes > CAPACITY_TOLERANCE * unlimited.allocated_bytes:
         middle_bytes = (below_bytes + enough_bytes) // 2
         if reserved(graph, schedule, capacity_bytes=middle_bytes).settled:
             enough_bytes = middle_bytes
@@ -150,8 +150,8 @@ def state_blocks_bytes(graph: Graph, state_bytes: int) -> list[int]:
 
     state_bytes: the whole optimizer state.
     """
-    made = (graph.tensor_by_name[name] for name in graph.outputs)
-    gradients = [t for t in (*graph.resident, *made) if t.kind == "gradient" and t.size_bytes]
+    outputs = (graph.tensor_by_name[name] for name in graph.outputs)
+    gradients = [t for t in (*graph.resident, *outputs) if t.kind == "gradient" and t.size_bytes]
     sizes_bytes = [t.size_bytes for t in gradients]
     total_bytes = sum(sizes_bytes)
     n_blocks = max(1, round(state_bytes / max(total_bytes, 1)))
@@ -160,19 +160,20 @@ def state_blocks_bytes(graph: Graph, state_bytes: int) -> list[int]:
         for size_bytes in sizes_bytes
         for _ in range(n_blocks)
     ]
-    left_bytes = state_bytes - sum(blocks_bytes)
-    return [n for n in [*blocks_bytes, left_bytes] if n]
+    remainder_bytes = state_bytes - sum(blocks_bytes)
+    return [n for n in [*blocks_bytes, remainder_bytes] if n]
 
 
 class Steps:
     """The allocations and frees of a schedule by position, to be played step after step.
 
-    given, taken: position -> the storages freed before that op, and those that it allocates.
+    freed_at, allocated_at: position -> the storages freed before that op, and those that it
+        allocates.
     workspace: position -> (bytes, stream) of the op's workspace.
     stream: storage -> its stream, if that is not the stream of the step (0).
     resident: bytes of each resident storage that is allocated before the first step.
-    first_taken: position of the optimizer's first op -> the blocks of its state, which only the
-        first step played allocates.
+    optimizer_state_at: position of the optimizer's first op -> the blocks of its state, which only
+        the first step played allocates.
 
     Overwriting a storage neither allocates nor frees it; storages of 0 bytes are left out. A
     storage that is recomputed while it is live is allocated again before its old bytes are freed.
@@ -200,16 +201,20 @@ class Steps:
         }
         # The optimizer's state is not resident from the start if the step has an optimizer: its
         # first step allocates it.
-        steps_at = [
+        optimizer_positions = [
             position
             for position, op in enumerate(schedule.ops)
             if isinstance(op, Compute) and graph.node_by_name[op.node].phase == "optimizer"
         ]
         resident = [t for t in graph.resident if t.alias_of is None and t.name != ROUNDING]
-        states = [t.size_bytes for t in resident if t.kind == "optimizer_state" and steps_at]
+        states = [
+            t.size_bytes for t in resident if t.kind == "optimizer_state" and optimizer_positions
+        ]
         others = [t for t in resident if t.kind != "optimizer_state"] if states else resident
         self.resident = [tensor.size_bytes for tensor in others]
-        self.first_taken = {steps_at[0]: state_blocks_bytes(graph, sum(states))} if states else {}
+        self.optimizer_state_at = (
+            {optimizer_positions[0]: state_blocks_bytes(graph, sum(states))} if states else {}
+        )
         # Two stays of a storage that meet are an overwrite, which allocates and frees nothing.
         order = {tensor.name: index for index, tensor in enumerate(graph.tensors)}
         starts: dict[int, set[str]] = defaultdict(set)
@@ -218,8 +223,10 @@ class Steps:
             if self.size_bytes[stay.storage]:
                 starts[stay.start].add(stay.storage)
                 stops[stay.stop].add(stay.storage)
-        self.taken = {p: sorted(starts[p] - stops[p], key=order.__getitem__) for p in [*starts]}
-        self.given = {p: sorted(stops[p] - starts[p], key=order.__getitem__) for p in [*stops]}
+        self.allocated_at = {
+            p: sorted(starts[p] - stops[p], key=order.__getitem__) for p in [*starts]
+        }
+        self.freed_at = {p: sorted(stops[p] - starts[p], key=order.__getitem__) for p in [*stops]}
 
     def start(self, allocator: CachingAllocator) -> None:
         """Allocate the resident tensors, before the first step."""
@@ -230,12 +237,12 @@ class Steps:
         """Play the allocations and frees of one step."""
         held: dict[str, list[Block]] = defaultdict(list)  # storage -> its blocks, the oldest first
         for position in range(self.n_ops + 1):
-            for name in self.given.get(position, ()):
+            for name in self.freed_at.get(position, ()):
                 allocator.free(held[name].pop(0))
-            for name in self.taken.get(position, ()):
+            for name in self.allocated_at.get(position, ()):
                 stream = self.stream.get(name, 0)
                 held[name].append(allocator.allocate(self.size_bytes[name], stream=stream))
-            for size_bytes in self.first_taken.pop(position, ()):  # never freed
+            for size_bytes in self.optimizer_state_at.pop(position, ()):  # never freed
                 allocator.allocate(size_bytes)
             if position in self.workspace:
                 size_bytes, stream = self.workspace[position]

@@ -25,7 +25,7 @@
    all forward nodes have run and before anything else is computed. They count at every op before
    the optimizer's first. After the forward pass, the gradients accumulated over the micro-batches
    (`Graph.accumulated`) and what completed ones leave (`Graph.in_turn`) count where that is more
-   (`solver.schedule.ops.bytes_of_others`).
+   (`solver.schedule.ops.other_micro_batch_bytes`).
 11. The optimizer's state and the parameters that are in host memory (`Graph.host_state_bytes`) are
    there from before the first op to the end. In a step that has some, an optimizer node has all
    streams to itself: it starts when the copies before it have ended, and those after it start when
@@ -49,9 +49,9 @@ from solver.schedule.ops import (
     word_for,
 )
 from solver.schedule.simulation import IllegalScheduleError, Layer, Stay
-from solver.schedule.streams import MoveError, Streams
+from solver.schedule.streams import CopyError, Streams
 
-_LATE = ("backward", "optimizer")
+_AFTER_FORWARD = ("backward", "optimizer")
 
 
 class Device:
@@ -74,8 +74,8 @@ class Device:
         self._live = {tensor.name for tensor in graph.resident}
         self._stays = stays
         self._open_stays: dict[str, tuple[Layer, int]] = {}  # storage -> its layer and start
-        self._holders: dict[str, int] = {}  # storage -> number of live tensors on it
-        self._ran: set[str] = set()
+        self._n_live_on: dict[str, int] = {}  # storage -> number of live tensors on it
+        self._nodes_run: set[str] = set()
         self._overwritten: set[str] = set()
 
     def run(self, op: Op) -> int:
@@ -83,13 +83,13 @@ class Device:
         if isinstance(op, Free):
             return self._free(op.tensor)
         if not isinstance(op, Compute):
-            return self._move(op)
+            return self._copy_or_drop(op)
         node = self.graph.node_by_name.get(op.node)
         if node is None:
             raise self._illegal(f"compute names {op.node!r}, which is not a node of the graph")
-        self._check_turn(node)
+        self._check_order(node)
         self._check_tensors(node)
-        if self._saved_bytes is None and len(self._ran) >= len(self.graph.forward_nodes):
+        if self._saved_bytes is None and len(self._nodes_run) >= len(self.graph.forward_nodes):
             self._saved_bytes = self.bytes - self.graph.resident_bytes
         return self._compute(node)
 
@@ -103,15 +103,15 @@ class Device:
     def _illegal(self, reason: str) -> IllegalScheduleError:
         return IllegalScheduleError(len(self.live_bytes), reason)
 
-    def _check_turn(self, node: Node) -> None:
+    def _check_order(self, node: Node) -> None:
         """Rule 4: the node may run now, by the order of first runs and by how often it may run."""
-        if node.name in self._ran:
+        if node.name in self._nodes_run:
             if node.phase != "forward":
                 raise self._illegal(f"{node.phase} node {node.name!r} runs a second time")
             if not node.recomputable:
                 raise self._illegal(f"{node.name!r} runs a second time, but is not recomputable")
             return
-        expected = self.graph.nodes[len(self._ran)]
+        expected = self.graph.nodes[len(self._nodes_run)]
         if node.name == expected.name:
             return
         if node.phase == "forward":
@@ -131,17 +131,17 @@ class Device:
                 raise self._illegal(f"{node.name!r} reads {name!r}, which is not on the device")
         for name in node.outputs:
             root = self.graph.root(name)
-            made_elsewhere = root in self.graph.producer and root not in node.outputs
-            if made_elsewhere and not self._holders.get(root, 0):
+            is_made_elsewhere = root in self.graph.producer and root not in node.outputs
+            if is_made_elsewhere and not self._n_live_on.get(root, 0):
                 raise self._illegal(
                     f"{node.name!r} makes {name!r}, an alias of {root!r}, whose storage is not on "
                     "the device"
                 )
-        if node.name in self._ran:
+        if node.name in self._nodes_run:
             self._check_recompute(node)
         if node.overwrites is not None and self.streams is not None:
             root = self.graph.root(node.overwrites)
-            if where := self.streams.copies_of(root):
+            if where := self.streams.places_with_copy(root):
                 raise self._illegal(
                     f"{node.name!r} overwrites {root!r}, of which the {where} has a copy; drop "
                     "that copy first"
@@ -157,7 +157,7 @@ class Device:
         for name in node.outputs:
             if self.graph.root(name) != name:
                 continue
-            holders = self._holders.get(name, 0)
+            holders = self._n_live_on.get(name, 0)
             replaced = [other for other in live if self.graph.root(other) == name]
             if holders and (name not in live or holders > len(replaced)):
                 raise self._illegal(
@@ -166,8 +166,8 @@ class Device:
 
     def _compute(self, node: Node) -> int:
         """Run a node that has passed the checks; return the bytes on the device meanwhile."""
-        allocated = 0
-        replaced = 0
+        allocated_bytes = 0
+        replaced_bytes = 0
         streams, root_of = self.streams, self.graph.root
         if streams is not None:
             if self.graph.host_state_bytes and node.phase == "optimizer":
@@ -178,22 +178,22 @@ class Device:
             streams.compute(len(self.live_bytes), node.time_s, reads)
             for name in node.outputs:
                 if name in self._live and root_of(name) == name:
-                    streams.leave_device(name)
+                    streams.wait_until_reusable(name)
         for name in node.outputs:
             tensor = self.graph.tensor_by_name[name]
             if tensor.alias_of is None:
-                allocated += tensor.size_bytes
-                replaced += tensor.size_bytes if name in self._live else 0
+                allocated_bytes += tensor.size_bytes
+                replaced_bytes += tensor.size_bytes if name in self._live else 0
                 if self._stays is not None:
                     self._start_stay(name, node)
-        during = self.bytes + allocated + node.workspace_bytes
-        self.bytes += allocated - replaced
+        during_bytes = self.bytes + allocated_bytes + node.workspace_bytes
+        self.bytes += allocated_bytes - replaced_bytes
         for name in node.outputs:
             if name not in self._live:
                 self._live.add(name)
                 root = root_of(name)
-                self._holders[root] = self._holders.get(root, 0) + 1
-        if node.name in self._ran:
+                self._n_live_on[root] = self._n_live_on.get(root, 0) + 1
+        if node.name in self._nodes_run:
             self.n_recomputed += 1
         if node.overwrites is not None:
             root = root_of(node.overwrites)
@@ -203,11 +203,11 @@ class Device:
             if self._stays is not None and root in self._open_stays:
                 self._end_stay(root, len(self.live_bytes))
                 self._start_stay(root, node)
-        self._ran.add(node.name)
+        self._nodes_run.add(node.name)
         self.times_s.append(node.time_s)
-        return during
+        return during_bytes
 
-    def _move(self, op: Op) -> int:
+    def _copy_or_drop(self, op: Op) -> int:
         """Apply a copy between device, host and disk, or give up the copy on the host or disk."""
         if self.streams is None or not isinstance(op, Copy | Drop | Delete):
             raise self._illegal(f"{op!r} is not an op of a schedule")
@@ -215,47 +215,47 @@ class Device:
         tensor = self.graph.tensor_by_name.get(storage)
         try:
             if tensor is None:
-                raise MoveError("which is not a tensor of the graph")
+                raise CopyError("which is not a tensor of the graph")
             if tensor.alias_of is not None:
-                raise MoveError(f"an alias; name its storage, {tensor.alias_of!r}")
+                raise CopyError(f"an alias; name its storage, {tensor.alias_of!r}")
             if storage not in self.graph.producer:
-                raise MoveError("which is resident and stays")
-            if isinstance(op, Store) and storage in self._leaving:
-                raise MoveError(
+                raise CopyError("which is resident and stays")
+            if isinstance(op, Store) and storage in self._output_storages:
+                raise CopyError(
                     "which leaves the step (an output of the model, or a gradient): its memory is "
                     "the caller's"
                 )
             if isinstance(op, Drop | Delete):
-                self.streams.give_up(op, tensor.size_bytes)
+                self.streams.drop_copy(op, tensor.size_bytes)
             else:
-                on_device = self._holders.get(storage, 0) > 0
+                on_device = self._n_live_on.get(storage, 0) > 0
                 position = len(self.live_bytes)
                 self.streams.copy(position, op, tensor.size_bytes, on_device=on_device)
-        except MoveError as error:
+        except CopyError as error:
             raise self._illegal(f"{word_for(op)} names {storage!r}, {error}") from None
         if isinstance(op, Fetch):
-            self._bring_back(tensor)
+            self._restore_fetched(tensor)
         return self.bytes
 
     @cached_property
-    def _leaving(self) -> frozenset[str]:
+    def _output_storages(self) -> frozenset[str]:
         """The storages of the graph's outputs."""
         return frozenset(map(self.graph.root, self.graph.outputs))
 
-    def _bring_back(self, tensor: Tensor) -> None:
+    def _restore_fetched(self, tensor: Tensor) -> None:
         """Rule 8: make the tensors on a fetched storage live again."""
         on_storage = (tensor.name, *self.graph.views.get(tensor.name, ()))
-        brought = [
+        restored = [
             name
             for name in on_storage
-            if self.graph.producer[name].name in self._ran and name not in self._overwritten
+            if self.graph.producer[name].name in self._nodes_run and name not in self._overwritten
         ]
-        self._live.update(brought)
-        self._holders[tensor.name] = len(brought)
+        self._live.update(restored)
+        self._n_live_on[tensor.name] = len(restored)
         self.bytes += tensor.size_bytes
         if self._stays is not None:
             phase = self.graph.producer[tensor.name].phase
-            layer: Layer = "gradients" if phase in _LATE else "kept"
+            layer: Layer = "gradients" if phase in _AFTER_FORWARD else "kept"
             self._open_stays[tensor.name] = layer, len(self.live_bytes)
 
     def _start_stay(self, storage: str, node: Node) -> None:
@@ -263,8 +263,8 @@ class Device:
         position = len(self.live_bytes)
         if storage in self._open_stays:  # replaced: both copies count while the node runs
             self._end_stay(storage, position + 1)
-        layer: Layer = "recomputed" if node.name in self._ran else "kept"
-        if node.phase in _LATE:
+        layer: Layer = "recomputed" if node.name in self._nodes_run else "kept"
+        if node.phase in _AFTER_FORWARD:
             layer = "gradients"
         self._open_stays[storage] = layer, position
 
@@ -286,11 +286,11 @@ class Device:
             raise self._illegal(f"free names {name!r}, which is not on the device")
         self._live.discard(name)
         root = self.graph.root(name)
-        self._holders[root] -= 1
-        if self._holders[root] == 0 and root in self.graph.producer:
+        self._n_live_on[root] -= 1
+        if self._n_live_on[root] == 0 and root in self.graph.producer:
             self.bytes -= self.graph.tensor_by_name[root].size_bytes
             if self.streams is not None:
-                self.streams.leave_device(root)
+                self.streams.wait_until_reusable(root)
             if self._stays is not None:
                 self._end_stay(root, len(self.live_bytes))
         return self.bytes
@@ -300,8 +300,8 @@ class Device:
 
         Raises IllegalScheduleError.
         """
-        if len(self._ran) < len(self.graph.nodes):
-            missing = self.graph.nodes[len(self._ran)].name
+        if len(self._nodes_run) < len(self.graph.nodes):
+            missing = self.graph.nodes[len(self._nodes_run)].name
             raise IllegalScheduleError(None, f"{missing!r} has never run")
         for name in self.graph.outputs:
             if name not in self._live:

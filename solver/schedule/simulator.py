@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from graphs.graph import Graph
 from solver.schedule.host_and_disk import Link, Place, Places
-from solver.schedule.ops import Schedule, bytes_of_others
+from solver.schedule.ops import Schedule, other_micro_batch_bytes
 from solver.schedule.rules import Device
 from solver.schedule.simulation import IllegalScheduleError, Simulation, Stay
 from solver.schedule.streams import Event, Streams
@@ -32,10 +32,10 @@ def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) 
 
     Raises IllegalScheduleError.
     """
-    device = _run(graph, schedule, places=places)
+    device = _run_schedule(graph, schedule, places=places)
     live_bytes = device.live_bytes
     if graph.n_in_flight > 1:
-        others = bytes_of_others(graph, schedule, device.saved_bytes)
+        others = other_micro_batch_bytes(graph, schedule, device.saved_bytes)
         live_bytes = list(map(operator.add, live_bytes, others))
     peak_bytes = max(live_bytes, default=graph.resident_bytes)
     streams, compute_s = device.streams, math.fsum(device.times_s)
@@ -64,7 +64,7 @@ def stays(graph: Graph, schedule: Schedule) -> tuple[Stay, ...]:
     Raises IllegalScheduleError.
     """
     found: list[Stay] = []
-    _run(graph, schedule, places=_ANY_PLACES, stays=found)
+    _run_schedule(graph, schedule, places=_ANY_PLACES, stays=found)
     return tuple(found)
 
 
@@ -74,7 +74,7 @@ def timeline(graph: Graph, schedule: Schedule, *, places: Places | None) -> tupl
     Raises IllegalScheduleError.
     """
     events: list[Event] = []
-    _run(graph, schedule, places=places, events=events)
+    _run_schedule(graph, schedule, places=places, events=events)
     return tuple(events)
 
 
@@ -97,7 +97,7 @@ _ANY_PLACES = Places(host=Place(1, Link(1.0, 1.0)), disk=Place(1, Link(1.0, 1.0)
 """Stand-ins for host and disk when only bytes are asked for: bytes do not depend on the rates."""
 
 
-def _run(
+def _run_schedule(
     graph: Graph,
     schedule: Schedule,
     *,

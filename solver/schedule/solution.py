@@ -105,26 +105,28 @@ class Solution:
 
     def __repr__(self) -> str:
         """One line: the request, the plan found, and the proven bound."""
-        asked = f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
+        request_text = (
+            f"{self.method}, {self.status}, budget {format_size(self.request.budget_bytes)}"
+        )
         environment = self.graph.meta.environment
         if words := sharding_words(environment) or zero_words(environment):
-            asked += f" {words}"
+            request_text += f" {words}"
         if (pipeline := pipeline_of(self.graph.meta.environment)) is not None:
-            asked += f", {pipeline.words}"
+            request_text += f", {pipeline.words}"
         if (passes := passes_of(self.graph.meta.environment)).n > 1:
-            asked += f", {passes.words}"
+            request_text += f", {passes.words}"
         if self.simulation is None or self.overhead is None:
-            return f"Solution({asked}: no schedule{self.obstacle_text})"
+            return f"Solution({request_text}: no schedule{self.obstacle_text})"
         host, disk = self.simulation.host_peak_bytes, self.simulation.disk_peak_bytes
-        there = [f"{format_size(host)} on the host"] if host else []
-        there += [f"{format_size(disk)} on the disk"] if disk else []
-        copied = f"at most {', '.join(there)}; " if there else ""
+        copy_texts = [f"{format_size(host)} on the host"] if host else []
+        copy_texts += [f"{format_size(disk)} on the disk"] if disk else []
+        copies_text = f"at most {', '.join(copy_texts)}; " if copy_texts else ""
         return (
-            f"Solution({asked}: peak {format_size(self.simulation.peak_bytes)}, "
+            f"Solution({request_text}: peak {format_size(self.simulation.peak_bytes)}, "
             f"without checkpointing {format_size(self.baseline.peak_bytes)}; "
-            f"{copied}"
-            f"overhead {_plain(self.overhead)}, "
-            f"proven at least {_plain(self.lower_bound_overhead)}; "
+            f"{copies_text}"
+            f"overhead {_unsigned_share(self.overhead)}, "
+            f"proven at least {_unsigned_share(self.lower_bound_overhead)}; "
             f"{counted(self.simulation.n_recomputed, 'op')} recomputed)"
         )
 
@@ -184,8 +186,8 @@ class Solution:
     @property
     def without_plan_text(self) -> str:
         """Advice for the case `fits_without_plan`."""
-        taken = format_size_up(self.baseline.peak_bytes + self.request.reserve_bytes)
-        return f"without a plan the step takes {taken}, which fits: train without one"
+        needed = format_size_up(self.baseline.peak_bytes + self.request.reserve_bytes)
+        return f"without a plan the step takes {needed}, which fits: train without one"
 
     @property
     def overhead(self) -> float | None:
@@ -233,10 +235,10 @@ class Solution:
                 f"no schedule to save: the status is {self.status}{self.obstacle_text}"
             )
         loss, of_module = self.graph.loss_part(), self.graph.module_part()
-        away: dict[str, Any] = {}
+        copy_fields: dict[str, Any] = {}
         if self.simulation.host_peak_bytes:
             names = ("host_peak_bytes", "disk_peak_bytes", "stall_s")
-            away = {name: getattr(self.simulation, name) for name in names}
+            copy_fields = {name: getattr(self.simulation, name) for name in names}
         value = {
             "format": FORMAT,
             "graph_id": self.schedule.graph_id,
@@ -247,7 +249,7 @@ class Solution:
             "time_s": self.simulation.time_s,
             "baseline_time_s": self.baseline.time_s,
             "baseline_peak_bytes": self.baseline.peak_bytes,
-            **away,
+            **copy_fields,
             "lower_bound_s": self.lower_bound_s,
             "rewrites": list(self.graph.meta.rewrites),
             "request": self.request.to_json(),
@@ -394,5 +396,5 @@ def _share(time_s: float, baseline_time_s: float) -> float:
     return (time_s - baseline_time_s) / baseline_time_s if baseline_time_s else 0.0
 
 
-def _plain(overhead: float) -> str:
+def _unsigned_share(overhead: float) -> str:
     return format_share(overhead).removeprefix("+")

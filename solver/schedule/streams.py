@@ -38,7 +38,7 @@ class Event:
     end_s: float
 
 
-class MoveError(ValueError):
+class CopyError(ValueError):
     """A storage cannot be copied or given up now. The message continues a sentence that ends with
     the storage's name."""
 
@@ -67,7 +67,7 @@ class Memory:
         self.bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
-    def touch(self, storage: str, end_s: float) -> None:
+    def note_copy_from(self, storage: str, end_s: float) -> None:
         """Note that a copy from this storage ends at `end_s`."""
         self.busy_s[storage] = max(end_s, self.busy_s.get(storage, 0.0))
 
@@ -90,13 +90,13 @@ class Streams:
         self._device = Memory("device")
         self._places = places or Places()
         self._events = events
-        self._at_s: dict[Stream, float] = dict.fromkeys(
+        self._clock_s: dict[Stream, float] = dict.fromkeys(
             ("compute", "store", "fetch", "spill", "load"), 0.0
         )
         self._busy_s: dict[Stream, list[float]] = {}
         self._stalls_s: list[float] = []
 
-    def copies_of(self, storage: str) -> str:
+    def places_with_copy(self, storage: str) -> str:
         """Where the storage has copies: "host", "disk", "host and the disk", or ""."""
         return " and the ".join(m.name for m in (self.host, self.disk) if storage in m.ready_s)
 
@@ -105,71 +105,71 @@ class Streams:
         ready_s = self._device.ready_s
         if ready_s:
             self._stall_until(max((ready_s.get(storage, 0.0) for storage in reads), default=0.0))
-        self._run("compute", position, self._at_s["compute"], time_s)
+        self._run("compute", position, self._clock_s["compute"], time_s)
 
     def wait_for_all(self) -> None:
         """Make the next compute wait for all copies started so far."""
-        self._stall_until(max(self._at_s.values()))
+        self._stall_until(max(self._clock_s.values()))
 
-    def leave_device(self, storage: str) -> None:
+    def wait_until_reusable(self, storage: str) -> None:
         """Make the compute stream wait until the storage's bytes on the device can be reused."""
         if storage in self._device.busy_s:
             self._stall_until(self._device.busy_s[storage])
             self._device.remove(storage, 0)
 
     def _stall_until(self, ready_s: float) -> None:
-        if ready_s > self._at_s["compute"]:
-            self._stalls_s.append(ready_s - self._at_s["compute"])
-            self._at_s["compute"] = ready_s
+        if ready_s > self._clock_s["compute"]:
+            self._stalls_s.append(ready_s - self._clock_s["compute"])
+            self._clock_s["compute"] = ready_s
 
     def copy(self, position: int, op: Copy, size_bytes: int, *, on_device: bool) -> None:
         """Start a copy. on_device: whether the storage is on the device.
 
-        Raises MoveError if the source does not have the storage, or the target already has it.
+        Raises CopyError if the source does not have the storage, or the target already has it.
         """
         stream, source, target, time_s = self._route(op, size_bytes)
-        for memory, wanted in ((source, True), (target, False)):
-            is_there = on_device if memory is self._device else op.storage in memory.ready_s
-            if is_there and not wanted:
-                raise MoveError(f"which is on the {memory.name} already")
-            if wanted and not is_there:
-                raise MoveError(f"which is not on the {memory.name}")
+        for memory, is_source in ((source, True), (target, False)):
+            has_storage = on_device if memory is self._device else op.storage in memory.ready_s
+            if has_storage and not is_source:
+                raise CopyError(f"which is on the {memory.name} already")
+            if is_source and not has_storage:
+                raise CopyError(f"which is not on the {memory.name}")
         # The copy waits for its stream, the compute stream, its source, and its target's bytes.
         start_s = max(
-            self._at_s[stream],
-            self._at_s["compute"],
+            self._clock_s[stream],
+            self._clock_s["compute"],
             source.ready_s.get(op.storage, 0.0),
             target.reusable_s,
         )
         end_s = self._run(stream, position, start_s, time_s)
         self._busy_s.setdefault(stream, []).append(time_s)
-        source.touch(op.storage, end_s)
+        source.note_copy_from(op.storage, end_s)
         target.add(op.storage, size_bytes, end_s)
 
-    def give_up(self, op: Drop | Delete, size_bytes: int) -> None:
-        """Give up the copy on the host or the disk. Raises MoveError if there is none."""
+    def drop_copy(self, op: Drop | Delete, size_bytes: int) -> None:
+        """Give up the copy on the host or the disk. Raises CopyError if there is none."""
         memory = self.host if isinstance(op, Drop) else self.disk
         if op.storage not in memory.ready_s:
-            raise MoveError(f"which is not on the {memory.name}")
+            raise CopyError(f"which is not on the {memory.name}")
         memory.remove(op.storage, size_bytes)
 
     def _route(self, op: Copy, size_bytes: int) -> tuple[Stream, Memory, Memory, float]:
         """The stream, source, target and duration in seconds of a copy."""
         host, disk = self._places.host, self._places.disk
         if host is None:
-            raise MoveError("but no host is given to copy to; give simulate() its `places`")
+            raise CopyError("but no host is given to copy to; give simulate() its `places`")
         if isinstance(op, Store):
             return "store", self._device, self.host, host.link.out_s(size_bytes)
         if isinstance(op, Fetch):
             return "fetch", self.host, self._device, host.link.in_s(size_bytes)
         if disk is None:
-            raise MoveError("but no disk is given to copy to; give simulate() its `places`")
+            raise CopyError("but no disk is given to copy to; give simulate() its `places`")
         if isinstance(op, Spill):
             return "spill", self.host, self.disk, disk.link.out_s(size_bytes)
         return "load", self.disk, self.host, disk.link.in_s(size_bytes)
 
     def _run(self, stream: Stream, position: int, start_s: float, time_s: float) -> float:
-        end_s = self._at_s[stream] = start_s + time_s
+        end_s = self._clock_s[stream] = start_s + time_s
         if self._events is not None:
             self._events.append(Event(position, stream, start_s, end_s))
         return end_s
@@ -183,5 +183,5 @@ class Streams:
 
         Without stalls, the compute stream ends at exactly `compute_s`, bit by bit.
         """
-        others_s = (at_s for stream, at_s in self._at_s.items() if stream != "compute")
-        return max(math.fsum((compute_s, *self._stalls_s)), *others_s)
+        copies_end_s = (clock_s for stream, clock_s in self._clock_s.items() if stream != "compute")
+        return max(math.fsum((compute_s, *self._stalls_s)), *copies_end_s)

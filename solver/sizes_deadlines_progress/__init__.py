@@ -1,10 +1,10 @@
 """Shared helpers: sizes and number formats, deadlines, interruptible C calls, progress messages."""
 
 from solver.sizes_deadlines_progress.c_calls import (
-    at_once,
-    calls_are_left,
-    end_idle_calls,
+    abandoned_calls_are_running,
+    end_idle_workers,
     interruptible,
+    run_in_parallel,
 )
 from solver.sizes_deadlines_progress.cli_or_python_wording import IN_PYTHON, OF_THE_COMMAND, Reader
 from solver.sizes_deadlines_progress.deadline import (
@@ -25,8 +25,8 @@ from solver.sizes_deadlines_progress.format import (
     format_time,
 )
 from solver.sizes_deadlines_progress.misspelt_arguments import check_names, names_checked
-from solver.sizes_deadlines_progress.progress_in_logs import Say, now_and_then
-from solver.sizes_deadlines_progress.progress_in_python import tell, telling, untold
+from solver.sizes_deadlines_progress.progress_in_logs import Say, log_progress
+from solver.sizes_deadlines_progress.progress_in_python import silenced, tell, telling
 from solver.sizes_deadlines_progress.sizes import (
     CUDA_RESERVE_BYTES,
     BudgetError,

@@ -4,7 +4,8 @@ Python runs signal handlers in the main thread, between two bytecode instruction
 effect until a call of C code returns, and a single linear program may use the whole time limit.
 Here such a call runs in another thread, and the main thread waits for it, which a signal does
 interrupt. The call itself cannot be stopped: it runs on until its own time limit, and the exiting
-process waits for it only LEFT_S. Several calls run in parallel, at most one per processor.
+process waits for it only ABANDONED_WAIT_S. Several calls run in parallel, at most one per
+processor.
 
 This works only for C code that releases the GIL, as HiGHS does in highspy and in SciPy from 1.15
 on.
@@ -27,7 +28,7 @@ from solver.sizes_deadlines_progress.deadline import OutOfTimeError, interrupted
 
 POLL_S = 0.05
 """How often the waiting main thread checks whether Ctrl-C was pressed."""
-LEFT_S = 1.0
+ABANDONED_WAIT_S = 1.0
 """How long the exiting process waits for abandoned calls. C++ code that returns to an interpreter
 that is shutting down aborts the process, so calls that are nearly done may finish first."""
 
@@ -56,16 +57,16 @@ class _Worker:
 
 _idle: list[_Worker] = []
 """Workers without a call. Only the main thread uses this list."""
-_left: list[_Worker] = []
+_abandoned: list[_Worker] = []
 """Workers with an abandoned call: it still runs, but nobody waits for it any more."""
 
 
 def interruptible(call: Callable[[], _R]) -> _R:
-    """Run one call of C code so that Ctrl-C ends the wait for it; see `at_once`."""
-    return at_once([call])[0]
+    """Run one call of C code so that Ctrl-C ends the wait for it; see `run_in_parallel`."""
+    return run_in_parallel([call])[0]
 
 
-def at_once(calls: Sequence[Callable[[], _R]]) -> list[_R]:
+def run_in_parallel(calls: Sequence[Callable[[], _R]]) -> list[_R]:
     """Run the calls in parallel threads and return their results in order; Ctrl-C ends the wait.
 
     Outside the main thread, where no signal arrives, the calls run directly, one after another.
@@ -75,22 +76,22 @@ def at_once(calls: Sequence[Callable[[], _R]]) -> list[_R]:
     """
     if threading.current_thread() is not threading.main_thread():
         return [call() for call in calls]
-    left, results = deque(enumerate(calls)), dict[int, _R]()
-    run_left = partial(_run_those_left, left, results)
-    workers = _taken(min(len(calls), _n_processors()))
+    queue, results = deque(enumerate(calls)), dict[int, _R]()
+    run_from_queue = partial(_run_from_queue, queue, results)
+    workers = _take_workers(min(len(calls), _n_processors()))
     futures = [Future[None]() for _ in workers]
     try:
         for worker, future in zip(workers, futures, strict=True):
-            worker.calls.put((future, run_left))
+            worker.calls.put((future, run_from_queue))
         while wait(futures, timeout=POLL_S).not_done:
             if interrupted():
                 raise OutOfTimeError
     except BaseException:
         # Abandon the calls: those not yet started are dropped, the workers end after theirs.
-        left.clear()
-        atexit.unregister(_wait_for_left)  # register it only once
-        atexit.register(_wait_for_left)
-        _left.extend(workers)
+        queue.clear()
+        atexit.unregister(_wait_for_abandoned)  # register it only once
+        atexit.register(_wait_for_abandoned)
+        _abandoned.extend(workers)
         for worker in workers:
             worker.calls.put(None)
         raise
@@ -100,24 +101,24 @@ def at_once(calls: Sequence[Callable[[], _R]]) -> list[_R]:
     return [results[index] for index in range(len(calls))]
 
 
-def _run_those_left(left: deque[tuple[int, Callable[[], _R]]], results: dict[int, _R]) -> None:
-    """Take calls from the shared queue `left` until it is empty; runs in each worker thread.
+def _run_from_queue(queue: deque[tuple[int, Callable[[], _R]]], results: dict[int, _R]) -> None:
+    """Take calls from the shared queue `queue` until it is empty; runs in each worker thread.
 
-    left: (index, call) pairs. results: index -> what the call returned; filled here.
+    queue: (index, call) pairs. results: index -> what the call returned; filled here.
     """
     while True:
         try:
-            index, call = left.popleft()
+            index, call = queue.popleft()
         except IndexError:
             return
         results[index] = call()
 
 
-def _taken(n_workers: int) -> list[_Worker]:
+def _take_workers(n_workers: int) -> list[_Worker]:
     """Take idle workers, and start new ones if there are too few."""
-    found = [_idle.pop() for _ in range(min(n_workers, len(_idle)))]
+    idle = [_idle.pop() for _ in range(min(n_workers, len(_idle)))]
     # after a fork, the parent's threads do not exist in the child
-    alive = [worker for worker in found if worker.thread.is_alive()]
+    alive = [worker for worker in idle if worker.thread.is_alive()]
     return alive + [_Worker() for _ in range(n_workers - len(alive))]
 
 
@@ -129,7 +130,7 @@ def _n_processors() -> int:
         return os.cpu_count() or 1
 
 
-def end_idle_calls() -> None:
+def end_idle_workers() -> None:
     """End the idle worker threads; the next call starts new ones.
 
     Does nothing outside the main thread.
@@ -143,17 +144,17 @@ def end_idle_calls() -> None:
 
 
 # At exit, while the interpreter still works: during its shutdown threads cannot end cleanly.
-atexit.register(end_idle_calls)
+atexit.register(end_idle_workers)
 
 
-def calls_are_left() -> bool:
+def abandoned_calls_are_running() -> bool:
     """Whether abandoned calls are still running."""
-    _left[:] = [worker for worker in _left if worker.thread.is_alive()]
-    return bool(_left)
+    _abandoned[:] = [worker for worker in _abandoned if worker.thread.is_alive()]
+    return bool(_abandoned)
 
 
-def _wait_for_left() -> None:
-    """Wait at most LEFT_S, in all, for the abandoned calls."""
-    until_s = time.monotonic() + LEFT_S
-    for worker in _left:
+def _wait_for_abandoned() -> None:
+    """Wait at most ABANDONED_WAIT_S, in all, for the abandoned calls."""
+    until_s = time.monotonic() + ABANDONED_WAIT_S
+    for worker in _abandoned:
         worker.thread.join(max(0.0, until_s - time.monotonic()))

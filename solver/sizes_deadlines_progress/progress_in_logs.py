@@ -60,7 +60,7 @@ class Lines:
 
 
 @contextlib.contextmanager
-def now_and_then(what: str, write: Say) -> Iterator[Say]:
+def log_progress(what: str, write: Say) -> Iterator[Say]:
     """Write `what` with the time passed, now and then, while the block runs.
 
     Nothing is written in the first FIRST_AFTER_S. The yielded function replaces `what`.

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TextIO
 
-from solver.sizes_deadlines_progress.progress_in_logs import Say, now_and_then
+from solver.sizes_deadlines_progress.progress_in_logs import Say, log_progress
 
 logger = logging.getLogger("checkpoint_solver")
 
@@ -70,8 +70,8 @@ def telling(what: str, *, in_lines: bool = False) -> Iterator[Say]:
         outer.say(before)
         return
     _write(what)
-    is_live = not in_lines and not logger.hasHandlers() and _shown() and _stream().isatty()
-    with _spinner(what) if is_live else now_and_then(what, _write) as show:
+    is_live = not in_lines and not logger.hasHandlers() and _is_printed() and _stream().isatty()
+    with _spinner(what) if is_live else log_progress(what, _write) as show:
         stage = _Stage(what, show)
         token = _outer.set(stage)
         try:
@@ -81,7 +81,7 @@ def telling(what: str, *, in_lines: bool = False) -> Iterator[Say]:
 
 
 @contextlib.contextmanager
-def untold() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Report nothing inside this context, for callers that report by themselves."""
     token = _outer.set(_Stage("", lambda _line: None))
     try:
@@ -93,11 +93,11 @@ def untold() -> Iterator[None]:
 def _write(line: str) -> None:
     if logger.hasHandlers():
         logger.info("%s", line)
-    elif _shown():
+    elif _is_printed():
         print(line, file=_stream(), flush=True)
 
 
-def _shown() -> bool:
+def _is_printed() -> bool:
     """Whether lines are printed when logging is not configured."""
     is_default = logger.level == logging.NOTSET and logging.root.level == logging.WARNING
     is_above = logger.getEffectiveLevel() > logging.INFO and not is_default

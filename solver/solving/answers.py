@@ -22,7 +22,7 @@ from solver.schedule import (
 from solver.sizes_deadlines_progress import now_s
 
 
-def judged(
+def solution_from_proposal(
     graph: Graph, request: Request, proposal: Proposal, *, plain: Graph, started_s: float
 ) -> Solution:
     """Simulate a method's proposal and return it as a Solution.
@@ -33,7 +33,7 @@ def judged(
     plain: the step without rewrites, for the baseline.
     started_s: when the work began (`now_s`), for the solve time.
     """
-    simulation = _accepted(graph, request, proposal.schedule)
+    simulation = _simulate_if_valid(graph, request, proposal.schedule)
     bound_s = proposal.lower_bound_s
     status: Status = "feasible" if simulation is not None else "infeasible"
     if simulation is None and proposal.timed_out and not math.isinf(bound_s):
@@ -52,7 +52,9 @@ def judged(
     ).with_bound(bound_s)
 
 
-def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simulation | None:
+def _simulate_if_valid(
+    graph: Graph, request: Request, schedule: Schedule | None
+) -> Simulation | None:
     """Simulate the schedule; None, with a warning, if it is illegal or does not fit."""
     if schedule is None:
         return None
@@ -64,7 +66,7 @@ def _accepted(graph: Graph, request: Request, schedule: Schedule | None) -> Simu
         reason = request.excess(simulation)
         # gaps between the copies may take more than the sum of their bytes
         if not reason and schedule.has_copies:
-            places = request.places and request.places.beside(graph.host_state_bytes)
+            places = request.places and request.places.without_state(graph.host_state_bytes)
             reason = copy_layout(graph, schedule, places).excess(places)
         if not reason:
             return simulation

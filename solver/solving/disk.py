@@ -24,7 +24,7 @@ MEASURED = "measured"
 MEASURED_BYTES, BLOCK_BYTES = 2**28, 2**22
 
 
-def disk_behind(
+def with_disk(
     places: Places | None,
     budget: str | int | float | None,
     rate: Rates | None = None,
@@ -106,19 +106,19 @@ def measured_rates(directory: str) -> tuple[float, float]:
             for at in range(0, MEASURED_BYTES, BLOCK_BYTES):
                 os.pwrite(file.fileno(), block, at)
             os.fsync(file.fileno())
-            written_s = time.perf_counter()
+            write_end_s = time.perf_counter()
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            begun_s = time.perf_counter()
+            read_start_s = time.perf_counter()
             for at in range(0, MEASURED_BYTES, BLOCK_BYTES):
                 os.pread(file.fileno(), BLOCK_BYTES, at)
-            read_s = time.perf_counter()
+            read_end_s = time.perf_counter()
     except OSError as error:
         raise BudgetError(
             f"disk {directory!r}: its rates cannot be measured ({error.strerror}); measuring takes "
             f"{format_size(MEASURED_BYTES)} of it. Or give them (--disk-rate 5GB/s,6GB/s)"
         ) from error
-    return MEASURED_BYTES / (written_s - started_s), MEASURED_BYTES / (read_s - begun_s)
+    return MEASURED_BYTES / (write_end_s - started_s), MEASURED_BYTES / (read_end_s - read_start_s)
 
 
 def default_disk_rate(budget: str | int | float | None, costs: object) -> str | None:

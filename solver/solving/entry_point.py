@@ -11,11 +11,11 @@ from graphs.graph import Graph
 from graphs.host_state import optimizer_of
 from graphs.rewrites import check_word
 from solver.device_and_costs import (
-    WITH_OPAQUE_PARTS,
-    check_asked_of,
+    OPAQUE_PARTS_ERROR,
     check_budget_of,
+    check_step_allows,
     find_hardware,
-    host_beside,
+    host_places,
 )
 from solver.methods import METHODS
 from solver.schedule import Request, Solution, plan_line
@@ -29,7 +29,7 @@ from solver.sizes_deadlines_progress import (
     tell,
     telling,
 )
-from solver.solving.disk import default_disk_rate, disk_behind
+from solver.solving.disk import default_disk_rate, with_disk
 from solver.solving.problem import as_step, is_traced, name_of
 from solver.solving.solve_request import answer
 from solver.solving.state_choices import check_where
@@ -204,8 +204,8 @@ def request_for(
     Raises ValueError, BudgetError or DeviceError for what is invalid or cannot be planned.
     """
     if host_budget is not None and graph.meta.opaque_parts:
-        raise ValueError(WITH_OPAQUE_PARTS)
-    check_asked_of(graph, with_host=host_budget is not None, budget_of=budget_of)
+        raise ValueError(OPAQUE_PARTS_ERROR)
+    check_step_allows(graph, with_host=host_budget is not None, budget_of=budget_of)
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
     # A graph file may be planned for another device than it was traced on: no default reserve.
@@ -229,7 +229,7 @@ def request_for(
         where = graph.meta.device  # where it was traced
         hardware = find_hardware(where, needs_rates=not is_known)
     resident_bytes = graph.resident_bytes
-    places = host_beside(
+    places = host_places(
         host_budget, host_link, hardware=hardware, costs=costs, resident_bytes=resident_bytes
     )
     return Request(
@@ -237,7 +237,7 @@ def request_for(
         reserve_bytes=reserve_bytes,
         rewrites=(rewrites or "bitwise") if is_module else "none",
         budget_of=budget_of,
-        places=disk_behind(
+        places=with_disk(
             places,
             disk_budget,
             default_disk_rate(disk_budget, costs) if disk_rate is None else disk_rate,

@@ -14,7 +14,7 @@ from graphs.graph import Graph
 from solver.methods import Proposal
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import Deadline, now_s
-from solver.solving.answers import fastest, judged, time_s
+from solver.solving.answers import fastest, solution_from_proposal, time_s
 
 
 def with_more_proven(
@@ -39,16 +39,18 @@ def with_more_proven(
             break
         tried.add(weakest)
         # An equal share of the time left for each variant that was not tried yet.
-        known, started_s = answers[weakest], now_s()
+        variant_answer, started_s = answers[weakest], now_s()
         proposal = prove_more(
-            known.graph,
+            variant_answer.graph,
             budget_bytes=request.available_bytes,
             time_limit_s=deadline.left_s / (1 + len(answers) - len(tried)),
-            proven_s=known.lower_bound_s,
+            proven_s=variant_answer.lower_bound_s,
             known_s=time_s(fastest(answers)),
         )
-        found = judged(known.graph, request, proposal, plain=plain, started_s=started_s)
+        found = solution_from_proposal(
+            variant_answer.graph, request, proposal, plain=plain, started_s=started_s
+        )
         answers[weakest] = dataclasses.replace(
-            fastest([known, found]), timed_out=known.timed_out or found.timed_out
+            fastest([variant_answer, found]), timed_out=variant_answer.timed_out or found.timed_out
         ).with_bound(found.lower_bound_s)
     return answers

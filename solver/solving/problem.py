@@ -53,7 +53,7 @@ def as_step(
         if batch is not None or trace_options:
             given = ", ".join([*(["batch"] if batch is not None else []), *trace_options])
             raise TypeError(f"a graph is traced already: {given} would have no effect")
-        graph = problem if isinstance(problem, Graph) else _loaded(problem)
+        graph = problem if isinstance(problem, Graph) else _load_graph(problem)
         return Variants.of(graph), None, None
     if isinstance(problem, type):
         name = problem.__name__
@@ -81,11 +81,11 @@ def as_step(
 
 
 def traced_for_device(
-    model: nn.Module, options: Mapping[str, Any], traced: Callable[..., _Traced]
+    model: nn.Module, options: Mapping[str, Any], trace: Callable[..., _Traced]
 ) -> tuple[_Traced, Hardware | None, CostModel | None]:
-    """Resolve the options `device` and `costs`, which may be words, and call `traced(**options)`.
+    """Resolve the options `device` and `costs`, which may be words, and call `trace(**options)`.
 
-    Returns its result, the named device and the costs (None: none were given). Raises what `traced`
+    Returns its result, the named device and the costs (None: none were given). Raises what `trace`
     raises, and DeviceError.
     """
     from solver.device_and_costs import find_target
@@ -95,14 +95,14 @@ def traced_for_device(
     if device is None and isinstance(costs, str):
         device = next((parameter.device for parameter in model.parameters()), "cpu")
     if device is None:  # the device of the model, found and checked by trace
-        return traced(**options, costs=costs), None, costs
+        return trace(**options, costs=costs), None, costs
     found, target = find_target(device, costs).traced_with(
-        lambda to: traced(**options, device=to.torch_device, costs=to.costs)
+        lambda to: trace(**options, device=to.torch_device, costs=to.costs)
     )
     return found, target.hardware, target.costs
 
 
-def _loaded(path: str | Path) -> Graph:
+def _load_graph(path: str | Path) -> Graph:
     """Read a graph file. The error says what to do if the path is of something else."""
     name = str(path)
     if name.startswith("hf:") or Path(name).suffix == ".py":

@@ -15,7 +15,7 @@ from graphs.graph import Graph
 from solver.methods import Proposal, transfer_schedule
 from solver.schedule import IllegalScheduleError, Request, Schedule, Solution, simulate
 from solver.sizes_deadlines_progress import Deadline, now_s
-from solver.solving.answers import fastest, judged, time_s
+from solver.solving.answers import fastest, solution_from_proposal, time_s
 
 
 def with_fastest_refined(
@@ -33,28 +33,32 @@ def with_fastest_refined(
     plain: the step without rewrites.
     deadline: when the work has to end.
     """
-    so_far = fastest(answers)
-    if so_far.schedule is None or deadline.passed:
+    best_so_far = fastest(answers)
+    if best_so_far.schedule is None or deadline.passed:
         return [*answers]
-    most_s = time_s(so_far)
-    answers = [_carried_over(so_far.schedule, each, most_s=most_s) for each in answers]
-    known = min(reversed(answers), key=time_s)  # of equally fast ones the last
+    most_s = time_s(best_so_far)
+    answers = [
+        _with_schedule_if_fitting(best_so_far.schedule, each, most_s=most_s) for each in answers
+    ]
+    to_refine = min(reversed(answers), key=time_s)  # of equally fast ones the last
     started_s = now_s()
     proposal = refine(
-        known.graph,
+        to_refine.graph,
         budget_bytes=request.available_bytes,
         time_limit_s=deadline.left_s,
-        start=known.schedule,
-        proven_s=known.lower_bound_s,
+        start=to_refine.schedule,
+        proven_s=to_refine.lower_bound_s,
     )
-    found = judged(known.graph, request, proposal, plain=plain, started_s=started_s)
+    found = solution_from_proposal(
+        to_refine.graph, request, proposal, plain=plain, started_s=started_s
+    )
     refined = dataclasses.replace(
-        fastest([known, found]), timed_out=known.timed_out or found.timed_out
-    ).with_bound(known.lower_bound_s)
-    return [refined if answer is known else answer for answer in answers]
+        fastest([to_refine, found]), timed_out=to_refine.timed_out or found.timed_out
+    ).with_bound(to_refine.lower_bound_s)
+    return [refined if answer is to_refine else answer for answer in answers]
 
 
-def _carried_over(schedule: Schedule, answer: Solution, *, most_s: float) -> Solution:
+def _with_schedule_if_fitting(schedule: Schedule, answer: Solution, *, most_s: float) -> Solution:
     """The answer with another variant's schedule, if that is legal here, fits, and takes at most
     `most_s` seconds; else the answer unchanged.
     """

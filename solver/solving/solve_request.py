@@ -17,22 +17,23 @@ from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_boun
 from solver.methods import METHODS, find_obstacle, transfer_schedule
 from solver.schedule import Request, Schedule, Solution, simulate
 from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
-from solver.solving.answers import best, excess_bytes, fastest, judged, time_s
+from solver.solving.answers import best, excess_bytes, fastest, solution_from_proposal, time_s
 from solver.solving.more_proof import with_more_proven
 from solver.solving.refined import with_fastest_refined
 from solver.solving.state_choices import with_state_choices
-from solver.solving.within_reserved import planned_within_reserved, with_reserved
+from solver.solving.within_reserved import plan_within_reserved, with_reserved
 
 KEPT_SHARE = 0.1
 """Share of the time left that is kept for the bound, or for explaining why nothing was found."""
-LATER_SHARE = 0.5
+LATER_VARIANTS_SHARE = 0.5
 """Share of the planning time left that is kept for the variants that are planned later."""
-REFINED_SHARE = 0.3
+REFINING_SHARE = 0.3
 """Share of the time left that is kept for refining the fastest plan. At their least budgets, with
-rewrites and a limit of 60 s, this and LATER_SHARE give overheads of 47.7 % for ViT-B and 59.5 % for
-DenseNet-121, compared with 52.3 % and 64.3 % without refining and a tenth for later variants.
+rewrites and a limit of 60 s, this and LATER_VARIANTS_SHARE give overheads of 47.7 % for ViT-B and
+59.5 % for DenseNet-121, compared with 52.3 % and 64.3 % without refining and a tenth for later
+variants.
 """
-SIMILAR = 0.1
+SIMILAR_BOUND_SHARE = 0.1
 """Bounds count as equal if they exceed the least bound by up to this share of the time that the
 least bound loses over the baseline."""
 FAR_GAP = 0.5
@@ -58,12 +59,12 @@ def answer(
     starts: Sequence[Schedule] = (),
     thorough: bool = False,
 ) -> Solution:
-    """Plan the step (`attempt`) and, if nothing is found, explain why (`explained`)."""
+    """Plan the step (`attempt`) and, if nothing is found, explain why (`with_obstacle`)."""
     deadline = Deadline.after(request.time_limit_s)
     found = attempt(
         step, request, started_s=started_s, starts=starts, thorough=thorough, deadline=deadline
     )
-    return explained(found, deadline=deadline)
+    return with_obstacle(found, deadline=deadline)
 
 
 def attempt(
@@ -92,21 +93,21 @@ def attempt(
     )
     thorough = thorough and _may_prove_more(variants.plain, request)
 
-    def planned(request: Request) -> Solution:
+    def plan(request: Request) -> Solution:
         effort = {"quick": quick, "thorough": thorough}
-        return _attempt(variants, request, starts=starts, deadline=deadline, **effort)
+        return _plan_variants(variants, request, starts=starts, deadline=deadline, **effort)
 
     if request.budget_of == "reserved":
-        found = planned_within_reserved(request, variants.plain, planned)
+        found = plan_within_reserved(request, variants.plain, plan)
     else:
-        found = planned(request)
-    by_ctrl_c = interrupted()
+        found = plan(request)
+    was_interrupted = interrupted()
     return dataclasses.replace(
         found,
         variants=variants,
         solve_time_s=now_s() - started_s,
-        timed_out=found.timed_out and not by_ctrl_c,
-        interrupted=by_ctrl_c,
+        timed_out=found.timed_out and not was_interrupted,
+        interrupted=was_interrupted,
     )
 
 
@@ -121,7 +122,7 @@ def _is_one_pass_on_device(step: Graph, request: Request) -> bool:
     return step.n_in_flight == 1 and (request.places is None or request.places.host is None)
 
 
-def _attempt(
+def _plan_variants(
     variants: Variants,
     request: Request,
     *,
@@ -139,31 +140,37 @@ def _attempt(
     method = METHODS[request.method]
     may_refine = not quick and _is_one_pass_on_device(variants.plain, request)
     refine = method.refine if may_refine else None
-    planned_by = deadline if refine is None else deadline.earlier(REFINED_SHARE * deadline.left_s)
-    ranked = _ranked(variants.planned, request, deadline)
+    planning_deadline = (
+        deadline if refine is None else deadline.earlier(REFINING_SHARE * deadline.left_s)
+    )
+    graphs_in_order = _planning_order(variants.planned, request, deadline)
     answers: list[Solution] = []
-    for index, (graph, bound_s) in enumerate(ranked, 1):
+    for index, (graph, bound_s) in enumerate(graphs_in_order, 1):
         if answers:
-            so_far = fastest(answers)
+            best_so_far = fastest(answers)
             # an equally fast plan may be better if the best one takes more than no plan at all
-            may_tie = bound_s == time_s(so_far) and excess_bytes(so_far) > 0
-            if bound_s >= time_s(so_far) and not may_tie:
+            may_tie = bound_s == time_s(best_so_far) and excess_bytes(best_so_far) > 0
+            if bound_s >= time_s(best_so_far) and not may_tie:
                 continue
         known = [s for s in starts if s.graph_id == graph.graph_id]
         if method.takes_starts:
             known += [
-                transfer_schedule(graph, schedule) for schedule in _near_their_bounds(answers)
+                transfer_schedule(graph, schedule) for schedule in _schedules_near_bound(answers)
             ]
-        is_last = all(later.graph_id == graph.graph_id for later, _ in ranked[index:])
-        due = planned_by if is_last else planned_by.earlier(LATER_SHARE * planned_by.left_s)
+        is_last = all(later.graph_id == graph.graph_id for later, _ in graphs_in_order[index:])
+        variant_deadline = (
+            planning_deadline
+            if is_last
+            else planning_deadline.earlier(LATER_VARIANTS_SHARE * planning_deadline.left_s)
+        )
         answers.append(
-            _attempt_one(
+            _plan_variant(
                 graph,
                 request,
                 plain=variants.plain,
                 starts=known,
                 quick=quick,
-                deadline=due,
+                deadline=variant_deadline,
             )
         )
     if refine is not None:
@@ -181,21 +188,21 @@ def _attempt(
     return best(answers)
 
 
-def _near_their_bounds(answers: Sequence[Solution]) -> Iterator[Schedule]:
+def _schedules_near_bound(answers: Sequence[Solution]) -> Iterator[Schedule]:
     """The schedules with a gap below FAR_GAP."""
     for answer in answers:
         if answer.schedule is not None and answer.gap is not None and answer.gap < FAR_GAP:
             yield answer.schedule
 
 
-def _ranked(
+def _planning_order(
     graphs: Sequence[Graph], request: Request, deadline: Deadline
 ) -> list[tuple[Graph, float]]:
     """The variants in the order of planning, each with a lower bound in seconds.
 
-    The least bound comes first. Variants with bounds SIMILAR to the least keep the order in which
-    they are given, the plain step first: a plan of one serves the next one too, which rewrites
-    more and needs fewer bytes for it.
+    The least bound comes first. Variants with bounds within SIMILAR_BOUND_SHARE of the least keep
+    the order in which they are given, the plain step first: a plan of one serves the next one too,
+    which rewrites more and needs fewer bytes for it.
     """
     if len(graphs) == 1:
         return [(graphs[0], 0.0)]
@@ -205,7 +212,7 @@ def _ranked(
 
     def rank(each: tuple[Graph, float]) -> float:
         _, bound_s = each
-        return least_s if bound_s <= least_s + SIMILAR * lost_s else bound_s
+        return least_s if bound_s <= least_s + SIMILAR_BOUND_SHARE * lost_s else bound_s
 
     return sorted(bounded, key=rank)
 
@@ -225,7 +232,7 @@ def _quick_bound_s(graph: Graph, request: Request, deadline: Deadline) -> float:
     return least_time_s(graph, lost_share=lost_share)
 
 
-def _attempt_one(
+def _plan_variant(
     graph: Graph,
     request: Request,
     *,
@@ -256,10 +263,10 @@ def _attempt_one(
         )
         bound_s = max(bound_s, cut_s)
     proposal = dataclasses.replace(proposal, lower_bound_s=bound_s)
-    return judged(graph, request, proposal, plain=plain, started_s=started_s)
+    return solution_from_proposal(graph, request, proposal, plain=plain, started_s=started_s)
 
 
-def explained(solution: Solution, *, deadline: Deadline | None = None) -> Solution:
+def with_obstacle(solution: Solution, *, deadline: Deadline | None = None) -> Solution:
     """If the solution has no schedule, add the obstacle: the least budget and the bottleneck op.
 
     If the schedule of the least budget fits after all, because the time limit ended the earlier

@@ -17,7 +17,7 @@ from graphs.rewrites import Variants
 from solver.schedule import Places
 from solver.sizes_deadlines_progress import BudgetError, format_both
 
-SHARES = (0.5, 1.0)
+PARAMETER_SHARES = (0.5, 1.0)
 """The choices that are planned: these shares, in bytes, of the parameters that can be on the host.
 Those that are read first are chosen first, as they are idle the longest before backward."""
 
@@ -66,25 +66,25 @@ def with_state_choices(
     host = None if places is None else places.host
     most_bytes = 0 if host is None else host.capacity_bytes
     # Undo earlier choices first, so that applying the function twice changes nothing.
-    here: list[Graph] = []
+    on_device: list[Graph] = []
     for graph in variants.planned:
-        back = with_state_on_device(graph)
-        here += [back] if back is graph or back not in here else []
-    away: list[Graph] = []
+        restored = with_state_on_device(graph)
+        on_device += [restored] if restored is graph or restored not in on_device else []
+    on_host: list[Graph] = []
     if host is not None and where != "device":
         link = host.link
-        for graph in here:
-            for chosen in _choices(graph, parameters):
+        for graph in on_device:
+            for chosen in _parameter_choices(graph, parameters):
                 moved = with_state_on_host(
                     graph, out_s=link.out_s, in_s=link.in_s, parameters=chosen
                 )
-                away += [] if moved is None else [moved]
+                on_host += [] if moved is None else [moved]
         # state alone before state with parameters
-        away.sort(key=lambda graph: len(parameters_on_host(graph.meta.environment)) > 0)
-    if where == "host" and not away:
-        raise BudgetError(_why_not_away(variants.plain, with_parameters=parameters == "host"))
-    planned = away if where == "host" else [*here, *_within(away, most_bytes)]
-    if not _within(planned, most_bytes):
+        on_host.sort(key=lambda graph: len(parameters_on_host(graph.meta.environment)) > 0)
+    if where == "host" and not on_host:
+        raise BudgetError(_why_not_on_host(variants.plain, with_parameters=parameters == "host"))
+    planned = on_host if where == "host" else [*on_device, *_fitting_on_host(on_host, most_bytes)]
+    if not _fitting_on_host(planned, most_bytes):
         least_bytes = min(graph.host_state_bytes for graph in planned)
         what = "the parameters and the optimizer's state take"
         if parameters != "host":
@@ -93,10 +93,10 @@ def with_state_choices(
             f"{what} {format_both(least_bytes)} of host memory, more than the "
             f"{format_both(most_bytes)} given; give more (--host, or in Python host_budget=)"
         )
-    return dataclasses.replace(variants, planned=tuple(_within(planned, most_bytes)))
+    return dataclasses.replace(variants, planned=tuple(_fitting_on_host(planned, most_bytes)))
 
 
-def _choices(graph: Graph, parameters: str) -> list[tuple[str, ...]]:
+def _parameter_choices(graph: Graph, parameters: str) -> list[tuple[str, ...]]:
     """The names of the parameters on the host, for each choice that is planned."""
     if parameters == "device":
         return [()]
@@ -105,7 +105,7 @@ def _choices(graph: Graph, parameters: str) -> list[tuple[str, ...]]:
         return [names] if names else []
     size_bytes = {name: graph.tensor_by_name[name].size_bytes for name in names}
     found: list[tuple[str, ...]] = [()]
-    for share in SHARES:
+    for share in PARAMETER_SHARES:
         left_bytes, n_chosen = share * sum(size_bytes.values()), 0
         while n_chosen < len(names) and left_bytes > 0:
             left_bytes -= size_bytes[names[n_chosen]]
@@ -114,12 +114,12 @@ def _choices(graph: Graph, parameters: str) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(found))
 
 
-def _within(graphs: list[Graph], most_bytes: int) -> list[Graph]:
+def _fitting_on_host(graphs: list[Graph], most_bytes: int) -> list[Graph]:
     """The graphs whose state on the host takes at most `most_bytes`."""
     return [graph for graph in graphs if graph.host_state_bytes <= most_bytes]
 
 
-def _why_not_away(graph: Graph, *, with_parameters: bool) -> str:
+def _why_not_on_host(graph: Graph, *, with_parameters: bool) -> str:
     """The error message: why the state, or parameters, cannot be on the host."""
     optimizer = optimizer_of(graph.meta.environment)
     if with_parameters and not optimizer.get("state_stays") and optimizer.get("buckets"):

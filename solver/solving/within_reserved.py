@@ -32,40 +32,48 @@ MAX_ROUNDS = 6
 """How many plans are made at most. Each budget is smaller by what the plan before took too much."""
 
 
-def planned_within_reserved(
-    request: Request, graph: Graph, planned: Callable[[Request], Solution]
+def plan_within_reserved(
+    request: Request, graph: Graph, plan_allocated: Callable[[Request], Solution]
 ) -> Solution:
     """Return the first plan that fits the reserved memory; without a schedule if none does.
 
     request: the request, for a budget of reserved memory.
     graph: any variant of the step.
-    planned: plans a request for a budget of allocated memory.
+    plan_allocated: plans a request for a budget of allocated memory.
     """
 
-    def for_bytes(available_bytes: int) -> Solution:
-        asked = dataclasses.replace(request, budget_of="allocated")
-        return planned(dataclasses.replace(asked, budget_bytes=available_bytes, reserve_bytes=0))
+    def plan_for(available_bytes: int) -> Solution:
+        allocated_request = dataclasses.replace(request, budget_of="allocated")
+        return plan_allocated(
+            dataclasses.replace(allocated_request, budget_bytes=available_bytes, reserve_bytes=0)
+        )
 
-    first = for_bytes(request.available_bytes + rounding_bytes(graph))
-    tried = first
+    first = plan_for(request.available_bytes + rounding_bytes(graph))
+    candidate = first
     for n_left in reversed(range(MAX_ROUNDS)):
-        if tried.schedule is None or tried.simulation is None:
+        if candidate.schedule is None or candidate.simulation is None:
             break
         # by the simulator, and by the allocator
         if (
-            tried.simulation.peak_bytes <= request.available_bytes
+            candidate.simulation.peak_bytes <= request.available_bytes
             and reserved(
-                tried.graph, tried.schedule, capacity_bytes=request.available_bytes
+                candidate.graph, candidate.schedule, capacity_bytes=request.available_bytes
             ).settled
         ):
-            answer = dataclasses.replace(tried, request=request, lower_bound_s=first.lower_bound_s)
+            answer = dataclasses.replace(
+                candidate, request=request, lower_bound_s=first.lower_bound_s
+            )
             return answer.with_bound(0.0)
-        over_bytes = least_capacity_bytes(tried.graph, tried.schedule) - request.available_bytes
-        less_bytes = min(request.available_bytes, tried.simulation.peak_bytes - max(1, over_bytes))
-        if not n_left or less_bytes <= 0:
+        excess_bytes = (
+            least_capacity_bytes(candidate.graph, candidate.schedule) - request.available_bytes
+        )
+        smaller_bytes = min(
+            request.available_bytes, candidate.simulation.peak_bytes - max(1, excess_bytes)
+        )
+        if not n_left or smaller_bytes <= 0:
             break
-        tried = for_bytes(less_bytes)
-    status: Status = "time_limit" if tried.status == "time_limit" else "infeasible"
+        candidate = plan_for(smaller_bytes)
+    status: Status = "time_limit" if candidate.status == "time_limit" else "infeasible"
     return dataclasses.replace(
         first, request=request, schedule=None, simulation=None, status=status
     )

@@ -15,7 +15,7 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config, ViTConfi
 from checkpoint_solver.cli import hf_config
 from checkpoint_solver.cli.command import main
 from checkpoint_solver.cli.hf_config import ConfigurationError
-from checkpoint_solver.cli.model_file import opened, parse_source
+from checkpoint_solver.cli.model_file import open_model_file, parse_source
 from tests.support.command import failed
 
 LLAMA = LlamaConfig(
@@ -119,7 +119,7 @@ def test_a_plan_of_a_configuration_recomputes(tmp_path, capsys):
 def test_only_the_loss_is_returned(tmp_path):
     source = parse_source(written(tmp_path, GPT2))
     assert source is not None
-    with opened(source, sizes={"batch_size": 2, "seq_length": 8}) as file:
+    with open_model_file(source, sizes={"batch_size": 2, "seq_length": 8}) as file:
         loss = file.model()(**file.batch())
     assert isinstance(loss, torch.Tensor)
     assert loss.shape == ()

@@ -34,7 +34,7 @@ GPT2 = str(GPT2_PATH)
 def test_what_is_said_on_a_terminal():
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=80)
-    with Progress(quiet=False, console=console).says("sweeping") as say:
+    with Progress(quiet=False, console=console).showing("sweeping") as say:
         say("3 of 20 plans")
         until_s = time.monotonic() + 600  # drawn by a thread, some twelve times a second
         while "3 of 20" not in text.getvalue() and time.monotonic() < until_s:
@@ -60,7 +60,7 @@ def test_what_takes_long_is_said_without_a_terminal(monkeypatch):
     monkeypatch.setattr("solver.sizes_deadlines_progress.progress_in_logs.FIRST_AFTER_S", 0.001)
     text = Written()
     console = Console(file=text, force_terminal=False, width=80)
-    with Progress(quiet=False, console=console).says("sweeping") as say:
+    with Progress(quiet=False, console=console).showing("sweeping") as say:
         say("3 of [20] plans")
         assert text.came.wait(600)
     assert re.fullmatch(
@@ -70,10 +70,10 @@ def test_what_takes_long_is_said_without_a_terminal(monkeypatch):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_nothing_is_said_when_quiet(terminal, monkeypatch):
-    monkeypatch.setattr("checkpoint_solver.cli.progress.now_and_then", None)  # not even begun
+    monkeypatch.setattr("checkpoint_solver.cli.progress.log_progress", None)  # not even begun
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=80)
-    with Progress(quiet=True, console=console).says("sweeping") as say:
+    with Progress(quiet=True, console=console).showing("sweeping") as say:
         say("3 of 20 plans")
     assert text.getvalue() == ""
 
@@ -88,7 +88,7 @@ def test_the_command_says_on_stderr_what_takes_long(capsys, monkeypatch):
         write(f"{what} (2 s)...")
         yield write
 
-    monkeypatch.setattr("checkpoint_solver.cli.progress.now_and_then", at_once)
+    monkeypatch.setattr("checkpoint_solver.cli.progress.log_progress", at_once)
     assert main(["--budget", "4GB", "--method", "sqrt", "--json", GPT2]) == 0
     printed = capsys.readouterr()
     assert printed.err.splitlines() == [
@@ -105,7 +105,7 @@ def test_the_command_says_on_stderr_what_takes_long(capsys, monkeypatch):
 def test_what_takes_minutes_is_said_without_a_terminal(quiet):
     text = io.StringIO()
     console = Console(file=text, force_terminal=False, width=80)
-    with Progress(quiet=quiet, console=console).says("verifying", always=True) as say:
+    with Progress(quiet=quiet, console=console).showing("verifying", always=True) as say:
         say("results of the baseline")
     assert text.getvalue() == ("" if quiet else "verifying: results of the baseline\n")
 
@@ -214,7 +214,7 @@ def test_ctrl_c_while_the_least_budget_is_sought(capsys, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         return solution
 
-    monkeypatch.setattr("checkpoint_solver.cli.command.explained", interrupted)
+    monkeypatch.setattr("checkpoint_solver.cli.command.with_obstacle", interrupted)
     assert main(["--budget", "4GB", "--method", "none", GPT2]) == 130
     printed = capsys.readouterr()
     assert "interrupted" in printed.err

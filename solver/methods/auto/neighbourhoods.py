@@ -37,7 +37,7 @@ from solver.methods.auto.search import Search
 from solver.methods.auto.stretch_program import Stretch, StretchMilp
 from solver.methods.proposal import Proposal
 from solver.schedule import Schedule, Simulation
-from solver.sizes_deadlines_progress import at_once
+from solver.sizes_deadlines_progress import run_in_parallel
 
 MAX_ENTRIES = (150, 300, 600, 1200)
 """Maximum size of a middle's menu, nodes times positions, by the middle's size."""
@@ -100,7 +100,9 @@ def search_neighbourhoods(search: Search) -> None:
         middles = plan.next_middles(sizes)
         if not middles:
             return
-        solved = at_once([partial(_solve_middle, search, plan, middle) for middle in middles])
+        solved = run_in_parallel(
+            [partial(_solve_middle, search, plan, middle) for middle in middles]
+        )
         for middle, (program, kept) in zip(middles, solved, strict=True):
             before, cost = search.best_share, program.n_columns**2
             was_best = search.best[0]

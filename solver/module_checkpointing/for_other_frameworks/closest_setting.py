@@ -48,11 +48,11 @@ def nearest(graph: Graph, *, system: str, budget_bytes: int) -> Emitted:
 
     Raises NoLayersError for a graph without layers, and KeyError for an unknown system.
     """
-    asked = SYSTEMS[system]
-    of_model = layers(graph)
+    target_system = SYSTEMS[system]
+    model_layers = layers(graph)
     tried: list[tuple[str, Simulation]] = []
-    for family in asked.families(graph, of_model):
-        tried += _tried(graph, family, budget_bytes=budget_bytes)
+    for family in target_system.families(graph, model_layers):
+        tried += _try_family(graph, family, budget_bytes=budget_bytes)
     fitting = [(text, run) for text, run in tried if run.peak_bytes <= budget_bytes]
     if fitting:
         setting, simulation = min(fitting, key=lambda t: (t[1].time_s, t[1].peak_bytes))
@@ -60,13 +60,13 @@ def nearest(graph: Graph, *, system: str, budget_bytes: int) -> Emitted:
         setting, simulation = min(tried, key=lambda t: (t[1].peak_bytes, t[1].time_s))
     return Emitted(
         system=system,
-        title=asked.title,
+        title=target_system.title,
         setting=setting,
         simulation=simulation,
         fits=bool(fitting),
-        n_layers=len(of_model),
+        n_layers=len(model_layers),
         n_judged=len(tried),
-        note=asked.note,
+        note=target_system.note,
     )
 
 
@@ -74,7 +74,7 @@ SHORT_FAMILY = 8
 """All candidates of a family of up to this size are simulated."""
 
 
-def _tried(graph: Graph, family: Family, *, budget_bytes: int) -> list[tuple[str, Simulation]]:
+def _try_family(graph: Graph, family: Family, *, budget_bytes: int) -> list[tuple[str, Simulation]]:
     """Simulate candidates of a family: (setting, simulation) of those that were tried.
 
     All of a short family are simulated. In a long one each candidate recomputes more than the one

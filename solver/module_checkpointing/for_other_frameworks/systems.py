@@ -87,7 +87,7 @@ def _region(
     )
 
 
-def _whole(layers: Sequence[Layer], *, per_region: int = 1) -> tuple[CheckpointRegion, ...]:
+def _whole_layers(layers: Sequence[Layer], *, per_region: int = 1) -> tuple[CheckpointRegion, ...]:
     """Consecutive regions of `per_region` whole layers each."""
     return tuple(
         _region([node for layer in layers[start : start + per_region] for node in layer.nodes])
@@ -101,12 +101,12 @@ def _megatron(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
     yield _megatron_selective(graph, layers)
     full = "--recompute-granularity full --recompute-method"
     yield tuple(
-        Candidate(f"{full} block --recompute-num-layers {n}", _whole(layers[:n]))
+        Candidate(f"{full} block --recompute-num-layers {n}", _whole_layers(layers[:n]))
         for n in range(1, len(layers) + 1)
     )
     for n in segment_counts(len(layers)):
         setting = f"{full} uniform --recompute-num-layers {n}"
-        yield (Candidate(setting, _whole(layers, per_region=n)),)
+        yield (Candidate(setting, _whole_layers(layers, per_region=n)),)
 
 
 def _megatron_selective(graph: Graph, layers: Sequence[Layer]) -> Family:
@@ -134,7 +134,7 @@ def _deepspeed(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
     yield (Candidate(_deepspeed_text(len(layers), per_region=0), ()),)
     for per_region in segment_counts(len(layers)):
         setting = _deepspeed_text(len(layers), per_region=per_region)
-        yield (Candidate(setting, _whole(layers, per_region=per_region)),)
+        yield (Candidate(setting, _whole_layers(layers, per_region=per_region)),)
 
 
 def _deepspeed_text(n_layers: int, *, per_region: int) -> str:
@@ -193,7 +193,7 @@ def _torchtitan(graph: Graph, layers: Sequence[Layer]) -> Iterator[Family]:
         saved = [n for n in layer.nodes if n.op in COMPUTE_INTENSIVE and n.name not in recomputed]
         selective.append(_region(layer.nodes, saved=saved))
     yield (Candidate("activation-checkpoint:selective", tuple(selective)),)
-    yield (Candidate("activation-checkpoint:full", _whole(layers)),)
+    yield (Candidate("activation-checkpoint:full", _whole_layers(layers)),)
 
 
 SYSTEMS: Mapping[str, System] = {

@@ -33,15 +33,15 @@ def streams(solution: Solution, found: Copies, axes: Axes, *, s_per_unit: float)
     rows = {stream.name: len(found.streams) - i for i, stream in enumerate(found.streams)}
     least_s = found.end_s / style.N_COLUMNS
     for name, row in rows.items():
-        runs = _merged((e for e in found.events if e.stream == name), least_s)
+        runs = _merge_close_events((e for e in found.events if e.stream == name), least_s)
         spans = [(start / s_per_unit, (stop - start) / s_per_unit) for start, stop in runs]
         colour = COLOUR_OF_STREAM[name]
         axes.broken_barh(spans, (row - HALF, 2 * HALF), color=colour, lw=0, zorder=2)
     if found.stalls:
-        waits = [(s.start_s / s_per_unit, s.time_s / s_per_unit) for s in found.stalls]
+        stall_spans = [(s.start_s / s_per_unit, s.time_s / s_per_unit) for s in found.stalls]
         place = (rows["compute"] - HALF, 2 * HALF)
         label = "nothing is computed: waiting for copies"
-        axes.broken_barh(waits, place, color=style.RED, lw=0, label=label, zorder=3)
+        axes.broken_barh(stall_spans, place, color=style.RED, lw=0, label=label, zorder=3)
     most_bytes = solution.simulation.host_peak_bytes
     _draw_host(axes, found, most_bytes, s_per_unit)
     is_wide = style.is_wide(axes)
@@ -72,7 +72,7 @@ def _draw_host(axes: Axes, found: Copies, most_bytes: int, s_per_unit: float) ->
     axes.stairs(heights, edges, baseline=-HALF, fill=True, color=style.STONE, lw=0, zorder=2)
 
 
-def _merged(events: Iterable[Event], least_s: float) -> list[tuple[float, float]]:
+def _merge_close_events(events: Iterable[Event], least_s: float) -> list[tuple[float, float]]:
     """(start, end) of the events, merged where the gap between two is too short to be seen."""
     found: list[tuple[float, float]] = []
     for event in events:

@@ -23,7 +23,7 @@ from solver.reporting.plot.of_copies import streams
 from solver.reporting.rows import headline, step_name
 from solver.schedule import (
     LAYERS,
-    OTHERS,
+    OTHER_MICRO_BATCHES,
     Occupancy,
     Solution,
     baseline,
@@ -34,7 +34,7 @@ from solver.sizes_deadlines_progress import format_share, format_size
 
 COLOUR_OF_LAYER: Mapping[str, str] = {
     "resident": style.STONE,
-    OTHERS: style.SKY,
+    OTHER_MICRO_BATCHES: style.SKY,
     "kept": style.BLUE,
     "recomputed": style.ORANGE,
     "gradients": style.GREEN,
@@ -44,7 +44,7 @@ N_NAMED_BLOCKS = 30
 """How many blocks are named on the axis at most."""
 LONGEST_BLOCK = 18
 """How many letters of a block's name are shown at most."""
-LEAST_ROOM_IN = 0.13
+LEAST_NAME_GAP_IN = 0.13
 """Least distance in inches between the names of two blocks."""
 HEADROOM = 1.32
 """Top of the plot as a multiple of the highest line: room for the names of peak op and passes."""
@@ -79,15 +79,15 @@ def memory(
         graph, schedule, shown = solution.graph, solution.schedule, plan
         layers = occupancy(graph, schedule, places=request.places)
     _draw_layers(axes, layers, s_per_unit, bytes_per_unit)
-    words = f"baseline: {format_size(plain.peak_bytes)}"
+    plan_text = f"baseline: {format_size(plain.peak_bytes)}"
     if shown is not plain:
         columns, edges_s = _columns(before)
         sizes = [before.total_bytes[index] / bytes_per_unit for index in columns]
         edges = [edge_s / s_per_unit for edge_s in edges_s]
-        axes.stairs(sizes, edges, color=style.INK, lw=0.9, label=words, zorder=3)
-        words = f"plan: {format_size(shown.peak_bytes)}, {overhead_text(solution)}"
+        axes.stairs(sizes, edges, color=style.INK, lw=0.9, label=plan_text, zorder=3)
+        plan_text = f"plan: {format_size(shown.peak_bytes)}, {overhead_text(solution)}"
     if plan is None:
-        words += f"; {overhead_text(solution)}"
+        plan_text += f"; {overhead_text(solution)}"
     available = request.available_bytes / bytes_per_unit
     name = "budget minus reserve" if request.reserve_bytes else "budget"
     label = f"{name}: {format_size(request.available_bytes)}"
@@ -102,12 +102,12 @@ def memory(
     if node is not None and shown.peak_bytes in layers.total_bytes:
         index = layers.total_bytes.index(shown.peak_bytes)
         middle_s = (layers.edges_s[index] + layers.edges_s[index + 1]) / 2
-        name, most = style.printable(node.name), int(5.5 * style.width_in(axes))
-        name = name if len(name) <= most else name[: most - 1] + "…"
+        name, n_letters = style.printable(node.name), int(5.5 * style.width_in(axes))
+        name = name if len(name) <= n_letters else name[: n_letters - 1] + "…"
         text = f"peak {format_size(shown.peak_bytes)} at {name}"
         at = middle_s / s_per_unit, shown.peak_bytes / bytes_per_unit
         _mark_peak(axes, at, text, height=PEAK_LABEL * highest)
-    title = words if ax is not None else f"{step_name(solution.plain)}; {words}"
+    title = plan_text if ax is not None else f"{step_name(solution.plain)}; {plan_text}"
     style.finish(axes, title)
     axes.grid(visible=False)
     return axes
@@ -214,7 +214,7 @@ def _draw_layers(axes: Axes, layers: Occupancy, s_per_unit: float, bytes_per_uni
 def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, s_per_unit: float) -> None:
     """Mark where the backward pass starts and, along the axis, where each block starts."""
     forward, backward = block_starts(graph, layers)
-    turn = _turn(layers)
+    forward_end_s = _forward_end_s(layers)
     for starts in (forward, backward):
         times = [time_s / s_per_unit for time_s, _ in starts]
         axes.vlines(
@@ -222,19 +222,19 @@ def _mark_times(axes: Axes, graph: Graph, layers: Occupancy, s_per_unit: float) 
         )
     if len(forward) > 1:
         _name_blocks(axes, block_names(graph), (*forward, *backward), s_per_unit)
-    if turn is None:
+    if forward_end_s is None:
         return
-    at = turn / s_per_unit
+    at = forward_end_s / s_per_unit
     # leave a gap in the line for the name of the peak op
     for low, high in ((0, PEAK_LABEL - 0.01), (HEADROOM - 0.1, HEADROOM)):
         line: dict[str, Any] = {"color": style.INK, "lw": 0.8, "ls": ":", "zorder": 4}
         axes.axvline(at, low / HEADROOM, high / HEADROOM, **line)
-    _write(axes, at, "backward")
+    _annotate_top(axes, at, "backward")
     blocks = f", {len(forward)} blocks" if len(forward) > 1 else ""
     room_points = at / (axes.get_xlim()[1] or 1.0) * _width_points(axes)
     for words in (f"forward{blocks}", "forward"):
         if LETTER_POINTS * len(words) < room_points:
-            _write(axes, 0.0, words)
+            _annotate_top(axes, 0.0, words)
             break
 
 
@@ -245,7 +245,9 @@ def _name_blocks(
 
     starts: (seconds, block) in order of time.
     """
-    room = max(1 / N_NAMED_BLOCKS, 72 * LEAST_ROOM_IN / _width_points(axes)) * axes.get_xlim()[1]
+    room = (
+        max(1 / N_NAMED_BLOCKS, 72 * LEAST_NAME_GAP_IN / _width_points(axes)) * axes.get_xlim()[1]
+    )
     places: list[float] = []
     labels: list[str] = []
     for time_s, block in starts:
@@ -264,7 +266,7 @@ def _name_blocks(
     top.spines["top"].set_visible(False)
 
 
-def _write(axes: Axes, x: float, text: str) -> None:
+def _annotate_top(axes: Axes, x: float, text: str) -> None:
     """Write text at the top of the axes, to the right of x on the time axis."""
     axes.annotate(
         text,
@@ -303,16 +305,16 @@ def block_starts(
     return starts(blocks.forward), starts(blocks.backward[: blocks.n_blocks])
 
 
-def _turn(layers: Occupancy) -> float | None:
+def _forward_end_s(layers: Occupancy) -> float | None:
     """When the forward pass ends, in seconds: after the last first run of a forward node."""
     seen: set[str] = set()
-    turn = None
+    forward_end_s = None
     ends_s = accumulate(node.time_s for node in layers.nodes)
     for node, end_s in zip(layers.nodes, ends_s, strict=True):
         if node.phase == "forward" and node.name not in seen:
             seen.add(node.name)
-            turn = end_s
-    return turn
+            forward_end_s = end_s
+    return forward_end_s
 
 
 def _mark_peak(axes: Axes, at: tuple[float, float], text: str, *, height: float) -> None:

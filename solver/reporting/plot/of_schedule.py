@@ -36,12 +36,12 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
     graph = solution.graph
     shown = baseline(graph) if solution.schedule is None else solution.schedule
     blocks = computing_blocks(graph)
-    rows = _rows(blocks)
+    rows = _block_of_node(blocks)
     *starts, end_s = starts_s(graph, shown, places=solution.request.places)
-    runs = _runs(graph, shown, starts)
-    for row, held in _held(graph, shown, blocks).items():
+    runs = _compute_runs(graph, shown, starts)
+    for row, live_shares in _live_shares_by_block(graph, shown, blocks).items():
         axes.stairs(
-            [row - HALF + 2 * HALF * share for share in held],
+            [row - HALF + 2 * HALF * share for share in live_shares],
             [*starts, end_s],
             baseline=row - HALF,
             fill=True,
@@ -64,18 +64,18 @@ def schedule(solution: Solution, ax: Axes | None = None) -> Axes:
     axes.set(xlabel="time in the step (s)", ylabel="block")
     axes.set_xlim(0, None)
     axes.set_ylim(0.4, blocks.n_blocks + 0.6)
-    every = -(-blocks.n_blocks // N_NAMED)
-    named = list(enumerate(block_names(graph), start=1))[::every]
-    labels = [style.printable(f"{block} {name}").strip() for block, name in named]
-    axes.set_yticks([block for block, _ in named], labels, fontsize=7, parse_math=False)
+    label_step = -(-blocks.n_blocks // N_NAMED)
+    labelled_blocks = list(enumerate(block_names(graph), start=1))[::label_step]
+    labels = [style.printable(f"{block} {name}").strip() for block, name in labelled_blocks]
+    axes.set_yticks([block for block, _ in labelled_blocks], labels, fontsize=7, parse_math=False)
     axes.tick_params(colors=style.INK)
-    words = "no plan fits" if solution.schedule is None else overhead_text(solution)
-    style.finish(axes, f"{step_name(solution.plain)}; {solution.method}: {words}")
+    overhead = "no plan fits" if solution.schedule is None else overhead_text(solution)
+    style.finish(axes, f"{step_name(solution.plain)}; {solution.method}: {overhead}")
     axes.grid(visible=False)
     return axes
 
 
-def _rows(blocks: Blocks) -> dict[str, int]:
+def _block_of_node(blocks: Blocks) -> dict[str, int]:
     """Node -> its block, from 1; nodes of the optimizer are left out."""
     rows = {}
     for segments in (blocks.forward, blocks.backward[: blocks.n_blocks]):
@@ -84,7 +84,7 @@ def _rows(blocks: Blocks) -> dict[str, int]:
     return rows
 
 
-def _runs(
+def _compute_runs(
     graph: Graph, shown: Schedule, starts_s: Sequence[float]
 ) -> list[tuple[float, Node, int]]:
     """(start in seconds, node, index into RUNS) of each compute."""
@@ -97,7 +97,9 @@ def _runs(
     return runs
 
 
-def _held(graph: Graph, shown: Schedule, blocks: Blocks) -> dict[int, Sequence[float]]:
+def _live_shares_by_block(
+    graph: Graph, shown: Schedule, blocks: Blocks
+) -> dict[int, Sequence[float]]:
     """Block -> the share of the bytes of its forward storages that is live during each compute."""
     block_of = {
         root: block

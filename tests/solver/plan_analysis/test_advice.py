@@ -10,7 +10,7 @@ import pytest
 
 from graphs.graph import Graph, Node, Tensor
 from graphs.synthetic.nets import residual
-from solver.plan_analysis.advice import ABOUT, _smaller, advise
+from solver.plan_analysis.advice import ABOUT, _how_to_shrink, advise
 from solver.reporting.memory_rows import memory_table
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
@@ -364,4 +364,4 @@ def test_no_theory_without_a_plan_or_blocks():
     ],
 )
 def test_what_an_operator_can_be_made_of_depends_on_it(op, advice):
-    assert advice in _smaller(Node("n", op, (), (), 0.0))
+    assert advice in _how_to_shrink(Node("n", op, (), (), 0.0))

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from graphs.synthetic.nets import residual
-from solver.plan_analysis.copy_timeline import Copies, copied, copies
+from solver.plan_analysis.copy_timeline import Copies, copies, trips_of
 from solver.reporting import copy_rows
 from solver.schedule import Link, Place, Places, Request, Solution, baseline, simulate
 from tests.support.builders import make, op, plan
@@ -119,11 +119,11 @@ def test_everything_adds_up_to_what_the_simulator_says(seed) -> None:
     assert all(stall.time_s > 1e-12 * found.end_s for stall in found.stalls)
     for trip in found.trips:
         assert trip.from_s <= trip.until_s <= found.end_s
-        assert copied(solution, [trip.storage])
+        assert trips_of(solution, [trip.storage])
 
 
 def test_a_plan_without_copies_has_none() -> None:
     alone = planned(GRAPH, baseline(GRAPH), None)
     assert copies(alone) is None
-    assert copied(alone, ["a"]) == ()
+    assert trips_of(alone, ["a"]) == ()
     assert copies(dataclasses.replace(alone, schedule=None, simulation=None)) is None

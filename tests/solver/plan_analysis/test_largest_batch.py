@@ -107,10 +107,10 @@ def test_near_a_line_that_promises_a_little_too_much_the_search_goes_down(
     monkeypatch: pytest.MonkeyPatch, short: int, n_tried: int
 ):
     """What no line has, such as what a tensor is recomputed from, leaves the answer just below."""
-    promised = solver.plan_analysis.largest_batch._expected
+    promised = solver.plan_analysis.largest_batch._expected_largest
     monkeypatch.setattr(
         solver.plan_analysis.largest_batch,
-        "_expected",
+        "_expected_largest",
         lambda candidates: (at := promised(candidates)) and at + short,
     )
     sizes: list[int] = []
@@ -131,7 +131,7 @@ def test_nothing_fits():
 
 
 def test_it_stops_growing(monkeypatch):
-    monkeypatch.setattr(solver.plan_analysis.largest_batch, "MOST", 16)
+    monkeypatch.setattr(solver.plan_analysis.largest_batch, "MAX_SIZE", 16)
     found = largest(planner(2**50))
     assert found.largest is not None
     assert found.largest.size == 16

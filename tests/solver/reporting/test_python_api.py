@@ -113,7 +113,7 @@ def test_early_frees_are_told_where_they_are_seen(less_bytes, is_told, solution,
     baseline = dataclasses.replace(solution.baseline, peak_bytes=eager_bytes)
     solution = dataclasses.replace(solution, baseline=baseline)
     monkeypatch.setattr(rows, "freed_early_bytes", lambda _: eager_bytes - less_bytes)
-    assert bool(list(rows._early_frees(solution))) == is_told
+    assert bool(list(rows._early_free_rows(solution))) == is_told
 
 
 def test_a_plan_is_verified(solution):

@@ -166,7 +166,7 @@ def test_random_traces(kind: type[CachingAllocator], capacity_bytes: float):
             check(allocator, held)
         for block in held:
             allocator.free(block)
-        allocator._give_back()
+        allocator._return_free_memory()
         assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
     assert (n_full > 0) == (capacity_bytes < float("inf"))
 
@@ -176,7 +176,7 @@ def check(allocator: CachingAllocator, held: list[Block]) -> None:
     is in use, free and reserved adds up."""
     pools = list(allocator.pools.values())
     free = [block for pool in pools for block in pool.free]
-    unmapped = [block for pool in pools for block in pool.unmapped]
+    unmapped = [block for pool in pools for block in pool.unmapped_blocks]
     assert sum(block.size_bytes for block in held) == allocator.allocated_bytes
     assert sum(b.size_bytes for b in [*held, *free]) == allocator.reserved_bytes
     assert allocator.reserved_bytes <= allocator.max_reserved_bytes
@@ -190,5 +190,5 @@ def check(allocator: CachingAllocator, held: list[Block]) -> None:
             assert not (block.is_free and after.is_free and block.mapped == after.mapped)
     if isinstance(allocator, ExpandableAllocator):
         for pool in pools:
-            assert all(block.address % pool.page_bytes == 0 for block in pool.unmapped)
+            assert all(block.address % pool.page_bytes == 0 for block in pool.unmapped_blocks)
     assert all(block.size_bytes % ALLOCATION_BYTES == 0 for block in [*held, *free])

@@ -17,7 +17,7 @@ from solver import solve
 from solver.plan_analysis.by_block import block_rows
 from solver.plan_analysis.explain import peak, why_recomputed
 from solver.schedule.host_and_disk import Link, Place, Places
-from solver.schedule.memory import away_for_backward, occupancy, saved_for_backward
+from solver.schedule.memory import copied_out_for_backward, occupancy, saved_for_backward
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import keep
 from solver.schedule.simulator import IllegalScheduleError, simulate
@@ -151,7 +151,7 @@ def test_analysis_knows_copies(copied: Solution) -> None:
     found = occupancy(graph, schedule, places=PLACES)
     assert found.edges_s[-1] == pytest.approx(simulation.time_s)
     assert max(found.total_bytes) <= simulation.peak_bytes
-    away_then = away_for_backward(graph, schedule) - saved_for_backward(graph, schedule)
+    away_then = copied_out_for_backward(graph, schedule) - saved_for_backward(graph, schedule)
     assert away_then
     away_bytes = sum(graph.tensor_by_name[name].size_bytes for name in away_then)
     assert sum(row.dropped_bytes for row in block_rows(copied)) >= 0

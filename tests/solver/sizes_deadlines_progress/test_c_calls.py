@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from solver.sizes_deadlines_progress import at_once, c_calls, interruptible
+from solver.sizes_deadlines_progress import c_calls, interruptible, run_in_parallel
 
 LONG_S = 60.0
 
@@ -21,7 +21,7 @@ def names_at_once(monkeypatch: pytest.MonkeyPatch, n_calls: int, n_processors: i
         all_there.wait(LONG_S)
         return threading.current_thread().name
 
-    return at_once([call] * n_calls)
+    return run_in_parallel([call] * n_calls)
 
 
 @pytest.mark.parametrize(("n_calls", "n_processors"), [(1, 1), (4, 1), (4, 2), (4, 4), (9, 3)])
@@ -43,7 +43,7 @@ def test_threads_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = len(c_calls._idle)
     names_at_once(monkeypatch, 2, 2)
     assert len(c_calls._idle) == idle
-    c_calls.end_idle_calls()
+    c_calls.end_idle_workers()
     assert not c_calls._idle
 
 
@@ -59,8 +59,8 @@ def test_results_come_in_the_order_of_the_calls(monkeypatch: pytest.MonkeyPatch)
         second_ended.set()
         return 2
 
-    assert at_once([first, second, lambda: 3]) == [1, 2, 3]
-    assert at_once([]) == []
+    assert run_in_parallel([first, second, lambda: 3]) == [1, 2, 3]
+    assert run_in_parallel([]) == []
 
 
 def test_what_a_call_raises_is_raised() -> None:
@@ -70,14 +70,14 @@ def test_what_a_call_raises_is_raised() -> None:
         return n
 
     with pytest.raises(ValueError, match="2"):
-        at_once([partial(call, n) for n in range(4)])
+        run_in_parallel([partial(call, n) for n in range(4)])
     assert interruptible(lambda: 5) == 5  # and the next one is run
 
 
 def test_outside_of_the_main_thread_calls_run_in_turn() -> None:
     names: list[str] = []
     thread = threading.Thread(
-        target=lambda: names.extend(at_once([lambda: threading.current_thread().name] * 3)),
+        target=lambda: names.extend(run_in_parallel([lambda: threading.current_thread().name] * 3)),
         name="another",
     )
     thread.start()

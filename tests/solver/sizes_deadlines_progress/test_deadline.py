@@ -35,7 +35,7 @@ from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, SavedSchedule
 from solver.sizes_deadlines_progress import deadline as clock
 from solver.sizes_deadlines_progress.deadline import NEVER, Deadline, OutOfTimeError
-from solver.solving import KEPT_SHARE, answer, attempt, explained
+from solver.solving import KEPT_SHARE, answer, attempt, with_obstacle
 from tests.support import nets
 from tests.support.paths import GPT2 as GPT2_PATH
 
@@ -175,7 +175,7 @@ def test_some_of_the_limit_is_kept_for_the_reason(counter: Counter) -> None:
         found = attempt(GRAPH, request)
         assert found.schedule is None
         assert counter.looks <= (1 - KEPT_SHARE) * request.time_limit_s + AFTERWARDS
-        told = explained(found, deadline=Deadline(request.time_limit_s))
+        told = with_obstacle(found, deadline=Deadline(request.time_limit_s))
         assert told.obstacle is not None
         assert counter.looks <= request.time_limit_s + AFTERWARDS
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from solver.sizes_deadlines_progress.progress_in_logs import Lines, now_and_then
+from solver.sizes_deadlines_progress.progress_in_logs import Lines, log_progress
 
 GUARD_S = 300
 """Ends a test that hangs."""
@@ -73,7 +73,7 @@ def test_another_thread_writes_while_the_block_is_silent(monkeypatch):
         if line.startswith("planning"):
             came.set()
 
-    with now_and_then("tracing...", write) as say:
+    with log_progress("tracing...", write) as say:
         say("planning...")
         assert came.wait(GUARD_S)
     n_written = len(written)
@@ -90,6 +90,6 @@ def test_a_block_that_fails_writes_nothing_more(monkeypatch):
         "solver.sizes_deadlines_progress.progress_in_logs.Lines.close",
         lambda _self: ends.append(True),
     )
-    with pytest.raises(ValueError, match="no"), now_and_then("tracing...", print):
+    with pytest.raises(ValueError, match="no"), log_progress("tracing...", print):
         raise ValueError("no")
     assert ends == [True]

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from solver.sizes_deadlines_progress import silenced
 from solver.sizes_deadlines_progress import telling as from_the_face
-from solver.sizes_deadlines_progress import untold
 from solver.sizes_deadlines_progress.progress_in_logs import Lines, Say
 from solver.sizes_deadlines_progress.progress_in_python import logger, tell, telling
 from tests.support.paths import ROOT
@@ -118,7 +118,7 @@ def test_configured_logging_at_warning_stays_silent(capsys, caplog):
 
 @pytest.mark.usefixtures("unconfigured")
 def test_a_caller_that_says_itself_what_runs(capsys):
-    with untold(), telling("tracing Net...") as say:
+    with silenced(), telling("tracing Net...") as say:
         say("planning Net...")
         tell("Net: planned")
     assert capsys.readouterr().err == ""
@@ -135,7 +135,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[Lines]:
         made.append(lines)
         yield lambda line: setattr(lines, "what", line)
 
-    monkeypatch.setattr("solver.sizes_deadlines_progress.progress_in_python.now_and_then", begun)
+    monkeypatch.setattr("solver.sizes_deadlines_progress.progress_in_python.log_progress", begun)
     return made
 
 

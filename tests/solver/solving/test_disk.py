@@ -12,7 +12,7 @@ from solver.plan_analysis import copies
 from solver.reporting.copy_rows import trip_table
 from solver.schedule import Link, Place, Places, Solution, baseline, simulate
 from solver.sizes_deadlines_progress import BudgetError, format_size
-from solver.solving.disk import default_disk_rate, disk_behind
+from solver.solving.disk import default_disk_rate, with_disk
 from tests.support.command import failed
 from tests.support.nets import residual
 
@@ -28,13 +28,13 @@ def test_sizes_and_rates_as_people_write_them(tmp_path: Path) -> None:
     disk = Place(500 * 10**9, Link(5e9, 6e9))
     for budget in ("500GB", 5e11, 500 * 10**9):
         for rate in ("5GB/s,6GB/s", (5e9, 6e9), ["5GB/s", 6e9]):
-            assert disk_behind(HOST, budget, rate) == Places(HOST.host, disk)
-    assert disk_behind(HOST, f"500GB:{tmp_path}", "5GB/s, 6GB/s") == Places(
+            assert with_disk(HOST, budget, rate) == Places(HOST.host, disk)
+    assert with_disk(HOST, f"500GB:{tmp_path}", "5GB/s, 6GB/s") == Places(
         HOST.host, disk, str(tmp_path)
     )
-    assert disk_behind(HOST, "500GB", 5e9) == Places(HOST.host, Place(5 * 10**11, Link(5e9, 5e9)))
-    assert disk_behind(HOST, None) == HOST
-    assert disk_behind(None, None) is None
+    assert with_disk(HOST, "500GB", 5e9) == Places(HOST.host, Place(5 * 10**11, Link(5e9, 5e9)))
+    assert with_disk(HOST, None) == HOST
+    assert with_disk(None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -58,27 +58,27 @@ def test_sizes_and_rates_as_people_write_them(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_said(places, budget, rate, message) -> None:
     with pytest.raises(BudgetError, match=message):
-        disk_behind(places, budget, rate, resident_bytes=10**9)
+        with_disk(places, budget, rate, resident_bytes=10**9)
 
 
 def test_rates_are_measured_in_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("solver.solving.disk.MEASURED_BYTES", 2**23)
-    places = disk_behind(HOST, f"500GB:{tmp_path}", "measured")
+    places = with_disk(HOST, f"500GB:{tmp_path}", "measured")
     assert places is not None
     assert places.disk is not None
     assert min(places.disk.link.out_bytes_per_s, places.disk.link.in_bytes_per_s) > 1e5
     assert not any(tmp_path.iterdir())
     with pytest.raises(BudgetError, match="measured in its directory, and none is given"):
-        disk_behind(HOST, "500GB", "measured")
+        with_disk(HOST, "500GB", "measured")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(BudgetError, match=r"cannot be measured .No space left on device."):
-        disk_behind(HOST, f"500GB:{tmp_path}", "measured")
+        with_disk(HOST, f"500GB:{tmp_path}", "measured")
 
 
 def test_behind_a_host_with_room_for_all_the_host_alone_is_planned() -> None:
@@ -94,7 +94,7 @@ def test_behind_a_host_with_room_for_all_the_host_alone_is_planned() -> None:
 def test_kinds_of_disk_have_published_rates() -> None:
     assert HOST.host is not None
     for name in ("nvme4", "NVMe 4"):
-        places = disk_behind(HOST, "500GB", name)
+        places = with_disk(HOST, "500GB", name)
         assert places == Places(HOST.host, Place(500 * 10**9, Link(6.9e9, 7.45e9)))
     writes = [disk.write_bytes_per_s for disk in DISKS.values()]
     assert list(DISKS) == ["sata", "nvme3", "nvme4", "nvme5"]
@@ -130,7 +130,7 @@ def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
     message = "no file can be written there .Permission denied.; name another"
     with pytest.raises(BudgetError, match=message):
-        disk_behind(HOST, "500GB:/tmp", "5GB/s")
+        with_disk(HOST, "500GB:/tmp", "5GB/s")
 
 
 def test_what_the_host_has_no_room_for_goes_to_the_disk(tmp_path: Path) -> None:
@@ -182,9 +182,9 @@ def test_the_command_says_what_is_on_the_disk(tmp_path: Path, capsys) -> None:
     assert max(n for _, n in found.host_bytes()) == solution.simulation.host_peak_bytes
     trip = next(trip for trip in found.trips if trip.to_disk_s)
     assert main(["explain", schedule, path, "--op", trip.maker.name]) == 0
-    explained = capsys.readouterr().out
-    assert "to the disk" in explained
-    assert "from the disk" in explained
+    with_obstacle = capsys.readouterr().out
+    assert "to the disk" in with_obstacle
+    assert "from the disk" in with_obstacle
     assert main([*options, "--json", path]) == 0
     said = f'"disk_peak_bytes": {solution.simulation.disk_peak_bytes}'
     assert said in json.dumps(json.loads(capsys.readouterr().out))

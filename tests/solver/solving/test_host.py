@@ -7,7 +7,7 @@ import pytest
 from checkpoint_solver.cli.command import main
 from graphs.hardware import HostCopies, named
 from solver import solve, sweep
-from solver.device_and_costs import host_beside
+from solver.device_and_costs import host_places
 from solver.plan_analysis import copies
 from solver.reporting.copy_rows import N_TRIPS
 from solver.schedule import Link, Place, Places, Solution, baseline, simulate
@@ -24,20 +24,20 @@ def test_sizes_and_rates_as_people_write_them() -> None:
     both = Places(host=Place(64 * 10**9, Link(50e9, 50e9)))
     links = "50GB/s", "50 GB/s", "50GB", "50GB/s,50GB/s"
     for link in (*links, 50e9, (50e9, 50e9), ["50GB/s", 5e10]):
-        assert host_beside("64GB", link, hardware=None) == both
+        assert host_places("64GB", link, hardware=None) == both
     for link in ("50GB/s, 40GB/s", ("50GB/s", 40e9)):
-        unequal = host_beside("1GiB", link, hardware=None)
+        unequal = host_places("1GiB", link, hardware=None)
         assert unequal == Places(host=Place(2**30, Link(50e9, 40e9)))
-    assert host_beside(0.5 * (2**31 + 1), 50e9, hardware=None) == host_beside(
+    assert host_places(0.5 * (2**31 + 1), 50e9, hardware=None) == host_places(
         2**30, 50e9, hardware=None
     )
-    assert host_beside("64GB", hardware=named("h100")) == Places(
+    assert host_places("64GB", hardware=named("h100")) == Places(
         host=Place(64 * 10**9, Link(55.2e9, 55.4e9, 6e-6))
     )
-    assert host_beside("64GB", "50GB/s", hardware=named("h100")) == Places(
+    assert host_places("64GB", "50GB/s", hardware=named("h100")) == Places(
         host=Place(64 * 10**9, Link(50e9, 50e9, 6e-6))
     )
-    assert host_beside(None, hardware=named("h100")) is None
+    assert host_places(None, hardware=named("h100")) is None
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_sizes_and_rates_as_people_write_them() -> None:
 )
 def test_what_is_wrong_is_said(budget, link, message) -> None:
     with pytest.raises(BudgetError, match=message):
-        host_beside(budget, link, hardware=None, resident_bytes=10**9)
+        host_places(budget, link, hardware=None, resident_bytes=10**9)
 
 
 def test_no_more_than_the_memory_of_a_superchip() -> None:
-    assert host_beside("480GB", hardware=named("gh200")) is not None
+    assert host_places("480GB", hardware=named("gh200")) is not None
     with pytest.raises(BudgetError, match=r"'500GB': the host of this device has 480\.0 GB"):
-        host_beside("500GB", hardware=named("gh200"))
+        host_places("500GB", hardware=named("gh200"))
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_host_of_bytes_where_gigabytes_were_meant(tmp_path, capsys) -> None:
     options = ["--budget", "16GB", "--host", "64", "--host-link", "50GB/s"]
     _, line = failed(capsys, *options, str(tmp_path / "graph.json"))
     assert "invalid host budget '64': 64 bytes" in line
-    assert host_beside(1024, 5e10, hardware=None, resident_bytes=10**9) == host_beside(
+    assert host_places(1024, 5e10, hardware=None, resident_bytes=10**9) == host_places(
         "1024B", 5e10, hardware=None, resident_bytes=10**9
     )
 

@@ -163,7 +163,7 @@ def tried(
         assert search.best is not None
         search.best = dataclasses.replace(search.best[0]), search.best[1]
 
-    monkeypatch.setattr(neighbourhoods, "at_once", lambda calls: [call() for call in calls])
+    monkeypatch.setattr(neighbourhoods, "run_in_parallel", lambda calls: [call() for call in calls])
     monkeypatch.setattr(neighbourhoods, "_solve_middle", solved)
     monkeypatch.setattr(neighbourhoods, "_offer_spliced", offer)
     search_neighbourhoods(search)
