@@ -127,7 +127,8 @@ class PlannedForward(ReplacedForward):
                 ranks.agree({"the batch": input_forms(call.tensors), "a plan for it": has_plan})
         if program is None:
             refuse_meta_batch(model, call)
-            program = self._program_or_own_failure(call, args, kwargs)
+            with _without_saved_tensors_hooks():
+                program = self._program_or_own_failure(call, args, kwargs)
             after = self.kind_for(program, call)
             sets = isinstance(program, BoundProgram) and program.sets_plain_attributes
             self._programs.add(after, program, also=kind if sets and kind != after else None)
@@ -139,7 +140,8 @@ class PlannedForward(ReplacedForward):
                     self._programs.remedy(),
                 )
         try:
-            return program.run(model, call)
+            with _without_saved_tensors_hooks():
+                return program.run(model, call)
         except CheckError as error:
             failed = error
         try:
@@ -329,6 +331,21 @@ def _refuse_saved_tensors_hooks() -> None:
             "hooks it would not call: the plan decides what is saved for backward. Call it outside "
             "of that block, or use the plain model (checkpoint_solver.remove(model))"
         )
+
+
+@contextlib.contextmanager
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    """PyTorch's own hooks of saved tensors are set aside: a checkpoint around the planned module
+    would count what planning saves, and miss it when it runs again."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def refuse_second(model: nn.Module) -> None:
