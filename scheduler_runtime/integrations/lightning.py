@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 try:
@@ -48,8 +49,12 @@ class FitCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Raises what `fit` raises."""
-        model = pl_module if self._part is None else self._part(pl_module)
-        self._fitted.begin(model, trainer.optimizers)
+        model, optimizers = pl_module, trainer.optimizers
+        if self._part is not None:
+            model = self._part(pl_module)
+            # a GAN has one for each part; if none is of this part, fit says so
+            optimizers = [each for each in optimizers if _trains(each, model)] or optimizers
+        self._fitted.begin(model, optimizers)
         self._n_steps = trainer.global_step
 
     def on_train_batch_start(
@@ -67,3 +72,8 @@ class FitCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The module has its own forward again, ready to be saved or trained further."""
         self._fitted.end()
+
+
+def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    own = {id(p) for p in model.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
