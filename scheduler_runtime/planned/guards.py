@@ -202,14 +202,23 @@ class _Record:
     def of(cls, value: list[Any]) -> _Record | None:
         """None: something else is in the list."""
         head = value[:MANY]
-        if not all(isinstance(i, int | float | torch.Tensor) and type(i) is not bool for i in head):
+        if not all(map(_is_recorded, head)):
             return None
-        return cls(tuple(torch.Tensor if isinstance(i, torch.Tensor) else _plain(i) for i in head))
+        return cls(tuple(_plain(i) if isinstance(i, int | float) else object for i in head))
 
     def __eq__(self, here: object) -> bool:
         return isinstance(here, _Record) and here._items[: len(self._items)] == self._items
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _is_recorded(item: Any) -> bool:
+    """A number, a tensor, or several with a tensor among them: log-probability and value of an
+    action (actor-critic)."""
+    if isinstance(item, tuple):
+        has_tensor = any(isinstance(each, torch.Tensor) for each in item)
+        return has_tensor and all(isinstance(i, int | float | torch.Tensor) for i in item)
+    return isinstance(item, int | float | torch.Tensor) and type(item) is not bool
 
 
 class _Same:
