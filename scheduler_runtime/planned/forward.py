@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 import sys
 import traceback
@@ -42,6 +43,7 @@ from scheduler_runtime.execute import (
 from scheduler_runtime.planned.guards import kind_of, with_any
 from scheduler_runtime.planned.program_cache import ProgramCache
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks
+from scheduler_runtime.planned.unread_attributes import UnreadAttributes
 from solver.schedule import Compute, Free, Op, Schedule, name_in
 from solver.sizes_deadlines_progress import telling
 
@@ -67,6 +69,7 @@ class PlannedForward(ReplacedForward):
         self._programs = ProgramCache(n_kept=self.n_kept)
         self._argument_order = argument_order(self.own_forward)
         self._has_ranks = False
+        self._unread = UnreadAttributes()
 
     def why_not_traced(self, title: str) -> str:
         owner = "model" if title == "it" else "that submodule"
@@ -127,6 +130,7 @@ class PlannedForward(ReplacedForward):
                 ranks.agree({"the batch": input_forms(call.tensors), "a plan for it": has_plan})
         if program is None:
             refuse_meta_batch(model, call)
+            self._unread.compare(self._programs.of_calls(), kind[0], model)
             with _without_saved_tensors_hooks():
                 program = self._program_or_own_failure(call, args, kwargs)
             after = self.kind_for(program, call)
@@ -210,7 +214,9 @@ class PlannedForward(ReplacedForward):
     def kind_for(self, program: StepProgram, call: Call) -> Any:
         """Of this call and of all others that this program is for, after it has been traced."""
         of_call, situation = self.kind(call)  # anew: tracing may have filled attributes
-        unread = program.sets_unread if isinstance(program, BoundProgram) else ()
+        if not isinstance(program, BoundProgram):
+            return of_call, situation
+        unread = program.sets_unread | self._unread.of(program.captured)
         return with_any(of_call, self._model, unread), situation
 
     def constants(self) -> Iterator[torch.Tensor]:
@@ -224,6 +230,7 @@ class PlannedForward(ReplacedForward):
             **self.__dict__,
             "_programs": ProgramCache(n_kept=self.n_kept),
             "_pools": Pools(self._pools.directory),
+            "_unread": UnreadAttributes(),
         }
 
     def traced(
@@ -254,7 +261,8 @@ class PlannedForward(ReplacedForward):
                 if known is None
                 else contextlib.nullcontext()
             ):
-                step = trace_module(
+                trace = functools.partial(
+                    trace_module,
                     model,
                     call,
                     device=device_of(model),
@@ -266,6 +274,7 @@ class PlannedForward(ReplacedForward):
                     known=known,
                     arriving=arriving,
                 )
+                step = trace() if known is not None else self._unread.trace(model, trace)
         for held in step.captured.filled:
             held.put(model)
         return step

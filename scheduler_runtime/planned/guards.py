@@ -119,6 +119,31 @@ def changed_setting(planned: Any, here: Any, model: nn.Module) -> str | None:
     return "the model has other modules" if len(of_planned) != len(of_here) else None
 
 
+def changed_values(planned: Any, here: Any, model: nn.Module) -> set[tuple[str, str]]:
+    """Path of the module and name of each attribute in which two `kind_of` this model differ, and
+    which is a number, a string or None in both."""
+    if len(planned) != len(here) or len(planned[-1]) != len(here[-1]):
+        return set()
+    found: set[tuple[str, str]] = set()
+    for (path, _), (*_, old), (*_, new) in zip(
+        model.named_modules(), planned[-1], here[-1], strict=True
+    ):
+        before = dict(old)
+        found.update(
+            (path, name)
+            for name, value in new
+            if name in before and before[name] != value
+            if _is_value(before[name]) and _is_value(value)
+        )
+    return found
+
+
+def _is_value(setting: Any) -> bool:
+    """Of a plain value itself, and not of something that contains some."""
+    is_pair = isinstance(setting, tuple) and len(setting) == 2
+    return is_pair and setting[0] in (float, *_COMMON)
+
+
 def _change(planned: Any, here: Any) -> str:
     """Of two settings; None: it is not there. Numbers and strings with their values."""
     if here is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -41,6 +41,10 @@ class ProgramCache:
             if len(planned) == len(of_call) and planned[:4] == of_call[:4]:
                 return changed_setting(planned, of_call, model)
         return None
+
+    def of_calls(self) -> Iterator[Any]:
+        """The `kind_of` of the calls that programs are kept for."""
+        return (of_call for (of_call, _), _program in self.programs)
 
     def add(self, kind: Any, program: StepProgram, *, also: Any = None) -> None:
         """Keep a program; the one that was not used for longest goes.
