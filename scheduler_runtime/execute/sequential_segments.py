@@ -18,9 +18,9 @@ from torch import nn
 
 from graphs.capture import HOOKS
 from scheduler_runtime.execute.torch_checkpoint import (
+    AsInForward,
     ExportedForward,
     checkpointed,
-    with_buffers_kept,
 )
 from solver.module_checkpointing import CheckpointRegion
 
@@ -93,4 +93,5 @@ class SegmentedForward(ExportedForward):
         children = {path.rpartition(".")[2] for path in segment.modules}
         inside = [name for name in self.changed_buffers if name.partition(".")[0] in children]
         nothing = contextlib.nullcontext()
-        return nothing, with_buffers_kept(nothing, self._model, inside)
+        parts = [self._model.get_submodule(name) for name in children]
+        return nothing, AsInForward(nothing, self._model, inside, parts=parts)

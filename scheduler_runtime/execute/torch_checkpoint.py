@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from graphs.model_calls import Call
+from graphs.model_calls import Call, is_distributed_class
 from scheduler_runtime.execute.replaced_forward import ReplacedForward, restore_forward
 from scheduler_runtime.execute.unread_results import Keep, skipping_contexts
 
@@ -99,7 +99,7 @@ class SavedCalls:
             return index in self.skipped.get(name, ()) and seen[name] == self.n_calls[name]
 
         noting, skipping = skipping_contexts(keep=keep, skip=skip)
-        return self._checked(forward, noting, seen), _both(recomputation, skipping)
+        return self._checked(forward, noting, seen), _Once(self.path, recomputation, skipping)
 
     def _policy(
         self, seen: Counter[str], _context: Any, operator: Any, *_args: Any, **_kwargs: Any
@@ -125,10 +125,25 @@ class SavedCalls:
         check_counts(self.path, seen, {name: self.n_calls[name] for name in self.saved})
 
 
-@contextlib.contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
-        yield
+class _Once(contextlib.ExitStack):
+    """The contexts, for one recomputation: it takes the results that were kept."""
+
+    def __init__(self, path: str, *contexts: Any) -> None:
+        super().__init__()
+        self._path, self._contexts = path, contexts
+
+    def __enter__(self) -> _Once:
+        contexts, self._contexts = self._contexts, ()
+        if not contexts:
+            raise RuntimeError(
+                f"backward ran a second time through {self._path}, which the export recomputes but "
+                "for some operators, whose results are freed. Sum the losses and call backward "
+                "once, or use the plain model for retain_graph and several backward calls "
+                "(checkpoint_solver.remove(model))"
+            )
+        for each in contexts:
+            self.enter_context(each)
+        return self
 
 
 def _unchecked_contexts(saved: SavedCalls, seen: Counter[str] | None = None) -> Any:
@@ -235,11 +250,59 @@ class CheckpointedForward(ExportedForward):
     def _contexts(self) -> tuple[Any, Any]:
         nothing = contextlib.nullcontext()
         forward, recomputation = self.saved.contexts() if self.saved else (nothing, nothing)
-        return forward, with_buffers_kept(recomputation, self._model, self.changed_buffers)
+        return forward, AsInForward(recomputation, self._model, self.changed_buffers)
+
+
+class AsInForward(contextlib.AbstractContextManager[None]):
+    """The context, in which parameters and buffers are the tensors that they are now: those of
+    `torch.func.functional_call` are gone when the backward pass recomputes.
+
+    On leaving it, `changed_buffers` of the module have their earlier values. It may be entered
+    again: with `retain_graph` each backward pass recomputes.
+
+    parts: what is recomputed of the module (None: all of it).
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        module: nn.Module,
+        changed_buffers: Iterable[str],
+        *,
+        parts: Iterable[nn.Module] | None = None,
+    ) -> None:
+        self._context, self._module, self._changed = context, module, changed_buffers
+        self._now: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+            (held, name, tensor)
+            for part in ((module,) if parts is None else parts)
+            for each in part.modules()
+            for held in (each._parameters, each._buffers)
+            for name, tensor in held.items()
+            if tensor is not None
+        ]
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for held, name, tensor in self._now:
+                other = held.get(name)
+                if other is not tensor and other is not None and not _are_sharded(tensor, other):
+                    stack.callback(held.__setitem__, name, other)
+                    held[name] = tensor
+            stack.enter_context(_with_buffers_kept(self._context, self._module, self._changed))
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop().__exit__(*raised)
+
+
+def _are_sharded(*tensors: torch.Tensor) -> bool:
+    """FSDP2 itself puts whole parameters in the place of these, and back."""
+    return any(is_distributed_class(type(tensor)) for tensor in tensors)
 
 
 @contextlib.contextmanager
-def with_buffers_kept(
+def _with_buffers_kept(
     context: Any, module: nn.Module, changed_buffers: Iterable[str]
 ) -> Iterator[None]:
     """The given context; on exit, these buffers of the module get their earlier values back."""

@@ -25,6 +25,7 @@ from graphs.rewrites import check_word
 from graphs.training_step import is_optimizer_factory, read_optimizer
 from scheduler_runtime.execute import ReplacedForward, has_checkpoints
 from scheduler_runtime.fitting.forward import FittedForward
+from scheduler_runtime.fitting.held_optimizers import HeldOptimizers
 from scheduler_runtime.fitting.options import FitError, Fitted, Optimizers, Options
 from scheduler_runtime.fitting.unplanned import Watch
 from scheduler_runtime.planned import check_module, refuse_second
@@ -176,8 +177,9 @@ def fit(
             )
         options = dataclasses.replace(options, optimizer_state="device")
     inner: list[FittedForward] = []
+    held = HeldOptimizers(optimizers)
     for each in (*_parts_with_all(model), model):
-        each.forward = FittedForward(each, options, optimizers, whole=model, parts=inner)
+        each.forward = FittedForward(each, options, held, whole=model, parts=inner)
         inner.append(each.forward)
     watch = Watch(model, UNPLANNED[unplanned])
     for forward in inner:

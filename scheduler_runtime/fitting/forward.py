@@ -14,6 +14,7 @@ from graphs.model_calls import Call
 from scheduler_runtime.execute import Arrived, BoundProgram
 from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
+from scheduler_runtime.fitting.held_optimizers import HeldOptimizers
 from scheduler_runtime.fitting.in_flight import InFlight
 from scheduler_runtime.fitting.loss_reserve import LossReserve
 from scheduler_runtime.fitting.options import FitError, Fitted
@@ -44,7 +45,7 @@ class FittedForward(PlanningPart):
         return {
             **super().__getstate__(),
             "_is_copy": True,
-            "_optimizers": (),
+            "_optimizers": HeldOptimizers(),
             "_history": PlanHistory(),
             "attempt": None,
             "_first_steps": FirstSteps(LossReserve(self.options.loss_reserve)),
@@ -54,7 +55,7 @@ class FittedForward(PlanningPart):
 
     def restore(self) -> None:
         self._first_steps.loss.stop_watching()
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers.there():
             for each in (self, *self._parts):
                 bring_back(optimizer, owner=each)
         super().restore()
@@ -69,7 +70,9 @@ class FittedForward(PlanningPart):
             output = super().run(*args, **kwargs)
         self._first_steps.watch(
             output,
-            known=lambda: resident_tensors(self._whole_model(), (args, kwargs), self._optimizers),
+            known=lambda: resident_tensors(
+                self._whole_model(), (args, kwargs), self._optimizers.there()
+            ),
             model=self._model,
             show=functools.partial(self._history.show, title=type(self._model).__name__),
             drop=self._programs.drop,
@@ -87,6 +90,7 @@ class FittedForward(PlanningPart):
         # passes without gradients are not planned, so they leave a watch of the loss on
         if self._in_flight.is_next_step():
             self._first_steps.loss.stop_watching()
+        self._optimizers.look(type(self._model).__name__)
         super().begin()
 
     def covers(self) -> bool:

@@ -226,6 +226,8 @@ def can_watch() -> bool:
     for each in _get_current_dispatch_mode_stack():
         if (watch := _over(each)) is not None:
             watch.end()  # left by a model that was not called again
+    if _in_backward():  # of a reentrant checkpoint: the engine would drop the mode, not its kernels
+        return False
     return all(isinstance(each, LossWatch) for each in _get_current_dispatch_mode_stack())
 
 

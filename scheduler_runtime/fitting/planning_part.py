@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from graphs.costs import CostModel, default_costs, finish_measuring
@@ -28,6 +27,7 @@ from scheduler_runtime.fitting.called_part import CalledPart
 from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
+from scheduler_runtime.fitting.held_optimizers import HeldOptimizers
 from scheduler_runtime.fitting.held_outputs import names_of_outputs
 from scheduler_runtime.fitting.in_flight import InFlight
 from scheduler_runtime.fitting.known_program import known_program
@@ -67,7 +67,7 @@ class PlanningPart(CalledPart):
         self,
         model: nn.Module,
         options: Options,
-        optimizers: tuple[torch.optim.Optimizer, ...],
+        optimizers: HeldOptimizers,
         *,
         whole: nn.Module,
         parts: Sequence[PlanningPart],
@@ -111,7 +111,7 @@ class PlanningPart(CalledPart):
             self._model,
             self._whole_model(),
             call,
-            self._optimizers,
+            self._optimizers.there(),
             buckets=buckets,
             costs=costs,
             optimizer_state=where_state_may_be(self.options, self._history.plans),
@@ -226,7 +226,7 @@ class PlanningPart(CalledPart):
         """
         assert solution.schedule is not None
         if n_parameters := Plan.of(solution).state_buckets:
-            (optimizer,) = self._optimizers
+            (optimizer,) = self._optimizers.there()
             keep_on_host(optimizer, n_parameters, owner=self)
         step = to_plan.step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
@@ -301,14 +301,15 @@ class PlanningPart(CalledPart):
                 n_passes=self._in_flight.n,
                 available_bytes=request.available_bytes,
             )
-        beside = Beside.of(self._model, whole, self._optimizers, costs, buckets=buckets)
+        optimizers = self._optimizers.there()
+        beside = Beside.of(self._model, whole, optimizers, costs, buckets=buckets)
         return StepToPlan(
             step,
             beside,
             losses,
             outputs,
             request,
-            notes=notes_on(step, buckets, self._optimizers, is_first=not self._history.plans),
+            notes=notes_on(step, buckets, optimizers, is_first=not self._history.plans),
             kept_bytes=held_bytes,
             keeps_gradients=always,
             passes=Passes(self._in_flight.n, accumulate=has_gradients(self._model, buckets)),

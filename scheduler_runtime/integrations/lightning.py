@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 try:
@@ -49,8 +50,12 @@ class FitCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Call `fit`. Raises what it raises."""
-        model = pl_module if self._part is None else self._part(pl_module)
-        self._fitted.begin(model, trainer.optimizers)
+        model, optimizers = pl_module, trainer.optimizers
+        if self._part is not None:
+            model = self._part(pl_module)
+            # A GAN has one optimizer for each part. If none is of this part, fit says so.
+            optimizers = [each for each in optimizers if _trains(each, model)] or optimizers
+        self._fitted.begin(model, optimizers)
         self._n_steps = trainer.global_step
 
     def on_train_batch_start(
@@ -68,3 +73,8 @@ class FitCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give the module its own forward back, ready to be saved or trained further."""
         self._fitted.end()
+
+
+def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    own = {id(p) for p in model.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])

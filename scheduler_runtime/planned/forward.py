@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 import sys
 import traceback
@@ -43,6 +44,7 @@ from scheduler_runtime.execute import (
 from scheduler_runtime.planned.guards import kind_of, with_any
 from scheduler_runtime.planned.program_cache import ProgramCache
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks
+from scheduler_runtime.planned.unread_attributes import UnreadAttributes
 from solver.schedule import Compute, Free, Op, Schedule, name_in
 from solver.sizes_deadlines_progress import telling
 
@@ -70,6 +72,7 @@ class PlannedForward(ReplacedForward):
         self._programs = ProgramCache(n_kept=self.n_kept)
         self._argument_order = argument_order(self.own_forward)
         self._has_ranks = False
+        self._unread = UnreadAttributes()
 
     def why_not_traced(self, title: str) -> str:
         owner = "model" if title == "it" else "that submodule"
@@ -131,7 +134,9 @@ class PlannedForward(ReplacedForward):
                 ranks.agree({"the batch": input_forms(call.tensors), "a plan for it": has_plan})
         if program is None:
             refuse_meta_batch(model, call)
-            program = self._program_or_own_failure(call, args, kwargs)
+            self._unread.compare(self._programs.of_calls(), kind[0], model)
+            with _without_saved_tensors_hooks():
+                program = self._program_or_own_failure(call, args, kwargs)
             after = self.kind_for(program, call)
             sets = isinstance(program, BoundProgram) and program.sets_plain_attributes
             self._programs.add(after, program, also=kind if sets and kind != after else None)
@@ -143,7 +148,8 @@ class PlannedForward(ReplacedForward):
                     self._programs.remedy(),
                 )
         try:
-            return program.run(model, call)
+            with _without_saved_tensors_hooks():
+                return program.run(model, call)
         except CheckError as error:
             failed = error
         try:
@@ -216,10 +222,12 @@ class PlannedForward(ReplacedForward):
     def kind_for(self, program: StepProgram, call: Call) -> Any:
         """The kind of this call and of all others that the program is for.
 
-        Attributes that the program sets before it reads them may have any value.
+        Attributes that the program sets before it reads them, or never reads, may have any value.
         """
         of_call, situation = self.kind(call)  # again: tracing may have set attributes
-        unread = program.sets_unread if isinstance(program, BoundProgram) else ()
+        if not isinstance(program, BoundProgram):
+            return of_call, situation
+        unread = program.sets_unread | self._unread.of(program.captured)
         return with_any(of_call, self._model, unread), situation
 
     def constants(self) -> Iterator[torch.Tensor]:
@@ -233,6 +241,7 @@ class PlannedForward(ReplacedForward):
             **self.__dict__,
             "_programs": ProgramCache(n_kept=self.n_kept),
             "_pools": Pools(self._pools.directory),
+            "_unread": UnreadAttributes(),
         }
 
     def traced(
@@ -263,7 +272,8 @@ class PlannedForward(ReplacedForward):
                 if known is None
                 else contextlib.nullcontext()
             ):
-                step = trace_module(
+                trace = functools.partial(
+                    trace_module,
                     model,
                     call,
                     device=device_of(model),
@@ -275,6 +285,7 @@ class PlannedForward(ReplacedForward):
                     known=known,
                     arriving=arriving,
                 )
+                step = trace() if known is not None else self._unread.trace(model, trace)
         for held in step.captured.filled:
             held.set_on(model)
         return step
@@ -342,6 +353,21 @@ def _refuse_saved_tensors_hooks() -> None:
             "hooks it would not call: the plan decides what is saved for backward. Call it outside "
             "of that block, or use the plain model (checkpoint_solver.remove(model))"
         )
+
+
+@contextlib.contextmanager
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    """PyTorch's own hooks of saved tensors are set aside: a checkpoint around the planned module
+    would count what planning saves, and miss it when it runs again."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def refuse_second(model: nn.Module) -> None:

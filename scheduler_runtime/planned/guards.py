@@ -124,6 +124,31 @@ def changed_setting(planned: Any, here: Any, model: nn.Module) -> str | None:
     return "the model has other modules" if len(of_planned) != len(of_here) else None
 
 
+def changed_values(planned: Any, here: Any, model: nn.Module) -> set[tuple[str, str]]:
+    """Path of the module and name of each attribute in which two `kind_of` this model differ, and
+    which is a number, a string or None in both."""
+    if len(planned) != len(here) or len(planned[-1]) != len(here[-1]):
+        return set()
+    found: set[tuple[str, str]] = set()
+    for (path, _), (*_, old), (*_, new) in zip(
+        model.named_modules(), planned[-1], here[-1], strict=True
+    ):
+        before = dict(old)
+        found.update(
+            (path, name)
+            for name, value in new
+            if name in before and before[name] != value
+            if _is_value(before[name]) and _is_value(value)
+        )
+    return found
+
+
+def _is_value(setting: Any) -> bool:
+    """Of a plain value itself, and not of something that contains some."""
+    is_pair = isinstance(setting, tuple) and len(setting) == 2
+    return is_pair and setting[0] in (float, *_COMMON)
+
+
 def _change(planned: Any, here: Any) -> str:
     """Describe how a setting has changed, numbers and strings with their values.
 
@@ -214,14 +239,23 @@ class _Record:
     def of(cls, value: list[Any]) -> _Record | None:
         """The record of this list. None: it has other items than numbers and tensors."""
         head = value[:MANY]
-        if not all(isinstance(i, int | float | torch.Tensor) and type(i) is not bool for i in head):
+        if not all(map(_is_recorded, head)):
             return None
-        return cls(tuple(torch.Tensor if isinstance(i, torch.Tensor) else _plain(i) for i in head))
+        return cls(tuple(_plain(i) if isinstance(i, int | float) else object for i in head))
 
     def __eq__(self, here: object) -> bool:
         return isinstance(here, _Record) and here._items[: len(self._items)] == self._items
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _is_recorded(item: Any) -> bool:
+    """A number, a tensor, or several with a tensor among them: log-probability and value of an
+    action (actor-critic)."""
+    if isinstance(item, tuple):
+        has_tensor = any(isinstance(each, torch.Tensor) for each in item)
+        return has_tensor and all(isinstance(i, int | float | torch.Tensor) for i in item)
+    return isinstance(item, int | float | torch.Tensor) and type(item) is not bool
 
 
 class _Same:

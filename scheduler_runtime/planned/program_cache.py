@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -46,6 +46,10 @@ class ProgramCache:
             if len(planned) == len(of_call) and planned[:4] == of_call[:4]:
                 return changed_setting(planned, of_call, model)
         return None
+
+    def of_calls(self) -> Iterator[Any]:
+        """The `kind_of` of the calls that programs are kept for."""
+        return (of_call for (of_call, _), _program in self.programs)
 
     def add(self, kind: Any, program: StepProgram, *, also: Any = None) -> None:
         """Keep a program; if there are too many, drop the least recently used one.

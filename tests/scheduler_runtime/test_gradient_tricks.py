@@ -8,11 +8,12 @@ import re
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from graphs.trace import TraceError
-from scheduler_runtime import apply, remove
+from scheduler_runtime import apply, fit, remove
 from solver import Solution, solve
 from solver.solving import answer
 from tests.support.gradient_tricks import (
@@ -130,3 +131,23 @@ def test_hooks_of_saved_tensors_around_a_planned_module() -> None:
     with halved, pytest.raises(RuntimeError, match=r"called inside of .*saved_tensors_hooks"):
         model(batch())
     assert same(trained(model), wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_module_that_is_planned_inside_of_it(*, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 8))
+    model = copy.deepcopy(plain)
+    fit(model, budget="1GB", passes=2)
+    gradients = []
+    for net in (plain, model):
+        torch.manual_seed(1)
+        for _ in range(2):
+
+            def scaled(x: Tensor, net: nn.Module = net) -> Tensor:
+                return net(x * 2).tanh()
+
+            batch = torch.randn(4, 8, requires_grad=True)
+            checkpoint(scaled, batch, use_reentrant=reentrant).square().mean().backward()
+        gradients.append([p.grad for p in net.parameters()])
+    assert same(*gradients)

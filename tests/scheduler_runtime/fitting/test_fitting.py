@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +195,21 @@ def test_an_optimizer_that_is_left_out_is_said() -> None:
     with pytest.warns(UserWarning, match="optimizer's state is not counted: pass optimizer="):
         model(numbers(8)[0])
     assert any("pass optimizer=" in note for note in plans_of(model)[0].notes)
+
+
+def test_an_optimizer_that_the_training_replaces_is_not_kept() -> None:
+    model = tower()
+    optimizer = adamw(model.parameters())
+    fit(model, budget="1GB", optimizer=optimizer)
+    trained(model, [optimizer], [numbers(8)] * 2, **FIRST)
+    first = weakref.ref(optimizer)
+    optimizer = adamw(model.parameters())
+    gc.collect()
+    assert first() is None
+    with pytest.warns(UserWarning, match=r"optimizer that fit was given for .* is gone"):
+        trained(model, [optimizer], [numbers(8)], **FIRST)
+    with warnings.catch_warnings(action="error"):
+        trained(model, [optimizer], [numbers(8)], **FIRST)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 from scheduler_runtime import fit, plan_ahead, plans_of, remove
 from scheduler_runtime.fitting import loss_reserve
@@ -309,6 +310,16 @@ def test_threads_that_watch_in_turn_leave_pytorchs_flags_as_they_were() -> None:
     other.join()
     assert not _python_dispatch.is_in_torch_dispatch_mode()
     assert not _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False)
+
+
+def test_a_forward_pass_within_a_backward_pass_is_not_watched() -> None:
+    """A reentrant checkpoint around the model runs it there."""
+    model = nn.Linear(8, 8)
+    fit(model, budget="100MB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(4, 8, requires_grad=True)
+    checkpoint(model, batch, use_reentrant=True).sum().backward()
+    assert len(plans_of(model)) == 1
+    assert not looking_kernels_are_there()
 
 
 def looking_kernels_are_there() -> bool:

@@ -153,6 +153,37 @@ def test_the_optimizer_is_the_trainers() -> None:
         FitCallback(budget="1GB", optimizer=None)
 
 
+class TwoOptimizers(WithoutForward):
+    """Each part has its own, and steps in turn, as in a GAN."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Tower(1)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        for part, optimizer in zip((self.model, self.other), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(part(x), y)
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.detach())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters()) for part in (self.model, self.other)]
+
+
+def test_a_part_is_planned_with_the_optimizer_that_trains_it() -> None:
+    callback = FitCallback(budget="1.2MB", part=lambda module: module.model)
+    expected, got = train(TwoOptimizers(), []), train(TwoOptimizers(), [callback])
+    assert all(map(torch.equal, expected, got))
+    assert len(callback.plans) == 1
+
+
 class ShortOfMemory(Whole):
     """Of the memory that the second forward pass needs."""
 

@@ -166,6 +166,7 @@ def test_what_is_no_setting_changes_nothing() -> None:
     for step in range(3):  # a record
         model.losses.append(0.5 * step)  # type: ignore[operator, union-attr]
         model.losses.append(torch.tensor(1.0))  # type: ignore[operator, union-attr]
+        model.losses.append((torch.tensor(1.0), 0.5))  # type: ignore[operator, union-attr]
         assert before == settings(model)
     model.losses.clear()  # type: ignore[operator, union-attr]
     assert before == settings(model)

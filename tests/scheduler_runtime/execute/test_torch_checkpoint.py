@@ -1,0 +1,76 @@
+"""Checkpointed modules in training steps that run backward twice or give them other parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from scheduler_runtime.execute import CheckpointedForward, SavedCalls
+from scheduler_runtime.execute.sequential_segments import SegmentedForward
+from solver.module_checkpointing import CheckpointRegion
+from tests.support.same_bits import assert_equal
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8), nn.Tanh())
+
+
+def whole(model: nn.Sequential) -> nn.Sequential:
+    changed = [name for name, _ in model.named_buffers()]
+    model.forward = CheckpointedForward(model, changed_buffers=changed)
+    return model
+
+
+def in_segments(model: nn.Sequential) -> nn.Sequential:
+    inner = CheckpointRegion((), ("1", "2"))
+    outer = CheckpointRegion((), ("0", "1", "2"), inner=(inner,))
+    segments = [outer, CheckpointRegion((), ("3", "4"))]
+    changed = [name for name, _ in model.named_buffers()]
+    model.forward = SegmentedForward(model, segments=segments, changed_buffers=changed)
+    return model
+
+
+def backward_twice(model: nn.Module) -> list[torch.Tensor | None]:
+    torch.manual_seed(1)
+    output = model(torch.randn(4, 8))
+    output.sum().backward(retain_graph=True)
+    output.square().mean().backward()
+    return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def with_other_parameters(model: nn.Module) -> list[torch.Tensor | None]:
+    """As an inner step of MAML: with tensors that are gone from the module after the call."""
+    torch.manual_seed(1)
+    fast = {name: p + 0.1 * torch.randn_like(p) for name, p in model.named_parameters()}
+    functional_call(model, fast, (torch.randn(4, 8),)).square().mean().backward()
+    return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("step", [backward_twice, with_other_parameters])
+@pytest.mark.parametrize("checkpointed", [whole, in_segments])
+def test_as_without_checkpoints(
+    step: Callable[[nn.Module], list[torch.Tensor | None]],
+    checkpointed: Callable[[nn.Sequential], nn.Sequential],
+) -> None:
+    plain = net()
+    model = checkpointed(copy.deepcopy(plain))
+    parameters = [*model.parameters()]
+    assert_equal(step(plain), step(model))
+    assert all(p is before for p, before in zip(model.parameters(), parameters, strict=True))
+
+
+def test_a_second_backward_pass_needs_results_that_are_freed() -> None:
+    model = net()
+    name = "aten.gelu.default"
+    saved = SavedCalls(
+        "block", saved={name: frozenset({0})}, without_first={}, skipped={}, n_calls={name: 1}
+    )
+    model.forward = CheckpointedForward(model, saved=saved)
+    with pytest.raises(RuntimeError, match=r"second time through block, .* retain_graph"):
+        backward_twice(model)

@@ -1,0 +1,78 @@
+"""Numbers and strings that a training loop changes in every step, as attributes of the model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from scheduler_runtime import fit, plans_of
+from tests.support.same_bits import assert_equal
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.n_steps = 0
+        self.best: float | None = None
+        self.inner = nn.Linear(4, 4)
+        self.title = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().mean()
+
+
+class FromThird(Counting):
+    """It reads the count, though it does the same until the third step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return (y * 2 if self.n_steps > 2 else y).square().mean()
+
+
+class ByItsVars(Counting):
+    """It reads the count where a descriptor does not see it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * (1 + vars(self)["n_steps"])).square().mean()
+
+
+def trained(model: Counting, n_steps: int) -> list[torch.Tensor | None]:
+    torch.manual_seed(1)
+    found: list[torch.Tensor | None] = []
+    for step in range(n_steps):
+        model.zero_grad()
+        loss = model(torch.randn(8, 4))
+        loss.backward()
+        found += [loss.detach(), *(p.grad for p in model.parameters())]
+        model.n_steps += 1
+        model.best = loss.item()
+        model.title = f"run {step}"
+    return found
+
+
+@pytest.mark.parametrize(("make", "n_plans"), [(Counting, 2), (FromThird, 5), (ByItsVars, 5)])
+def test_what_forward_does_not_read_is_planned_once_more(make: type, n_plans: int) -> None:
+    plain = make()
+    model = copy.deepcopy(plain)
+    names = [*vars(model)]
+    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert_equal(trained(plain, 5), trained(model, 5))
+    assert len(plans_of(model)) == n_plans
+    assert [name for name in vars(model) if name != "forward"] == names
+    assert model.n_steps == plain.n_steps
+    assert "n_steps" not in vars(make)
+
+
+def test_an_attribute_that_a_copy_of_the_class_has_is_as_before() -> None:
+    """The class is watched meanwhile, and other modules of it may be called inside of forward."""
+    model, other = Counting(), Counting()
+    other.n_steps = 7
+    model.inner.register_forward_pre_hook(lambda _module, _args: seen.append(other.n_steps))
+    seen: list[int] = []
+    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    trained(model, 3)
+    assert set(seen) == {7}
