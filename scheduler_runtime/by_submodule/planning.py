@@ -1,21 +1,24 @@
-"""Plans for models that cannot be captured as one graph: by submodules, measured in eager mode.
+"""Plan models that cannot be captured as one graph, by whole submodules measured in eager mode.
 
     solution = plan_chain(model, batch, budget="8GB")
     apply(model, solution)      # stock checkpointing of the chosen submodules
     remove(model)
 
-Data-dependent control flow, custom autograd functions, hooks: what the tracer refuses still runs,
-and can be observed (`scheduler_runtime.by_submodule.observe`). The row of submodules that saves the
-most for backward, or several rows, become a coarse Graph, one forward and one backward node for
-each of them and for what runs in between, with times and bytes as measured. It is solved and
-simulated like any other graph. What runs is the faster of two plans: checkpoints of single
-submodules (`solver.module_checkpointing.search`), or, where the sequence is the children of an
-nn.Sequential, of neighbours together and nested (`solver.module_checkpointing.nested`).
+The tracer refuses data-dependent control flow, custom autograd functions and hooks, for example.
+Such a model still runs, so it can be observed (`scheduler_runtime.by_submodule.observe`). The
+sequence of submodules that saves the most for backward, or several sequences, become a coarse
+Graph. It has one forward and one backward node for each submodule, and for the operators that run
+between two of them, with measured times and bytes. It is solved and simulated like any other graph.
+The faster of two plans is taken: checkpoints of single submodules
+(`solver.module_checkpointing.search`), or, if the submodules are the children of an nn.Sequential,
+checkpoints of several neighbours together, which may be nested
+(`solver.module_checkpointing.nested`).
 
-Coarser than a traced plan: a submodule is kept or recomputed as a whole, what runs outside of them
-is left alone, and the lower bound holds for this coarse graph only. After planning, one step runs
-with the plan in place; where it took more than predicted, the difference is counted as resident and
-the step is planned again, so that the reported peak was measured (on the CPU).
+This is coarser than a traced plan: a submodule is kept or recomputed as a whole, operators outside
+of the submodules are not planned, and the lower bound holds for the coarse graph only. After
+planning, one step runs with the plan. If it takes more memory than predicted, the difference is
+counted as resident and the step is planned again, so the reported peak is one that was measured
+(on the CPU).
 """
 
 from __future__ import annotations
@@ -66,11 +69,11 @@ from solver.sizes_deadlines_progress import (
 from solver.solving import answer
 
 N_CORRECTIONS = 4
-"""How often a step that takes more than predicted is planned again."""
+"""How often a step that takes more memory than predicted is planned again."""
 
 
 class FallbackError(ValueError):
-    """The model cannot be planned by submodules either; says why."""
+    """The model cannot be planned by submodules either; the message says why."""
 
 
 @names_checked
@@ -85,15 +88,19 @@ def plan_chain(
     reserve: int | float | str | None = None,
     time_limit_s: float = 30.0,
 ) -> SubmoduleSolution:
-    """Observe a few real training steps of the model and plan its submodules; changes nothing.
+    """Observe a few real training steps of the model and plan its submodules.
+
+    The model is left as it was: buffers, gradients and random state are restored. Each observed
+    step starts with all gradients None.
 
     budget: bytes of the device for the whole step.
-    reserve: the part of them that the step may not use (default: CUDA_RESERVE_BYTES on a CUDA
+    reserve: the part of the budget that the step may not use (default: CUDA_RESERVE_BYTES on a CUDA
         device, else 0).
-    loss, inputs, optimizer: as in `graphs.trace.trace`. Gradients are None at the start of each
-        step, and as before afterwards.
+    loss, inputs, optimizer: as in `graphs.trace.trace`.
+    time_limit_s: of the search for a plan.
 
-    Raises FallbackError where no submodules run in sequence, or no loss is found.
+    Raises FallbackError if the model is neither on the CPU nor on CUDA, no submodules run in
+    sequence, no loss is found, or the memory of its step differs from step to step.
     """
     device = device_of(model)
     if device.type not in ("cpu", "cuda"):
@@ -125,7 +132,8 @@ def plan_chain(
         if optimizer is not None:
             costs = Roofline(named("cpu"))
             figures = optimizer_costs(optimizer, model, device=device, costs=costs)
-        # of several rows the first alone, of which a loop can be planned together, or all
+        # `rows` is the best sequence alone, whose children can be checkpointed together if it is
+        # an nn.Sequential, and all sequences; the better plan is taken.
         plans = (
             _planned_blocks(model, step, find_loop(model, each), changed_buffers, figures, request)
             for each in seen
@@ -136,7 +144,7 @@ def plan_chain(
 
 
 def _rank(solution: SubmoduleSolution) -> tuple[bool, float]:
-    """Plans first, by overhead; where nothing fits, by the least budget."""
+    """Sort key: plans by overhead, then those where nothing fits, by the smallest peak reached."""
     if solution.simulation is None:
         assert solution.obstacle is not None
         return True, float(solution.obstacle.reached_bytes)
@@ -151,14 +159,20 @@ def _planned_blocks(
     figures: dict[str, Any] | None,
     request: Request,
 ) -> SubmoduleSolution:
-    """The plan of these submodules, measured."""
+    """Plan these submodules, and correct the plan until its measured peak is within the predicted.
+
+    figures: the costs of the optimizer's step (None: no optimizer).
+
+    Raises FallbackError if that takes more than N_CORRECTIONS corrections.
+    """
     unseen_bytes, excess_bytes = _unseen_bytes(step, observed), 0
     plain = with_optimizer(coarse_graph(step, observed, unseen_bytes=unseen_bytes), figures)
     plan: RegionPlan | None = None
     for _ in range(1 + N_CORRECTIONS):
         graph = coarse_graph(step, observed, unseen_bytes=unseen_bytes)
         graph = with_optimizer(graph, figures)
-        # What a plan took beyond its prediction is no part of the plain step.
+        # `plain` does not count what a plan took beyond its prediction, as the baseline does not
+        # take it.
         with telling(f"planning {type(model).__name__}..."):
             solution = answer(Variants(plain, (graph,)), request)
         if plan is not None:  # measured already; the graph now counts what it took
@@ -181,14 +195,17 @@ def _planned_blocks(
 
 
 def _unseen_bytes(step: ObservedStep, observed: Observed) -> int:
-    """What the plain step takes beyond its prediction."""
+    """How many bytes the step without a plan takes beyond its predicted peak."""
     graph = coarse_graph(step, observed, unseen_bytes=0)
     predicted_bytes = simulate(graph, baseline(graph)).peak_bytes
     return max(0, step.peak_bytes(lambda: None) - predicted_bytes)
 
 
 def _choose(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, int]:
-    """The fastest plan that fits, and the smallest peak that was found."""
+    """The fastest checkpoints that fit (None: none do), and the smallest peak found, in bytes.
+
+    solution: the solved coarse graph; its schedule may recompute in ways that checkpoints cannot.
+    """
     found: list[RegionPlan] = []
     least_bytes = solution.baseline.peak_bytes
     if solution.obstacle is not None:
@@ -232,7 +249,10 @@ def _planned(
 
 
 def _nothing_fits(solution: Solution, observed: Observed, least_bytes: int) -> SubmoduleSolution:
-    """Its obstacle has the smallest peak of a plan by submodules as the reached one."""
+    """A solution without a schedule; its obstacle tells the smallest peak that checkpoints reach.
+
+    least_bytes: that peak.
+    """
     obstacle = solution.obstacle or Obstacle(0, 0, None, "", ())
     return SubmoduleSolution.of(
         solution,
@@ -254,7 +274,10 @@ def _nothing_fits(solution: Solution, observed: Observed, least_bytes: int) -> S
 
 
 def _peak_in_step(solution: Solution) -> int:
-    """The peak of forward and backward pass, without optimizer state, which is not measured."""
+    """The predicted peak of forward and backward pass, without the optimizer's state and step.
+
+    That is what `ObservedStep` measures.
+    """
     assert solution.schedule is not None
     assert solution.simulation is not None
     state_bytes = sum(t.size_bytes for t in solution.graph.tensors if t.kind == "optimizer_state")
