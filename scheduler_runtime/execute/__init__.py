@@ -1,6 +1,6 @@
 """Run a schedule: generated code, autograd functions, stock checkpoints, CUDA graphs."""
 
-from scheduler_runtime.execute.autograd import maker_of
+from scheduler_runtime.execute.autograd import program_of_output
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.called_losses import ForwardWithChunkedLoss
 from scheduler_runtime.execute.copies import Pools
@@ -22,13 +22,13 @@ from scheduler_runtime.execute.replaced_forward import (
     restore_forward,
 )
 from scheduler_runtime.execute.restart_step import (
-    Again,
-    Arrived,
-    Others,
+    ArrivedGradients,
+    OtherPrograms,
+    ProgramFinder,
+    RestartableStep,
     Shortage,
-    Tighter,
     drop_frames,
-    kept_bytes,
+    restart_copy_bytes,
 )
 from scheduler_runtime.execute.saved_on_host import CallsOnHost, ForwardWithHooks
 from scheduler_runtime.execute.sequential_segments import SegmentedForward, runs_in_a_loop

@@ -39,10 +39,10 @@ class Program:
     constants: tensors that the model holds in plain attributes, by value.
     outputs: the model's flat outputs: values, placeholders that are returned unchanged, or plain
         constants.
-    made_outputs: the outputs that the program computes.
-    tangents: index in made_outputs -> the value that receives its gradient.
+    computed_outputs: the outputs that the program computes.
+    tangents: index in computed_outputs -> the value that receives its gradient.
     tangent_strides: the strides of these gradients that the backward pass was traced with.
-    differentiable: indices in made_outputs of the outputs that require a gradient in the plain
+    differentiable: indices in computed_outputs of the outputs that require a gradient in the plain
         model; gradients may arrive for them that are not planned.
     titles: names of sources and constants for messages ("buffer 'norm.running_mean'").
     reachable: values that code outside of the program can reach: inputs, constants, outputs.
@@ -60,7 +60,7 @@ class Program:
     sources: dict[fx.Node, Value]
     constants: dict[Value, torch.Tensor]
     outputs: tuple[Any, ...]
-    made_outputs: tuple[Value, ...]
+    computed_outputs: tuple[Value, ...]
     tangents: tuple[tuple[int, Value], ...]
     tangent_strides: Mapping[Value, tuple[int, ...]]
     differentiable: frozenset[int]
@@ -145,7 +145,7 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
         sources=line.sources,
         constants=line.constants,
         outputs=line.outputs,
-        made_outputs=made,
+        computed_outputs=made,
         tangents=tuple(
             (made.index(line.outputs[index]), line.sources[placeholder])
             for index, placeholder in captured.tangents.items()

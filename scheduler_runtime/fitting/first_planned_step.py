@@ -14,7 +14,7 @@ from torch import nn
 
 from graphs.costs import CostModel
 from graphs.model_calls import Call, nested
-from scheduler_runtime.execute import BoundProgram, maker_of
+from scheduler_runtime.execute import BoundProgram, program_of_output
 from scheduler_runtime.fitting.as_seen import with_dropped, with_loss
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen, peak_with
 from scheduler_runtime.fitting.options import Fitted
@@ -115,7 +115,7 @@ class MadePlans(list[Made]):
 
     def of_output(self, output: Any) -> Made | None:
         """The plan whose program has made this output."""
-        makers = [maker_of(tensor) for tensor in nested.tensors(output)]
+        makers = [program_of_output(tensor) for tensor in nested.tensors(output)]
         found = (each for each in self if each.program.program in makers)
         return next(found, None)
 

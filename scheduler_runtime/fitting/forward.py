@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.graph import warn
 from graphs.model_calls import Call
-from scheduler_runtime.execute import Arrived, BoundProgram
+from scheduler_runtime.execute import ArrivedGradients, BoundProgram
 from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
 from scheduler_runtime.fitting.in_flight import InFlight
@@ -127,7 +127,7 @@ class FittedForward(PlanningPart):
         return found.program
 
     def _for_gradients(
-        self, call: Call, reached: Arrived, held_bytes: int, *, returned_bytes: int
+        self, call: Call, reached: ArrivedGradients, held_bytes: int, *, returned_bytes: int
     ) -> BoundProgram:
         """A program for the gradients that have arrived; later calls are planned for these, too.
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from graphs.model_calls import nested
 from graphs.trace import CapturedStep
-from scheduler_runtime.execute import maker_of
+from scheduler_runtime.execute import program_of_output
 
 
 def names_of_outputs(step: CapturedStep) -> dict[int, str]:
@@ -39,7 +39,7 @@ def watch_outputs(output: Any, then: Callable[[tuple[int, ...]], None]) -> None:
         for index, item in enumerate(flat)
         if isinstance(item, torch.Tensor)
     }
-    function: Any = next(each.grad_fn for each in nested.tensors(output) if maker_of(each))
+    function: Any = next(each.grad_fn for each in nested.tensors(output) if program_of_output(each))
     run = function.run  # not `function`: it holds its hook, so the hook must not hold it
 
     def begins(_gradients: Sequence[torch.Tensor | None]) -> None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from graphs.costs import CostModel, Measured, OpCall
 from graphs.model_calls import nested, same_strides
-from scheduler_runtime.execute import Watching, maker_of
+from scheduler_runtime.execute import Watching, program_of_output
 from scheduler_runtime.fitting.loss_outside import LossSeen
 
 Arrived = Callable[[LossSeen | None, Sequence[bool]], None]
@@ -79,7 +79,7 @@ class LossWatch(Watching):
     def also(self, output: Any, arrived: Arrived) -> None:
         """Also watch this output, from which the same loss may be computed. The first gradient that
         arrives for any output ends the watch."""
-        made = [t for t in nested.tensors(output) if maker_of(t) is not None]
+        made = [t for t in nested.tensors(output) if program_of_output(t) is not None]
         for tensor in nested.tensors(output):
             self._add(tensor)
         strides = {t.output_nr: t.stride() for t in made}

@@ -16,13 +16,13 @@ from graphs.passes import Passes
 from graphs.trace import CapturedStep
 from graphs.training_step import ACCUMULATE, FRESH, OF_PASSES
 from scheduler_runtime.execute import (
-    Again,
-    Arrived,
+    ArrivedGradients,
     BoundProgram,
-    Others,
-    Tighter,
+    OtherPrograms,
+    ProgramFinder,
+    RestartableStep,
     build_program,
-    kept_bytes,
+    restart_copy_bytes,
 )
 from scheduler_runtime.fitting.called_part import CalledPart
 from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
@@ -40,7 +40,7 @@ from scheduler_runtime.fitting.plan_history import PlanHistory
 from scheduler_runtime.fitting.plan_notes import notes_on
 from scheduler_runtime.fitting.pressure import Pressure
 from scheduler_runtime.fitting.shared_budget import SharedBudget, where_state_may_be
-from scheduler_runtime.fitting.state_before_attempt import Attempted
+from scheduler_runtime.fitting.state_before_attempt import StateBeforeAttempt
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
 from scheduler_runtime.fitting.tighter_plans import NOT_ALONE, Ladder, ladder_of
 from scheduler_runtime.fitting.why_another_plan import why_another
@@ -79,12 +79,12 @@ class PlanningPart(CalledPart):
         self._optimizers = optimizers
         self._is_copy = False
         self._budget = SharedBudget(options)
-        self._reached: Arrived | None = None
+        self._reached: ArrivedGradients | None = None
         self._pressure = Pressure() if options.on_pressure == "replan" else None
         self._first_steps = FirstSteps(LossReserve(options.loss_reserve))
         self._ahead = MadePlans()
         self._in_flight = InFlight(options)
-        self.attempt: Attempted | None = None
+        self.attempt: StateBeforeAttempt | None = None
 
     @not_watched()
     def _planned(
@@ -218,7 +218,7 @@ class PlanningPart(CalledPart):
         to_plan: StepToPlan,
         solution: Solution,
         *,
-        tighter: Tighter | None = None,
+        tighter: ProgramFinder | None = None,
     ) -> BoundProgram:
         """Build the program of a solution's schedule.
 
@@ -239,10 +239,10 @@ class PlanningPart(CalledPart):
                 places=solution.request.places,
                 pools=self._pools,
             ),
-            others=Others(
+            others=OtherPrograms(
                 functools.partial(self._for_gradients, returned_bytes=returned_bytes),
                 tighter,
-                self._began,
+                self._on_begin,
                 without_disk(
                     self._model,
                     to_plan,
@@ -265,12 +265,12 @@ class PlanningPart(CalledPart):
 
     @abstractmethod
     def _for_gradients(
-        self, call: Call, reached: Arrived, held_bytes: int, *, returned_bytes: int
+        self, call: Call, reached: ArrivedGradients, held_bytes: int, *, returned_bytes: int
     ) -> BoundProgram: ...
 
-    def _began(self, again: Again) -> None:
+    def _on_begin(self, step: RestartableStep) -> None:
         if self.attempt is not None:
-            self.attempt.began(again)
+            self.attempt.note_begun(step)
 
     def _to_plan(
         self,
@@ -288,7 +288,7 @@ class PlanningPart(CalledPart):
         step = self._step(call, request, buckets, costs)
         always = self._pressure is not None
         if not held_bytes:  # in a step that runs again, the first run's copies are in held_bytes
-            held_bytes = kept_bytes(step.captured, device, always=always)
+            held_bytes = restart_copy_bytes(step.captured, device, always=always)
         captured = step.captured
         outputs = tuple(captured.outputs[i].meta["val"] for i in captured.gradient_outputs)
         returns_loss = len(outputs) == 1 and outputs[0].numel() == 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 
 from graphs.model_calls import device_of
-from scheduler_runtime.execute import BoundProgram, Shortage, kept_bytes
+from scheduler_runtime.execute import BoundProgram, Shortage, restart_copy_bytes
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
 from scheduler_runtime.planned import Ranks
 from solver.schedule import Solution
@@ -36,7 +36,7 @@ class WithoutDisk:
     ) -> None:
         self._to_plan, self._title = to_plan, type(model).__name__
         # while the step runs again, tensors that forward changes are copied once more
-        self._kept_bytes = kept_bytes(to_plan.step.captured, device_of(model), always=True)
+        self._kept_bytes = restart_copy_bytes(to_plan.step.captured, device_of(model), always=True)
         self._solved, self._program = solved, program
         self._made: tuple[int, BoundProgram] | None = None
 

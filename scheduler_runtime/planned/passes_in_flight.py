@@ -15,7 +15,7 @@ from graphs.graph import Graph
 from graphs.model_calls import nested
 from graphs.passes import passes_of
 from graphs.pipeline import pipeline_of
-from scheduler_runtime.execute import Program, maker_of
+from scheduler_runtime.execute import Program, program_of_output
 from solver.schedule import Solution
 
 
@@ -124,11 +124,11 @@ class PassesInFlight:
 
         Returns whether the pass waits for a backward pass: its output is a planned program's.
         """
-        made = [t for t in nested.tensors(output) if maker_of(t) is not None]
+        made = [t for t in nested.tensors(output) if program_of_output(t) is not None]
         if not made:
             return False
         function: Any = made[0].grad_fn
-        program = maker_of(made[0])
+        program = program_of_output(made[0])
         assert program is not None
         waiting = self._waiting
 
