@@ -220,13 +220,13 @@ class AppliedForward(PlannedForward):
             self._host_parameters.bring_back()
         return super().unplanned(*args, **kwargs)
 
-    def exported(self, *args: Any, **kwargs: Any) -> Any:
+    def run_for_export(self, *args: Any, **kwargs: Any) -> Any:
         if self._host_parameters is not None:
             raise RuntimeError(
                 "the plan keeps parameters in host memory, where a tool that exports the model "
                 "does not find them: checkpoint_solver.remove(model) before exporting"
             )
-        return super().exported(*args, **kwargs)
+        return super().run_for_export(*args, **kwargs)
 
     @contextlib.contextmanager
     def values_there(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ from graphs.model_calls import (
     nested,
 )
 from graphs.training_step import GivenOptimizer, read_optimizer
-from scheduler_runtime.execute import ReplacedForward, nothing_watches
+from scheduler_runtime.execute import ReplacedForward, no_watching_modes
 from scheduler_runtime.host_memory import host_blocks
 from solver.sizes_deadlines_progress import names_checked
 
@@ -154,7 +154,7 @@ def measure(
     return found
 
 
-@nothing_watches()  # a watch of another model's loss must not see these steps
+@no_watching_modes()  # a watch of another model's loss must not see these steps
 def measure_in_turns(
     model: nn.Module,
     batch: Any,

@@ -40,7 +40,7 @@ from scheduler_runtime.by_submodule.coarse_graph import coarse_graph, find_loop
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed, find_rows, observe
 from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
-from scheduler_runtime.execute import nothing_watches
+from scheduler_runtime.execute import no_watching_modes
 from scheduler_runtime.surroundings import budget_for
 from solver.module_checkpointing import (
     ModuleTree,
@@ -110,7 +110,7 @@ def plan_chain(
     budget_bytes, reserve_bytes = budget_for(model, budget, reserve)
     started_s = now_s()
     request = Request(budget_bytes, reserve_bytes, time_limit_s=time_limit_s)
-    with telling(f"measuring steps of {type(model).__name__}..."), nothing_watches():
+    with telling(f"measuring steps of {type(model).__name__}..."), no_watching_modes():
         try:
             step = ObservedStep(model, batch, loss=loss, inputs=inputs)
             rows = find_rows(model, step.forward)

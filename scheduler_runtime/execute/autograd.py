@@ -136,9 +136,8 @@ class Run:
             self._before.backward_begins(self._leaves)
         expected = [value is not None for value in tangents]
         are_unplanned = expected != [each is not None for each in gradients]
-        if (
-            self.restartable is not None and self.restartable.can_restart
-        ):  # else they are copied below
+        # gradients with other strides are copied below if the step cannot restart
+        if self.restartable is not None and self.restartable.can_restart:
             are_unplanned |= any(map(self._has_other_strides, tangents, gradients))
         if self.restartable is not None and are_unplanned:
             self._release()
@@ -363,7 +362,7 @@ class Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _token: torch.Tensor) -> Any:
         run: Run = ctx.run
-        leave_modes(if_over=True)
+        leave_modes(only_finished=True)
         gradients = run.backward(ctx.position, ctx.leaf_nodes)
         return (
             None,

@@ -170,5 +170,5 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
         {operator: frozenset(calls) for operator, calls in without_first.items()},
         {operator: frozenset(calls) for operator, calls in skipped.items()},
         {operator: seen[operator] for operator in (saved | skipped)},
-        of_parts=any(is_collective(node.op) for node in layout.graph.nodes),
+        counts_local_parts=any(is_collective(node.op) for node in layout.graph.nodes),
     )

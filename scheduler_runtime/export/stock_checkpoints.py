@@ -24,7 +24,7 @@ from graphs.zero import zero_words
 from scheduler_runtime.execute import (
     CheckpointedForward,
     ForwardWithChunkedLoss,
-    exported_to,
+    exports_in,
     names_inside,
     remove_torch_checkpoint,
 )
@@ -169,7 +169,7 @@ def to_torch_checkpoint(
         return _put_into(model, solution, on_excess)
     with ranks.told_of_errors():
         export = _put_into(model, solution, on_excess)
-        words = json.dumps(exported_to(model))
+        words = json.dumps(exports_in(model))
         try:
             ranks.agree({"the exported plan": hashlib.sha256(words.encode()).hexdigest()[:12]})
         except RanksDisagreeError:

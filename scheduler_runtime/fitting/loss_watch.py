@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from graphs.costs import CostModel, Measured, OpCall
 from graphs.model_calls import nested, same_strides
-from scheduler_runtime.execute import Watching, program_of_output
+from scheduler_runtime.execute import WatchingMode, program_of_output
 from scheduler_runtime.fitting.loss_outside import LossSeen
 
 Arrived = Callable[[LossSeen | None, Sequence[bool]], None]
 """Called with what was seen (None: not everything was), and which of the outputs get a gradient."""
 
 
-class LossWatch(Watching):
+class LossWatch(WatchingMode):
     """Watches a loss until the gradients of the outputs arrive, or until `end`."""
 
     @classmethod
@@ -116,7 +116,7 @@ class LossWatch(Watching):
         """Whether the gradients have arrived, or cannot arrive any more."""
         return self._arrived is None
 
-    def misses(self) -> None:
+    def note_missed_backward(self) -> None:
         """Called when a backward function runs without this mode, so not everything is seen."""
         self._sees_all = False
 
@@ -141,7 +141,7 @@ class LossWatch(Watching):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        value = self.called(func, args, kwargs)
+        value = self.call_operator(func, args, kwargs)
         if self._arrived is not None and not self._is_paused:
             self._count(OpCall(target=func, args=args, kwargs=kwargs or {}, value=value))
         return value

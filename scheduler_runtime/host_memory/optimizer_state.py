@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 
 from graphs.training_step import aligned, of_buckets, trained, why_state_stays
-from scheduler_runtime.execute import CopyStreams, Done, storage_bytes, streams_for
+from scheduler_runtime.execute import CopyEvent, CopyStreams, storage_bytes, streams_for
 from scheduler_runtime.host_memory.parameters import HostParameters
 
 _KEPT: weakref.WeakKeyDictionary[torch.optim.Optimizer, HostState] = weakref.WeakKeyDictionary()
@@ -164,10 +164,10 @@ class _Bucket:
     parameters: list[torch.Tensor]
     host: torch.Tensor | None = None
     pieces: list[_Piece] = field(default_factory=list)
-    arrived: list[Done] = field(default_factory=list)
+    arrived: list[CopyEvent] = field(default_factory=list)
     away: _Tensors = field(default_factory=dict)
     there: _Tensors = field(default_factory=dict)
-    left: list[tuple[Done, torch.Tensor]] = field(default_factory=list)
+    left: list[tuple[CopyEvent, torch.Tensor]] = field(default_factory=list)
 
     def fetch(self, state: Any, streams: CopyStreams, device: torch.device) -> None:
         """Start to copy the state to new memory on the device; `arrive` waits for the copy."""
@@ -178,7 +178,7 @@ class _Bucket:
         if self.host is None:
             return
         block = torch.empty(self.host.numel(), dtype=torch.uint8, device=device)
-        self.arrived.append(streams.back(block, self.host, []))
+        self.arrived.append(streams.to_device(block, self.host, []))
         for piece in self.pieces:
             tensor = state[piece.parameter][piece.name] = piece.on(block)
             self.there[piece.parameter, piece.name] = tensor
@@ -195,7 +195,7 @@ class _Bucket:
             return
         if self.host is not None and _same(now, self.there):
             source = storage_bytes(next(iter(now.values())))
-            self.left.append((streams.out(self.host, source, []), source))
+            self.left.append((streams.to_host(self.host, source, []), source))
         else:
             self._store_anew(now, streams)
         assert self.host is not None
@@ -228,7 +228,7 @@ class _Bucket:
         pinned = self.parameters[0].device.type == "cuda"
         self.host = torch.empty(at, dtype=torch.uint8, pin_memory=pinned)
         for piece, tensor in zip(self.pieces, now.values(), strict=True):
-            self.left.append((streams.out(piece.on(self.host), tensor, []), tensor))
+            self.left.append((streams.to_host(piece.on(self.host), tensor, []), tensor))
 
     def leave(self) -> None:
         """Wait for the copies to the host, so that their device memory can be used again."""

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from scheduler_runtime.execute import (
+    CopyEvent,
     CopyStreams,
-    Done,
-    forget,
+    forget_value,
     host_memory,
     is_stand_in,
     stand_in_for,
@@ -79,7 +79,7 @@ class HostParameters:
         self._streams: CopyStreams = streams_for(next(iter(self._title)).device)
         self._hooks = [*self._hooked(model)]
         for stand_in in self._stand_in.values():
-            weakref.finalize(self, forget, stand_in).atexit = False
+            weakref.finalize(self, forget_value, stand_in).atexit = False
         _OF_MODEL[model] = self
 
     @property
@@ -118,7 +118,7 @@ class HostParameters:
             done.hold_compute()
         self._streams.settle()
 
-    def fetch(self, parameters: Iterable[torch.Tensor], streams: CopyStreams) -> list[Done]:
+    def fetch(self, parameters: Iterable[torch.Tensor], streams: CopyStreams) -> list[CopyEvent]:
         """Start to copy those of these parameters that are on the host to new device memory.
 
         Returns the copies, which may still run.
@@ -135,14 +135,14 @@ class HostParameters:
                 value = torch.empty_like(
                     self._host[parameter], device=parameter.device, pin_memory=False
                 )
-                found.append(streams.back(value, self._host[parameter], []))
+                found.append(streams.to_device(value, self._host[parameter], []))
                 parameter.data = value
                 self._away.discard(parameter)
         return found
 
     def store(
         self, parameters: Iterable[torch.Tensor], streams: CopyStreams
-    ) -> list[tuple[Done, torch.Tensor]]:
+    ) -> list[tuple[CopyEvent, torch.Tensor]]:
         """Start to copy those of these parameters that are on the device to the host.
 
         Returns each copy, which may still run, with the device memory that is free once it has
@@ -153,7 +153,7 @@ class HostParameters:
             if may and parameter not in self._away and not self._n_held:
                 assert isinstance(parameter, nn.Parameter)
                 value = parameter.data
-                found.append((streams.out(self._host[parameter], value, []), value))
+                found.append((streams.to_host(self._host[parameter], value, []), value))
                 parameter.data = self._stand_in[parameter]
                 self._away.add(parameter)
         return found

@@ -33,7 +33,7 @@ from graphs.model_calls import nested
 from graphs.passes import passes_of
 from graphs.rewrites import results_of
 from scheduler_runtime.applying import apply, remove
-from scheduler_runtime.execute import nothing_watches, own_forwards
+from scheduler_runtime.execute import no_watching_modes, without_plans
 from scheduler_runtime.host_memory import on_device
 from scheduler_runtime.measuring import Measurement, TrainingStep, measure_in_turns
 from scheduler_runtime.verifying.rounding_errors import (
@@ -154,7 +154,7 @@ def run_both_steps(
     )
 
 
-@nothing_watches()
+@no_watching_modes()
 def _compared(
     planned: Mapping[str, torch.Tensor],
     plain: Mapping[str, torch.Tensor],
@@ -296,7 +296,7 @@ class _Bench:
             @contextlib.contextmanager
             def without() -> Iterator[None]:
                 on_host = contextlib.nullcontext() if optimizer is None else on_device(optimizer)
-                with own_forwards(self.model), on_host:
+                with without_plans(self.model), on_host:
                     yield
 
             return measure_in_turns(
