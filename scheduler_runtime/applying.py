@@ -213,7 +213,7 @@ class AppliedForward(PlannedForward):
                 "optimizer=optimizer) with the one that trains the copy"
             )
         if self._host_parameters is not None:
-            self._host_parameters.leave()
+            self._host_parameters.move_to_host()
 
     def unplanned(self, *args: Any, **kwargs: Any) -> Any:
         if self._host_parameters is not None:
@@ -235,7 +235,7 @@ class AppliedForward(PlannedForward):
             return
         with self._host_parameters.on_device():
             yield
-        self._host_parameters.leave()
+        self._host_parameters.move_to_host()
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan, which runs operator by operator; "
