@@ -56,7 +56,7 @@ def steps_together(schedule: ScheduleT, *, group: dist.ProcessGroup | None = Non
         named = {n: v for n, v in options.items() if n not in _OF_STEP}
         trains = bool(stepping._has_backward and torch.is_grad_enabled())
         split = {"inputs": _forms((args, named)), "targets": _forms(target)}
-        with ranks.told_of_errors():
+        with ranks.sending_errors():
             if trains and not first_split:
                 _check_places(stepping, stages)
                 _check_micro_batches(stepping, stages, args, named)
@@ -123,7 +123,7 @@ def _check_micro_batches(schedule: Any, stages: Sequence[Any], args: Any, kwargs
         call, model = forward.call_of(*each), stages[0].submod
         found = [difference(plan, call, model) for plan in forward.plans]
         reasons = [reason for reason in found if reason is not None]
-        if len(reasons) == len(found) and not forward.replans(reasons[0]):
+        if len(reasons) == len(found) and not forward.may_replan(reasons[0]):
             raise PlanMismatchError(
                 f"a micro-batch differs from the planned one: {reasons[0]}; give each step a batch "
                 f"of {_n(schedule)} micro-batches of the planned shape, or plan again"

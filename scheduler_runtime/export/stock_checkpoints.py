@@ -167,7 +167,7 @@ def to_torch_checkpoint(
     ranks = Ranks.of(model)
     if ranks is None:
         return _put_into(model, solution, on_excess)
-    with ranks.told_of_errors():
+    with ranks.sending_errors():
         export = _put_into(model, solution, on_excess)
         words = json.dumps(exports_in(model))
         try:

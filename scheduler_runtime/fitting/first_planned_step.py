@@ -18,7 +18,7 @@ from scheduler_runtime.execute import BoundProgram, program_of_output
 from scheduler_runtime.fitting.as_seen import with_dropped, with_loss
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen, peak_with
 from scheduler_runtime.fitting.options import Fitted
-from scheduler_runtime.planned import told
+from scheduler_runtime.planned import plan_summary
 from solver.sizes_deadlines_progress import format_both
 
 DROPS = "the training no longer holds all outputs of the model when backward() begins"
@@ -47,7 +47,7 @@ class Made:
 
     def line_for(self, new: Fitted, loss: LossBytes | None) -> str:
         """The message about a new plan that replaces this one."""
-        line = told(new.solution, is_reused=new.reused, took_s=new.took_s)
+        line = plan_summary(new.solution, is_reused=new.reused, took_s=new.took_s)
         reasons = []
         if loss is not None and self.loss is not None and loss.reserved != self.loss.reserved:
             reasons.append(

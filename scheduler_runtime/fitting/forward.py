@@ -146,7 +146,7 @@ class FittedForward(PlanningPart):
                 found = self._planned(call, held_bytes=held_bytes)
             program = found.program if isinstance(found, Made) else found
             serves_all = isinstance(found, Made) and not found.fitted.solution.overhead
-            self._programs.add(kind, program, also=self.kind(call) if serves_all else None)
+            self._programs.add(kind, program, other_kind=self.kind(call) if serves_all else None)
             if isinstance(found, Made) and serves_all:  # no overhead, so later calls use it, too
                 self._first_steps.expect(found, most=self.n_kept)
             elif isinstance(found, Made):

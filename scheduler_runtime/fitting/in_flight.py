@@ -32,14 +32,14 @@ class InFlight:
     def is_next_step(self) -> bool:
         """Whether a call begins a new step. If so, `n` becomes the most passes that a step had."""
         passes = self.passes
-        begins = passes.a_backward_began or not passes.waiting
-        passes.a_backward_began = False
-        if begins and passes.n_most > self.n and not self._copies:
+        begins = passes.has_backward_begun or not passes.waiting
+        passes.has_backward_begun = False
+        if begins and passes.n_most_waiting > self.n and not self._copies:
             tell(
-                f"{passes.n_most} forward passes wait for one backward pass: planning again for "
-                "all of them"
+                f"{passes.n_most_waiting} forward passes wait for one backward pass: planning "
+                "again for all of them"
             )
-            self.n, self._told = passes.n_most, False
+            self.n, self._told = passes.n_most_waiting, False
         return begins
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from scheduler_runtime.fitting.first_planned_step import Made
 from scheduler_runtime.fitting.options import Fitted
-from scheduler_runtime.planned import Difference, told, warn_of_another
+from scheduler_runtime.planned import Difference, plan_summary, warn_of_another_plan
 from solver.methods import KnownPlan
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import format_both, format_size, format_time, tell
@@ -25,7 +25,7 @@ class PlanHistory:
     def __init__(self) -> None:
         self.plans: list[Fitted] = []
         self.of_one_step: list[Fitted] = []
-        self._said: set[str] = set()
+        self._given_remedies: set[str] = set()
 
     def solutions(self) -> list[Solution]:
         """The solutions of the plans that later steps may use."""
@@ -68,7 +68,7 @@ class PlanHistory:
         full_limit_s: the time limit of a search; a first step may get only a share of it.
         """
         new = self.plans[-1]
-        line = told(new.solution, is_reused=new.reused, took_s=new.took_s)
+        line = plan_summary(new.solution, is_reused=new.reused, took_s=new.took_s)
         if new.solution.timed_out and new.solution.request.time_limit_s < full_limit_s:
             line += (
                 f" (the first step's share of {format_time(full_limit_s)}: it is planned anew if "
@@ -78,6 +78,10 @@ class PlanHistory:
             tell(line)
             return
         all_took_s = sum(each.took_s for each in self.plans)
-        warn_of_another(
-            line, reason, n_plans=len(self.plans), said=self._said, all_took_s=all_took_s
+        warn_of_another_plan(
+            line,
+            reason,
+            n_plans=len(self.plans),
+            given=self._given_remedies,
+            all_took_s=all_took_s,
         )

@@ -125,7 +125,7 @@ class PlanningPart(CalledPart):
                 self._model,
                 call,
                 to_plan.step,
-                changed=lambda: self._programs.changed(self.kind(call), self._model),
+                changed=lambda: self._programs.describe_change(self.kind(call), self._model),
             )
             if (ranks := Ranks.of(self._model)) is not None:
                 if self._pressure is not None:
@@ -194,7 +194,7 @@ class PlanningPart(CalledPart):
         """Trace the module's own step, without rewrites."""
         gradients = ACCUMULATE if has_gradients(self._model, buckets) else FRESH
         with no_checkpoints():
-            step = self.traced(
+            step = self.trace_own_forward(
                 call,
                 choose=functools.partial(
                     gradient_outputs,

@@ -95,26 +95,31 @@ class StepToPlan:
         if loss is not None and loss.is_cautious:
             request = replace(request, time_limit_s=_SHARE_OF_FIRST * request.time_limit_s)
 
-        def step(graph: Graph) -> Graph:
+        def with_loss_and_rest(graph: Graph) -> Graph:
             return self.beside.around(graph if loss is None else loss.around(graph))
 
-        def in_flight(graph: Graph, others_bytes: int) -> Graph:
+        def with_passes_in_flight(graph: Graph, others_bytes: int) -> Graph:
             loss_bytes = None if loss is None else 0  # `loss` counts all passes already
             return with_passes(graph, self.passes, others_bytes=others_bytes, loss_bytes=loss_bytes)
 
-        def unplanned(graph: Graph) -> Graph:
-            return in_flight(step(graph), 0)
+        def surround_unplanned(graph: Graph) -> Graph:
+            return with_passes_in_flight(with_loss_and_rest(graph), 0)
 
-        def whole(graph: Graph) -> Graph:
+        def surround(graph: Graph) -> Graph:
             kept_bytes = self.passes.n * self.kept_bytes
-            graph = with_resident(step(graph), "kept_to_run_again", kept_bytes)
+            graph = with_resident(with_loss_and_rest(graph), "kept_to_run_again", kept_bytes)
             if self.keeps_gradients:  # as outputs of the graph, they are live to its end
                 tangents = (t.name for t in graph.tensors if t.kind == "tangent")
                 kept = [name for name in tangents if name in graph.producer]
                 graph = replace(graph, outputs=(*graph.outputs, *kept))
-            return in_flight(graph, self.others_bytes)
+            return with_passes_in_flight(graph, self.others_bytes)
 
         planned = variants_of(self.request.rewrites)
         return new_plan(
-            self.step, whole, request, planned=planned, known=known, unplanned=unplanned
+            self.step,
+            surround,
+            request,
+            planned=planned,
+            known=known,
+            surround_unplanned=surround_unplanned,
         )
