@@ -173,12 +173,12 @@ def test_planning_another_model_is_no_part_of_the_loss(
     seen: list[Any] = []
     arrived = loss_reserve.LossReserve.watch
 
-    def watch(self: Any, *args: Any, then: Any, **options: Any) -> None:
+    def watch(self: Any, *args: Any, on_seen: Any, **options: Any) -> None:
         def noted(what: Any, reached: Any) -> None:
             seen.append(what)
-            then(what, reached)
+            on_seen(what, reached)
 
-        arrived(self, *args, then=noted, **options)
+        arrived(self, *args, on_seen=noted, **options)
 
     monkeypatch.setattr(loss_reserve.LossReserve, "watch", watch)
     one, other = Training(budget="10MB"), Training(budget="10MB")
