@@ -30,7 +30,7 @@ from graphs.model_calls import Call, TraceError, device_of
 from graphs.pipeline import pipeline_of
 from graphs.trace import CapturedStep
 from graphs.training_step import GivenOptimizer, read_optimizer
-from scheduler_runtime.by_submodule import SubmoduleSolution, put
+from scheduler_runtime.by_submodule import SubmoduleSolution, put_checkpoints
 from scheduler_runtime.execute import (
     BoundProgram,
     CudaGraphError,
@@ -108,7 +108,7 @@ def apply(
     check_order(model, plan)
     refuse_second(model)
     if isinstance(plan, SubmoduleSolution):
-        return put(model, plan)
+        return put_checkpoints(model, plan)
     if cuda_graph:
         cuda_graphs.check_model(model)
     plans: Sequence[AnyPlan] = [plan] if isinstance(plan, AnyPlan) else plan

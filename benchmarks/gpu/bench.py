@@ -18,7 +18,7 @@ from graphs.costs import cpu_peak_bytes
 from scheduler_runtime.measuring import (
     bytes_of,
     context_bytes,
-    emptied,
+    free_unreferenced,
     resident_tensors,
     seconds_of,
 )
@@ -103,7 +103,7 @@ def measured(
 
     time_s = statistics.median(seconds_of(row, device) / n_in_row for _ in range(3))
     optimizer.zero_grad(set_to_none=True)
-    emptied(device)
+    free_unreferenced(device)
     resident = bytes_of(resident_tensors(model, batch, [optimizer]), device)
     speed = len(batch[0]) / time_s
     common: Any = {"time_s": time_s, "alone_s": alone_s, "samples_per_s": speed}
@@ -136,7 +136,7 @@ def limited(device: torch.device, card_bytes: int | None) -> Iterator[None]:
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    emptied(device)
+    free_unreferenced(device)
     share = (card_bytes - context_bytes(device)) / total
     torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, share)), device)
     try:
@@ -165,7 +165,7 @@ def run_way(
     row: dict[str, Any] = {"way": way, "share": share, "budget_bytes": budget_bytes}
     torch.empty(0, device=device)  # its context takes a while, which nobody should wait for
     with turns.turn():
-        emptied(device)
+        free_unreferenced(device)
         prepared: Prepared | None = None
         try:
             model, batch = subject.made(device, batch_size=batch_size)

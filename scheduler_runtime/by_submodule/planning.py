@@ -38,8 +38,8 @@ from graphs.rewrites import Variants
 from graphs.training_step import GivenOptimizer, optimizer_costs, with_optimizer
 from scheduler_runtime.by_submodule.coarse_graph import coarse_graph, find_loop
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
-from scheduler_runtime.by_submodule.observe import Observed, find_rows, observe
-from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
+from scheduler_runtime.by_submodule.observe import Observed, find_sequences, observe
+from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put_checkpoints
 from scheduler_runtime.execute import no_watching_modes
 from scheduler_runtime.surroundings import budget_for
 from solver.module_checkpointing import (
@@ -113,30 +113,32 @@ def plan_chain(
     with telling(f"measuring steps of {type(model).__name__}..."), no_watching_modes():
         try:
             step = ObservedStep(model, batch, loss=loss, inputs=inputs)
-            rows = find_rows(model, step.forward)
-            if not rows:
+            sequences = find_sequences(model, step.forward)
+            if not sequences:
                 raise FallbackError(
                     f"{type(model).__name__} has no two submodules that the same module calls once "
                     "each in a step, so there is nothing to checkpoint; split it into submodules, "
                     "or make it traceable"
                 )
             resident = nested.tensors(batch)
-            seen = [
+            observations = [
                 observe(model, step.forward, blocks, resident=resident, release=step.release)
-                for blocks in rows
+                for blocks in sequences
             ]
         except TraceError as error:
             raise FallbackError(str(error)) from error
         changed_buffers = step.changed_buffers()
-        figures = None
+        optimizer_figures = None
         if optimizer is not None:
             costs = Roofline(named("cpu"))
-            figures = optimizer_costs(optimizer, model, device=device, costs=costs)
-        # `rows` is the best sequence alone, whose children can be checkpointed together if it is
-        # an nn.Sequential, and all sequences; the better plan is taken.
+            optimizer_figures = optimizer_costs(optimizer, model, device=device, costs=costs)
+        # The candidates are the best sequence alone, whose members can be checkpointed together in
+        # an nn.Sequential, and several sequences; the better plan is taken.
         plans = (
-            _planned_blocks(model, step, find_loop(model, each), changed_buffers, figures, request)
-            for each in seen
+            _plan_blocks(
+                model, step, find_loop(model, observed), changed_buffers, optimizer_figures, request
+            )
+            for observed in observations
         )
         found = min(plans, key=_rank)
     tell(plan_line(found, how="planned by submodules", took_s=now_s() - started_s))
@@ -151,26 +153,28 @@ def _rank(solution: SubmoduleSolution) -> tuple[bool, float]:
     return False, solution.simulation.time_s / (solution.baseline.time_s or 1.0)
 
 
-def _planned_blocks(
+def _plan_blocks(
     model: nn.Module,
     step: ObservedStep,
     observed: Observed,
     changed_buffers: tuple[str, ...],
-    figures: dict[str, Any] | None,
+    optimizer_figures: dict[str, Any] | None,
     request: Request,
 ) -> SubmoduleSolution:
     """Plan these submodules, and correct the plan until its measured peak is within the predicted.
 
-    figures: the costs of the optimizer's step (None: no optimizer).
+    optimizer_figures: the costs of the optimizer's step (None: no optimizer).
 
     Raises FallbackError if that takes more than N_CORRECTIONS corrections.
     """
     unseen_bytes, excess_bytes = _unseen_bytes(step, observed), 0
-    plain = with_optimizer(coarse_graph(step, observed, unseen_bytes=unseen_bytes), figures)
+    plain = with_optimizer(
+        coarse_graph(step, observed, unseen_bytes=unseen_bytes), optimizer_figures
+    )
     plan: RegionPlan | None = None
     for _ in range(1 + N_CORRECTIONS):
         graph = coarse_graph(step, observed, unseen_bytes=unseen_bytes)
-        graph = with_optimizer(graph, figures)
+        graph = with_optimizer(graph, optimizer_figures)
         # `plain` does not count what a plan took beyond its prediction, as the baseline does not
         # take it.
         with telling(f"planning {type(model).__name__}..."):
@@ -178,12 +182,12 @@ def _planned_blocks(
         if plan is not None:  # measured already; the graph now counts what it took
             plan = plan_regions(graph, plan.regions, in_loop=plan.in_loop)
             if plan.peak_bytes <= solution.request.available_bytes:
-                return _planned(solution, observed, plan, changed_buffers)
-        plan, least_bytes = _choose(solution, observed)
+                return _solution_with(solution, observed, plan, changed_buffers)
+        plan, least_bytes = _fastest_that_fits(solution, observed)
         if plan is None:
             return _nothing_fits(solution, observed, least_bytes)
-        found = _planned(solution, observed, plan, changed_buffers)
-        measured_bytes = step.peak_bytes(functools.partial(put, model, found))
+        found = _solution_with(solution, observed, plan, changed_buffers)
+        measured_bytes = step.peak_bytes(functools.partial(put_checkpoints, model, found))
         excess_bytes = measured_bytes - _peak_in_step(found)
         if excess_bytes <= 0:
             return found
@@ -201,7 +205,7 @@ def _unseen_bytes(step: ObservedStep, observed: Observed) -> int:
     return max(0, step.peak_bytes(lambda: None) - predicted_bytes)
 
 
-def _choose(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, int]:
+def _fastest_that_fits(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, int]:
     """The fastest checkpoints that fit (None: none do), and the smallest peak found, in bytes.
 
     solution: the solved coarse graph; its schedule may recompute in ways that checkpoints cannot.
@@ -211,8 +215,8 @@ def _choose(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, 
     if solution.obstacle is not None:
         least_bytes = solution.obstacle.reached_bytes
     if solution.schedule is not None:
-        alone = tuple(p.path for p in observed.parts if p.path and not p.overwritten)
-        tree = ModuleTree(blocks=alone, parts=dict.fromkeys(alone, ()))
+        paths = tuple(p.path for p in observed.parts if p.path and not p.overwritten)
+        tree = ModuleTree(blocks=paths, parts=dict.fromkeys(paths, ()))
         try:
             plan = by_module(
                 solution, tree, may_save=lambda _region: frozenset(), extra_bytes=lambda _region: 0
@@ -229,7 +233,7 @@ def _choose(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, 
     return min(found, key=lambda plan: plan.rank, default=None), least_bytes
 
 
-def _planned(
+def _solution_with(
     solution: Solution, observed: Observed, plan: RegionPlan, changed_buffers: tuple[str, ...]
 ) -> SubmoduleSolution:
     slower_s = plan.simulation.time_s - solution.lower_bound_s
@@ -243,7 +247,7 @@ def _planned(
         checkpointed=tuple(path for region in plan.regions for path in region.modules),
         segments=plan.regions if plan.in_loop else (),
         container=observed.container,
-        left_alone=_left_alone(observed),
+        left_alone=_notes_on_unplanned(observed),
         changed_buffers=changed_buffers,
     )
 
@@ -267,7 +271,7 @@ def _nothing_fits(solution: Solution, observed: Observed, least_bytes: int) -> S
         ),
         blocks=observed.blocks,
         left_alone=(
-            *_left_alone(observed),
+            *_notes_on_unplanned(observed),
             f"the smallest peak found is {format_size(least_bytes)}",
         ),
     )
@@ -285,7 +289,7 @@ def _peak_in_step(solution: Solution) -> int:
     return max(n for op, n in live_bytes if op != Compute("optimizer_step")) - state_bytes
 
 
-def _left_alone(observed: Observed) -> tuple[str, ...]:
+def _notes_on_unplanned(observed: Observed) -> tuple[str, ...]:
     outside_s = sum(part.forward_s for part in observed.parts if not part.path)
     total_s = sum(part.forward_s for part in observed.parts) or 1.0
     notes = [f"{100 * outside_s / total_s:.0f} % of the forward pass runs outside of them"]

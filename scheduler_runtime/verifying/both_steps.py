@@ -98,21 +98,21 @@ def run_both_steps(
     )
     say("results of the baseline")
     results = results_of(solution.graph.meta.rewrites)
-    plain = bench.bits()
+    plain = bench.results()
     say("results with the plan")
-    with bench.planned(solution):
-        planned = bench.bits()
+    with bench.with_plan(solution):
+        planned = bench.results()
     found = differences(plain, planned)
     # results that differ between two steps without the plan say nothing about the plan
-    unsteady = tuple(differences(plain, bench.bits())) if found else ()
+    unsteady = tuple(differences(plain, bench.results())) if found else ()
     largest = ""
     if results == "allclose":
-        found, largest = _compared(planned, plain, bench, found)
+        found, largest = _judge_by_errors(planned, plain, bench, found)
     elif results == "lossy":
-        found, largest = _rounded(planned, plain, found)
+        found, largest = _judge_as_rounded(planned, plain, found)
     n_steps = counted(2 * (2 + N_TIMED_STEPS), "step")
     say(f"memory and time without and with the plan in turns, {n_steps}")
-    baseline, measured = bench.measured(solution)
+    baseline, measured = bench.measure(solution)
     where = torch.device(device)
     # The device that the plan is for. Predicted times come from its published rates, unless the
     # operators were measured.
@@ -155,7 +155,7 @@ def run_both_steps(
 
 
 @no_watching_modes()
-def _compared(
+def _judge_by_errors(
     planned: Mapping[str, torch.Tensor],
     plain: Mapping[str, torch.Tensor],
     bench: _Bench,
@@ -172,7 +172,7 @@ def _compared(
     both = {name for name in plain.keys() & planned.keys() if not name.startswith("buffer ")}
     found = {name: words for name, words in differing.items() if name not in both}
     try:
-        exact = bench.in_float64().bits()
+        exact = bench.in_float64().results()
     except (RuntimeError, TypeError, ValueError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return {**found, "": f"errors are not known: the step does not run in float64 ({line})"}, ""
@@ -186,7 +186,7 @@ def _compared(
     return found, str(compared[-1])
 
 
-def _rounded(
+def _judge_as_rounded(
     planned: Mapping[str, torch.Tensor],
     plain: Mapping[str, torch.Tensor],
     differing: Mapping[str, str],
@@ -202,13 +202,13 @@ def _rounded(
         for name in plain.keys() & planned.keys()
         if name.startswith("gradient ")
     }
-    worse = [name for name in differing if not errors.get(name, math.inf) < math.inf]
-    found = {name: differing[name] for name in worse}
+    unexpected = [name for name in differing if not errors.get(name, math.inf) < math.inf]
+    found = {name: differing[name] for name in unexpected}
     if not errors:
         return found, ""
     most = max(errors, key=lambda name: (errors[name], name))
-    middle = statistics.median(errors.values())
-    return found, f"median {middle:.1e}, largest {errors[most]:.1e} ({most})"
+    median = statistics.median(errors.values())
+    return found, f"median {median:.1e}, largest {errors[most]:.1e} ({most})"
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class _Bench:
     start: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.start.update(_on_host(self._state()))
+        self.start.update(_copies_on_host(self._state()))
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -247,7 +247,7 @@ class _Bench:
         torch.manual_seed(SEED)
 
     @contextlib.contextmanager
-    def planned(self, solution: Solution) -> Iterator[torch.optim.Optimizer | None]:
+    def with_plan(self, solution: Solution) -> Iterator[torch.optim.Optimizer | None]:
         """A context in which the model runs with the plan; it yields a new optimizer."""
         optimizer = self.optimizer(self.model)
         # By default, a batch of another shape would be planned anew, and the new plan compared.
@@ -271,7 +271,7 @@ class _Bench:
             mode=InFloat64,
         )
 
-    def bits(self) -> dict[str, torch.Tensor]:
+    def results(self) -> dict[str, torch.Tensor]:
         """Run a step from the start, and return the loss, the gradients and the buffers, by name.
 
         With gradients="accumulate" two steps run, so that the second one adds to gradients.
@@ -286,12 +286,12 @@ class _Bench:
             if parameter.grad is not None:
                 found[f"gradient of {name}"] = parameter.grad
         found.update({f"buffer {name}": b for name, b in self.model.named_buffers()})
-        return _on_host(found)
+        return _copies_on_host(found)
 
-    def measured(self, solution: Solution) -> list[Measurement]:
+    def measure(self, solution: Solution) -> list[Measurement]:
         """Measure the step with its optimizer: first without the plan, then with it."""
         self._restore()
-        with self.planned(solution) as optimizer:
+        with self.with_plan(solution) as optimizer:
 
             @contextlib.contextmanager
             def without() -> Iterator[None]:
@@ -310,7 +310,7 @@ class _Bench:
             )
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copies_on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 

@@ -67,7 +67,7 @@ def verify(
             batch=batch,
             loss=loss,
             inputs=inputs,
-            optimizer=_maker(optimizer or optimizer_of(solution.environment).get("name")),
+            optimizer=_optimizer_maker(optimizer or optimizer_of(solution.environment).get("name")),
             device=device,
             autocast=autocast,
             say=lambda what: say(f"verifying the plan of {name}: {what}"),
@@ -78,17 +78,17 @@ def verify(
     return found
 
 
-def _maker(given: GivenOptimizer | None) -> Callable[[nn.Module], optim.Optimizer | None]:
+def _optimizer_maker(given: GivenOptimizer | None) -> Callable[[nn.Module], optim.Optimizer | None]:
     """A function that creates a new optimizer of a model, as given to `solve` (None: no optimizer).
 
     It raises the errors of `solve` for an optimizer that cannot be used.
     """
 
-    def made(model: nn.Module) -> optim.Optimizer | None:
+    def make(model: nn.Module) -> optim.Optimizer | None:
         if given is None:
             return None
         optimizer = read_optimizer(given, model)
         check_parameters(optimizer, model)
         return without_state(optimizer)
 
-    return made
+    return make
