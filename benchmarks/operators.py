@@ -35,7 +35,7 @@ from benchmarks.same_bits import keeping_nothing
 from checkpoint_solver import apply
 from graphs.model_calls import TraceError
 from graphs.trace import trace
-from scheduler_runtime.execute import Watching
+from scheduler_runtime.execute import WatchingMode
 
 
 @dataclass
@@ -53,18 +53,18 @@ class Tally:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-class Watch(Watching):
+class Watch(WatchingMode):
     """A mode that observes nothing."""
 
     is_over = False
 
-    def misses(self) -> None:
+    def note_missed_backward(self) -> None:
         pass
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self.called(func, args, kwargs)
+        return self.call_operator(func, args, kwargs)
 
 
 class Operator(nn.Module):

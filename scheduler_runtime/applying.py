@@ -30,7 +30,7 @@ from graphs.model_calls import Call, TraceError, device_of
 from graphs.pipeline import pipeline_of
 from graphs.trace import CapturedStep
 from graphs.training_step import GivenOptimizer, read_optimizer
-from scheduler_runtime.by_submodule import SubmoduleSolution, put
+from scheduler_runtime.by_submodule import SubmoduleSolution, put_checkpoints
 from scheduler_runtime.execute import (
     BoundProgram,
     CudaGraphError,
@@ -54,11 +54,11 @@ from scheduler_runtime.planned import (
     difference,
     difference_of_bits,
     module_schedule,
-    n_planned,
+    n_planned_passes,
+    plan_summary,
     refuse_second,
     replan,
-    told,
-    warn_of_another,
+    warn_of_another_plan,
     warn_of_existing,
 )
 from solver.methods import KnownPlan
@@ -108,7 +108,7 @@ def apply(
     check_order(model, plan)
     refuse_second(model)
     if isinstance(plan, SubmoduleSolution):
-        return put(model, plan)
+        return put_checkpoints(model, plan)
     if cuda_graph:
         cuda_graphs.check_model(model)
     plans: Sequence[AnyPlan] = [plan] if isinstance(plan, AnyPlan) else plan
@@ -169,13 +169,13 @@ class AppliedForward(PlannedForward):
             )
         super().__init__(model, disk_directory=directory)
         self.plans = tuple(plans)
-        self._known = [plan.known for plan in plans]
+        self._known_plans = [plan.known for plan in plans]
         self._kept = [plan.kept for plan in plans if plan.kept is not None]
         self._n_plans = len(plans)
-        self._said: set[str] = set()
-        self._told_of_gradients = False
+        self._given_remedies: set[str] = set()
+        self._has_warned_of_gradients = False
         self._trained: list[weakref.ref[nn.Parameter]] = []
-        self._passes, self._told_of_passes = PassesInFlight(), False
+        self._passes, self._has_warned_of_passes = PassesInFlight(), False
         self.on_mismatch = on_mismatch
         self._recordings = cuda_graphs.Recordings() if cuda_graph else None
 
@@ -198,14 +198,14 @@ class AppliedForward(PlannedForward):
         super().restore()
 
     def begin(self) -> None:
-        if not self._told_of_gradients:
+        if not self._has_warned_of_gradients:
             # looked up once: the device would wait for a walk through a deep model in every step
             found = (parameter() for parameter in self._trained)
             trained = [parameter for parameter in found if parameter is not None]
             if not trained or len(trained) < len(self._trained):
                 trained = [p for p in self._model.parameters() if p.requires_grad]
                 self._trained = [weakref.ref(parameter) for parameter in trained]
-            self._told_of_gradients = warn_of_existing(self._model, trained, self.plans)
+            self._has_warned_of_gradients = warn_of_existing(self._model, trained, self.plans)
         if self._optimizer is None and any(plan.state_buckets for plan in self.plans):
             raise RuntimeError(
                 "this model is a copy of one whose plan has the optimizer's state on the host, and "
@@ -213,29 +213,29 @@ class AppliedForward(PlannedForward):
                 "optimizer=optimizer) with the one that trains the copy"
             )
         if self._host_parameters is not None:
-            self._host_parameters.leave()
+            self._host_parameters.move_to_host()
 
     def unplanned(self, *args: Any, **kwargs: Any) -> Any:
         if self._host_parameters is not None:
             self._host_parameters.bring_back()
         return super().unplanned(*args, **kwargs)
 
-    def exported(self, *args: Any, **kwargs: Any) -> Any:
+    def run_for_export(self, *args: Any, **kwargs: Any) -> Any:
         if self._host_parameters is not None:
             raise RuntimeError(
                 "the plan keeps parameters in host memory, where a tool that exports the model "
                 "does not find them: checkpoint_solver.remove(model) before exporting"
             )
-        return super().exported(*args, **kwargs)
+        return super().run_for_export(*args, **kwargs)
 
     @contextlib.contextmanager
-    def values_there(self) -> Iterator[None]:
+    def values_on_device(self) -> Iterator[None]:
         if self._host_parameters is None:
             yield
             return
         with self._host_parameters.on_device():
             yield
-        self._host_parameters.leave()
+        self._host_parameters.move_to_host()
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the module has a plan, which runs operator by operator; "
@@ -243,23 +243,23 @@ class AppliedForward(PlannedForward):
     )
     def run(self, *args: Any, **kwargs: Any) -> Any:
         output = super().run(*args, **kwargs)
-        if not self._told_of_passes and self._passes.add(output):
-            self._tell_of_passes()
+        if not self._has_warned_of_passes and self._passes.add(output):
+            self._warn_of_passes()
         return output
 
-    def _tell_of_passes(self) -> None:
+    def _warn_of_passes(self) -> None:
         """Warn if the passes that wait for a backward pass may exceed the budget together."""
         above_bytes, n = self._passes.above_bytes(), len(self._passes.waiting)
         if not above_bytes:
             return
-        self._told_of_passes = True
+        self._has_warned_of_passes = True
         remedy = f"for {n} passes of the largest batch: solve(..., passes={n}) or --passes {n}"
         if (place := pipeline_of(self.plan.environment)) is not None:
             remedy = f"for the schedule that runs; this plan is of {place.words}"
         warn(
             f"apply: {n} forward passes of {type(self._model).__name__} wait for a backward pass "
-            f"together, but the plan is for {n_planned(self.plan.environment)}: this step may take "
-            f"up to {format_both(above_bytes)} more than the budget. Plan {remedy}"
+            f"together, but the plan is for {n_planned_passes(self.plan.environment)}: this step "
+            f"may take up to {format_both(above_bytes)} more than the budget. Plan {remedy}"
         )
 
     @property
@@ -307,8 +307,8 @@ class AppliedForward(PlannedForward):
             dropped = freed.intersection(part.returned)
             dropped_bytes = sum(part.tensor_by_name[name].size_bytes for name in dropped)
             places = plan.request.places
-            alone = simulate(part, schedule, places=places)
-            peak_bytes = alone.peak_bytes - tangent_bytes - dropped_bytes
+            part_simulation = simulate(part, schedule, places=places)
+            peak_bytes = part_simulation.peak_bytes - tangent_bytes - dropped_bytes
             if peak_bytes > plan.request.available_bytes:
                 raise PlanMismatchError(
                     f"the plan takes at least {peak_bytes} bytes, and its budget leaves "
@@ -316,8 +316,8 @@ class AppliedForward(PlannedForward):
                 )
             planned = PlannedPass.of(
                 part,
-                n=n_planned(plan.environment),
-                saved_bytes=alone.saved_bytes,
+                n=n_planned_passes(plan.environment),
+                saved_bytes=part_simulation.saved_bytes,
                 peak_bytes=plan.peak_bytes,
                 available_bytes=plan.request.available_bytes,
             )
@@ -327,18 +327,18 @@ class AppliedForward(PlannedForward):
             differences = [each for each in found if each is not None]
             reason = max(differences, key=lambda each: (each.of_values, each.is_smaller))
             plan = self.plans[differences.index(reason)]
-            if not self.replans(reason):
+            if not self.may_replan(reason):
                 raise self._mismatch(reason)
             costs = from_description(plan.environment.get("costs", {}), device=device_of(model))
             step = self.rehearsed(step.with_costs(costs), call)
-            step, new = replan(step, plan, str(reason), known=self._known)
+            step, new = replan(step, plan, str(reason), known=self._known_plans)
             finish_measuring(costs)  # after replan, which may measure operators of other variants
             assert new.solution.schedule is not None
             if not new.reused:
-                self._known.append(KnownPlan.of(new.solution))
+                self._known_plans.append(KnownPlan.of(new.solution))
             self._n_plans += 1
-            line = told(new.solution, is_reused=new.reused, took_s=now_s() - started_s)
-            warn_of_another(line, reason, n_plans=self._n_plans, said=self._said)
+            line = plan_summary(new.solution, is_reused=new.reused, took_s=now_s() - started_s)
+            warn_of_another_plan(line, reason, n_plans=self._n_plans, given=self._given_remedies)
             schedule = module_schedule(new.solution.schedule, step.graph.module_part())
             planned = PlannedPass.of_solution(new.solution)
         program = BoundProgram(
@@ -349,7 +349,7 @@ class AppliedForward(PlannedForward):
             return program
         return cuda_graphs.Recorded(program, model, call, self._recordings)
 
-    def replans(self, reason: Difference) -> bool:
+    def may_replan(self, reason: Difference) -> bool:
         """Whether to plan for a call that differs so, instead of raising PlanMismatchError."""
         if self._host_parameters is not None:
             return False
@@ -374,10 +374,12 @@ class AppliedForward(PlannedForward):
         environment = self.plan.environment
         # Kept programs are only tried at the first call; later calls differ from the planned one.
         kept, self._kept = self._kept, []
-        return self.traced(
+        return self.trace_own_forward(
             call,
             choose=lambda _output: tuple(environment["gradient_outputs"]),
-            arriving={at: tuple(each) for at, each in environment.get("gradient_strides", ())},
+            gradient_strides={
+                at: tuple(each) for at, each in environment.get("gradient_strides", ())
+            },
             gradients=environment.get("gradients", "fresh"),
             costs=None,
             rewrites=self.plan.rewrites,

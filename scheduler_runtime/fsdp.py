@@ -34,7 +34,7 @@ def shard(model: nn.Module, solution: Solution, *, mesh: DeviceMesh) -> nn.Modul
     RanksDisagreeError if that is so on another rank, or if ranks have different plans
     (`on_all_ranks`), or have exported the plan to different modules.
     """
-    agree: Callable[[], Solution] = functools.partial(_checked, solution, mesh)
+    agree: Callable[[], Solution] = functools.partial(_checked_for_mesh, solution, mesh)
     # First along the columns of the mesh, then along its rows: then each rank has heard of all.
     for dimension in range(mesh.ndim):
         group = mesh.get_group(dimension)
@@ -59,7 +59,7 @@ def _policy(described: MixedPrecision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=described.cast_forward_inputs)
 
 
-def _checked(solution: Solution, mesh: DeviceMesh) -> Solution:
+def _checked_for_mesh(solution: Solution, mesh: DeviceMesh) -> Solution:
     """The solution, if it is for a rank of this mesh. Raises ShardingError."""
     sharding = sharding_of(solution.environment)
     if sharding is None:

@@ -29,7 +29,7 @@ from graphs.model_calls import (
     nested,
 )
 from graphs.training_step import GivenOptimizer, read_optimizer
-from scheduler_runtime.execute import ReplacedForward, nothing_watches
+from scheduler_runtime.execute import ReplacedForward, no_watching_modes
 from scheduler_runtime.host_memory import host_blocks
 from solver.sizes_deadlines_progress import names_checked
 
@@ -154,11 +154,11 @@ def measure(
     return found
 
 
-@nothing_watches()  # a watch of another model's loss must not see these steps
+@no_watching_modes()  # a watch of another model's loss must not see these steps
 def measure_in_turns(
     model: nn.Module,
     batch: Any,
-    sides: Sequence[Callable[[], contextlib.AbstractContextManager[Any]]],
+    contexts: Sequence[Callable[[], contextlib.AbstractContextManager[Any]]],
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
@@ -171,33 +171,35 @@ def measure_in_turns(
 
     The load and the clock rate of the machine change with time; so they affect all contexts alike.
 
-    sides: make the contexts. The other parameters are those of `measure`.
+    contexts: functions that make the contexts. The other parameters are those of `measure`.
 
     Returns a measurement for each context.
     """
     if gradients not in ("fresh", "accumulate"):
         raise ValueError(f"gradients is {gradients!r}; 'fresh' or 'accumulate'")
-    own = None if optimizer is None else read_optimizer(optimizer, model)
-    step = TrainingStep(model, batch, loss=loss, inputs=inputs, optimizer=own, autocast=autocast)
+    own_optimizer = None if optimizer is None else read_optimizer(optimizer, model)
+    step = TrainingStep(
+        model, batch, loss=loss, inputs=inputs, optimizer=own_optimizer, autocast=autocast
+    )
     device = step.device
     is_cuda = device.type == "cuda"
-    times_s: list[list[float]] = [[] for _ in sides]
+    times_s: list[list[float]] = [[] for _ in contexts]
     for _ in range(1 + n_steps):
-        for side, of_side in zip(sides, times_s, strict=True):
+        for context, context_times_s in zip(contexts, times_s, strict=True):
             if gradients == "fresh":
                 step.clear_gradients()
-            with side():
-                of_side.append(seconds_of(step.run, device))
-    optimizers = () if own is None else (own,)
+            with context():
+                context_times_s.append(seconds_of(step.run, device))
+    optimizers = () if own_optimizer is None else (own_optimizer,)
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     planned = [forward for forward in forwards if isinstance(forward, ReplacedForward)]
     constants = [tensor for forward in planned for tensor in forward.constants()]
     found = []
-    for side, (_, *timed_s) in zip(sides, times_s, strict=True):
+    for context, (_, *timed_s) in zip(contexts, times_s, strict=True):
         if gradients == "fresh":
             step.clear_gradients()
-        emptied(device)  # otherwise memory of an earlier run would count as reserved here
-        with side():
+        free_unreferenced(device)  # otherwise memory of an earlier run would count as reserved here
+        with context():
             resident = [*resident_tensors(model, batch, optimizers), *constants]
             peak_bytes = absolute_peak_bytes(step.run, device, resident)
         found.append(
@@ -213,7 +215,7 @@ def measure_in_turns(
     return found
 
 
-def emptied(device: torch.device) -> None:
+def free_unreferenced(device: torch.device) -> None:
     """Release unreferenced memory, so that it does not count in a later measurement."""
     gc.collect()
     if device.type == "cuda":
@@ -226,7 +228,7 @@ def no_garbage(device: torch.device) -> Iterator[None]:
     """A context without garbage collection; unreferenced memory is released before it.
 
     When the collector runs depends on what has run before, and so would the measured bytes."""
-    emptied(device)
+    free_unreferenced(device)
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -56,13 +56,13 @@ def steps_together(schedule: ScheduleT, *, group: dist.ProcessGroup | None = Non
         named = {n: v for n, v in options.items() if n not in _OF_STEP}
         trains = bool(stepping._has_backward and torch.is_grad_enabled())
         split = {"inputs": _forms((args, named)), "targets": _forms(target)}
-        with ranks.told_of_errors():
+        with ranks.sending_errors():
             if trains and not first_split:
                 _check_places(stepping, stages)
                 _check_micro_batches(stepping, stages, args, named)
             elif trains:
-                _check_same(first_split, split)
-        name, n = type(stepping).__name__, _n(stepping)
+                _check_same_forms(first_split, split)
+        name, n = type(stepping).__name__, _n_micro_batches(stepping)
         ranks.agree({"the schedule": name, "micro-batches": n, "training": trains})
         if trains:
             first_split.update(split)
@@ -76,7 +76,7 @@ _OF_STEP = ("losses", "return_outputs", "loss_kwargs")
 """Options of `step` that are not passed on to the first stage."""
 
 
-def _n(schedule: Any) -> int:
+def _n_micro_batches(schedule: Any) -> int:
     return int(schedule._n_microbatches)
 
 
@@ -84,7 +84,7 @@ def _forms(values: Any) -> list[str]:
     return input_forms([leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)])
 
 
-def _planned(stage: Any) -> AppliedForward | None:
+def _planned_forward(stage: Any) -> AppliedForward | None:
     forward = stage.submod.forward
     return forward if isinstance(forward, AppliedForward) else None
 
@@ -99,7 +99,7 @@ def _check_places(schedule: Any, stages: Sequence[Any]) -> None:
         pipelining.ScheduleInterleaved1F1B: "interleaved",
     }
     for stage in stages:
-        forward = _planned(stage)
+        forward = _planned_forward(stage)
         place = None if forward is None else pipeline_of(forward.plan.environment)
         if place is None:
             continue
@@ -107,7 +107,9 @@ def _check_places(schedule: Any, stages: Sequence[Any]) -> None:
         if kind is None:
             known = ", ".join(each.__name__ for each in kinds)
             raise PlanMismatchError(f"plans of stages are for {known}; the schedule is {name}")
-        here = Pipeline(stage.stage_index, stage.num_stages, _n(schedule), kind, len(stages))
+        here = Pipeline(
+            stage.stage_index, stage.num_stages, _n_micro_batches(schedule), kind, len(stages)
+        )
         if here != place:
             raise PlanMismatchError(
                 f"{name} runs {here.words}, and the plan is of {place.words}: plan for what runs"
@@ -116,21 +118,21 @@ def _check_places(schedule: Any, stages: Sequence[Any]) -> None:
 
 def _check_micro_batches(schedule: Any, stages: Sequence[Any], args: Any, kwargs: Any) -> None:
     """Raise PlanMismatchError if the first stage has no plan for one of the micro-batches."""
-    forward = _planned(stages[0])
+    forward = _planned_forward(stages[0])
     if forward is None or not stages[0].is_first:
         return
     for each in zip(*schedule._split_inputs(args, kwargs), strict=True):
         call, model = forward.call_of(*each), stages[0].submod
         found = [difference(plan, call, model) for plan in forward.plans]
         reasons = [reason for reason in found if reason is not None]
-        if len(reasons) == len(found) and not forward.replans(reasons[0]):
+        if len(reasons) == len(found) and not forward.may_replan(reasons[0]):
             raise PlanMismatchError(
                 f"a micro-batch differs from the planned one: {reasons[0]}; give each step a batch "
-                f"of {_n(schedule)} micro-batches of the planned shape, or plan again"
+                f"of {_n_micro_batches(schedule)} micro-batches of the planned shape, or plan again"
             )
 
 
-def _check_same(first: dict[str, list[str]], now: dict[str, list[str]]) -> None:
+def _check_same_forms(first: dict[str, list[str]], now: dict[str, list[str]]) -> None:
     for what, forms in now.items():
         if forms != first[what]:
             raise PlanMismatchError(

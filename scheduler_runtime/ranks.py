@@ -21,7 +21,7 @@ from torch import nn
 
 from graphs.fsdp import sharding_of
 from graphs.pipeline import pipeline_of
-from scheduler_runtime.execute import exported_to
+from scheduler_runtime.execute import exports_in
 from scheduler_runtime.planned import RanksDisagreeError
 from solver.schedule import Solution
 
@@ -58,7 +58,7 @@ class _Report:
                 **shards,
                 "step": solution.graph.graph_id[:19],
                 "schedule": _digest(solution.schedule.ops_to_json()),
-                **({} if model is None else {"exported plan": _digest(exported_to(model))}),
+                **({} if model is None else {"exported plan": _digest(exports_in(model))}),
             }
         )
 

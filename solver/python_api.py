@@ -1,4 +1,4 @@
-"""The outputs of the command in Python: report, draw, sweep budgets.
+"""What the command line shows, from Python: `report`, `draw` and `sweep`.
 
 Matplotlib is imported only when `draw` is called.
 """
@@ -36,7 +36,7 @@ PLOT_SUFFIXES = (".png", ".svg")
 def report(solution: Solution, *, file: TextIO | None = None) -> None:
     """Print the request, the memory at the peak, the plan, its lower bound and advice.
 
-    file: a text stream (default: stdout), in colour if it is a terminal.
+    file: the text stream to print to (default: stdout); the text is coloured if it is a terminal.
 
     Raises TypeError for anything but a Solution.
     """
@@ -69,14 +69,15 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
 def draw(
     shown: Solution | Curve | SizeSearch, path: str | Path, *, chosen: Solution | None = None
 ) -> None:
-    """Plot to a file (.png, .svg).
+    """Plot a result to a file.
 
-    shown: a Solution (memory over the step), a Curve (overhead against budget) or a SizeSearch
-        (throughput against size).
+    shown: a Solution (plots memory over the step), a Curve (overhead against budget) or a
+        SizeSearch (throughput against size).
+    path: name of the file, which must end in .png or .svg.
     chosen: a plan to mark on the curve.
 
-    Raises ValueError for another kind of file or a Solution without a schedule, TypeError for
-    other objects.
+    Raises ValueError for another ending or a Solution without a schedule, TypeError if `shown` is
+    another object.
     """
     path = Path(path)
     if path.suffix.lower() not in PLOT_SUFFIXES:
@@ -106,13 +107,15 @@ def sweep(
     seed: int = 0,
     capacity_bytes: int | None = None,
 ) -> Curve:
-    """Plan for each budget and method: the overhead of smaller and larger budgets.
+    """Plan the step for each budget and method, to see how overhead changes with the budget.
 
-    problem: a Graph, the Variants of one step, or a Solution, whose step, reserve and host are used
-        and which becomes a point.
-    budgets: sizes as in `solve` (None: 20 from the minimum budget to the baseline's peak).
-    time_limit_s: of each search.
-    capacity_bytes: the memory that percentages refer to.
+    problem: a Graph, the Variants of one step, or a Solution. The step, the reserve and the use of
+        host memory are those of the Solution, and if `methods` has its method, it is a point too.
+    budgets: sizes as in `solve` (None: 20 budgets from the minimum to the baseline's peak).
+    methods: names of the methods, as in `solve`.
+    time_limit_s: of each search, in seconds.
+    seed: of the random numbers of each search.
+    capacity_bytes: the bytes that budgets in percent refer to.
     """
     solution = problem if isinstance(problem, Solution) else None
     step = problem if not isinstance(problem, Solution) else problem.variants or problem.graph

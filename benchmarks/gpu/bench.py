@@ -18,7 +18,7 @@ from graphs.costs import cpu_peak_bytes
 from scheduler_runtime.measuring import (
     bytes_of,
     context_bytes,
-    emptied,
+    free_unreferenced,
     resident_tensors,
     seconds_of,
 )
@@ -105,7 +105,7 @@ def measure_step(
 
     time_s = statistics.median(seconds_of(row, device) / n_in_row for _ in range(3))
     optimizer.zero_grad(set_to_none=True)
-    emptied(device)
+    free_unreferenced(device)
     resident = bytes_of(resident_tensors(model, batch, [optimizer]), device)
     speed = len(batch[0]) / time_s
     common: Any = {"time_s": time_s, "alone_s": alone_s, "samples_per_s": speed}
@@ -138,7 +138,7 @@ def limited_memory(device: torch.device, card_bytes: int | None) -> Iterator[Non
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    emptied(device)
+    free_unreferenced(device)
     share = (card_bytes - context_bytes(device)) / total
     torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, share)), device)
     try:
@@ -170,7 +170,7 @@ def run_way(
     row: dict[str, Any] = {"way": way, "share": share, "budget_bytes": budget_bytes}
     torch.empty(0, device=device)  # creates the CUDA context, which takes a while, before the turn
     with turns.exclusive_turn():
-        emptied(device)
+        free_unreferenced(device)
         prepared: Prepared | None = None
         try:
             model, batch = subject.model_and_batch(device, batch_size=batch_size)

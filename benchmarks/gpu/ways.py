@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 import scheduler_runtime
 from benchmarks.gpu import turns
 from benchmarks.zoo import Subject
-from scheduler_runtime.measuring import emptied
+from scheduler_runtime.measuring import free_unreferenced
 from solver import solve
 from solver.schedule.reserved_memory import reserved
 
@@ -148,7 +148,7 @@ def _compile_now(prepared: Prepared, model: nn.Module, batch: Batch) -> None:
         prepared.call(*batch).backward()
         for parameter in model.parameters():
             parameter.grad = None
-        emptied(batch[0].device)
+        free_unreferenced(batch[0].device)
 
 
 def _planned_way(*, cuda_graph: bool = False, host_budget: str | None = None) -> Way:

@@ -34,7 +34,7 @@ def trace_module(
     rewrites: Iterable[str] = (),
     opaque: Planned = (),
     known: Capture | None = None,
-    arriving: Mapping[int, tuple[int, ...]] | None = None,
+    gradient_strides: Mapping[int, tuple[int, ...]] | None = None,
 ) -> CapturedStep:
     """Trace the module alone, without a loss outside of it and without optimizer.
 
@@ -45,14 +45,19 @@ def trace_module(
     rewrites: the rewrites to apply.
     opaque: the parts to run as one piece, from the environment of a plan for this step.
     known: the traced program, if there is one already (`KeptCapture`).
-    arriving: index of an output -> strides of its gradient, if they differ from the output's.
+    gradient_strides: index of an output -> strides of its gradient, if they differ from the output's.
     """
     if device is not None:
         refuse_unsupported_device(device)
     captured = known
     if captured is None:
         captured = capture(
-            model, call, device=device, choose=choose, planned=opaque, gradient_strides=arriving
+            model,
+            call,
+            device=device,
+            choose=choose,
+            planned=opaque,
+            gradient_strides=gradient_strides,
         )
     original, form = captured, call.without_values()  # the step outlives the batch
     model_reference = weakref.ref(model)  # and the model

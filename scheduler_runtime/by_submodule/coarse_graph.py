@@ -86,9 +86,12 @@ def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -
     """
     parts, in_loop = observed.parts, observed.steps is not None
     resident = step.resident_bytes()
-    beside = {"random_state": CPU_RANDOM_STATE_BYTES * (len(parts) + 1), "unseen": unseen_bytes}
+    other_bytes = {
+        "random_state": CPU_RANDOM_STATE_BYTES * (len(parts) + 1),
+        "unseen": unseen_bytes,
+    }
     tensors = [Tensor(kind, n, kind) for kind, n in resident.items()]  # type: ignore[arg-type]
-    tensors += [Tensor(name, n, "buffer") for name, n in beside.items()]
+    tensors += [Tensor(name, n, "buffer") for name, n in other_bytes.items()]
     tensors += [Tensor(f"t{i}", n, "activation") for i, n in enumerate(observed.storage_bytes)]
     made_by = {i: k for k, part in enumerate(parts) for i in part.made}
     gradients = [0] * len(parts)  # of each part's parameters
@@ -106,8 +109,8 @@ def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -
         tensors += [Tensor(f"x{k}", 0, "activation"), Tensor(f"g{k}", 0, "activation")]
         previous = [f"x{k - 1}"] if k else []
         following = f"g{k + 1}" if k + 1 < len(parts) else f"x{k}"
-        own = [f"gradient{k}"] if gradients[k] else []
-        tensors += [Tensor(name, gradients[k], "gradient") for name in own]
+        gradient_names = [f"gradient{k}"] if gradients[k] else []
+        tensors += [Tensor(name, gradients[k], "gradient") for name in gradient_names]
         forward.append(
             Node(
                 name=f"forward{k}",
@@ -126,7 +129,7 @@ def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -
                 name=f"backward{k}",
                 op=f"{where}.backward",
                 inputs=tuple(dict.fromkeys((following, *saved))),
-                outputs=(f"g{k}", *own),
+                outputs=(f"g{k}", *gradient_names),
                 time_s=part.backward_s,
                 # includes the gradients of activations that come in and go out
                 workspace_bytes=max(0, part.backward_peak_bytes - gradients[k])

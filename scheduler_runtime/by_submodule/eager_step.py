@@ -63,12 +63,12 @@ class ObservedStep(TrainingStep):
                 if not buffer.equal(before[name])
             )
 
-    def peak_bytes(self, put: Callable[[], object]) -> int:
+    def peak_bytes(self, put_checkpoints: Callable[[], object]) -> int:
         """The peak of one step with a plan, resident bytes included.
 
-        put: puts the plan's checkpoints into the model; they are removed afterwards.
+        put_checkpoints: puts the plan's checkpoints into the model; they are removed afterwards.
         """
-        put()
+        put_checkpoints()
         try:
             with state_restored(self.model):
                 self.run()  # memory that is allocated once, by the first step, does not count

@@ -97,40 +97,43 @@ class _Call:
     saved_bytes: int = 0
 
 
-def find_rows(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[tuple[str, ...], ...]:
+def find_sequences(
+    model: nn.Module, step: Callable[[], torch.Tensor]
+) -> tuple[tuple[str, ...], ...]:
     """Candidates for the submodules to plan, each as paths in the order in which they run.
 
-    A row is the submodules that one module calls one after the other, each called once in a step.
-    Its gain is the bytes that its members save for backward, except for the largest member: that is
-    what checkpoints can save. The first candidate is the row with the largest gain. The second one
-    is the rows that gain the most together, none of them inside of a submodule of another. Only one
-    candidate is returned if both are the same, and none if no row has a gain.
+    A sequence is the submodules that one module calls one after the other, each called once in a
+    step. Its gain is the bytes that its members save for backward, except for the largest member:
+    that is what checkpoints can save. The first candidate is the sequence with the largest gain.
+    The second one is the sequences that gain the most together, none of them inside of a submodule
+    of another. Only one candidate is returned if both are the same, and none if no sequence has a
+    gain.
 
     step: runs the forward pass and returns the loss.
     """
     calls = _calls_in(model, step)
     n_calls = Counter(call.path for call in calls)
-    inner: dict[int, list[int]] = defaultdict(list)
-    rows: dict[int, list[int]] = defaultdict(list)  # by the call inside of which they run
+    calls_inside: dict[int, list[int]] = defaultdict(list)
+    sequences: dict[int, list[int]] = defaultdict(list)  # by the call inside of which they run
     for index, call in enumerate(calls):
-        inner[call.parent].append(index)
+        calls_inside[call.parent].append(index)
         if n_calls[call.path] == 1:
-            rows[call.parent].append(index)
+            sequences[call.parent].append(index)
 
-    def gain_bytes(row: Sequence[int]) -> int:
-        sizes = [calls[index].saved_bytes for index in row]
+    def gain_bytes(sequence: Sequence[int]) -> int:
+        sizes = [calls[index].saved_bytes for index in sequence]
         return sum(sizes) - max(sizes)
 
-    def best_rows(inside: int) -> tuple[int, list[int]]:
-        """The most that rows inside of a call gain together, and their calls."""
-        parts = [best_rows(index) for index in inner[inside]]
-        row = rows.get(inside, [])
-        alone = (gain_bytes(row) if row else 0), row
+    def best_sequences(inside: int) -> tuple[int, list[int]]:
+        """The most that sequences inside of a call gain together, and their calls."""
+        parts = [best_sequences(index) for index in calls_inside[inside]]
+        sequence = sequences.get(inside, [])
+        alone = (gain_bytes(sequence) if sequence else 0), sequence
         finer = sum(gain for gain, _ in parts), [index for _, part in parts for index in part]
         return max(alone, finer, key=lambda each: each[0])
 
-    best = max(rows.values(), key=gain_bytes, default=[])
-    found = [best, best_rows(-1)[1]] if best and gain_bytes(best) else []
+    best = max(sequences.values(), key=gain_bytes, default=[])
+    found = [best, best_sequences(-1)[1]] if best and gain_bytes(best) else []
     paths = (tuple(calls[index].path for index in each) for each in found)
     return tuple(dict.fromkeys(paths))
 
@@ -139,22 +142,22 @@ def _calls_in(model: nn.Module, step: Callable[[], torch.Tensor]) -> list[_Call]
     """The calls of submodules in a step, in order, with the bytes saved for backward in each."""
     paths = {module: path for path, module in model.named_modules() if path}
     calls: list[_Call] = []
-    running = [-1]
+    open_calls = [-1]
     # storages by address; holding them keeps addresses from being reused
-    seen = {storage._cdata: storage for storage in _state_storages(model)}
+    known_storages = {storage._cdata: storage for storage in _state_storages(model)}
 
     def enter(module: nn.Module, _args: Any) -> None:
-        running.append(len(calls))
-        calls.append(_Call(paths[module], running[-2]))
+        open_calls.append(len(calls))
+        calls.append(_Call(paths[module], open_calls[-2]))
 
     def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        running.pop()
+        open_calls.pop()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen[storage._cdata] = storage
-            for index in running[1:]:
+        if storage._cdata not in known_storages:
+            known_storages[storage._cdata] = storage
+            for index in open_calls[1:]:
                 calls[index].saved_bytes += storage.nbytes()
         return tensor.detach()  # the tensor itself may hold the node that saves it: a cycle
 
@@ -238,9 +241,9 @@ class _Watch:
         self._resident |= {tensor.untyped_storage()._cdata for tensor in resident}
         self._arguments: list[tuple[ObservedPart, torch.Tensor, int]] = []
         self._marks: list[tuple[str, float]] = []
-        self._direct: list[weakref.ref[torch.Tensor]] = []  # outputs of the last submodule
-        self._now = 0  # index of the running part
-        self._cards = {p.device for p in model.parameters() if p.is_cuda}
+        self._last_outputs: list[weakref.ref[torch.Tensor]] = []  # outputs of the last submodule
+        self._running_part = 0  # index of the running part
+        self._cuda_devices = {p.device for p in model.parameters() if p.is_cuda}
         self.cuda_peaks: CudaPeaks | None = None
 
     @contextlib.contextmanager
@@ -249,7 +252,7 @@ class _Watch:
 
         saving: whether to record what parts allocate, read and save.
         """
-        self._now = 0
+        self._running_part = 0
         self._marks = []
         try:
             with contextlib.ExitStack() as stack:
@@ -274,23 +277,23 @@ class _Watch:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             for tensor in nested.tensors((args, kwargs)):
                 if saving:
-                    self._add(part.read, tensor, maker=outside)
+                    self._record_storage(part.read, tensor, made_by=outside)
                     self._arguments.append((part, tensor.detach(), tensor._version))
                 # for an output that comes directly from a submodule, `after` has added a hook
-                is_direct = any(tensor is output() for output in self._direct)
+                is_direct = any(tensor is output() for output in self._last_outputs)
                 if tensor.requires_grad and not is_direct:
                     tensor.register_hook(lambda _gradient: self.mark(f"backward {index - 1}"))
-            self._now = index
+            self._running_part = index
             self.mark(f"forward {index}")
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._direct = [weakref.ref(tensor) for tensor in nested.tensors(output)]
+            self._last_outputs = [weakref.ref(tensor) for tensor in nested.tensors(output)]
             for tensor in nested.tensors(output):
                 if saving:
-                    self._add(following.read, tensor, maker=part)
+                    self._record_storage(following.read, tensor, made_by=part)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _gradient: self.mark(f"backward {index}"))
-            self._now = index + 1
+            self._running_part = index + 1
             self.mark(f"forward {index + 1}")
 
         return before, after
@@ -300,7 +303,7 @@ class _Watch:
         if self.cuda_peaks is not None:
             self.cuda_peaks.begin(name)
         else:
-            for card in self._cards:  # otherwise the host's time would be measured
+            for card in self._cuda_devices:  # otherwise the host's time would be measured
                 torch.cuda.synchronize(card)
         self._marks.append((name, time.perf_counter()))
         begin_part(name)
@@ -312,12 +315,17 @@ class _Watch:
         return spent
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        part = self.parts[self._now]
-        self._add(part.saved, tensor, maker=part)
+        part = self.parts[self._running_part]
+        self._record_storage(part.saved, tensor, made_by=part)
         return tensor.detach()  # as in `_calls_in`
 
-    def _add(self, to: list[int], tensor: torch.Tensor, *, maker: ObservedPart) -> None:
-        """Add the number of a tensor's storage to a list. maker: the part that made it, if new."""
+    def _record_storage(
+        self, numbers: list[int], tensor: torch.Tensor, *, made_by: ObservedPart
+    ) -> None:
+        """Add the number of a tensor's storage to a list.
+
+        made_by: the part that made the storage, if it is new.
+        """
         storage = tensor.untyped_storage()
         if storage._cdata in self._resident:
             return
@@ -325,7 +333,7 @@ class _Watch:
             number = len(self.storage_bytes)
             self._numbers[storage._cdata] = number, storage
             self.storage_bytes.append(storage.nbytes())
-            maker.made.append(number)
+            made_by.made.append(number)
         number, _ = self._numbers[storage._cdata]
-        if number not in to:
-            to.append(number)
+        if number not in numbers:
+            numbers.append(number)

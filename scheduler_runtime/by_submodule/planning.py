@@ -1,21 +1,24 @@
-"""Plans for models that cannot be captured as one graph: by submodules, measured in eager mode.
+"""Plan models that cannot be captured as one graph, by whole submodules measured in eager mode.
 
     solution = plan_chain(model, batch, budget="8GB")
     apply(model, solution)      # stock checkpointing of the chosen submodules
     remove(model)
 
-Data-dependent control flow, custom autograd functions, hooks: what the tracer refuses still runs,
-and can be observed (`scheduler_runtime.by_submodule.observe`). The row of submodules that saves the
-most for backward, or several rows, become a coarse Graph, one forward and one backward node for
-each of them and for what runs in between, with times and bytes as measured. It is solved and
-simulated like any other graph. What runs is the faster of two plans: checkpoints of single
-submodules (`solver.module_checkpointing.search`), or, where the sequence is the children of an
-nn.Sequential, of neighbours together and nested (`solver.module_checkpointing.nested`).
+The tracer refuses data-dependent control flow, custom autograd functions and hooks, for example.
+Such a model still runs, so it can be observed (`scheduler_runtime.by_submodule.observe`). The
+sequence of submodules that saves the most for backward, or several sequences, become a coarse
+Graph. It has one forward and one backward node for each submodule, and for the operators that run
+between two of them, with measured times and bytes. It is solved and simulated like any other graph.
+The faster of two plans is taken: checkpoints of single submodules
+(`solver.module_checkpointing.search`), or, if the submodules are the children of an nn.Sequential,
+checkpoints of several neighbours together, which may be nested
+(`solver.module_checkpointing.nested`).
 
-Coarser than a traced plan: a submodule is kept or recomputed as a whole, what runs outside of them
-is left alone, and the lower bound holds for this coarse graph only. After planning, one step runs
-with the plan in place; where it took more than predicted, the difference is counted as resident and
-the step is planned again, so that the reported peak was measured (on the CPU).
+This is coarser than a traced plan: a submodule is kept or recomputed as a whole, operators outside
+of the submodules are not planned, and the lower bound holds for the coarse graph only. After
+planning, one step runs with the plan. If it takes more memory than predicted, the difference is
+counted as resident and the step is planned again, so the reported peak is one that was measured
+(on the CPU).
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ from graphs.rewrites import Variants
 from graphs.training_step import GivenOptimizer, optimizer_costs, with_optimizer
 from scheduler_runtime.by_submodule.coarse_graph import coarse_graph, find_loop
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
-from scheduler_runtime.by_submodule.observe import Observed, find_rows, observe
-from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put
-from scheduler_runtime.execute import nothing_watches
+from scheduler_runtime.by_submodule.observe import Observed, find_sequences, observe
+from scheduler_runtime.by_submodule.solution import SubmoduleSolution, put_checkpoints
+from scheduler_runtime.execute import no_watching_modes
 from scheduler_runtime.surroundings import budget_for
 from solver.module_checkpointing import (
     ModuleTree,
@@ -66,11 +69,11 @@ from solver.sizes_deadlines_progress import (
 from solver.solving import answer
 
 N_CORRECTIONS = 4
-"""How often a step that takes more than predicted is planned again."""
+"""How often a step that takes more memory than predicted is planned again."""
 
 
 class FallbackError(ValueError):
-    """The model cannot be planned by submodules either; says why."""
+    """The model cannot be planned by submodules either; the message says why."""
 
 
 @names_checked
@@ -85,15 +88,19 @@ def plan_chain(
     reserve: int | float | str | None = None,
     time_limit_s: float = 30.0,
 ) -> SubmoduleSolution:
-    """Observe a few real training steps of the model and plan its submodules; changes nothing.
+    """Observe a few real training steps of the model and plan its submodules.
+
+    The model is left as it was: buffers, gradients and random state are restored. Each observed
+    step starts with all gradients None.
 
     budget: bytes of the device for the whole step.
-    reserve: the part of them that the step may not use (default: CUDA_RESERVE_BYTES on a CUDA
+    reserve: the part of the budget that the step may not use (default: CUDA_RESERVE_BYTES on a CUDA
         device, else 0).
-    loss, inputs, optimizer: as in `graphs.trace.trace`. Gradients are None at the start of each
-        step, and as before afterwards.
+    loss, inputs, optimizer: as in `graphs.trace.trace`.
+    time_limit_s: of the search for a plan.
 
-    Raises FallbackError where no submodules run in sequence, or no loss is found.
+    Raises FallbackError if the model is neither on the CPU nor on CUDA, no submodules run in
+    sequence, no loss is found, or the memory of its step differs from step to step.
     """
     device = device_of(model)
     if device.type not in ("cpu", "cuda"):
@@ -103,32 +110,35 @@ def plan_chain(
     budget_bytes, reserve_bytes = budget_for(model, budget, reserve)
     started_s = now_s()
     request = Request(budget_bytes, reserve_bytes, time_limit_s=time_limit_s)
-    with telling(f"measuring steps of {type(model).__name__}..."), nothing_watches():
+    with telling(f"measuring steps of {type(model).__name__}..."), no_watching_modes():
         try:
             step = ObservedStep(model, batch, loss=loss, inputs=inputs)
-            rows = find_rows(model, step.forward)
-            if not rows:
+            sequences = find_sequences(model, step.forward)
+            if not sequences:
                 raise FallbackError(
                     f"{type(model).__name__} has no two submodules that the same module calls once "
                     "each in a step, so there is nothing to checkpoint; split it into submodules, "
                     "or make it traceable"
                 )
             resident = nested.tensors(batch)
-            seen = [
+            observations = [
                 observe(model, step.forward, blocks, resident=resident, release=step.release)
-                for blocks in rows
+                for blocks in sequences
             ]
         except TraceError as error:
             raise FallbackError(str(error)) from error
         changed_buffers = step.changed_buffers()
-        figures = None
+        optimizer_figures = None
         if optimizer is not None:
             costs = Roofline(named("cpu"))
-            figures = optimizer_costs(optimizer, model, device=device, costs=costs)
-        # of several rows the first alone, of which a loop can be planned together, or all
+            optimizer_figures = optimizer_costs(optimizer, model, device=device, costs=costs)
+        # The candidates are the best sequence alone, whose members can be checkpointed together in
+        # an nn.Sequential, and several sequences; the better plan is taken.
         plans = (
-            _planned_blocks(model, step, find_loop(model, each), changed_buffers, figures, request)
-            for each in seen
+            _plan_blocks(
+                model, step, find_loop(model, observed), changed_buffers, optimizer_figures, request
+            )
+            for observed in observations
         )
         found = min(plans, key=_rank)
     tell(plan_line(found, how="planned by submodules", took_s=now_s() - started_s))
@@ -136,40 +146,48 @@ def plan_chain(
 
 
 def _rank(solution: SubmoduleSolution) -> tuple[bool, float]:
-    """Plans first, by overhead; where nothing fits, by the least budget."""
+    """Sort key: plans by overhead, then those where nothing fits, by the smallest peak reached."""
     if solution.simulation is None:
         assert solution.obstacle is not None
         return True, float(solution.obstacle.reached_bytes)
     return False, solution.simulation.time_s / (solution.baseline.time_s or 1.0)
 
 
-def _planned_blocks(
+def _plan_blocks(
     model: nn.Module,
     step: ObservedStep,
     observed: Observed,
     changed_buffers: tuple[str, ...],
-    figures: dict[str, Any] | None,
+    optimizer_figures: dict[str, Any] | None,
     request: Request,
 ) -> SubmoduleSolution:
-    """The plan of these submodules, measured."""
+    """Plan these submodules, and correct the plan until its measured peak is within the predicted.
+
+    optimizer_figures: the costs of the optimizer's step (None: no optimizer).
+
+    Raises FallbackError if that takes more than N_CORRECTIONS corrections.
+    """
     unseen_bytes, excess_bytes = _unseen_bytes(step, observed), 0
-    plain = with_optimizer(coarse_graph(step, observed, unseen_bytes=unseen_bytes), figures)
+    plain = with_optimizer(
+        coarse_graph(step, observed, unseen_bytes=unseen_bytes), optimizer_figures
+    )
     plan: RegionPlan | None = None
     for _ in range(1 + N_CORRECTIONS):
         graph = coarse_graph(step, observed, unseen_bytes=unseen_bytes)
-        graph = with_optimizer(graph, figures)
-        # What a plan took beyond its prediction is no part of the plain step.
+        graph = with_optimizer(graph, optimizer_figures)
+        # `plain` does not count what a plan took beyond its prediction, as the baseline does not
+        # take it.
         with telling(f"planning {type(model).__name__}..."):
             solution = answer(Variants(plain, (graph,)), request)
         if plan is not None:  # measured already; the graph now counts what it took
             plan = plan_regions(graph, plan.regions, in_loop=plan.in_loop)
             if plan.peak_bytes <= solution.request.available_bytes:
-                return _planned(solution, observed, plan, changed_buffers)
-        plan, least_bytes = _choose(solution, observed)
+                return _solution_with(solution, observed, plan, changed_buffers)
+        plan, least_bytes = _fastest_that_fits(solution, observed)
         if plan is None:
             return _nothing_fits(solution, observed, least_bytes)
-        found = _planned(solution, observed, plan, changed_buffers)
-        measured_bytes = step.peak_bytes(functools.partial(put, model, found))
+        found = _solution_with(solution, observed, plan, changed_buffers)
+        measured_bytes = step.peak_bytes(functools.partial(put_checkpoints, model, found))
         excess_bytes = measured_bytes - _peak_in_step(found)
         if excess_bytes <= 0:
             return found
@@ -181,21 +199,24 @@ def _planned_blocks(
 
 
 def _unseen_bytes(step: ObservedStep, observed: Observed) -> int:
-    """What the plain step takes beyond its prediction."""
+    """How many bytes the step without a plan takes beyond its predicted peak."""
     graph = coarse_graph(step, observed, unseen_bytes=0)
     predicted_bytes = simulate(graph, baseline(graph)).peak_bytes
     return max(0, step.peak_bytes(lambda: None) - predicted_bytes)
 
 
-def _choose(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, int]:
-    """The fastest plan that fits, and the smallest peak that was found."""
+def _fastest_that_fits(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, int]:
+    """The fastest checkpoints that fit (None: none do), and the smallest peak found, in bytes.
+
+    solution: the solved coarse graph; its schedule may recompute in ways that checkpoints cannot.
+    """
     found: list[RegionPlan] = []
     least_bytes = solution.baseline.peak_bytes
     if solution.obstacle is not None:
         least_bytes = solution.obstacle.reached_bytes
     if solution.schedule is not None:
-        alone = tuple(p.path for p in observed.parts if p.path and not p.overwritten)
-        tree = ModuleTree(blocks=alone, parts=dict.fromkeys(alone, ()))
+        paths = tuple(p.path for p in observed.parts if p.path and not p.overwritten)
+        tree = ModuleTree(blocks=paths, parts=dict.fromkeys(paths, ()))
         try:
             plan = by_module(
                 solution, tree, may_save=lambda _region: frozenset(), extra_bytes=lambda _region: 0
@@ -212,7 +233,7 @@ def _choose(solution: Solution, observed: Observed) -> tuple[RegionPlan | None, 
     return min(found, key=lambda plan: plan.rank, default=None), least_bytes
 
 
-def _planned(
+def _solution_with(
     solution: Solution, observed: Observed, plan: RegionPlan, changed_buffers: tuple[str, ...]
 ) -> SubmoduleSolution:
     slower_s = plan.simulation.time_s - solution.lower_bound_s
@@ -226,13 +247,16 @@ def _planned(
         checkpointed=tuple(path for region in plan.regions for path in region.modules),
         segments=plan.regions if plan.in_loop else (),
         container=observed.container,
-        left_alone=_left_alone(observed),
+        left_alone=_notes_on_unplanned(observed),
         changed_buffers=changed_buffers,
     )
 
 
 def _nothing_fits(solution: Solution, observed: Observed, least_bytes: int) -> SubmoduleSolution:
-    """Its obstacle has the smallest peak of a plan by submodules as the reached one."""
+    """A solution without a schedule; its obstacle tells the smallest peak that checkpoints reach.
+
+    least_bytes: that peak.
+    """
     obstacle = solution.obstacle or Obstacle(0, 0, None, "", ())
     return SubmoduleSolution.of(
         solution,
@@ -247,14 +271,17 @@ def _nothing_fits(solution: Solution, observed: Observed, least_bytes: int) -> S
         ),
         blocks=observed.blocks,
         left_alone=(
-            *_left_alone(observed),
+            *_notes_on_unplanned(observed),
             f"the smallest peak found is {format_size(least_bytes)}",
         ),
     )
 
 
 def _peak_in_step(solution: Solution) -> int:
-    """The peak of forward and backward pass, without optimizer state, which is not measured."""
+    """The predicted peak of forward and backward pass, without the optimizer's state and step.
+
+    That is what `ObservedStep` measures.
+    """
     assert solution.schedule is not None
     assert solution.simulation is not None
     state_bytes = sum(t.size_bytes for t in solution.graph.tensors if t.kind == "optimizer_state")
@@ -262,7 +289,7 @@ def _peak_in_step(solution: Solution) -> int:
     return max(n for op, n in live_bytes if op != Compute("optimizer_step")) - state_bytes
 
 
-def _left_alone(observed: Observed) -> tuple[str, ...]:
+def _notes_on_unplanned(observed: Observed) -> tuple[str, ...]:
     outside_s = sum(part.forward_s for part in observed.parts if not part.path)
     total_s = sum(part.forward_s for part in observed.parts) or 1.0
     notes = [f"{100 * outside_s / total_s:.0f} % of the forward pass runs outside of them"]

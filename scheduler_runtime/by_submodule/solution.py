@@ -72,7 +72,7 @@ def _lines(regions: Sequence[CheckpointRegion]) -> Iterator[str]:
         yield from (f"  {line}" for line in _lines(region.inner))
 
 
-def put(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
+def put_checkpoints(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
     """Checkpoint the planned submodules of the model; `scheduler_runtime.remove` undoes it.
 
     Raises ValueError for a plan without a schedule, and for another model than planned.

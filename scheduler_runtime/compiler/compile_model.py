@@ -212,13 +212,15 @@ class CompiledForward(PlannedForward):
         return self._model.training or not self._covers_training
 
     def program_for(self, call: Call) -> _CompiledStep:
-        return self._compiled(call, loss=None)
+        return self._compile_until_it_fits(call, loss=None)
 
     def prepare(self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None) -> None:
         """Compile now for later calls of the same kind as this one."""
-        self._programs.add(self.kind(call), self._compiled(call, loss=loss))
+        self._programs.add(self.kind(call), self._compile_until_it_fits(call, loss=loss))
 
-    def _compiled(self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None) -> _CompiledStep:
+    def _compile_until_it_fits(
+        self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None
+    ) -> _CompiledStep:
         """Compile and measure until the step fits."""
         started_s = now_s()
         model, optimizer, target = self._model, self._optimizer, self._target

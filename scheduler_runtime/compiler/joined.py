@@ -165,24 +165,26 @@ def _separate_storages(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda item: item.meta.get("val"))
-            given = _fakes((args, kwargs))
+            arguments = _fakes((args, kwargs))
             schema = getattr(node.target, "_schema", None)
             returns = () if schema is None or schema.is_mutable else schema.returns
-            if given and any(returned.alias_info is not None for returned in returns):
+            if arguments and any(returned.alias_info is not None for returned in returns):
                 # a view: run it on the fake values, so that it shares its base's storage
-                with given[0].fake_mode:
+                with arguments[0].fake_mode:
                     node.meta["val"] = node.target(*args, **kwargs)
             else:  # a new tensor: its storage must not be that of an unrelated node
-                others = seen - set(map(_storage_id, given))
+                unrelated = seen - set(map(_storage_id, arguments))
 
-                def moved(fake: FakeTensor, others: set[int] = others) -> FakeTensor:
-                    if _storage_id(fake) not in others:
+                def with_own_storage(
+                    fake: FakeTensor, unrelated: set[int] = unrelated
+                ) -> FakeTensor:
+                    if _storage_id(fake) not in unrelated:
                         return fake
                     with fake.fake_mode:
                         return strided_like(fake)  # type: ignore[return-value]
 
                 value = node.meta.get("val")
-                node.meta["val"] = pytree.tree_map_only(FakeTensor, moved, value)
+                node.meta["val"] = pytree.tree_map_only(FakeTensor, with_own_storage, value)
             for part in node.users:
                 if part.target is operator.getitem:
                     part.meta["val"] = node.meta["val"][part.args[1]]

@@ -75,17 +75,17 @@ class CompileLoop:
     def run(self) -> tuple[Attempt, Callable[..., Any]]:
         """The fastest attempt that fits, and its compiled function. Raises BudgetError."""
         planned_bytes: int | None = None
-        least_tried = False
+        has_tried_least = False
         while len(self.attempts) < self._target.max_attempts:
             try:
-                with telling(self._what(planned_bytes)):
+                with telling(self._progress_text(planned_bytes)):
                     attempt, function = self._attempt(planned_bytes)
             except NothingFitsError as error:
                 if self._best is not None:
                     break
-                if error.reached_bytes is None or least_tried:
+                if error.reached_bytes is None or has_tried_least:
                     raise self._nothing_fits() from error
-                planned_bytes, least_tried = error.reached_bytes, True
+                planned_bytes, has_tried_least = error.reached_bytes, True
                 continue
             self.attempts.append(attempt)
             if self._is_final(attempt, function):
@@ -96,7 +96,7 @@ class CompileLoop:
             raise self._nothing_fits()
         return self._best
 
-    def _what(self, planned_bytes: int | None) -> str:
+    def _progress_text(self, planned_bytes: int | None) -> str:
         """A message about the next attempt, which may take minutes."""
         last = self.attempts[-1] if self.attempts else None
         text = f"compiling {self._title}, attempt {len(self.attempts) + 1} of at most "
@@ -113,7 +113,7 @@ class CompileLoop:
     def _attempt(self, planned_bytes: int | None) -> tuple[Attempt, Callable[..., Any]]:
         """Compile for this budget (None: with PyTorch's partition) and measure the step."""
         partitioner = self._target.partitioner(budget_bytes=planned_bytes)
-        function = _compiled(self._forward, backend_of(self._target.backend, partitioner))
+        function = _compile(self._forward, backend_of(self._target.backend, partitioner))
         try:
             measured_bytes: int | None = self._rehearsal.peak_bytes(function)
         except torch._dynamo.exc.Unsupported as error:
@@ -192,16 +192,16 @@ class CompileLoop:
         )
 
 
-def _compiled(forward: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(forward: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile of a new code object, so that its cache has no entries of other attempts."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    own_code = types.FunctionType(
+    fresh_code = types.FunctionType(
         step.__code__.replace(), step.__globals__, "step", None, step.__closure__
     )
-    return torch.compile(own_code, backend=backend, fullgraph=True, dynamic=False)
+    return torch.compile(fresh_code, backend=backend, fullgraph=True, dynamic=False)
 
 
 def format_peak(n_bytes: int | None) -> str:

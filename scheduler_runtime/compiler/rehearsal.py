@@ -18,7 +18,7 @@ from graphs.model_calls import TraceError, device_of, find_loss, nested
 from scheduler_runtime.measuring import (
     absolute_peak_bytes,
     buffers_and_random_state_restored,
-    emptied,
+    free_unreferenced,
     resident_tensors,
 )
 
@@ -72,6 +72,6 @@ class Rehearsal:
         resident = resident_tensors(self.model, (self.args, self.kwargs), self.optimizers)
         with attributes_unchanged(self.model), buffers_and_random_state_restored(self.model):
             self.run(forward)
-            emptied(device)
+            free_unreferenced(device)
             peak_bytes = absolute_peak_bytes(lambda: self.run(forward), device, resident)
         return peak_bytes + self.outside_bytes

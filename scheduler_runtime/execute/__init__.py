@@ -1,34 +1,34 @@
 """Run a schedule: generated code, autograd functions, stock checkpoints, CUDA graphs."""
 
-from scheduler_runtime.execute.autograd import maker_of
+from scheduler_runtime.execute.autograd import program_of_output
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.called_losses import ForwardWithChunkedLoss
 from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.copy_streams import (
+    CopyEvent,
     CopyStreams,
-    Done,
     host_memory,
     storage_bytes,
     streams_for,
 )
 from scheduler_runtime.execute.cuda_graph import CudaGraphError
-from scheduler_runtime.execute.host_values import forget, is_stand_in, stand_in_for
+from scheduler_runtime.execute.host_values import forget_value, is_stand_in, stand_in_for
 from scheduler_runtime.execute.out_of_memory import is_out_of_memory
 from scheduler_runtime.execute.program import Program, build_program
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 from scheduler_runtime.execute.replaced_forward import (
     ReplacedForward,
-    own_forwards,
     restore_forward,
+    without_plans,
 )
 from scheduler_runtime.execute.restart_step import (
-    Again,
-    Arrived,
-    Others,
+    ArrivedGradients,
+    OtherPrograms,
+    ProgramFinder,
+    RestartableStep,
     Shortage,
-    Tighter,
     drop_frames,
-    kept_bytes,
+    restart_copy_bytes,
 )
 from scheduler_runtime.execute.saved_on_host import CallsOnHost, ForwardWithHooks
 from scheduler_runtime.execute.sequential_segments import SegmentedForward, runs_in_a_loop
@@ -37,7 +37,7 @@ from scheduler_runtime.execute.torch_checkpoint import (
     CheckpointedForward,
     ExportedForward,
     SavedCalls,
-    exported_to,
+    exports_in,
     functional_name,
     has_checkpoints,
     names_inside,
@@ -46,6 +46,6 @@ from scheduler_runtime.execute.torch_checkpoint import (
 )
 from scheduler_runtime.execute.unread_results import is_random
 from scheduler_runtime.execute.without_dispatch_modes import (
-    Watching,
-    nothing_watches,
+    WatchingMode,
+    no_watching_modes,
 )

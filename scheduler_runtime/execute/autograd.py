@@ -24,11 +24,11 @@ from torch import fx
 
 from graphs.graph import warn
 from graphs.model_calls import distributed_as, local_part, same_strides
-from scheduler_runtime.execute.before_step import BeforeStep
+from scheduler_runtime.execute.before_step import StateBeforeStep
 from scheduler_runtime.execute.copies import Copies
 from scheduler_runtime.execute.piece import Piece
 from scheduler_runtime.execute.program import Program
-from scheduler_runtime.execute.restart_step import Again, drop_frames, step_device
+from scheduler_runtime.execute.restart_step import RestartableStep, drop_frames, step_device
 from scheduler_runtime.execute.spill_file import DiskError
 from scheduler_runtime.execute.without_dispatch_modes import leave_modes
 
@@ -37,8 +37,8 @@ class Run:
     """One run of a program: its values between forward and backward, and their version counters.
 
     tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
-    again: runs the step again with another program if unplanned gradients arrive or an error can be
-        survived (None: the step raises an error).
+    restartable: runs the step again with another program if unplanned gradients arrive or an error
+        can be survived (None: the step raises an error).
     before: the state before the step, restored if the disk fails (None: the caller restores it).
     """
 
@@ -46,18 +46,18 @@ class Run:
         self,
         program: Program,
         tensors: Mapping[fx.Node, torch.Tensor],
-        again: Again | None,
-        before: BeforeStep | None,
+        restartable: RestartableStep | None,
+        before: StateBeforeStep | None,
     ) -> None:
         self.program = program
-        self.again = again
+        self.restartable = restartable
         self._before = before
         self._leaves = {
             node: tensor
             for node, tensor in tensors.items()
             if before is not None and tensor.requires_grad and tensor.is_leaf
         }
-        self._runs_again = False  # whether another program runs the step now
+        self._is_restarted = False  # whether another program runs the step now
         self.state: dict[fx.Node, Any] = {
             program.sources[node]: local_part(tensor).detach() for node, tensor in tensors.items()
         }
@@ -73,8 +73,8 @@ class Run:
             weakref.finalize(self, self._copies.close).atexit = False
         self.token = torch.empty(0, device=self._device, requires_grad=True)
         self.token_gradient = torch.empty(0, device=self._device)
-        self._started = False
-        self._watched: dict[fx.Node, int] = {}
+        self._has_backward_begun = False
+        self._expected_versions: dict[fx.Node, int] = {}
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Run the forward piece; returns the flat outputs that it computes."""
@@ -82,13 +82,13 @@ class Run:
         # the program contains autocast's casts, and autograd only sees the chain
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             self._run(program.forward)
-        outputs = tuple(state[value] for value in program.made_outputs)
+        outputs = tuple(state[value] for value in program.computed_outputs)
         # Remember the versions of tensors that the backward pass reads and that code outside can
         # change. Compared by storage: a view shares its base's storage and version.
         reachable = {
             state[value].untyped_storage()._cdata for value in program.reachable if value in state
         }
-        self._watched = {
+        self._expected_versions = {
             value: tensor._version
             for value in program.read_backward
             if isinstance(tensor := state.get(value), torch.Tensor)
@@ -119,7 +119,7 @@ class Run:
         tangents: for each output, the value that takes its gradient (None: none is planned).
         gradients: for each output, the gradient that arrives (None: none does).
         """
-        if self._started:
+        if self._has_backward_begun:
             raise RuntimeError(
                 "backward ran a second time through a planned step, whose saved tensors are freed. "
                 "Sum the losses and call backward once, or use the plain model for retain_graph "
@@ -131,21 +131,22 @@ class Run:
                 "planned ones: call loss.backward() after the `with torch.autocast` block, which "
                 "should contain only the forward pass and the loss"
             )
-        self._started = True
+        self._has_backward_begun = True
         if self._before is not None:
             self._before.backward_begins(self._leaves)
         expected = [value is not None for value in tangents]
-        are_others = expected != [each is not None for each in gradients]
-        if self.again is not None and self.again.can_restart:  # else they are copied below
-            are_others |= any(map(self._is_laid_out_otherwise, tangents, gradients))
-        if self.again is not None and are_others:
+        are_unplanned = expected != [each is not None for each in gradients]
+        # gradients with other strides are copied below if the step cannot restart
+        if self.restartable is not None and self.restartable.can_restart:
+            are_unplanned |= any(map(self._has_other_strides, tangents, gradients))
+        if self.restartable is not None and are_unplanned:
             self._release()
-            self._runs_again = True
-            with self._undone_where_disk_fails():
-                self.again.for_gradients(gradients)
+            self._is_restarted = True
+            with self._undone_after_disk_error():
+                self.restartable.restart_for_gradients(gradients)
             return
-        if self.again is not None:
-            self.again.begin_backward(gradients)
+        if self.restartable is not None:
+            self.restartable.begin_backward(gradients)
         for value, gradient in zip(tangents, gradients, strict=True):
             if value is None:
                 if gradient is not None:
@@ -165,7 +166,7 @@ class Run:
             strides = self.program.tangent_strides[value]
             if not same_strides(gradient.shape, gradient.stride(), strides):
                 # the program's views of it were traced with the planned strides
-                if self._is_laid_out_otherwise(value, gradient):
+                if self._has_other_strides(value, gradient):
                     warn(
                         f"the gradient of an output of shape {tuple(gradient.shape)} arrives with "
                         f"strides {gradient.stride()} and is copied to those of the plan, "
@@ -180,7 +181,7 @@ class Run:
                 gradient = copy.copy_(gradient)
             self.state[value] = gradient
 
-    def _is_laid_out_otherwise(self, value: fx.Node | None, gradient: torch.Tensor | None) -> bool:
+    def _has_other_strides(self, value: fx.Node | None, gradient: torch.Tensor | None) -> bool:
         """Whether a gradient has other strides than planned, so that sums over it may differ.
 
         For an expanded gradient, as of a mean, they do not."""
@@ -193,42 +194,44 @@ class Run:
         self, position: int, leaves: tuple[fx.Node, ...]
     ) -> Mapping[fx.Node, torch.Tensor | None]:
         """Run the piece at this position; returns the gradients of its leaves, now complete."""
-        made: Mapping[fx.Node, torch.Tensor | None]
-        with self._undone_where_disk_fails():
-            if self._runs_again:
-                assert self.again is not None
-                made = self.again.gradients(leaves)
+        gradients: Mapping[fx.Node, torch.Tensor | None]
+        with self._undone_after_disk_error():
+            if self._is_restarted:
+                assert self.restartable is not None
+                gradients = self.restartable.gradients(leaves)
             else:
-                made = self._piece_or_again(position, leaves)
+                gradients = self._run_piece_or_restart(position, leaves)
         if self._before is not None:
-            self._before.leave(node for node, each in made.items() if each is not None)
+            self._before.note_delivered(
+                node for node, each in gradients.items() if each is not None
+            )
         if position == len(self.program.backward) - 1:
             self.close()
-        return made
+        return gradients
 
-    def _piece_or_again(
+    def _run_piece_or_restart(
         self, position: int, leaves: tuple[fx.Node, ...]
     ) -> Mapping[fx.Node, torch.Tensor | None]:
         try:
-            made = self.piece(position)
-            if self.again is not None:
-                self.again.deliver(made)
-            return made
+            gradients = self.run_piece(position)
+            if self.restartable is not None:
+                self.restartable.note_delivered(gradients)
+            return gradients
         except Exception as error:
-            if self.again is None or not self.again.survives(error):
+            if self.restartable is None or not self.restartable.survives(error):
                 raise
             failed = error
-        again = self.again
+        restartable = self.restartable
         self._release()
-        self._runs_again = True
-        again.after_backward(failed)
-        return again.gradients(leaves)
+        self._is_restarted = True
+        restartable.restart_after_backward_error(failed)
+        return restartable.gradients(leaves)
 
-    def piece(self, position: int) -> dict[fx.Node, torch.Tensor | None]:
+    def run_piece(self, position: int) -> dict[fx.Node, torch.Tensor | None]:
         """Run one piece of the backward pass; returns the gradients that it completes."""
         piece = self.program.backward[position]
         for value in piece.inputs:
-            version = self._watched.get(value)
+            version = self._expected_versions.get(value)
             if version is not None and self.state[value]._version != version:
                 raise RuntimeError(
                     f"{self._title(value)} was changed in place after the forward pass whose "
@@ -238,10 +241,10 @@ class Run:
                 )
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             self._run(piece)
-        if self._copies is not None and self._adds(piece):
+        if self._copies is not None and self._cannot_undo(piece):
             self._copies.finish_first_writes()
         specs = self.program.gradient_specs
-        made: dict[fx.Node, torch.Tensor | None] = {
+        gradients: dict[fx.Node, torch.Tensor | None] = {
             node: distributed_as(specs[node], self.state[value])
             if node in specs
             else self.state[value]
@@ -249,12 +252,12 @@ class Run:
         }
         for value in piece.handed_out:
             self.state.pop(value, None)
-        return made
+        return gradients
 
-    def _adds(self, piece: Piece) -> bool:
+    def _cannot_undo(self, piece: Piece) -> bool:
         """Whether the piece gives gradients that cannot be undone if the disk fails later."""
         nodes = [node for node, _ in piece.gradients]
-        return bool(nodes) if self._before is None else self._before.adds(nodes)
+        return bool(nodes) if self._before is None else self._before.cannot_undo(nodes)
 
     def _title(self, value: fx.Node) -> str:
         """A name, for messages, of the tensor that the caller has changed; `value` may be a view
@@ -272,13 +275,13 @@ class Run:
     def close(self) -> None:
         """Free everything: nothing more will run."""
         self._release()
-        if self.again is not None:
-            self.again.end()
-        self.again = self._before = None
+        if self.restartable is not None:
+            self.restartable.end()
+        self.restartable = self._before = None
         self._leaves = {}
 
     @contextmanager
-    def _undone_where_disk_fails(self) -> Iterator[None]:
+    def _undone_after_disk_error(self) -> Iterator[None]:
         """In this context, a DiskError restores what can be restored of the state before the
         forward pass."""
         try:
@@ -287,9 +290,9 @@ class Run:
             if self._before is None:
                 raise
             drop_frames(error)
-            told = self._before.undone(error)
+            detailed = self._before.undo_after(error)
             self.close()
-            raise told from error.__cause__
+            raise detailed from error.__cause__
 
     def _release(self) -> None:
         self.state.clear()
@@ -313,8 +316,8 @@ class Outputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.run = run
         outputs = run.forward()
-        reached = dict(run.program.tangents)
-        ctx.tangents = [reached.get(index) for index in range(len(outputs))]
+        planned = dict(run.program.tangents)
+        ctx.tangents = [planned.get(index) for index in range(len(outputs))]
         ctx.mark_non_differentiable(
             *(t for i, t in enumerate(outputs) if i not in run.program.differentiable)
         )
@@ -331,7 +334,7 @@ class Outputs(torch.autograd.Function):
         return None, ctx.run.token_gradient
 
 
-def maker_of(tensor: torch.Tensor) -> Program | None:
+def program_of_output(tensor: torch.Tensor) -> Program | None:
     """The program whose `run_step` has returned this tensor (None: it is not such an output)."""
     is_made = isinstance(tensor.grad_fn, Outputs._backward_cls)
     function: Any = tensor.grad_fn
@@ -359,14 +362,14 @@ class Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _token: torch.Tensor) -> Any:
         run: Run = ctx.run
-        leave_modes(if_over=True)
-        made = run.backward(ctx.position, ctx.leaf_nodes)
+        leave_modes(only_finished=True)
+        gradients = run.backward(ctx.position, ctx.leaf_nodes)
         return (
             None,
             None,
             None,
             None if ctx.position == len(run.program.backward) - 1 else run.token_gradient,
-            *(made.get(node) for node in ctx.leaf_nodes),
+            *(gradients.get(node) for node in ctx.leaf_nodes),
         )
 
 
@@ -374,23 +377,23 @@ def run_step(
     program: Program,
     tensors: Mapping[fx.Node, torch.Tensor],
     *,
-    again: Again | None = None,
-    before: BeforeStep | None = None,
+    restartable: RestartableStep | None = None,
+    before: StateBeforeStep | None = None,
 ) -> tuple[Any, ...]:
-    """Run the forward pass of a program as part of autograd; returns `Program.made_outputs`.
+    """Run the forward pass of a program as part of autograd; returns `Program.computed_outputs`.
 
     tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
-    again, before: as in `Run`.
+    restartable, before: as in `Run`.
     """
-    run = Run(program, tensors, again, before)
+    run = Run(program, tensors, restartable, before)
     token: Any = run.token
-    others = {} if again is None else dict.fromkeys(again.leaves)
+    other_leaves = {} if restartable is None else dict.fromkeys(restartable.leaves)
     for position in range(len(program.backward) - 1, -1, -1):
         nodes = tuple(node for node, _ in program.backward[position].gradients)
         for node in nodes:
-            others.pop(node, None)
+            other_leaves.pop(node, None)
         if position == 0:  # leaves without a planned gradient: another program may give them one
-            nodes += tuple(others)
+            nodes += tuple(other_leaves)
         token = Link.apply(run, position, nodes, token, *(tensors[node] for node in nodes))
     outputs: Any = Outputs.apply(run, token)
     return outputs if isinstance(outputs, tuple) else (outputs,)

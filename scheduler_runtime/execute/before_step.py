@@ -13,7 +13,7 @@ from scheduler_runtime.execute.copy_streams import host_memory
 from scheduler_runtime.execute.spill_file import DiskError
 
 
-class BeforeStep:
+class StateBeforeStep:
     """Copies of everything that a step changes, so that it can be undone or run again.
 
     written: the tensors that the forward pass writes.
@@ -25,85 +25,87 @@ class BeforeStep:
     def __init__(
         self, written: Sequence[torch.Tensor], random: Sequence[RandomSources], *, on_host: bool
     ) -> None:
-        self._values = [(each, _copied(each, on_host=on_host)) for each in written]
+        self._values = [(each, _copy_of(each, on_host=on_host)) for each in written]
         self._random = tuple(random)
         self._states = [each.states() for each in self._random]
         self._versions = self._versions_now()
-        self._has_ended = False
-        self._without_gradient: Mapping[fx.Node, torch.Tensor] = {}
-        self._has_added = False
+        self._has_forward_ended = False
+        self._leaves_without_gradient: Mapping[fx.Node, torch.Tensor] = {}
+        self._cannot_undo_all = False
 
     @property
     def values(self) -> list[torch.Tensor]:
         """Copies of the tensors."""
         return [copy for _, copy in self._values]
 
-    def now(self) -> BeforeStep:
+    def snapshot(self) -> StateBeforeStep:
         """A new copy of the same tensors and generators, as they are now."""
-        return BeforeStep([each for each, _ in self._values], self._random, on_host=False)
+        return StateBeforeStep([each for each, _ in self._values], self._random, on_host=False)
 
     def forward_ended(self) -> None:
         """Note that the forward pass has ended, and the versions of what it has written."""
-        self._versions, self._has_ended = self._versions_now(), True
+        self._versions, self._has_forward_ended = self._versions_now(), True
 
     def backward_begins(self, leaves: Mapping[fx.Node, torch.Tensor]) -> None:
         """Note which leaves have no gradient yet.
 
         leaves: parameters and inputs of the step whose gradients are accumulated in `.grad`."""
-        self._without_gradient = {node: each for node, each in leaves.items() if each.grad is None}
+        self._leaves_without_gradient = {
+            node: each for node, each in leaves.items() if each.grad is None
+        }
 
-    def adds(self, nodes: Iterable[fx.Node]) -> bool:
+    def cannot_undo(self, nodes: Iterable[fx.Node]) -> bool:
         """Whether gradients for any of these nodes cannot be undone: they are added to existing
         ones, or go on to the operator that has made the tensor."""
-        return any(node not in self._without_gradient for node in nodes)
+        return any(node not in self._leaves_without_gradient for node in nodes)
 
-    def leave(self, nodes: Iterable[fx.Node]) -> None:
+    def note_delivered(self, nodes: Iterable[fx.Node]) -> None:
         """Note that the gradients of these nodes have left the step."""
-        self._has_added |= self.adds(nodes)
+        self._cannot_undo_all |= self.cannot_undo(nodes)
 
     @property
-    def is_last(self) -> bool:
+    def is_last_writer(self) -> bool:
         """Whether nothing has written the tensors since the forward pass."""
-        return not self._has_ended or self._versions == self._versions_now()
+        return not self._has_forward_ended or self._versions == self._versions_now()
 
-    def put_back_tensors(self) -> None:
+    def restore_tensors(self) -> None:
         with torch.no_grad():
             for tensor, copy in self._values:
                 local_part(tensor).copy_(copy)
 
-    def put_back_random(self) -> None:
+    def restore_random(self) -> None:
         for each, states in zip(self._random, self._states, strict=True):
             each.set_states(states)
 
-    def put_back(self) -> None:
-        self.put_back_tensors()
-        self.put_back_random()
+    def restore(self) -> None:
+        self.restore_tensors()
+        self.restore_random()
 
-    def undone(self, error: DiskError) -> DiskError:
+    def undo_after(self, error: DiskError) -> DiskError:
         """Undo the step as far as possible; returns the error with what could be undone."""
-        for leaf in self._without_gradient.values():
+        for leaf in self._leaves_without_gradient.values():
             leaf.grad = None
         gradients = "No gradient of this forward pass has been added"
-        if self._has_added:
+        if self._cannot_undo_all:
             gradients = (
                 "Gradients of this forward pass have been added to earlier ones in part: set all "
                 "to None before the next step"
             )
         state = "as before that pass"
-        if self.is_last:
-            self.put_back()
+        if self.is_last_writer:
+            self.restore()
         else:
             state = "not as before that pass: another one has written buffers since"
-        told = DiskError(f"{error}. {gradients}. Buffers and random state are {state}")
+        detailed = DiskError(f"{error}. {gradients}. Buffers and random state are {state}")
         for note in getattr(error, "__notes__", ()):
-            told.add_note(note)
-        return told
+            detailed.add_note(note)
+        return detailed
 
     def _versions_now(self) -> list[int]:
         return [tensor._version for tensor, _ in self._values]
 
 
-def _copied(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
+def _copy_of(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
     values = local_part(tensor).detach()
     # the host memory is pinned, so the host need not wait for the device
     return host_memory(values).copy_(values, non_blocking=True) if on_host else values.clone()

@@ -13,12 +13,12 @@ from graphs.model_calls import Call, nested
 from graphs.trace import CapturedStep
 from graphs.training_step import accumulation
 from scheduler_runtime.execute.autograd import Run, run_step
-from scheduler_runtime.execute.before_step import BeforeStep
+from scheduler_runtime.execute.before_step import StateBeforeStep
 from scheduler_runtime.execute.program import Program
 from scheduler_runtime.execute.restart_step import (
-    Again,
-    Others,
+    OtherPrograms,
     Place,
+    RestartableStep,
     Shortage,
     can_run_again,
     drop_frames,
@@ -34,16 +34,18 @@ class BoundProgram:
     captured: the traced program, without rewrites.
     has_checks: whether the program checks values that it computes.
     shares_outputs: whether outputs that get gradients are views of the same memory.
-    reached: places of the leaves that the program makes gradients for.
+    gradient_places: places of the leaves that the program makes gradients for.
     """
 
     def __init__(
-        self, step: CapturedStep, program: Program, *, others: Others | None = None
+        self, step: CapturedStep, program: Program, *, others: OtherPrograms | None = None
     ) -> None:
         self.program = program
         self.captured = step.original
-        may = others is not None and (others.survive_errors or can_run_again(step.captured))
-        self._others = others if may else None
+        may_restart = others is not None and (
+            others.may_survive_errors or can_run_again(step.captured)
+        )
+        self._others = others if may_restart else None
         self._written = tuple(step.captured.mutations)
         self._positions = tuple(
             at
@@ -64,7 +66,7 @@ class BoundProgram:
                 self._places[node] = tuple(source.name.split("."))
             elif source.kind == "input":
                 self._places[node] = source.index
-        self.reached = frozenset(
+        self.gradient_places = frozenset(
             self._places[node] for piece in program.backward for node, _ in piece.gradients
         )
         calls = step.layout.calls
@@ -77,7 +79,7 @@ class BoundProgram:
     @property
     def gradient_outputs(self) -> tuple[int, ...]:
         """Positions, among the flat outputs, of those that a gradient is planned for."""
-        planned = {self.program.made_outputs[index] for index, _ in self.program.tangents}
+        planned = {self.program.computed_outputs[index] for index, _ in self.program.tangents}
         outputs = enumerate(self.program.outputs)
         return tuple(at for at, item in outputs if isinstance(item, fx.Node) and item in planned)
 
@@ -132,12 +134,12 @@ class BoundProgram:
         }
         for filled in self._filled:
             filled.set_on(model)
-        others, again, before = self._others, None, None
+        others, restartable, before = self._others, None, None
         try:
-            before = self._before(tensors)
+            before = self._state_before(tensors)
             if others is not None:
                 assert before is not None
-                again = Again(
+                restartable = RestartableStep(
                     others,
                     call,
                     self,
@@ -149,89 +151,89 @@ class BoundProgram:
                     draws_backward=self._draws_backward,
                     accumulates=self._accumulates,
                 )
-            outputs = run_step(self.program, tensors, again=again, before=before)
+            outputs = run_step(self.program, tensors, restartable=restartable, before=before)
             return self._output(outputs, tensors)
         except CheckError:
             assert before is not None
-            before.put_back_random()
+            before.restore_random()
             raise
         except Exception as error:
             if others is None or not others.survives(error):
-                _raise_undone(error, before)
+                _undo_and_raise(error, before)
                 raise
             failed = error
-        if again is not None:
-            again.back_to_start(failed)
+        if restartable is not None:
+            restartable.restore_after_error(failed)
         try:
-            other = others.instead_of(self, Shortage(failed, "forward pass"))
+            other = others.find_instead_of(self, Shortage(failed, "forward pass"))
         except DiskError as error:
-            _raise_undone(error, before)
+            _undo_and_raise(error, before)
             raise
         assert isinstance(other, BoundProgram)
         return other.run(model, call)
 
-    def _before(self, tensors: Mapping[fx.Node, torch.Tensor]) -> BeforeStep | None:
+    def _state_before(self, tensors: Mapping[fx.Node, torch.Tensor]) -> StateBeforeStep | None:
         """The state before the step, if it may have to be restored (None: it never is)."""
         spills = self.program.spills
-        puts_back_all = spills or self._others is not None
-        if not (puts_back_all or self.has_checks):
+        restores_all = spills or self._others is not None
+        if not (restores_all or self.has_checks):
             return None
-        written = [tensors[node] for node in self._written] if puts_back_all else []
+        written = [tensors[node] for node in self._written] if restores_all else []
         random = [RandomSources(step_device(tensors.values()), ()), *self._opaque]
-        return BeforeStep(written, random, on_host=spills)
+        return StateBeforeStep(written, random, on_host=spills)
 
-    def again(
-        self, tensors: Mapping[Place, torch.Tensor], arrived: Mapping[int, torch.Tensor]
-    ) -> UnderwayRun:
+    def rerun(
+        self, tensors: Mapping[Place, torch.Tensor], output_gradients: Mapping[int, torch.Tensor]
+    ) -> RestartedRun:
         """Run the forward pass again, up to where the gradients of the outputs arrive.
 
-        arrived: position among the flat outputs -> its gradient.
+        output_gradients: position among the flat outputs -> its gradient.
         """
         run = Run(
             self.program, {node: tensors[at] for node, at in self._places.items()}, None, None
         )
         try:
             run.forward()
-            gradients = [arrived.get(position) for position in self._positions]
+            gradients = [output_gradients.get(position) for position in self._positions]
             planned = dict(self.program.tangents)
             run.start_backward([planned.get(index) for index in range(len(gradients))], gradients)
         except BaseException:
             run.close()
             raise
-        return UnderwayRun(run, self._places)
+        return RestartedRun(run, self._places)
 
     def _output(self, outputs: tuple[Any, ...], tensors: Mapping[fx.Node, torch.Tensor]) -> Any:
         """Put the output of forward together. outputs: the tensors that the program computes."""
-        made = iter(outputs)
+        computed = iter(outputs)
         flat = list(self.program.outputs)  # plain constants stay as they are
         for index, item in enumerate(flat):
             if isinstance(item, fx.Node):  # an input that is returned, or a computed tensor
-                flat[index] = tensors[item] if item in tensors else next(made)
+                flat[index] = tensors[item] if item in tensors else next(computed)
         returned = flat[: self._output_spec.num_leaves]  # the rest are results of checks
         return nested.unflatten(nested.with_repeats_restored(returned), self._output_spec)
 
 
-class UnderwayRun:
+class RestartedRun:
     """A step that runs again, after its forward pass: runs the backward pass piece by piece."""
 
     def __init__(self, run: Run, places: Mapping[fx.Node, Place]) -> None:
         self._run, self._places = run, places
 
-    def piece(self, position: int) -> dict[Place, torch.Tensor | None]:
+    def run_piece(self, position: int) -> dict[Place, torch.Tensor | None]:
         """Run one piece of the backward pass; returns the gradients that it completes."""
-        return {self._places[node]: each for node, each in self._run.piece(position).items()}
+        return {self._places[node]: each for node, each in self._run.run_piece(position).items()}
 
     def close(self) -> None:
         """Free what is saved for backward."""
         self._run.close()
 
 
-def _raise_undone(error: Exception, before: BeforeStep | None) -> None:
+def _undo_and_raise(error: Exception, before: StateBeforeStep | None) -> None:
     """After an error of the disk, undo the step as far as possible, and raise an error that says
     what could be undone. Does nothing for other errors."""
     if before is not None and isinstance(error, DiskError):
         drop_frames(error)
-        raise before.undone(error) from error.__cause__
+        raise before.undo_after(error) from error.__cause__
 
 
 def _tensor_at(model: nn.Module, path: tuple[str, ...]) -> torch.Tensor:
@@ -239,6 +241,6 @@ def _tensor_at(model: nn.Module, path: tuple[str, ...]) -> torch.Tensor:
     module: Any = model
     for name in path[:-1]:
         module = module._modules[name]
-    held = module._parameters if path[-1] in module._parameters else module._buffers
-    tensor: torch.Tensor = held[path[-1]]
+    tensors = module._parameters if path[-1] in module._parameters else module._buffers
+    tensor: torch.Tensor = tensors[path[-1]]
     return tensor

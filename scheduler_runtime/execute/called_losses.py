@@ -42,7 +42,7 @@ class ChunkedCall:
     computed_in: str
     module: str = ""
 
-    def takes(self, loss: CalledLoss) -> bool:
+    def may_replace(self, loss: CalledLoss) -> bool:
         """Whether this loss is of the planned kind, with any number of rows, and may be replaced.
 
         What is saved for backward is overwritten, so only one backward pass may read it: there must
@@ -94,7 +94,7 @@ class ForwardWithChunkedLoss(ExportedForward):
         self, number: int, loss: CalledLoss, compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         call = self.calls.get(number)
-        if call is None or not call.takes(loss):
+        if call is None or not call.may_replace(loss):
             return compute()
         check_bits(call, loss.logits.device, torch.get_num_threads())
         return in_chunks(loss, call, chunk_rows=rows_per_chunk(*loss.logits.shape))
@@ -102,7 +102,7 @@ class ForwardWithChunkedLoss(ExportedForward):
 
 def in_chunks(loss: CalledLoss, call: ChunkedCall, *, chunk_rows: int) -> torch.Tensor:
     """The loss in row chunks, bitwise identical to `F.cross_entropy`; differentiable once."""
-    form = _Form(
+    options = _LossOptions(
         _REDUCTIONS[loss.reduction],
         loss.ignore_index,
         call.keeps,
@@ -110,17 +110,17 @@ def in_chunks(loss: CalledLoss, call: ChunkedCall, *, chunk_rows: int) -> torch.
         getattr(torch, call.computed_in),
         chunk_rows,
     )
-    value: torch.Tensor = _InChunks.apply(loss.logits, loss.target, form)
+    value: torch.Tensor = _InChunks.apply(loss.logits, loss.target, options)
     return value
 
 
 @dataclass(frozen=True)
-class _Form:
+class _LossOptions:
     """How to compute a loss. reduction: PyTorch's number for it. Else as in `ChunkedCall`."""
 
     reduction: int
     ignored: int
-    keeps: bool
+    saves_log_softmax: bool
     dtype: torch.dtype
     computed_in: torch.dtype
     chunk_rows: int
@@ -133,37 +133,39 @@ class _Form:
         """Log-softmax of all rows; logits are cast one chunk at a time."""
         if self.dtype == self.computed_in:
             return _log_softmax(logits)
-        whole = torch.empty_like(logits, dtype=self.computed_in)
+        log_p = torch.empty_like(logits, dtype=self.computed_in)
         for rows in self.chunks(len(logits)):
-            aten._log_softmax.out(logits[rows].to(self.computed_in), 1, False, out=whole[rows])
-        return whole
+            aten._log_softmax.out(logits[rows].to(self.computed_in), 1, False, out=log_p[rows])
+        return log_p
 
     def log_softmax_of_chunk(self, logits: torch.Tensor) -> torch.Tensor:
         if self.dtype == self.computed_in:
             return _log_softmax(logits)
-        made = logits.to(self.computed_in)
-        aten._log_softmax.out(made, 1, False, out=made)
-        return made
+        log_p = logits.to(self.computed_in)
+        aten._log_softmax.out(log_p, 1, False, out=log_p)
+        return log_p
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = aten._log_softmax.default(logits, 1, False)
-    return made
+    log_p: torch.Tensor = aten._log_softmax.default(logits, 1, False)
+    return log_p
 
 
 class _InChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, form: _Form) -> torch.Tensor:
-        ctx.form = form
-        if form.keeps:
-            kept = form.log_softmax(logits)
-            given = kept, target, None, form.reduction, form.ignored
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: _LossOptions
+    ) -> torch.Tensor:
+        ctx.options = options
+        if options.saves_log_softmax:
+            saved = options.log_softmax(logits)
+            given = saved, target, None, options.reduction, options.ignored
         else:
-            kept = logits
-            given = *_column(logits, target, form), None, form.reduction, _IGNORED
+            saved = logits
+            given = *_target_log_probs(logits, target, options), None, options.reduction, _IGNORED
         loss: torch.Tensor
         loss, n_counted = aten.nll_loss_forward(*given)
-        ctx.save_for_backward(kept, target, n_counted)
+        ctx.save_for_backward(saved, target, n_counted)
         return loss
 
     @staticmethod
@@ -175,52 +177,63 @@ class _InChunks(torch.autograd.Function):
                 "chunks, whose gradient cannot be differentiated; remove() the export, solve again "
                 'with rewrites="none" and export that'
             )
-        form: _Form = ctx.form
-        kept, target, n_counted = ctx.saved_tensors
-        kept = kept.detach()
+        options: _LossOptions = ctx.options
+        saved, target, n_counted = ctx.saved_tensors
+        saved = saved.detach()
         # log-softmax can be overwritten: no other code holds it
-        is_over = form.keeps and kept.dtype == form.dtype
-        made = kept if is_over else torch.empty_like(kept, dtype=form.dtype)
-        for rows in form.chunks(len(kept)):
-            of_rows = gradient if form.reduction else gradient[rows]
-            _write_gradient(kept[rows], (of_rows, target[rows], n_counted), made[rows], form)
-        return made, None, None
+        overwrites_saved = options.saves_log_softmax and saved.dtype == options.dtype
+        logits_gradient = (
+            saved if overwrites_saved else torch.empty_like(saved, dtype=options.dtype)
+        )
+        for rows in options.chunks(len(saved)):
+            loss_gradient = gradient if options.reduction else gradient[rows]
+            _write_gradient(
+                saved[rows],
+                (loss_gradient, target[rows], n_counted),
+                logits_gradient[rows],
+                options,
+            )
+        return logits_gradient, None, None
 
 
 def _write_gradient(
-    kept: torch.Tensor,
+    saved: torch.Tensor,
     loss: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    made: torch.Tensor,
-    form: _Form,
+    logits_gradient: torch.Tensor,
+    options: _LossOptions,
 ) -> None:
-    """Compute the gradient of a chunk of logits into `made`; all other memory is freed on return.
+    """Compute the gradient of a chunk of logits into `logits_gradient`.
 
-    kept: the chunk's rows of log-softmax or of the logits.
+    All other memory is freed on return.
+
+    saved: the chunk's rows of log-softmax or of the logits.
     loss: the gradient of the loss, the targets, and how many of them count.
     """
     gradient, target, n_counted = loss
-    log_p = kept if form.keeps else form.log_softmax_of_chunk(kept)
-    by_row = aten.nll_loss_backward(
-        gradient, log_p, target, None, form.reduction, form.ignored, n_counted
+    log_p = saved if options.saves_log_softmax else options.log_softmax_of_chunk(saved)
+    log_p_gradient = aten.nll_loss_backward(
+        gradient, log_p, target, None, options.reduction, options.ignored, n_counted
     )
-    is_cast = form.dtype != form.computed_in
-    out = by_row if is_cast else made
-    aten._log_softmax_backward_data.out(by_row, log_p, 1, form.computed_in, out=out)
+    is_cast = options.dtype != options.computed_in
+    out = log_p_gradient if is_cast else logits_gradient
+    aten._log_softmax_backward_data.out(log_p_gradient, log_p, 1, options.computed_in, out=out)
     if is_cast:
-        made.copy_(out)
+        logits_gradient.copy_(out)
 
 
-def _column(
-    logits: torch.Tensor, target: torch.Tensor, form: _Form
+def _target_log_probs(
+    logits: torch.Tensor, target: torch.Tensor, options: _LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A column with the log-probability of each row's target, and the targets in that column:
     class 0, or _IGNORED for rows that do not count."""
-    is_ignored = target == form.ignored
+    is_ignored = target == options.ignored
     index = target.masked_fill(is_ignored, 0).unsqueeze(1)
-    picked = logits.new_empty(len(logits), 1, dtype=form.computed_in)
-    for rows in form.chunks(len(logits)):
-        aten.gather.out(form.log_softmax_of_chunk(logits[rows]), 1, index[rows], out=picked[rows])
-    return picked, torch.where(is_ignored, _IGNORED, 0)
+    log_probs = logits.new_empty(len(logits), 1, dtype=options.computed_in)
+    for rows in options.chunks(len(logits)):
+        aten.gather.out(
+            options.log_softmax_of_chunk(logits[rows]), 1, index[rows], out=log_probs[rows]
+        )
+    return log_probs, torch.where(is_ignored, _IGNORED, 0)
 
 
 N_ROWS = 3 * ALIGNED_ROWS + 1

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from scheduler_runtime.execute.copy_streams import (
+    CopyEvent,
     CopyStreams,
-    Done,
     host_memory,
     storage_bytes,
     streams_for,
@@ -38,11 +38,11 @@ class Pools:
 
     def open(self, layout: CopyLayout, device: torch.device) -> Copies:
         """Begin the copies of one step, before its forward pass. Raises CopyError without room."""
-        pool = self._taken(layout, device)
+        pool = self._take_pool(layout, device)
         pool.streams.begin()
         return Copies(pool, self._free)
 
-    def _taken(self, layout: CopyLayout, device: torch.device) -> Pool:
+    def _take_pool(self, layout: CopyLayout, device: torch.device) -> Pool:
         """A free pool that is large enough; if there is none, a new one replaces one too small."""
         for index in reversed(range(len(self._free))):
             if self._free[index].serves(layout, device):
@@ -97,25 +97,25 @@ class Pool:
 
 
 @dataclass
-class Held:
+class StoredCopy:
     """The copy of a storage on the host or the disk.
 
     start, stop: its bytes in the block or the file.
     ready: the end of the copy to there; then the copy is complete.
-    busy: all copies from and to these bytes.
-    aside: host memory outside of the pool, for a storage that is larger than planned and has no
-        room in the pool (a kernel may return more memory than its meta function says).
+    transfers: all copies from and to these bytes.
+    outside_pool: host memory outside of the pool, for a storage that is larger than planned and has
+        no room in the pool (a kernel may return more memory than its meta function says).
     """
 
     start: int
     stop: int
-    ready: Done
-    busy: list[Done]
-    aside: torch.Tensor | None = None
+    ready: CopyEvent
+    transfers: list[CopyEvent]
+    outside_pool: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorSpec:
     """The dtype, device and layout of a tensor, without its memory."""
 
     dtype: torch.dtype
@@ -125,11 +125,11 @@ class Form:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
         offset, strides = int(tensor.storage_offset()), tensor.stride()
         return cls(tensor.dtype, tensor.device, offset, tensor.shape, strides)
 
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+    def tensor_on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this form on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(storage, self.offset, self.shape, self.strides)
@@ -145,44 +145,48 @@ class Copies:
     def __init__(self, pool: Pool, free: list[Pool]) -> None:
         self._pool: Pool | None = pool
         self._free = free
-        self._forms: dict[str, tuple[Form, ...]] = {}
-        self._on_host: dict[str, Held] = {}
-        self._on_disk: dict[str, Held] = {}
-        self._given_up: dict[str, list[Held]] = {"host": [], "disk": []}
-        self._arriving: dict[str, Done] = {}
-        self._on_device: dict[str, list[Done]] = {}  # copies from and to the storage there
-        self._first_writes: list[Done] | None = []  # to the disk (None: they have ended)
+        self._specs: dict[str, tuple[TensorSpec, ...]] = {}
+        self._on_host: dict[str, StoredCopy] = {}
+        self._on_disk: dict[str, StoredCopy] = {}
+        self._dropped_copies: dict[str, list[StoredCopy]] = {"host": [], "disk": []}
+        self._arriving: dict[str, CopyEvent] = {}
+        self._on_device: dict[str, list[CopyEvent]] = {}  # copies from and to the storage there
+        self._first_writes: list[CopyEvent] | None = []  # to the disk (None: they have ended)
 
     def store(self, storage: str, start: int, stop: int, *tensors: torch.Tensor) -> None:
         """Copy a storage to the host. start, stop: bytes of the pool's block.
 
         tensors: the tensors on the storage that `fetch` will bring back.
         """
-        source, aside = storage_bytes(tensors[0]), None
+        source, outside_pool = storage_bytes(tensors[0]), None
         if source.numel() > stop - start:
-            aside = host_memory(source)
+            outside_pool = host_memory(source)
             start = 0
-        stop = start if aside is not None else start + source.numel()
-        target = self._host(start, stop) if aside is None else aside
-        after = self._using("host", start, stop)
+        stop = start if outside_pool is not None else start + source.numel()
+        target = self._host_block(start, stop) if outside_pool is None else outside_pool
+        after = self._transfers_using("host", start, stop)
         if storage in self._arriving:
             after.append(self._arriving[storage])
-        done = self._streams.out(target, source, after)
-        self._forms[storage] = tuple(map(Form.of, tensors))
-        self._on_host[storage] = Held(start, stop, done, [done], aside)
+        done = self._streams.to_host(target, source, after)
+        self._specs[storage] = tuple(map(TensorSpec.of, tensors))
+        self._on_host[storage] = StoredCopy(start, stop, done, [done], outside_pool)
         self._on_device.setdefault(storage, []).append(done)
 
     def fetch(self, storage: str) -> list[torch.Tensor]:
         """Copy a storage back. Returns the tensors of `store` in new device memory, which may be
         read after `arrive`."""
-        held, forms = self._on_host[storage], self._forms[storage]
-        source = self._host(held.start, held.stop) if held.aside is None else held.aside
-        target = torch.empty_like(source, device=forms[0].device, pin_memory=False)
-        done = self._streams.back(target, source, [held.ready])
-        held.busy.append(done)
+        copy, specs = self._on_host[storage], self._specs[storage]
+        source = (
+            self._host_block(copy.start, copy.stop)
+            if copy.outside_pool is None
+            else copy.outside_pool
+        )
+        target = torch.empty_like(source, device=specs[0].device, pin_memory=False)
+        done = self._streams.to_device(target, source, [copy.ready])
+        copy.transfers.append(done)
         self._arriving[storage] = done
         self._on_device.setdefault(storage, []).append(done)
-        return [form.on(target.untyped_storage()) for form in forms]
+        return [spec.tensor_on(target.untyped_storage()) for spec in specs]
 
     def arrive(self, storage: str) -> None:
         """Make computation from now on wait until the storage is back on the device."""
@@ -200,37 +204,37 @@ class Copies:
 
     def drop(self, storage: str) -> None:
         """Give up the copy on the host."""
-        self._given_up["host"].append(self._on_host.pop(storage))
+        self._dropped_copies["host"].append(self._on_host.pop(storage))
 
     def spill(self, storage: str, start: int) -> None:
         """Copy a storage from the host to the disk, to the file's bytes from `start`."""
-        held = self._on_host[storage]
-        if held.aside is not None:
-            self._on_disk[storage] = held
+        copy = self._on_host[storage]
+        if copy.outside_pool is not None:
+            self._on_disk[storage] = copy
             return
-        stop = start + held.stop - held.start
-        after = [held.ready, *self._using("disk", start, stop)]
-        done = self._file.write(self._host(held.start, held.stop), start, after)
-        held.busy.append(done)
+        stop = start + copy.stop - copy.start
+        after = [copy.ready, *self._transfers_using("disk", start, stop)]
+        done = self._file.write(self._host_block(copy.start, copy.stop), start, after)
+        copy.transfers.append(done)
         if self._first_writes is not None:
             self._first_writes.append(done)
-        self._on_disk[storage] = Held(start, stop, done, [done])
+        self._on_disk[storage] = StoredCopy(start, stop, done, [done])
 
     def load(self, storage: str, start: int) -> None:
         """Copy a storage from the disk to the host, to the block's bytes from `start`."""
-        held = self._on_disk[storage]
-        if held.aside is not None:
-            self._on_host[storage] = held
+        copy = self._on_disk[storage]
+        if copy.outside_pool is not None:
+            self._on_host[storage] = copy
             return
-        stop = start + held.stop - held.start
-        after = [held.ready, *self._using("host", start, stop)]
-        done = self._file.read(self._host(start, stop), held.start, after)
-        held.busy.append(done)
-        self._on_host[storage] = Held(start, stop, done, [done])
+        stop = start + copy.stop - copy.start
+        after = [copy.ready, *self._transfers_using("host", start, stop)]
+        done = self._file.read(self._host_block(start, stop), copy.start, after)
+        copy.transfers.append(done)
+        self._on_host[storage] = StoredCopy(start, stop, done, [done])
 
     def delete(self, storage: str) -> None:
         """Give up the copy on the disk."""
-        self._given_up["disk"].append(self._on_disk.pop(storage))
+        self._dropped_copies["disk"].append(self._on_disk.pop(storage))
 
     def finish_first_writes(self) -> None:
         """At the first call, wait for all writes to the disk so far. Raises DiskError.
@@ -249,39 +253,39 @@ class Copies:
         if pool is None:
             return
         pool.streams.settle()
-        there = [*self._on_host.values(), *self._on_disk.values()]
-        for given_up in self._given_up.values():
-            there += given_up
-        jobs = [done for held in there for done in held.busy if isinstance(done, Job)]
+        copies = [*self._on_host.values(), *self._on_disk.values()]
+        for dropped in self._dropped_copies.values():
+            copies += dropped
+        jobs = [done for copy in copies for done in copy.transfers if isinstance(done, Job)]
         failed = [job for job in jobs if not job.succeeded()]  # waits for each
         if not failed:
             self._free.append(pool)
         # dropped, since jobs that have failed would keep the pool alive
         self._on_host, self._on_disk, self._first_writes = {}, {}, None
-        self._given_up = {"host": [], "disk": []}
+        self._dropped_copies = {"host": [], "disk": []}
 
-    def _using(self, place: str, start: int, stop: int) -> list[Done]:
+    def _transfers_using(self, place: str, start: int, stop: int) -> list[CopyEvent]:
         """The copies from and to given-up storages in these bytes, which may still run."""
         return [
             done
-            for held in self._given_up[place]
-            if held.start < stop and start < held.stop
-            for done in held.busy
+            for copy in self._dropped_copies[place]
+            if copy.start < stop and start < copy.stop
+            for done in copy.transfers
         ]
 
-    def _host(self, start: int, stop: int) -> torch.Tensor:
-        return self._open.host[start:stop]
+    def _host_block(self, start: int, stop: int) -> torch.Tensor:
+        return self._open_pool.host[start:stop]
 
     @property
-    def _open(self) -> Pool:
+    def _open_pool(self) -> Pool:
         assert self._pool is not None
         return self._pool
 
     @property
     def _streams(self) -> CopyStreams:
-        return self._open.streams
+        return self._open_pool.streams
 
     @property
     def _file(self) -> SpillFile:
-        assert self._open.file is not None
-        return self._open.file
+        assert self._open_pool.file is not None
+        return self._open_pool.file

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 
-class Done(Protocol):
+class CopyEvent(Protocol):
     """The end of a copy."""
 
     def hold_compute(self) -> None:
@@ -27,11 +27,15 @@ class Done(Protocol):
 class CopyStreams(Protocol):
     """Starts copies. Those of one direction run in order, each after all computation so far."""
 
-    def out(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done:
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[CopyEvent]
+    ) -> CopyEvent:
         """Copy to the host, once the copies in `after` have ended."""
         ...
 
-    def back(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done:
+    def to_device(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[CopyEvent]
+    ) -> CopyEvent:
         """Copy to the device, once the copies in `after` have ended."""
         ...
 
@@ -46,7 +50,7 @@ class CopyStreams(Protocol):
         """
 
 
-class Ended:
+class CompletedEvent:
     """The end of a copy that is complete already."""
 
     def hold_compute(self) -> None:
@@ -56,16 +60,18 @@ class Ended:
         pass
 
 
-class AtOnce:
+class ImmediateCopies:
     """Copies on the CPU, where device and host memory are the same: each is made at once."""
 
-    def out(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done:
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[CopyEvent]
+    ) -> CopyEvent:
         for done in after:
             done.hold_host()
         target.copy_(source)
-        return Ended()
+        return CompletedEvent()
 
-    back = out
+    to_device = to_host
 
     def begin(self) -> None:
         pass
@@ -74,7 +80,7 @@ class AtOnce:
         pass
 
 
-class CudaEnded:
+class CudaCopyEvent:
     """The end of a copy on a CUDA stream, as an event."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -89,52 +95,56 @@ class CudaEnded:
         self.event.synchronize()
 
 
-class OnCuda:
+class CudaCopyStreams:
     """Copies on a CUDA device, with a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out = torch.cuda.Stream(device)
-        self._back = torch.cuda.Stream(device)
+        self._to_host = torch.cuda.Stream(device)
+        self._to_device = torch.cuda.Stream(device)
         self.begin()
 
-    def out(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done:
-        return self._copy(self._out, target, source, after)
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[CopyEvent]
+    ) -> CopyEvent:
+        return self._copy(self._to_host, target, source, after)
 
-    def back(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done:
-        return self._copy(self._back, target, source, after)
+    def to_device(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[CopyEvent]
+    ) -> CopyEvent:
+        return self._copy(self._to_device, target, source, after)
 
     def _copy(
         self,
         stream: torch.cuda.Stream,
         target: torch.Tensor,
         source: torch.Tensor,
-        after: Iterable[Done],
-    ) -> Done:
+        after: Iterable[CopyEvent],
+    ) -> CopyEvent:
         for done in after:
-            if isinstance(done, CudaEnded):
+            if isinstance(done, CudaCopyEvent):
                 stream.wait_event(done.event)
             else:  # a read or write of the disk
                 done.hold_host()
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        return CudaEnded(stream)
+        return CudaCopyEvent(stream)
 
     def begin(self) -> None:
         self._compute = torch.cuda.current_stream(self._device)
 
     def settle(self) -> None:
         for compute in (self._compute, torch.cuda.current_stream(self._device)):
-            compute.wait_stream(self._out)
-            compute.wait_stream(self._back)
+            compute.wait_stream(self._to_host)
+            compute.wait_stream(self._to_device)
         # the next step may compute on yet another stream
-        self._out.wait_stream(self._back)
-        self._back.wait_stream(self._out)
+        self._to_host.wait_stream(self._to_device)
+        self._to_device.wait_stream(self._to_host)
 
 
 def streams_for(device: torch.device) -> CopyStreams:
-    return OnCuda(device) if device.type == "cuda" else AtOnce()
+    return CudaCopyStreams(device) if device.type == "cuda" else ImmediateCopies()
 
 
 def host_memory(like: torch.Tensor) -> torch.Tensor:

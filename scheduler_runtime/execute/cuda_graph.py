@@ -105,12 +105,13 @@ class Recordings:
     """What all recordings of one module share: a memory pool, a stream, and whose turn it is.
 
     n_forward: number of forward passes replayed so far.
-    open: the number of the forward pass that waits for its backward pass (None: none does).
+    pending_forward: the number of the forward pass that waits for its backward pass (None: none
+        does).
     """
 
     def __init__(self) -> None:
         self.n_forward = 0
-        self.open: int | None = None
+        self.pending_forward: int | None = None
         self._pool: Any = None
         self._stream: Any = None
 
@@ -130,15 +131,15 @@ class Recordings:
 
     def begin(self) -> None:
         self.n_forward += 1
-        self.open = self.n_forward
+        self.pending_forward = self.n_forward
 
     def end(self, number: int) -> None:
         """Note that the backward pass of this forward pass runs.
 
         Raises CudaGraphError if it ran already, or if another forward pass overwrote what it needs.
         """
-        if self.open == number:
-            self.open = None
+        if self.pending_forward == number:
+            self.pending_forward = None
             return
         reason = (
             "its backward pass ran already"
@@ -195,10 +196,10 @@ class Recorded:
                 "a parameter or buffer is at another address than when the step was recorded; "
                 "remove(model) and apply the plan again after replacing it"
             )
-        held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
-        if held is not None:
+        name = next((n for n, p in model.named_parameters() if p.grad is not None), None)
+        if name is not None:
             raise CudaGraphError(
-                f"parameter {held!r} has a gradient already, and the recorded step overwrites the "
+                f"parameter {name!r} has a gradient already, and the recorded step overwrites the "
                 "gradients of the step before: call "
                 "optimizer.zero_grad(set_to_none=True) before the step, or apply the plan without "
                 "cuda_graph to accumulate"
@@ -206,7 +207,7 @@ class Recorded:
         step = self._step
         inputs = (*call.tensors, *model.parameters())
         outputs = _Replay.apply(self._recordings, step, *inputs)
-        return nested.unflatten(nested.with_repeats_restored(step.filled(outputs)), step.spec)
+        return nested.unflatten(nested.with_repeats_restored(step.flat_output(outputs)), step.spec)
 
 
 class _RecordedStep:
@@ -256,9 +257,9 @@ class _RecordedStep:
         with torch.cuda.stream(stream):
             for _ in range(N_WARM_UP):
                 with self._random.warming_up():
-                    made = self._run()[: len(self._bound.gradient_outputs)]
-                self._differentiate(made, tuple(map(torch.empty_like, made)))
-                del made
+                    outputs = self._run()[: len(self._bound.gradient_outputs)]
+                self._differentiate(outputs, tuple(map(torch.empty_like, outputs)))
+                del outputs
         torch.cuda.synchronize()
 
     def _run(self) -> tuple[torch.Tensor, ...]:
@@ -270,18 +271,18 @@ class _RecordedStep:
         planned = self._bound.gradient_outputs
         at = [index for index, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         self._positions = (*planned, *(index for index in at if index not in planned))
-        self._plain = [None if index in at else item for index, item in enumerate(flat)]
+        self._non_tensors = [None if index in at else item for index, item in enumerate(flat)]
         made = (flat[index] for index in self._positions)
         return tuple(t if n < len(planned) else t.detach() for n, t in enumerate(made))
 
     def _differentiate(
-        self, made: tuple[torch.Tensor, ...], tangents: tuple[torch.Tensor, ...]
+        self, outputs: tuple[torch.Tensor, ...], tangents: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor | None, ...]:
-        return torch.autograd.grad(made, self._differentiated, tangents, allow_unused=True)
+        return torch.autograd.grad(outputs, self._differentiated, tangents, allow_unused=True)
 
-    def filled(self, outputs: tuple[torch.Tensor, ...]) -> list[Any]:
+    def flat_output(self, outputs: tuple[torch.Tensor, ...]) -> list[Any]:
         """The flat output with these tensors at their places."""
-        flat = list(self._plain)
+        flat = list(self._non_tensors)
         for position, tensor in zip(self._positions, outputs, strict=True):
             flat[position] = tensor
         return flat

@@ -15,7 +15,10 @@ _VALUES: dict[int, torch.Tensor] = {}
 
 
 def stand_in_for(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Make a stand-in for a parameter. value: its value in host memory, known until `forget`."""
+    """Make a stand-in for a parameter.
+
+    value: its value in host memory, known until `forget_value`.
+    """
     number = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
     _VALUES[number.untyped_storage()._cdata] = value
     return number.expand(parameter.shape)
@@ -26,7 +29,7 @@ def is_stand_in(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:
     return bool(tensor.untyped_storage()._cdata == stand_in.untyped_storage()._cdata)
 
 
-def forget(stand_in: torch.Tensor) -> None:
+def forget_value(stand_in: torch.Tensor) -> None:
     """Drop the value of a stand-in that is not used any more."""
     _VALUES.pop(stand_in.untyped_storage()._cdata, None)
 

@@ -21,7 +21,7 @@ class Piece:
 
     module: the generated code.
     inputs: the values that it reads, in the order of its arguments.
-    last: the inputs that are not read later.
+    last_reads: the inputs that are not read later.
     results: the values that it defines and returns: they are read later, or leave the program.
     gradients: pairs of a leaf's placeholder in the traced graph and the value of its gradient,
         which is complete after this piece.
@@ -30,7 +30,7 @@ class Piece:
 
     module: fx.GraphModule
     inputs: tuple[Value, ...]
-    last: frozenset[Value]
+    last_reads: frozenset[Value]
     results: tuple[Value, ...]
     gradients: tuple[tuple[fx.Node, Value], ...]
     handed_out: tuple[Value, ...]
@@ -38,7 +38,7 @@ class Piece:
     def run(self, state: dict[Value, Any]) -> None:
         """Run the piece: take its inputs from `state`, dropping those that are not read later, and
         add its results."""
-        arguments = [state.pop(v) if v in self.last else state[v] for v in self.inputs]
+        arguments = [state.pop(v) if v in self.last_reads else state[v] for v in self.inputs]
         results = self.module.forward(arguments)
         state.update(zip(self.results, results, strict=True))
 
@@ -68,14 +68,14 @@ def piece_of(
     for node in body:
         names[node] = copied = graph.node_copy(node, names.__getitem__)
         if type(node.target) is torch._ops.OpOverload:
-            copied.target = _called_directly(node.target)
+            copied.target = _direct_call(node.target)
     graph.output([names[value] for value in results])
     module = fx.GraphModule(torch.nn.Module(), graph)
     kept = read_later | resident
     return Piece(
         module=module,
         inputs=tuple(inputs),
-        last=frozenset(v for v in inputs if v not in kept and v not in wanted),
+        last_reads=frozenset(v for v in inputs if v not in kept and v not in wanted),
         results=results,
         gradients=gradients,
         handed_out=tuple(v for v in wanted if v not in kept),
@@ -83,7 +83,7 @@ def piece_of(
 
 
 @functools.cache
-def _called_directly(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+def _direct_call(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     """A function that the generated code can call by a single name, for an operator.
 
     `torch.ops.aten.mm.default(...)` looks up five names and calls a Python function before it calls

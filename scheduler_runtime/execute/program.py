@@ -39,10 +39,10 @@ class Program:
     constants: tensors that the model holds in plain attributes, by value.
     outputs: the model's flat outputs: values, placeholders that are returned unchanged, or plain
         constants.
-    made_outputs: the outputs that the program computes.
-    tangents: index in made_outputs -> the value that receives its gradient.
+    computed_outputs: the outputs that the program computes.
+    tangents: index in computed_outputs -> the value that receives its gradient.
     tangent_strides: the strides of these gradients that the backward pass was traced with.
-    differentiable: indices in made_outputs of the outputs that require a gradient in the plain
+    differentiable: indices in computed_outputs of the outputs that require a gradient in the plain
         model; gradients may arrive for them that are not planned.
     titles: names of sources and constants for messages ("buffer 'norm.running_mean'").
     reachable: values that code outside of the program can reach: inputs, constants, outputs.
@@ -60,7 +60,7 @@ class Program:
     sources: dict[fx.Node, Value]
     constants: dict[Value, torch.Tensor]
     outputs: tuple[Any, ...]
-    made_outputs: tuple[Value, ...]
+    computed_outputs: tuple[Value, ...]
     tangents: tuple[tuple[int, Value], ...]
     tangent_strides: Mapping[Value, tuple[int, ...]]
     differentiable: frozenset[int]
@@ -112,12 +112,12 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
     """Cut the line where pieces end, and generate the code of each."""
     captured = line.step.captured
     nodes = list(line.graph.nodes)
-    starts = [0, *line.ends[:-1]]
-    bodies = [nodes[a:b] for a, b in zip(starts, line.ends, strict=True)]
-    made = tuple(v for v in line.outputs if isinstance(v, fx.Node) and v.graph is line.graph)
-    wanted = [{value for _, value in finished} for finished in line.finished]
-    wanted[0].update(made)
-    copies = None if line.copying is None else line.copying.copies
+    starts = [0, *line.piece_ends[:-1]]
+    bodies = [nodes[a:b] for a, b in zip(starts, line.piece_ends, strict=True)]
+    computed = tuple(v for v in line.outputs if isinstance(v, fx.Node) and v.graph is line.graph)
+    wanted = [{value for _, value in piece_gradients} for piece_gradients in line.piece_gradients]
+    wanted[0].update(computed)
+    copies = None if line.copy_calls is None else line.copy_calls.copies
     resident = {
         *line.constants,
         *(() if copies is None else (copies,)),
@@ -127,7 +127,7 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
     read_later: set[Value] = set()
     for index in range(len(bodies) - 1, -1, -1):
         body = [node for node in bodies[index] if node.op != "placeholder"]
-        gradients = tuple(line.finished[index])
+        gradients = tuple(line.piece_gradients[index])
         piece = piece_of(body, read_later, wanted[index], resident, gradients)
         pieces.insert(0, piece)
         read_later = (read_later | wanted[index] | set(piece.inputs)) - set(body)
@@ -136,7 +136,7 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
     # next forward pass may change it before.
     changed = {line.sources[placeholder] for placeholder in captured.mutations}
     later = {node for body in bodies[1:] for node in body}
-    indifferent = {v for v in changed if later.intersection(v.users) <= line.recomputed}
+    only_recomputed = {v for v in changed if later.intersection(v.users) <= line.recomputed}
     backward = tuple(p for p in pieces[1:] if p.results or p.gradients)
     read_backward = {value for piece in backward for value in piece.inputs}
     return Program(
@@ -145,9 +145,9 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
         sources=line.sources,
         constants=line.constants,
         outputs=line.outputs,
-        made_outputs=made,
+        computed_outputs=computed,
         tangents=tuple(
-            (made.index(line.outputs[index]), line.sources[placeholder])
+            (computed.index(line.outputs[index]), line.sources[placeholder])
             for index, placeholder in captured.tangents.items()
         ),
         tangent_strides={
@@ -155,14 +155,14 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
             for node in captured.tangents.values()
         },
         differentiable=frozenset(
-            made.index(line.outputs[index])
+            computed.index(line.outputs[index])
             for index in captured.differentiable
-            if line.outputs[index] in made
+            if line.outputs[index] in computed
         ),
         titles=dict.fromkeys(line.constants, "a tensor that the model holds")
         | {value: captured.sources[node].title for node, value in line.sources.items()},
-        reachable=(*line.sources.values(), *line.constants, *made),
-        read_backward=frozenset(read_backward - indifferent),
+        reachable=(*line.sources.values(), *line.constants, *computed),
+        read_backward=frozenset(read_backward - only_recomputed),
         gradient_specs=captured.gradient_specs,
         plan_id=hashlib.sha256(
             repr((line.schedule.graph_id, line.schedule.ops)).encode()

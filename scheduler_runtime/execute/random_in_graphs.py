@@ -32,51 +32,55 @@ class RandomInGraphs:
     """
 
     def __init__(self, device: torch.device, program: Program) -> None:
-        self.own: Any = torch.cuda.default_generators[device.index]
-        of_forward = _n_repeats(program.forward.module)
-        of_backward = sum(_n_repeats(piece.module) for piece in program.backward)
+        self.device_generator: Any = torch.cuda.default_generators[device.index]
+        of_forward = _n_recomputations(program.forward.module)
+        of_backward = sum(_n_recomputations(piece.module) for piece in program.backward)
         self.generators = tuple(
-            [self.own.clone_state() for _ in range(n)] for n in (of_forward, of_backward)
+            [self.device_generator.clone_state() for _ in range(n)]
+            for n in (of_forward, of_backward)
         )
         self._offsets: list[int] = []  # of the first runs, from the start of the forward pass
-        self._unused = iter([*self.generators[0], *self.generators[1]])
-        self._repeats: list[tuple[Any, int]] = []
+        self._unused_states = iter([*self.generators[0], *self.generators[1]])
+        self._recomputations: list[tuple[Any, int]] = []
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
         """Around a forward pass of the warm-up: record the offsets of the first runs."""
         self._offsets.clear()
-        start = self.own.get_offset()
+        start = self.device_generator.get_offset()
 
         def note() -> None:
-            self._offsets.append(self.own.get_offset() - start)
+            self._offsets.append(self.device_generator.get_offset() - start)
 
-        with _kept(note):
+        with _called_at_first_runs(note):
             yield
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Around the recorded forward pass: first runs keep their offset instead of a state."""
         offsets = iter(self._offsets)
-        with _kept(lambda: FirstRun(self, next(offsets))):
+        with _called_at_first_runs(lambda: FirstRun(self, next(offsets))):
             yield
 
-    def repeat(self, run: Callable[[], Any], offset: int) -> Any:
+    def record_recomputation(self, run: Callable[[], Any], offset: int) -> Any:
         """Record the recomputation of an operator that first drew at this offset."""
-        generator = next(self._unused)
-        self._repeats.append((generator, offset))
-        current = self.own.graphsafe_get_state()
-        self.own.graphsafe_set_state(generator)
+        generator = next(self._unused_states)
+        self._recomputations.append((generator, offset))
+        current = self.device_generator.graphsafe_get_state()
+        self.device_generator.graphsafe_set_state(generator)
         try:
             return run()
         finally:
-            self.own.graphsafe_set_state(current)
+            self.device_generator.graphsafe_set_state(current)
 
     def begin(self) -> None:
         """Set all generator states, before a replay of the forward pass. The backward pass uses
         them, too."""
-        seed, start = self.own.initial_seed(), self.own.get_offset() if self._repeats else 0
-        for generator, offset in self._repeats:
+        seed, start = (
+            self.device_generator.initial_seed(),
+            self.device_generator.get_offset() if self._recomputations else 0,
+        )
+        for generator, offset in self._recomputations:
             generator.manual_seed(seed)
             generator.set_offset(start + offset)
 
@@ -94,12 +98,12 @@ class FirstRun:
     def __init__(self, random: RandomInGraphs, offset: int) -> None:
         self._random, self._offset = random, offset
 
-    def again(self, run: Callable[[], Any]) -> Any:
-        return self._random.repeat(run, self._offset)
+    def rerun(self, run: Callable[[], Any]) -> Any:
+        return self._random.record_recomputation(run, self._offset)
 
 
 @contextlib.contextmanager
-def _kept(instead: Callable[[], FirstRun | None]) -> Iterator[None]:
+def _called_at_first_runs(instead: Callable[[], FirstRun | None]) -> Iterator[None]:
     token = keep_instead.set(instead)
     try:
         yield
@@ -107,7 +111,7 @@ def _kept(instead: Callable[[], FirstRun | None]) -> Iterator[None]:
         keep_instead.reset(token)
 
 
-def _n_repeats(module: torch.fx.GraphModule) -> int:
+def _n_recomputations(module: torch.fx.GraphModule) -> int:
     return sum(
         node.op == "call_function" and node.target is recompute_random
         for node in module.graph.nodes

@@ -18,7 +18,7 @@ import torch
 class RandomRun(Protocol):
     """What a recording keeps of a random operator's first run, instead of a generator state."""
 
-    def again(self, run: Callable[[], Any]) -> Any:
+    def rerun(self, run: Callable[[], Any]) -> Any:
         """Run the operator once more with the numbers of its first run."""
 
 
@@ -33,8 +33,8 @@ def run_and_keep_state(
 ) -> tuple[Any, torch.Tensor | RandomRun]:
     """Run the operator; return its result and the generator's state from before."""
     instead = keep_instead.get()
-    kept = None if instead is None else instead()
-    state = get_state(device) if kept is None else kept
+    recorded = None if instead is None else instead()
+    state = get_state(device) if recorded is None else recorded
     return operator(*args, **kwargs), state
 
 
@@ -48,7 +48,7 @@ def recompute_random(
 ) -> Any:
     """Run the operator with the state of its first run; the generator's own state is unchanged."""
     if not isinstance(state, torch.Tensor):
-        return state.again(lambda: operator(*args, **kwargs))
+        return state.rerun(lambda: operator(*args, **kwargs))
     current = get_state(device)
     set_state(state, device)
     try:

@@ -14,12 +14,12 @@ import torch.fx._symbolic_trace as fx
 from torch import nn
 
 
-def is_exported() -> bool:
+def is_exporting() -> bool:
     """Whether torch.export, torch.jit.trace or torch.fx is tracing now."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing() or fx.is_fx_symbolic_tracing()
 
 
-def _own(name: str) -> Any:
+def _own_forward_property(name: str) -> Any:
     """A property that returns this attribute of the module's own forward."""
     return property(lambda self: getattr(self.__wrapped__, name))
 
@@ -37,8 +37,8 @@ class ReplacedForward(abc.ABC):
         self._model = model
 
     # Read by torch.export and trainers. Properties, so that a copy of the module has its own.
-    __name__ = _own("__name__")
-    __code__ = _own("__code__")
+    __name__ = _own_forward_property("__name__")
+    __code__ = _own_forward_property("__code__")
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -74,11 +74,11 @@ class ReplacedForward(abc.ABC):
         return iter(())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_exported():
-            return self.exported(*args, **kwargs)
+        if is_exporting():
+            return self.run_for_export(*args, **kwargs)
         return self.run(*args, **kwargs)
 
-    def exported(self, *args: Any, **kwargs: Any) -> Any:
+    def run_for_export(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass that torch.export, torch.jit.trace or torch.fx traces."""
         return self.own_forward(*args, **kwargs)
 
@@ -97,7 +97,7 @@ def restore_forward(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def own_forwards(model: nn.Module) -> Iterator[None]:
+def without_plans(model: nn.Module) -> Iterator[None]:
     """In this context, the model runs without its plan; afterwards the plan is back unchanged."""
     replaced = [
         (module, forward)

@@ -25,7 +25,7 @@ from torch import fx
 
 from graphs.capture import Capture
 from graphs.model_calls import Call
-from scheduler_runtime.execute.before_step import BeforeStep
+from scheduler_runtime.execute.before_step import StateBeforeStep
 from scheduler_runtime.execute.out_of_memory import is_out_of_memory
 from scheduler_runtime.execute.random_state import get_state
 from scheduler_runtime.execute.spill_file import DiskError
@@ -35,29 +35,29 @@ Place = tuple[str, ...] | int
 """
 
 
-class Underway(Protocol):
+class RestartedStep(Protocol):
     """A step that runs again, after its forward pass."""
 
-    def piece(self, position: int) -> Mapping[Place, torch.Tensor | None]:
+    def run_piece(self, position: int) -> Mapping[Place, torch.Tensor | None]:
         """Run one piece of the backward pass; returns the gradients that it completes."""
 
     def close(self) -> None:
         """Free what is saved for backward."""
 
 
-class OnTensors(Protocol):
+class RerunnableProgram(Protocol):
     """A program that can run on other tensors than those of the module and the call."""
 
     @property
-    def reached(self) -> frozenset[Place]:
+    def gradient_places(self) -> frozenset[Place]:
         """The places of the leaves that the program makes gradients for."""
 
-    def again(
-        self, tensors: Mapping[Place, torch.Tensor], arrived: Mapping[int, torch.Tensor]
-    ) -> Underway:
+    def rerun(
+        self, tensors: Mapping[Place, torch.Tensor], output_gradients: Mapping[int, torch.Tensor]
+    ) -> RestartedStep:
         """Run the forward pass, up to where the gradients of the outputs arrive.
 
-        arrived: position among the flat outputs -> its gradient.
+        output_gradients: position among the flat outputs -> its gradient.
         """
 
 
@@ -76,7 +76,7 @@ class Shortage:
 
 
 @dataclass(frozen=True)
-class Arrived:
+class ArrivedGradients:
     """The gradients of outputs that arrive at the start of a backward pass.
 
     outputs: indices of the flat outputs that get one.
@@ -88,32 +88,32 @@ class Arrived:
     strides: tuple[tuple[int, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, gradients: Mapping[int, torch.Tensor]) -> Arrived:
+    def of(cls, gradients: Mapping[int, torch.Tensor]) -> ArrivedGradients:
         """gradients: index of the flat output -> its gradient."""
-        laid_out = {at: each.stride() for at, each in gradients.items() if 0 not in each.stride()}
-        return cls(tuple(gradients), tuple(laid_out.items()))
+        strides = {at: each.stride() for at, each in gradients.items() if 0 not in each.stride()}
+        return cls(tuple(gradients), tuple(strides.items()))
 
 
-Tighter = Callable[[OnTensors, Shortage], OnTensors]
+ProgramFinder = Callable[[RerunnableProgram, Shortage], RerunnableProgram]
 """Finds a program of the same step that takes less memory than this one, or no disk. Raises the
 shortage's error if there is none."""
 
 
 @dataclass(frozen=True)
-class Others:
+class OtherPrograms:
     """Provides other programs for a call whose step must run again.
 
     for_gradients: makes a program for the gradients that have arrived, given the bytes that are
         held meanwhile.
     tighter: finds a program for when memory runs out (None: the step ends with the error).
-    began: called at the start of each step.
+    on_begin: called at the start of each step.
     without_disk: finds a program for when the disk fails (None: the step ends with the error).
     """
 
-    for_gradients: Callable[[Call, Arrived, int], OnTensors]
-    tighter: Tighter | None = None
-    began: Callable[[Again], None] = lambda _again: None
-    without_disk: Tighter | None = None
+    for_gradients: Callable[[Call, ArrivedGradients, int], RerunnableProgram]
+    tighter: ProgramFinder | None = None
+    on_begin: Callable[[RestartableStep], None] = lambda _step: None
+    without_disk: ProgramFinder | None = None
 
     def survives(self, error: Exception) -> bool:
         """Whether to run the step again after this error, if another program can be found."""
@@ -122,32 +122,32 @@ class Others:
         return self.tighter is not None and is_out_of_memory(error)
 
     @property
-    def survive_errors(self) -> bool:
+    def may_survive_errors(self) -> bool:
         """Whether a step may run again after an error."""
         return self.tighter is not None or self.without_disk is not None
 
-    def instead_of(self, program: OnTensors, shortage: Shortage) -> OnTensors:
+    def find_instead_of(self, program: RerunnableProgram, shortage: Shortage) -> RerunnableProgram:
         """Another program for a step that has failed with an error it survives."""
-        of_disk = isinstance(shortage.error, DiskError)
-        other = self.without_disk if of_disk else self.tighter
-        assert other is not None
+        is_of_disk = isinstance(shortage.error, DiskError)
+        find = self.without_disk if is_of_disk else self.tighter
+        assert find is not None
         drop_frames(shortage.error)
-        return other(program, shortage)
+        return find(program, shortage)
 
 
 def can_run_again(captured: Capture) -> bool:
     """Whether gradients may arrive that are not planned: there are several differentiable outputs,
     or the gradient of one can have several memory layouts.
     """
-    made = {captured.outputs[index] for index in captured.differentiable} - {*captured.sources}
-    return len(made) > 1 or any(
+    computed = {captured.outputs[index] for index in captured.differentiable} - {*captured.sources}
+    return len(computed) > 1 or any(
         sum(size > 1 for size in captured.outputs[index].meta["val"].shape) > 1
         for index in captured.tangents
     )
 
 
-def kept_bytes(captured: Capture, device: torch.device, *, always: bool = False) -> int:
-    """Bytes of the copies that `Again` keeps from the forward pass to the end of the step.
+def restart_copy_bytes(captured: Capture, device: torch.device, *, always: bool = False) -> int:
+    """Bytes of the copies that `RestartableStep` keeps from the forward pass to the step's end.
 
     always: whether every step may run again, not only those for which `can_run_again` holds.
     """
@@ -162,12 +162,12 @@ def step_device(tensors: Iterable[torch.Tensor]) -> torch.device:
     return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 
-class Again:
+class RestartableStep:
     """What a step needs to run again from its start, and then the step that runs again.
 
     others: provides the other program.
     call: the call of the module.
-    own: the program that the step begins with.
+    first_program: the program that the step begins with.
     tensors: placeholder of the traced graph -> parameter, buffer or batch tensor.
     places: placeholder -> the place of its tensor.
     before: the state before the step of the tensors that forward writes, and of generators.
@@ -179,37 +179,37 @@ class Again:
 
     def __init__(
         self,
-        others: Others,
+        others: OtherPrograms,
         call: Call,
-        own: OnTensors,
+        first_program: RerunnableProgram,
         tensors: Mapping[fx.Node, torch.Tensor],
         *,
         places: Mapping[fx.Node, Place],
-        before: BeforeStep,
+        before: StateBeforeStep,
         written: Sequence[fx.Node],
         positions: Sequence[int],
         draws_backward: bool,
         accumulates: bool,
     ) -> None:
-        self._others, self._call, self._program = others, call, own
+        self._others, self._call, self._program = others, call, first_program
         self._positions = positions
         self._tensors, self._places = tensors, places
         self.leaves = tuple(node for node, each in tensors.items() if each.requires_grad)
         self._versions = [(t, t._version) for node, t in tensors.items() if node not in written]
         self._before = before
-        self._wrote_alone = True
+        self._is_only_writer = True
         self._device = step_device(tensors.values())
         self._draws_backward, self._accumulates = draws_backward, accumulates
-        self._arrived: dict[int, torch.Tensor] = {}
-        self._underway: Underway | None = None
+        self._output_gradients: dict[int, torch.Tensor] = {}
+        self._restarted: RestartedStep | None = None
         self._next_piece = 0
-        self._made: dict[Place, torch.Tensor | None] = {}
-        self._delivered: set[Place] = set()
+        self._computed_gradients: dict[Place, torch.Tensor | None] = {}
+        self._delivered_places: set[Place] = set()
         kind = self._device.type
         self._autocast = torch.autocast(
             kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
         )
-        others.began(self)
+        others.on_begin(self)
 
     @property
     def leaf_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -221,29 +221,29 @@ class Again:
         """Whether to run the step again after this error, if another program can be found."""
         return self._others.survives(error)
 
-    def put_back(self) -> None:
+    def restore_buffers(self) -> None:
         """Restore the buffers to their values before the forward pass."""
-        self._before.put_back_tensors()
+        self._before.restore_tensors()
 
-    def back_to_start(self, error: Exception) -> None:
+    def restore_after_error(self, error: Exception) -> None:
         """After an error in the forward pass, restore buffers and generators."""
         drop_frames(error)
-        self._before.put_back()
+        self._before.restore()
 
-    def shorten(self, error: Exception) -> None:
+    def tighten_next_step(self, error: Exception) -> None:
         """Find a tighter program for the next step, after memory ran out outside of both passes.
 
         Raises the error if there is none.
         """
         with self._autocast:
-            self._others.instead_of(self._program, Shortage(error, "step"))
+            self._others.find_instead_of(self._program, Shortage(error, "step"))
 
-    def begin_backward(self, arrived: Sequence[torch.Tensor | None]) -> None:
+    def begin_backward(self, output_gradients: Sequence[torch.Tensor | None]) -> None:
         """Hold the gradients that have arrived, if the step may have to run again."""
-        if self._others.survive_errors:
-            self._hold(arrived)
+        if self._others.may_survive_errors:
+            self._hold_gradients(output_gradients)
 
-    def for_gradients(self, arrived: Sequence[torch.Tensor | None]) -> None:
+    def restart_for_gradients(self, output_gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the forward pass again, with a program for the gradients that have arrived."""
         if not self.can_restart:
             raise RuntimeError(
@@ -252,17 +252,19 @@ class Again:
                 "pass: call backward first, or say which outputs the loss is computed from: "
                 "fit(model, loss_outputs=lambda output: ...)"
             )
-        self._hold(arrived)
-        with self._as_in_forward(runs_it=False), torch.enable_grad(), self._autocast:
-            copies = self._before.values  # `_as_in_forward` holds as many of the present values
-            held = [*self._arrived.values(), *copies, *copies]
-            held_bytes = sum(each.untyped_storage().nbytes() for each in held)
+        self._hold_gradients(output_gradients)
+        with self._state_before_forward(runs_it=False), torch.enable_grad(), self._autocast:
+            copies = (
+                self._before.values
+            )  # `_state_before_forward` holds as many of the present values
+            held_tensors = [*self._output_gradients.values(), *copies, *copies]
+            held_bytes = sum(each.untyped_storage().nbytes() for each in held_tensors)
             held_bytes += _random_bytes(self._device)
-            found = Arrived.of(self._arrived)
-            self._program = self._others.for_gradients(self._call, found, held_bytes)
-        self._forward(None)
+            arrived = ArrivedGradients.of(self._output_gradients)
+            self._program = self._others.for_gradients(self._call, arrived, held_bytes)
+        self._rerun_forward(None)
 
-    def after_backward(self, error: Exception) -> None:
+    def restart_after_backward_error(self, error: Exception) -> None:
         """After an error in the backward pass, run the forward pass again with another program.
 
         Raises the error if there is no such program, or if the step cannot run again.
@@ -280,52 +282,54 @@ class Again:
                 "numbers."
             )
             raise error
-        self._forward(error)
+        self._rerun_forward(error)
 
     def gradients(self, nodes: Sequence[fx.Node]) -> Mapping[fx.Node, torch.Tensor | None]:
         """The gradients of these leaves, from the step that runs again."""
         while True:
             try:
-                return self._gradients(nodes)
+                return self._run_until_gradients(nodes)
             except Exception as error:
                 if not self.survives(error):
                     raise
                 failed = error
-            self.after_backward(failed)
+            self.restart_after_backward_error(failed)
 
     def end(self) -> None:
         """End the step, and free what is held to run it again."""
-        self._drop_step()
-        self._arrived = {}
+        self._drop_restarted()
+        self._output_gradients = {}
 
-    def _gradients(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, torch.Tensor | None]:
-        assert self._underway is not None
+    def _run_until_gradients(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, torch.Tensor | None]:
+        assert self._restarted is not None
         wanted = {node: self._places[node] for node in nodes}
-        due = self._program.reached.intersection(wanted.values())
+        wanted_places = self._program.gradient_places.intersection(wanted.values())
         # run on until all of these are made; the first program has delivered some others already
-        while not due <= self._made.keys():
-            made = self._underway.piece(self._next_piece)
+        while not wanted_places <= self._computed_gradients.keys():
+            gradients = self._restarted.run_piece(self._next_piece)
             self._next_piece += 1
-            self._made |= {at: each for at, each in made.items() if at not in self._delivered}
-            del made
-        self._delivered |= due
-        return {node: self._made.pop(place, None) for node, place in wanted.items()}
+            self._computed_gradients |= {
+                at: each for at, each in gradients.items() if at not in self._delivered_places
+            }
+            del gradients
+        self._delivered_places |= wanted_places
+        return {node: self._computed_gradients.pop(place, None) for node, place in wanted.items()}
 
-    def _forward(self, failed: Exception | None) -> None:
+    def _rerun_forward(self, failed: Exception | None) -> None:
         """Run the forward pass again, with ever tighter programs until one succeeds.
 
         failed: the error for which another program is needed (None: `_program` is it already).
         """
         while True:
-            self._drop_step()
+            self._drop_restarted()
             if failed is not None:
                 shortage = Shortage(failed, "backward pass", self._delivered_bytes())
                 with self._autocast:  # plans record the autocast state
-                    self._program = self._others.instead_of(self._program, shortage)
+                    self._program = self._others.find_instead_of(self._program, shortage)
             try:
-                with self._as_in_forward(runs_it=True):
+                with self._state_before_forward(runs_it=True):
                     tensors = {self._places[node]: each for node, each in self._tensors.items()}
-                    self._underway = self._program.again(tensors, self._arrived)
+                    self._restarted = self._program.rerun(tensors, self._output_gradients)
                 return
             except Exception as error:
                 if not self.survives(error):
@@ -333,29 +337,29 @@ class Again:
                 failed = error
 
     @contextmanager
-    def _as_in_forward(self, *, runs_it: bool) -> Iterator[None]:
+    def _state_before_forward(self, *, runs_it: bool) -> Iterator[None]:
         """In this context, buffers and generators are as before the forward pass; afterwards they
         are as they are now.
 
         runs_it: whether the forward pass runs inside. If nothing else has written the buffers, it
             writes the same values again, and they need not be restored.
         """
-        now = self._before.now()
-        self._wrote_alone &= self._before.is_last
-        self._before.put_back()
+        present = self._before.snapshot()
+        self._is_only_writer &= self._before.is_last_writer
+        self._before.restore()
         is_same = False
         try:
             yield
-            is_same = runs_it and self._wrote_alone
+            is_same = runs_it and self._is_only_writer
         finally:
             if not is_same:
-                now.put_back_tensors()
+                present.restore_tensors()
             self._before.forward_ended()
-            now.put_back_random()
+            present.restore_random()
 
-    def _hold(self, arrived: Sequence[torch.Tensor | None]) -> None:
-        pairs = zip(self._positions, arrived, strict=True)
-        self._arrived = {position: each for position, each in pairs if each is not None}
+    def _hold_gradients(self, output_gradients: Sequence[torch.Tensor | None]) -> None:
+        pairs = zip(self._positions, output_gradients, strict=True)
+        self._output_gradients = {position: each for position, each in pairs if each is not None}
 
     @property
     def can_restart(self) -> bool:
@@ -367,17 +371,17 @@ class Again:
         if self._accumulates:
             return 0
         sizes = {self._places[node]: self._tensors[node].nbytes for node in self.leaves}
-        return sum(sizes[place] for place in self._delivered)
+        return sum(sizes[place] for place in self._delivered_places)
 
-    def deliver(self, nodes: Iterable[fx.Node]) -> None:
+    def note_delivered(self, nodes: Iterable[fx.Node]) -> None:
         """Note that the first program has delivered the gradients of these leaves."""
-        self._delivered.update(self._places[node] for node in nodes)
+        self._delivered_places.update(self._places[node] for node in nodes)
 
-    def _drop_step(self) -> None:
-        if self._underway is not None:
-            self._underway.close()
-        self._underway, self._next_piece = None, 0
-        self._made.clear()
+    def _drop_restarted(self) -> None:
+        if self._restarted is not None:
+            self._restarted.close()
+        self._restarted, self._next_piece = None, 0
+        self._computed_gradients.clear()
 
 
 def _random_bytes(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scheduler_runtime.execute.copies import Form
+from scheduler_runtime.execute.copies import TensorSpec
 from scheduler_runtime.execute.copy_streams import host_memory, storage_bytes
 from scheduler_runtime.execute.torch_checkpoint import (
     ExportedForward,
@@ -40,24 +40,24 @@ class CallsOnHost:
 
 
 @dataclass(eq=False)
-class _Away:
+class _HostCopy:
     """A storage on the host, and its copy on the device while a backward function holds it."""
 
     host: torch.Tensor
-    here: StorageWeakRef | None = None
+    device_storage: StorageWeakRef | None = None
 
-    def back_on(self, device: torch.device) -> torch.UntypedStorage:
+    def storage_on(self, device: torch.device) -> torch.UntypedStorage:
         """The storage on the device: the copy that is still there, or a new one."""
-        if self.here is not None:
-            found = torch.UntypedStorage._new_with_weak_ptr(self.here.cdata)
+        if self.device_storage is not None:
+            found = torch.UntypedStorage._new_with_weak_ptr(self.device_storage.cdata)
             if found is not None:
                 return found
         storage = self.host.to(device, copy=True).untyped_storage()
-        self.here = StorageWeakRef(storage)
+        self.device_storage = StorageWeakRef(storage)
         return storage
 
 
-class _Marking(TorchDispatchMode):
+class _MarkingMode(TorchDispatchMode):
     """Notes the storages that the planned calls of one forward pass make.
 
     seen: operator -> calls so far.
@@ -68,8 +68,8 @@ class _Marking(TorchDispatchMode):
         self._planned = planned
         self.seen: Counter[str] = Counter()
         # the references keep addresses from being reused
-        self._marked: dict[int, StorageWeakRef] = {}
-        self._away: dict[tuple[int, int], _Away] = {}
+        self._planned_storages: dict[int, StorageWeakRef] = {}
+        self._host_copies: dict[tuple[int, int], _HostCopy] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -80,26 +80,26 @@ class _Marking(TorchDispatchMode):
             results = [found] if isinstance(found, torch.Tensor) else list(found)
             for index in wanted:
                 reference = StorageWeakRef(results[index].untyped_storage())
-                self._marked[reference.cdata] = reference
+                self._planned_storages[reference.cdata] = reference
         return found
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Form, _Away]:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[TensorSpec, _HostCopy]:
         """The hook for a tensor that autograd saves: copies planned storages to the host."""
         address = StorageWeakRef(tensor.untyped_storage()).cdata
-        if address not in self._marked:
+        if address not in self._planned_storages:
             return tensor.detach()  # the tensor itself may hold the node that saves it: a cycle
         key = address, tensor._version  # after a write in place, the value is another one
-        if key not in self._away:
+        if key not in self._host_copies:
             source = storage_bytes(tensor.detach())
-            self._away[key] = _Away(host_memory(source).copy_(source))
-        return Form.of(tensor), self._away[key]
+            self._host_copies[key] = _HostCopy(host_memory(source).copy_(source))
+        return TensorSpec.of(tensor), self._host_copies[key]
 
 
-def _unpack(saved: torch.Tensor | tuple[Form, _Away]) -> torch.Tensor:
+def _unpack(saved: torch.Tensor | tuple[TensorSpec, _HostCopy]) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
-    form, away = saved
-    return form.on(away.back_on(form.device))
+    spec, host_copy = saved
+    return spec.tensor_on(host_copy.storage_on(spec.device))
 
 
 class ForwardWithHooks(ExportedForward):
@@ -112,7 +112,7 @@ class ForwardWithHooks(ExportedForward):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.own_forward(*args, **kwargs)
-        marking = _Marking(self.planned)
+        marking = _MarkingMode(self.planned)
         with marking, torch.autograd.graph.saved_tensors_hooks(marking.pack, _unpack):
             found = self.own_forward(*args, **kwargs)
         check_counts(type(self._model).__name__, marking.seen, self.planned.n_calls)

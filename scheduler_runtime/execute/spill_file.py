@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from scheduler_runtime.execute.copy_streams import Done
+from scheduler_runtime.execute.copy_streams import CopyEvent
 from solver.sizes_deadlines_progress import format_both
 
 
@@ -34,7 +34,7 @@ class DiskError(CopyError):
 
 
 class Job:
-    """A read or write of the file that runs in a thread; implements `copy_streams.Done`."""
+    """A read or write of the file that runs in a thread; implements `copy_streams.CopyEvent`."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -67,38 +67,40 @@ class SpillFile:
         self._reader = ThreadPoolExecutor(1, "load")
         self._directory = directory
 
-    def write(self, source: torch.Tensor, at: int, after: Iterable[Done]) -> Done:
+    def write(self, source: torch.Tensor, at: int, after: Iterable[CopyEvent]) -> CopyEvent:
         """Start to write `source` at this offset, once the jobs in `after` have ended.
 
         source: bytes in host memory, which must not change until the write has ended.
         """
-        return Job(self._writer.submit(self._all, os.pwrite, source, at, tuple(after)))
+        return Job(self._writer.submit(self._transfer, os.pwrite, source, at, tuple(after)))
 
-    def read(self, target: torch.Tensor, at: int, after: Iterable[Done]) -> Done:
+    def read(self, target: torch.Tensor, at: int, after: Iterable[CopyEvent]) -> CopyEvent:
         """Start to read from this offset into host memory, once the jobs in `after` have ended."""
-        return Job(self._reader.submit(self._all, os.preadv, target, at, tuple(after)))
+        return Job(self._reader.submit(self._transfer, os.preadv, target, at, tuple(after)))
 
-    def _all(
+    def _transfer(
         self,
         call: Callable[..., int],
-        held: torch.Tensor,
+        memory: torch.Tensor,
         at: int,
-        after: tuple[Done, ...],
+        after: tuple[CopyEvent, ...],
     ) -> None:
         for done in after:
             done.hold_host()
         # one call of the system may transfer only a part
-        left: Any = memoryview(held.numpy())  # type: ignore[arg-type]
-        while left:
+        remaining: Any = memoryview(memory.numpy())  # type: ignore[arg-type]
+        while remaining:
             try:
-                n_bytes = call(self._file.fileno(), left if call is os.pwrite else [left], at)
+                n_bytes = call(
+                    self._file.fileno(), remaining if call is os.pwrite else [remaining], at
+                )
             except OSError as error:
-                raise self._failed(call, str(error.strerror)) from error
+                raise self._disk_error(call, str(error.strerror)) from error
             if n_bytes == 0:
-                raise self._failed(call, "the file is shorter than it was")
-            left, at = left[n_bytes:], at + n_bytes
+                raise self._disk_error(call, "the file is shorter than it was")
+            remaining, at = remaining[n_bytes:], at + n_bytes
 
-    def _failed(self, call: Callable[..., int], reason: str) -> DiskError:
+    def _disk_error(self, call: Callable[..., int], reason: str) -> DiskError:
         what = "written to" if call is os.pwrite else "read from"
         return DiskError(
             f"a copy of a tensor could not be {what} the disk in {str(self._directory)!r}: {reason}"

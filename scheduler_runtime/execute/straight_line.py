@@ -43,21 +43,22 @@ class StraightLine:
         self.graph = fx.Graph()
         self.sources: dict[fx.Node, Value] = {}
         self.constants: dict[Value, torch.Tensor] = {}
-        self._current: dict[fx.Node, Value] = {}  # traced node -> its live value
-        self._of_storage: dict[str, list[fx.Node]] = {}  # storage -> traced nodes with a live value
+        self._live_values: dict[fx.Node, Value] = {}  # traced node -> its live value
+        # storage -> traced nodes with a live value
+        self._live_on_storage: dict[str, list[fx.Node]] = {}
         self._states: dict[str, Value] = {}  # random operator -> its generator's state
         self._in_place = buffers_in_place(step)
-        self._written = {new for each in self._in_place.values() for new in each.buffers}
+        self._in_place_results = {new for each in self._in_place.values() for new in each.buffers}
         self.recomputed: set[Value] = set()
-        self.ends: list[int] = []  # number of line nodes at the end of each piece
-        self.finished: list[list[tuple[fx.Node, Value]]] = []  # gradients of each piece
-        self._leaving: list[tuple[fx.Node, Value]] = []  # gradients of the current piece
+        self.piece_ends: list[int] = []  # number of line nodes at the end of each piece
+        self.piece_gradients: list[list[tuple[fx.Node, Value]]] = []  # gradients of each piece
+        self._current_gradients: list[tuple[fx.Node, Value]] = []  # gradients of the current piece
         self.outputs: tuple[Any, ...] = ()
-        made = (item for item in step.captured.outputs if isinstance(item, fx.Node))
-        self._leaves_program = {*made, *step.captured.gradients.values()}
-        self.copying: CopyCalls | None = None
-        self._loaded: set[fx.Node] = set()  # parameters whose values come from the host
-        self._copies: dict[str, Value] = {}  # name of a clone node -> the copied gradient
+        computed = (item for item in step.captured.outputs if isinstance(item, fx.Node))
+        self._returned_nodes = {*computed, *step.captured.gradients.values()}
+        self.copy_calls: CopyCalls | None = None
+        self._loaded_parameters: set[fx.Node] = set()  # parameters whose values come from the host
+        self._cloned_gradients: dict[str, Value] = {}  # name of a clone node -> the copied gradient
         self._emit()
 
     def _emit(self) -> None:
@@ -67,13 +68,13 @@ class StraightLine:
         due = gradients_due(self.step, self.schedule)
         for node in self.step.captured.graph.nodes:
             if node.op == "placeholder":
-                self.sources[node] = self._current[node] = self.graph.placeholder(node.name)
+                self.sources[node] = self._live_values[node] = self.graph.placeholder(node.name)
         if self.copy_layout is not None:
-            self.copying = CopyCalls(
+            self.copy_calls = CopyCalls(
                 graph,
                 self.copy_layout,
                 self.graph,
-                values=self._made_on,
+                values=self._computed_values_on,
                 define=self._define,
             )
         n_forward, in_forward = len(graph.forward_nodes), True
@@ -83,19 +84,19 @@ class StraightLine:
                 self._free(op.tensor)
                 continue
             if not isinstance(op, Compute):
-                assert self.copying is not None
-                self.copying.op(index, op)
+                assert self.copy_calls is not None
+                self.copy_calls.append(index, op)
                 continue
             # once all forward nodes have run, further ones are recomputations of the backward pass
             if in_forward and len(started) == n_forward:
                 self._end_forward()
                 in_forward = False
             node = graph.node_by_name[op.node]
-            replaced = {} if self.copying is None else self.copying.before(node)
+            replaced = {} if self.copy_calls is None else self.copy_calls.before_call(node)
             if op.node in layout.updates:
                 self._write(layout.updates[op.node])
             elif op.node in layout.copies:
-                self._copies[op.node] = self.graph.call_function(
+                self._cloned_gradients[op.node] = self.graph.call_function(
                     torch.ops.aten.clone.default,
                     (self.value(layout.copies[op.node]),),
                     {"memory_format": torch.contiguous_format},
@@ -103,26 +104,28 @@ class StraightLine:
             elif node.op == LOAD:
                 self._load(node.outputs[0])
             elif op.node in layout.calls:
-                self._call(op.node, again=op.node in started, repeats=n_runs[op.node] > 1)
+                self._call(
+                    op.node, is_recomputation=op.node in started, is_repeated=n_runs[op.node] > 1
+                )
             started.add(op.node)
-            if self.copying is not None:
-                self.copying.after(node, replaced)
+            if self.copy_calls is not None:
+                self.copy_calls.after_call(node, replaced)
             if index in due:
-                self._finish(due[index])
+                self._finish_gradients(due[index])
         if in_forward:
             self._end_forward()
-        self._finish(due.get(len(self.schedule.ops), []))
+        self._finish_gradients(due.get(len(self.schedule.ops), []))
         self._end_piece()
 
     def _free(self, tensor: str) -> None:
-        if self.copying is not None:
-            self.copying.free(tensor)
-        for node in self._of_storage.pop(tensor, ()):
-            self._current.pop(node, None)
+        if self.copy_calls is not None:
+            self.copy_calls.before_free(tensor)
+        for node in self._live_on_storage.pop(tensor, ()):
+            self._live_values.pop(node, None)
 
     def _write(self, write: Write) -> None:
         """Change a buffer, or a part of it."""
-        if write.arguments[0] in self._written:  # the operator has written it in place already
+        if write.arguments[0] in self._in_place_results:  # the operator has written it already
             return
         part = self.value(write.buffer)
         for view in write.part:
@@ -133,24 +136,24 @@ class StraightLine:
     def _load(self, tensor: str) -> None:
         """Load the value of a parameter from the host."""
         (parameter,) = (node for node in self.sources if node.name == tensor)
-        self._loaded.add(parameter)
+        self._loaded_parameters.add(parameter)
         self._define(parameter, self.graph.call_function(load, (self.sources[parameter],)))
 
-    def _made_on(self, tensor: str) -> dict[fx.Node, Value]:
+    def _computed_values_on(self, tensor: str) -> dict[fx.Node, Value]:
         """The live values of a tensor that operators have made. Views are left out, since they can
         be derived again."""
-        values = {n: self._current[n] for n in self._of_storage.get(tensor, ())}
-        return {node: value for node, value in values.items() if self._is_made(node)}
+        values = {n: self._live_values[n] for n in self._live_on_storage.get(tensor, ())}
+        return {node: value for node, value in values.items() if self._is_computed(node)}
 
-    def _is_made(self, node: fx.Node) -> bool:
-        if node in self._loaded:
+    def _is_computed(self, node: fx.Node) -> bool:
+        if node in self._loaded_parameters:
             return True
         call = node.args[0] if node.target is operator.getitem else node
         return isinstance(call, fx.Node) and call.name in self.layout.calls
 
     def value(self, node: fx.Node) -> Value:
         """The live value of a traced node; derives views again, and adds constants, as needed."""
-        known = self._current.get(node)
+        known = self._live_values.get(node)
         if known is not None:
             return known
         if node.op == "get_attr":
@@ -161,7 +164,7 @@ class StraightLine:
         else:
             for argument in node.all_input_nodes:  # before the copy, since it may append nodes
                 self.value(argument)
-            if node.target is torch.ops.aten.detach.default and node not in self._leaves_program:
+            if node.target is torch.ops.aten.detach.default and node not in self._returned_nodes:
                 # skipped: autograd does not see the program
                 new = self.value(node.all_input_nodes[0])
             else:
@@ -170,31 +173,31 @@ class StraightLine:
         return new
 
     def _define(self, node: fx.Node, value: Value) -> None:
-        self._current[node] = value
-        self._of_storage.setdefault(self.layout.storage_of(node), []).append(node)
+        self._live_values[node] = value
+        self._live_on_storage.setdefault(self.layout.storage_of(node), []).append(node)
 
-    def _call(self, name: str, *, again: bool, repeats: bool) -> None:
+    def _call(self, name: str, *, is_recomputation: bool, is_repeated: bool) -> None:
         """Append the call of an operator.
 
-        again: whether this is a recomputation.
-        repeats: whether the schedule recomputes the operator at all.
+        is_recomputation: whether this is a recomputation.
+        is_repeated: whether the schedule recomputes the operator at all.
         """
         node = self.layout.calls[name]
         for argument in node.all_input_nodes:
             self.value(argument)
-        if repeats and is_random(node):
-            new = self._call_random(node, again=again)
+        if is_repeated and is_random(node):
+            new = self._call_random(node, is_recomputation=is_recomputation)
         elif (overwrite := self.layout.overwriting.get(name)) is not None:
-            new = self._call_over(node, overwrite)
-        elif not again and (writing := self._in_place.get(name)) is not None:
+            new = self._call_overwriting(node, overwrite)
+        elif not is_recomputation and (writing := self._in_place.get(name)) is not None:
             new = self.graph.call_function(writing.target, fx.map_arg(node.args, self.value))
             for value, buffer in writing.buffers.items():
                 self._define(value, self.value(buffer))
-        elif self._written.intersection(node.all_input_nodes):
-            new = self._without_statistics(node)
+        elif self._in_place_results.intersection(node.all_input_nodes):
+            new = self._call_without_statistics(node)
         else:
             new = self.graph.node_copy(node, self.value)
-        if again:
+        if is_recomputation:
             self.recomputed.add(new)
         if isinstance(node.meta.get("val"), torch.Tensor):
             self._define(node, new)
@@ -203,18 +206,18 @@ class StraightLine:
                     self.value(user)
             return
         for part in node.users:  # take the tuple apart, so that each result is freed by itself
-            if part.target is operator.getitem and part not in self._current:
+            if part.target is operator.getitem and part not in self._live_values:
                 self._define(part, self.graph.call_function(operator.getitem, (new, part.args[1])))
 
-    def _without_statistics(self, node: fx.Node) -> Value:
+    def _call_without_statistics(self, node: fx.Node) -> Value:
         """Append a batch norm's backward operator, with None for the statistics (it does not read
         them: see `buffers_in_place`)."""
         target: Any = node.target
-        written = self._written
+        written = self._in_place_results
         args = fx.map_arg(node.args, lambda arg: None if arg in written else self.value(arg))
         return self.graph.call_function(target, args)
 
-    def _call_over(self, node: fx.Node, overwrite: Overwrite) -> Value:
+    def _call_overwriting(self, node: fx.Node, overwrite: Overwrite) -> Value:
         """Append an operator that writes its result over one of its arguments."""
         args = fx.map_arg(node.args, self.value)
         kwargs = dict(fx.map_arg(node.kwargs, self.value))
@@ -222,10 +225,10 @@ class StraightLine:
             kwargs[overwrite.keyword] = self.value(overwrite.argument)
         return self.graph.call_function(overwrite.target, args, kwargs)
 
-    def _call_random(self, node: fx.Node, *, again: bool) -> Value:
+    def _call_random(self, node: fx.Node, *, is_recomputation: bool) -> Value:
         """Append a random operator that is recomputed, with its generator's state.
 
-        The first run saves the state as a value of the program; `again` restores it."""
+        The first run saves the state as a value of the program; a recomputation restores it."""
         target: Any = node.target
         result = node.meta["val"]
         device = (result if isinstance(result, torch.Tensor) else result[0]).device
@@ -233,13 +236,13 @@ class StraightLine:
         kwargs = fx.map_arg(node.kwargs, self.value)
         first: Callable[..., Any] = run_and_keep_state
         repeated: Callable[..., Any] = recompute_random
-        what: tuple[Any, ...] = (target, device)
+        leading: tuple[Any, ...] = (target, device)
         if isinstance(target, OpaqueForward):  # it may draw from other generators, too
-            first, repeated, what = target.keep_state, target.run_again, ()
-        if again:
+            first, repeated, leading = target.keep_state, target.run_again, ()
+        if is_recomputation:
             state = self._states[node.name]
-            return self.graph.call_function(repeated, (*what, state, *args), kwargs)
-        both = self.graph.call_function(first, (*what, *args), kwargs)
+            return self.graph.call_function(repeated, (*leading, state, *args), kwargs)
+        both = self.graph.call_function(first, (*leading, *args), kwargs)
         new = self.graph.call_function(operator.getitem, (both, 0))
         self._states[node.name] = self.graph.call_function(operator.getitem, (both, 1))
         return new
@@ -251,7 +254,7 @@ class StraightLine:
         )
         self._end_piece()
 
-    def _finish(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
+    def _finish_gradients(self, gradients: list[tuple[fx.Node, fx.Node]]) -> None:
         """Let complete gradients leave, now or together with the next ones.
 
         gradients: pairs of a leaf and its gradient, both traced nodes.
@@ -261,17 +264,19 @@ class StraightLine:
         step anyway, so a few share a piece.
         """
         for leaf, gradient in gradients:
-            copied = self._copies.get(self.layout.gradients.get(leaf, ""))
-            self._leaving.append((leaf, self.value(gradient) if copied is None else copied))
+            copied = self._cloned_gradients.get(self.layout.gradients.get(leaf, ""))
+            self._current_gradients.append(
+                (leaf, self.value(gradient) if copied is None else copied)
+            )
         accumulates = accumulation(self.step.graph.meta.gradients).to_parameters
-        started = self.ends[-1] if self.ends else 0
+        started = self.piece_ends[-1] if self.piece_ends else 0
         if accumulates or len(self.graph.nodes) - started >= LEAST_IN_PIECE:
             self._end_piece()
 
     def _end_piece(self) -> None:
-        self.ends.append(len(self.graph.nodes))
-        self.finished.append(self._leaving)
-        self._leaving = []
+        self.piece_ends.append(len(self.graph.nodes))
+        self.piece_gradients.append(self._current_gradients)
+        self._current_gradients = []
 
 
 def gradients_due(

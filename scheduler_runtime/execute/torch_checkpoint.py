@@ -61,8 +61,8 @@ class SavedCalls:
     without_first: the same, for those saved calls whose first result nobody reads.
     skipped: the same, for calls whose results nobody reads when the module is recomputed.
     n_calls: operator -> number of calls, so that a program other than the planned one is noticed.
-    of_parts: whether to count operators on a rank's local parts of distributed tensors, which
-        PyTorch's selective checkpointing does not see.
+    counts_local_parts: whether to count operators on a rank's local parts of distributed tensors,
+        which PyTorch's selective checkpointing does not see.
     """
 
     path: str
@@ -70,36 +70,39 @@ class SavedCalls:
     without_first: Mapping[str, frozenset[int]]
     skipped: Mapping[str, frozenset[int]]
     n_calls: Mapping[str, int]
-    of_parts: bool = False
+    counts_local_parts: bool = False
 
     def contexts(self) -> tuple[Any, Any]:
         """The contexts of forward and recomputation, for one call of `checkpoint`."""
         seen: Counter[str] = Counter()
-        again: Counter[str] = Counter()
+        n_recomputed: Counter[str] = Counter()
         forward, recomputation = (
             (contextlib.nullcontext(), contextlib.nullcontext())
-            if self.of_parts
+            if self.counts_local_parts
             else _unchecked_contexts(self, seen)
         )
 
         def keep(operator: Any) -> Keep:
             name = functional_name(str(operator))
-            seen[name] += self.of_parts  # otherwise the policy has counted this call already
+            # otherwise the policy has counted this call already
+            seen[name] += self.counts_local_parts
             index = seen[name] - 1
             if self._kept_by_us(operator, name, index):
                 return "part"
-            is_saved = self.of_parts and index in self.saved.get(name, ())
+            is_saved = self.counts_local_parts and index in self.saved.get(name, ())
             return "all" if is_saved else ""
 
         def skip(operator: Any) -> bool:
             name = functional_name(str(operator))
-            index = again[name]
-            again[name] += 1
+            index = n_recomputed[name]
+            n_recomputed[name] += 1
             # only if the forward pass was the planned one: indices mean nothing in another program
             return index in self.skipped.get(name, ()) and seen[name] == self.n_calls[name]
 
-        noting, skipping = skipping_contexts(keep=keep, skip=skip)
-        return self._checked(forward, noting, seen), _Once(self.path, recomputation, skipping)
+        recording, skipping = skipping_contexts(keep=keep, skip=skip)
+        return self._with_count_check(forward, recording, seen), _ContextsForOneRecomputation(
+            self.path, recomputation, skipping
+        )
 
     def _policy(
         self, seen: Counter[str], _context: Any, operator: Any, *_args: Any, **_kwargs: Any
@@ -119,20 +122,20 @@ class SavedCalls:
         return is_part or (in_place and index in self.saved.get(name, ()))
 
     @contextlib.contextmanager
-    def _checked(self, context: Any, noting: Any, seen: Counter[str]) -> Iterator[None]:
-        with context, noting:
+    def _with_count_check(self, context: Any, recording: Any, seen: Counter[str]) -> Iterator[None]:
+        with context, recording:
             yield
         check_counts(self.path, seen, {name: self.n_calls[name] for name in self.saved})
 
 
-class _Once(contextlib.ExitStack):
+class _ContextsForOneRecomputation(contextlib.ExitStack):
     """The contexts, for one recomputation: it takes the results that were kept."""
 
     def __init__(self, path: str, *contexts: Any) -> None:
         super().__init__()
         self._path, self._contexts = path, contexts
 
-    def __enter__(self) -> _Once:
+    def __enter__(self) -> _ContextsForOneRecomputation:
         contexts, self._contexts = self._contexts, ()
         if not contexts:
             raise RuntimeError(
@@ -341,12 +344,12 @@ def names_inside(names: Iterable[str], path: str) -> tuple[str, ...]:
 
 def remove_torch_checkpoint(model: nn.Module) -> nn.Module:
     """Undo `to_torch_checkpoint`, also on a copy of the model. Returns the same module."""
-    for module in _exported(model):
+    for module in _modules_with_export(model):
         restore_forward(module)
     return model
 
 
-def exported_to(model: nn.Module) -> list[tuple[str, Any]]:
+def exports_in(model: nn.Module) -> list[tuple[str, Any]]:
     """The path of each module whose forward was replaced by an export, with what it runs."""
     found = []
     for path, module in model.named_modules():
@@ -358,8 +361,8 @@ def exported_to(model: nn.Module) -> list[tuple[str, Any]]:
 
 def has_checkpoints(model: nn.Module) -> bool:
     """Whether a plan was exported to the model."""
-    return any(True for _ in _exported(model))
+    return any(True for _ in _modules_with_export(model))
 
 
-def _exported(model: nn.Module) -> Iterator[nn.Module]:
+def _modules_with_export(model: nn.Module) -> Iterator[nn.Module]:
     return (m for m in model.modules() if isinstance(m.__dict__.get("forward"), ExportedForward))

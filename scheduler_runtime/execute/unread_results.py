@@ -31,10 +31,10 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from graphs.model_calls import is_distributed_class
-from scheduler_runtime.execute.copies import Form
+from scheduler_runtime.execute.copies import TensorSpec
 from scheduler_runtime.execute.random_state import get_state, set_state
 
-Asked = Callable[[Any], bool]
+CallPredicate = Callable[[Any], bool]
 """Answers a yes-or-no question about the next call of an operator."""
 
 Keep: TypeAlias = Literal["", "all", "part"]
@@ -52,17 +52,17 @@ class Unread(torch.Tensor):
     value: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, form: Form) -> Unread:
-        made: Unread = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, spec: TensorSpec) -> Unread:
+        tensor: Unread = torch.Tensor._make_wrapper_subclass(
             cls,
-            form.shape,
-            strides=form.strides,
-            storage_offset=form.offset,
-            dtype=form.dtype,
-            device=form.device,
+            spec.shape,
+            strides=spec.strides,
+            storage_offset=spec.offset,
+            dtype=spec.dtype,
+            device=spec.device,
         )
-        made.value = None
-        return made
+        tensor.value = None
+        return tensor
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         return f"Unread({tuple(self.shape)}, {self.dtype})"
@@ -73,7 +73,7 @@ class Unread(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # when autograd packs it
             (tensor,) = args
-            return cls(Form.of(tensor)) if tensor.value is None else tensor.value.detach()
+            return cls(TensorSpec.of(tensor)) if tensor.value is None else tensor.value.detach()
         args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs or {}))
         if not any(isinstance(each, Unread) for each in tree_iter((args, kwargs))):
             return func(*args, **kwargs)
@@ -90,18 +90,18 @@ class Unread(torch.Tensor):
             # it reads no values, and what is written to its result later may be read
             f = call.results
             return torch.empty_strided(f.shape, f.strides, dtype=f.dtype, device=f.device)
-        return tree_map_only(Form, cls, call.results)
+        return tree_map_only(TensorSpec, cls, call.results)
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptResult:
     """A result that was kept, and its version then: it must not be written again."""
 
     tensor: torch.Tensor
     version: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *, in_place: bool) -> _Kept:
+    def of(cls, tensor: torch.Tensor, *, in_place: bool) -> _KeptResult:
         # with this key, the detached tensor shares the version counter
         with torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
             kept = tensor.detach()
@@ -118,17 +118,17 @@ class _Kept:
 class _Call:
     """A call of an operator in the forward pass.
 
-    results: its results, with a Form in the place of each tensor.
+    results: its results, with a TensorSpec in the place of each tensor.
     state: the generator's state before the call, if the operator is random.
-    kept: if a part of the results is kept: what an in-place operator has written, or all results
-        but the first of another one. Else ().
-    whole: if all results are kept: these, with a _Kept in the place of each tensor, until they have
-        been returned in the recomputation."""
+    part_kept: if a part of the results is kept: what an in-place operator has written, or all
+        results but the first of another one. Else ().
+    all_kept: if all results are kept: these, with a _KeptResult in the place of each tensor, until
+        they have been returned in the recomputation."""
 
     results: Any
     state: torch.Tensor | None
-    kept: tuple[_Kept, ...] = ()
-    whole: Any = None
+    part_kept: tuple[_KeptResult, ...] = ()
+    all_kept: Any = None
 
 
 _running = threading.local()
@@ -140,7 +140,7 @@ _Calls: TypeAlias = defaultdict[Any, list[_Call]]
 
 
 def skipping_contexts(
-    *, keep: Callable[[Any], Keep], skip: Asked
+    *, keep: Callable[[Any], Keep], skip: CallPredicate
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """The dispatch modes of the forward pass and of the recomputation, for one checkpointed call.
 
@@ -150,17 +150,17 @@ def skipping_contexts(
     skip: called for each call in the recomputation: whether nobody reads its results.
     """
     calls: _Calls = defaultdict(list)
-    return _Noting(calls, keep), _Skipping(calls, skip)
+    return _RecordingMode(calls, keep), _SkippingMode(calls, skip)
 
 
-def _is_propagated() -> bool:
+def _is_faking() -> bool:
     """Whether operators run on fake tensors now, as DTensor does once for each kind of call to find
     placements; such calls do not count."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake is not None
 
 
-def _is_taken_apart(kind: type) -> bool:
+def _runs_on_local_parts(kind: type) -> bool:
     """Whether tensors of this class run operators on this rank's local parts: DTensors, and results
     of collectives that have not been waited for. The calls on the parts are counted instead."""
     module: Any = sys.modules.get("torch.distributed._functional_collectives")
@@ -168,60 +168,63 @@ def _is_taken_apart(kind: type) -> bool:
     return is_waited_for or is_distributed_class(kind)
 
 
-class _Noting(TorchDispatchMode):
+class _RecordingMode(TorchDispatchMode):
     def __init__(self, calls: _Calls, keep: Callable[[Any], Keep]) -> None:
         super().__init__()
         self._calls = calls
         self._keep = keep
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(_is_taken_apart, types)):
+        if any(map(_runs_on_local_parts, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS or _is_propagated():
+        if func in SAC_IGNORED_OPS or _is_faking():
             return func(*args, **kwargs)
         state = get_state(_device_of((args, kwargs))) if is_random(func) else None
         results = func(*args, **kwargs)
-        kept: tuple[_Kept, ...] = ()
+        kept: tuple[_KeptResult, ...] = ()
         which = self._keep(func)
         if which == "part":
             in_place = _is_in_place(func)
             tensors = (results,) if in_place else results[1:]
-            kept = tuple(_Kept.of(tensor, in_place=in_place) for tensor in tensors)
-        forms = tree_map_only(torch.Tensor, Form.of, results)
-        whole = None
+            kept = tuple(_KeptResult.of(tensor, in_place=in_place) for tensor in tensors)
+        specs = tree_map_only(torch.Tensor, TensorSpec.of, results)
+        all_kept = None
         if which == "all":
-            whole = tree_map_only(torch.Tensor, lambda t: _Kept.of(t, in_place=False), results)
-        self._calls[func].append(_Call(forms, state, kept, whole))
+            all_kept = tree_map_only(
+                torch.Tensor, lambda t: _KeptResult.of(t, in_place=False), results
+            )
+        self._calls[func].append(_Call(specs, state, kept, all_kept))
         return results
 
 
-class _Skipping(TorchDispatchMode):
-    def __init__(self, calls: _Calls, skip: Asked) -> None:
+class _SkippingMode(TorchDispatchMode):
+    def __init__(self, calls: _Calls, skip: CallPredicate) -> None:
         super().__init__()
         self._calls = calls
         self._skip = skip
         self._seen: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(_is_taken_apart, types)):
+        if any(map(_runs_on_local_parts, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS or _is_propagated():
+        if func in SAC_IGNORED_OPS or _is_faking():
             return func(*args, **kwargs)
         index = self._seen[func]
         self._seen[func] += 1
         call = self._calls[func][index]
-        skip = self._skip(func) or bool(call.kept)  # always call `_skip`, which counts the calls
-        if call.whole is not None:
-            self._calls[func][index] = replace(call, whole=None)
-            return tree_map_only(_Kept, _Kept.read, call.whole)
+        # always call `_skip`, which counts the calls
+        skip = self._skip(func) or bool(call.part_kept)
+        if call.all_kept is not None:
+            self._calls[func][index] = replace(call, all_kept=None)
+            return tree_map_only(_KeptResult, _KeptResult.read, call.all_kept)
         given = args
         args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs))
-        place = given[0] if _is_in_place(func) else None
+        target = given[0] if _is_in_place(func) else None
         # an in-place operator runs if its argument is there: it is the argument that is read later
-        if place is None and skip:
-            args = tree_map_only(torch.Tensor, lambda tensor: Unread(Form.of(tensor)), args)
+        if target is None and skip:
+            args = tree_map_only(torch.Tensor, lambda tensor: Unread(TensorSpec.of(tensor)), args)
         elif call.state is not None:
             set_state(call.state, _device_of((args, kwargs)))
         _running.call, _running.is_skipped = call, skip
@@ -229,10 +232,10 @@ class _Skipping(TorchDispatchMode):
             results = func(*args, **kwargs)
         finally:
             _running.call = None
-        kept = tuple(each.read() for each in call.kept)
-        if isinstance(place, Unread) and kept:
-            (place.value,) = kept
-        return (results[0], *kept) if place is None and kept else results
+        kept = tuple(each.read() for each in call.part_kept)
+        if isinstance(target, Unread) and kept:
+            (target.value,) = kept
+        return (results[0], *kept) if target is None and kept else results
 
 
 def _value_of(tensor: Unread) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
 )
 
 aten = torch.ops.aten
-LOOKING = (
+MODE_SENSITIVE = (
     aten.prod.default,
     aten.prod.dim_int,
     aten.masked_fill.Tensor,
@@ -42,7 +42,7 @@ LOOKING = (
 """Operators whose backward functions look for dispatch modes, and behave differently with one."""
 
 
-class Watching(TorchDispatchMode, ABC):
+class WatchingMode(TorchDispatchMode, ABC):
     """A mode that only observes operators; it may stay active after it has nothing to observe.
 
     It is entered by `watch` and left by `unwatch`, which do not touch the flags that PyTorch keeps
@@ -56,11 +56,11 @@ class Watching(TorchDispatchMode, ABC):
         """Whether the mode has nothing to observe any more."""
 
     @abstractmethod
-    def misses(self) -> None:
+    def note_missed_backward(self) -> None:
         """Called when a backward function will run without this mode."""
 
     @staticmethod
-    def called(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def call_operator(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Call an operator from the mode's handler, with the result that it has without the mode.
 
         PyTorch calls a mode's handler with the dispatch keys of lazy conjugation excluded, so a
@@ -75,59 +75,59 @@ class Watching(TorchDispatchMode, ABC):
             return func(*args, **(kwargs or {}))
 
     def watch(self) -> None:
-        """Enter the mode. Operators in `LOOKING` run their backward functions without it."""
-        _of_thread.__dict__[self._key] = _kernels.held()
+        """Enter the mode. Operators in `MODE_SENSITIVE` run their backward functions without it."""
+        _thread_state.__dict__[self._key] = _kernels.register()
         _push_mode(self)
 
     def unwatch(self) -> None:
         """Leave the mode, which must be on top of the stack."""
         _pop_mode()
         # it is missing if the engine has put back a mode that was left within a backward pass
-        _of_thread.__dict__.pop(self._key, None)
+        _thread_state.__dict__.pop(self._key, None)
 
     @property
     def _key(self) -> str:
         return f"watch {id(self)}"
 
 
-_of_thread = threading.local()
+_thread_state = threading.local()
 """Keeps the kernels alive for each mode on this thread's stack, at most as long as the thread."""
 
 
-class _Held:
+class _Registration:
     """Keeps the kernels registered, for as long as it exists."""
 
 
 class _Kernels:
-    """Kernels of the operators in `LOOKING` for the autograd keys, registered while a mode watches.
+    """Kernels of the operators in `MODE_SENSITIVE` for the autograd keys, while a mode watches.
 
     They get hold of each result's backward function before anything can call it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the garbage collector may end a watch within a call
-        self._n_holding = self._n_running = 0
+        self._n_registrations = self._n_running = 0
         self._library: Any = None
 
-    def held(self) -> _Held:
+    def register(self) -> _Registration:
         """Register the kernels, until all objects that this has returned are gone."""
         with self._lock:
-            self._n_holding += 1
+            self._n_registrations += 1
             if self._library is None:
                 self._library = library = torch.library.Library("aten", "IMPL")
-                for operator in LOOKING:
-                    run = functools.partial(_without_modes, operator)
+                for operator in MODE_SENSITIVE:
+                    run = functools.partial(_call_with_modeless_backward, operator)
                     for key in ("AutogradCPU", "AutogradCUDA"):
                         library.impl(operator, run, key)
-        held = _Held()
-        weakref.finalize(held, self._release).atexit = False
-        return held
+        registration = _Registration()
+        weakref.finalize(registration, self._release).atexit = False
+        return registration
 
     def _release(self) -> None:
         with self._lock:
-            self._n_holding -= 1
+            self._n_registrations -= 1
             # kernels must not be dropped while one runs: then the next watch that ends drops them
-            if not self._n_holding and not self._n_running and self._library is not None:
+            if not self._n_registrations and not self._n_running and self._library is not None:
                 self._library._destroy()
                 self._library = None
 
@@ -146,24 +146,26 @@ class _Kernels:
 _kernels = _Kernels()
 
 
-def _without_modes(operator: Any, *args: Any, **named: Any) -> Any:
+def _call_with_modeless_backward(operator: Any, *args: Any, **named: Any) -> Any:
     """Call the operator; its backward function will leave the modes that watch now."""
     with _kernels.running():
         result = operator._op_dk(DispatchKey.Autograd, *args, **named)
-    watching = [each for each in _get_current_dispatch_mode_stack() if isinstance(each, Watching)]
+    watching = [
+        each for each in _get_current_dispatch_mode_stack() if isinstance(each, WatchingMode)
+    ]
     if watching and result.grad_fn is not None:
-        result.grad_fn.register_prehook(lambda _gradients: leave_modes(if_over=False))
+        result.grad_fn.register_prehook(lambda _gradients: leave_modes(only_finished=False))
         for each in watching:
-            each.misses()
+            each.note_missed_backward()
     return result
 
 
 @contextmanager
-def nothing_watches() -> Iterator[None]:
+def no_watching_modes() -> Iterator[None]:
     """In this context, the watching modes on top of this thread's stack are inactive, so that
     operators run exactly as without them."""
     paused = []
-    while (stack := _get_current_dispatch_mode_stack()) and isinstance(stack[-1], Watching):
+    while (stack := _get_current_dispatch_mode_stack()) and isinstance(stack[-1], WatchingMode):
         paused.append(_pop_mode())
     try:
         yield
@@ -172,14 +174,18 @@ def nothing_watches() -> Iterator[None]:
             _push_mode(each)
 
 
-def leave_modes(*, if_over: bool) -> None:
+def leave_modes(*, only_finished: bool) -> None:
     """Leave the watching modes on top of the stack; only to be called within a backward function.
 
     The engine runs each backward function with the thread's state of the call of `backward()`, so
     the modes are inactive until the function returns.
 
-    if_over: whether to leave only modes that have nothing to observe any more.
+    only_finished: whether to leave only modes that have nothing to observe any more.
     """
     stack = _get_current_dispatch_mode_stack()
-    while stack and isinstance(top := stack.pop(), Watching) and (top.is_over or not if_over):
+    while (
+        stack
+        and isinstance(top := stack.pop(), WatchingMode)
+        and (top.is_over or not only_finished)
+    ):
         _pop_mode()

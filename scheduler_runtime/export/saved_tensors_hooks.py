@@ -90,14 +90,14 @@ def to_saved_tensors_hooks(
             "file"
         )
     copied = [op.storage for op in solution.schedule.ops if isinstance(op, Store)]
-    chosen = tuple(name for name in dict.fromkeys(copied) if _can_wait(graph, name))
+    chosen = tuple(name for name in dict.fromkeys(copied) if _can_be_offloaded(graph, name))
     if not chosen:
         raise ExportError(
             "the solution's schedule copies nothing to the host that autograd saves; give solve() "
             "a host_budget, or export with to_torch_checkpoint()"
         )
     eager = solution.unplanned  # with what eager mode holds longer
-    schedule = _blocking(eager, frozenset(chosen))
+    schedule = _schedule_with_hooks(eager, frozenset(chosen))
     simulation = simulate(eager, schedule, places=solution.request.places)
     exported = ExportedCopies(
         storages=chosen,
@@ -108,7 +108,7 @@ def to_saved_tensors_hooks(
         planned_time_s=solution.simulation.time_s,
         baseline_time_s=solution.baseline.time_s,
         budget_bytes=solution.request.available_bytes,
-        lost=tuple(_lost(solution, len(set(copied)) - len(chosen), simulation.stall_s)),
+        lost=tuple(_limitations(solution, len(set(copied)) - len(chosen), simulation.stall_s)),
         _model=model,
     )
     if not exported.fits and on_excess == "error":
@@ -117,11 +117,11 @@ def to_saved_tensors_hooks(
             f"the step takes {exported.peak_bytes}: hooks of saved tensors recompute nothing. "
             'apply(model, solution) keeps to the budget; or give on_excess="least"'
         )
-    model.forward = ForwardWithHooks(model, _calls(graph, chosen))
+    model.forward = ForwardWithHooks(model, _calls_to_offload(graph, chosen))
     return exported
 
 
-def _can_wait(graph: Graph, name: str) -> bool:
+def _can_be_offloaded(graph: Graph, name: str) -> bool:
     """Whether a storage is made in the model's forward pass, by an operator that eager mode calls
     too; only then can a hook recognise it."""
     node = graph.producer.get(name)
@@ -129,15 +129,15 @@ def _can_wait(graph: Graph, name: str) -> bool:
         return False
     # the eager batch norm does not return the new running statistics, unlike the traced one
     operator = operator_named(eager_calls(graph, node)[-1])
-    return operator is not None and _index(node, name) < len(operator._schema.returns)
+    return operator is not None and _result_index(node, name) < len(operator._schema.returns)
 
 
-def _index(node: Node, name: str) -> int:
+def _result_index(node: Node, name: str) -> int:
     """The index of a tensor among the results of the call that makes it."""
     return 0 if name == node.name else int(name.rsplit(".", 1)[1])
 
 
-def _blocking(graph: Graph, storages: frozenset[str]) -> Schedule:
+def _schedule_with_hooks(graph: Graph, storages: frozenset[str]) -> Schedule:
     """The step as eager mode runs it with the hooks.
 
     Each of these storages leaves the device after the last forward operator that reads it. It comes
@@ -145,7 +145,7 @@ def _blocking(graph: Graph, storages: frozenset[str]) -> Schedule:
     """
     plain = baseline(graph)
     reads: dict[str, list[int]] = defaultdict(list)  # storage -> positions of ops that use it
-    is_late: set[int] = set()  # positions of backward operators
+    backward_positions: set[int] = set()  # positions of backward operators
     for at, op in enumerate(plain.ops):
         if isinstance(op, Compute):
             node = graph.node_by_name[op.node]
@@ -153,29 +153,31 @@ def _blocking(graph: Graph, storages: frozenset[str]) -> Schedule:
                 if root in storages:
                     reads[root].append(at)
             if node.phase not in ("forward", "outside"):
-                is_late.add(at)
+                backward_positions.add(at)
     before: dict[int, list[Op]] = defaultdict(list)
     after: dict[int, list[Op]] = defaultdict(list)
     for root, positions in reads.items():
-        on_it = [n for n in (root, *graph.views.get(root, ())) if n in graph.producer]
-        late = [at for at in positions if at in is_late]
-        early = [at for at in positions if at not in is_late]
-        if not late:
+        tensors = [n for n in (root, *graph.views.get(root, ())) if n in graph.producer]
+        backward = [at for at in positions if at in backward_positions]
+        forward = [at for at in positions if at not in backward_positions]
+        if not backward:
             continue  # no backward operator reads it: freed as without hooks
-        after[early[-1]] += [Store(root), *map(Free, on_it)]
-        for at in late:
+        after[forward[-1]] += [Store(root), *map(Free, tensors)]
+        for at in backward:
             before[at].append(Fetch(root))
-            after[at] += [*map(Free, on_it)]
-        after[late[-1]].append(Drop(root))
-    waiting = {root for root, positions in reads.items() if is_late.intersection(positions)}
+            after[at] += [*map(Free, tensors)]
+        after[backward[-1]].append(Drop(root))
+    offloaded = {
+        root for root, positions in reads.items() if backward_positions.intersection(positions)
+    }
     ops: list[Op] = []
     for at, op in enumerate(plain.ops):
-        is_ours = isinstance(op, Free) and graph.root(op.tensor) in waiting
-        ops += [*before[at], *([] if is_ours else [op]), *after[at]]
+        is_freed_by_hooks = isinstance(op, Free) and graph.root(op.tensor) in offloaded
+        ops += [*before[at], *([] if is_freed_by_hooks else [op]), *after[at]]
     return Schedule(ops=tuple(ops), graph_id=graph.graph_id)
 
 
-def _calls(graph: Graph, storages: tuple[str, ...]) -> CallsOnHost:
+def _calls_to_offload(graph: Graph, storages: tuple[str, ...]) -> CallsOnHost:
     """The operator calls of eager mode that make these storages."""
     seen: Counter[str] = Counter()
     results: defaultdict[str, dict[int, frozenset[int]]] = defaultdict(dict)
@@ -185,15 +187,15 @@ def _calls(graph: Graph, storages: tuple[str, ...]) -> CallsOnHost:
             seen[name] += 1
         made = [name for name in node.outputs if name in storages]
         if made:
-            results[last][seen[last]] = frozenset(_index(node, name) for name in made)
+            results[last][seen[last]] = frozenset(_result_index(node, name) for name in made)
         seen[last] += 1
     return CallsOnHost(dict(results), {name: seen[name] for name in results})
 
 
-def _lost(solution: Solution, n_others: int, stall_s: float) -> Iterator[str]:
+def _limitations(solution: Solution, n_not_saved: int, stall_s: float) -> Iterator[str]:
     """Sentences on what the hooks do not do, although the plan does.
 
-    n_others: tensors that the plan copies and the hooks do not.
+    n_not_saved: tensors that the plan copies and the hooks do not.
     stall_s: how long the exported step waits for copies.
     """
     assert solution.simulation is not None
@@ -203,8 +205,8 @@ def _lost(solution: Solution, n_others: int, stall_s: float) -> Iterator[str]:
     if more_s > 0:
         share = format_share(more_s / (solution.baseline.time_s or 1.0))
         yield f"longer waits for copies than in the plan: {share} time"
-    if n_others:
-        yield f"{counted(n_others, 'tensor')} that the plan copies: not saved by autograd"
+    if n_not_saved:
+        yield f"{counted(n_not_saved, 'tensor')} that the plan copies: not saved by autograd"
     if solution.graph.host_state_bytes:
         yield "the optimizer's state stays on the device"
     if any(isinstance(op, Spill) for op in (solution.schedule.ops if solution.schedule else ())):

@@ -79,11 +79,11 @@ def may_save(graph: Graph) -> MaySave:
         )
         return can_be_kept(graph, node) and not is_buffer
 
-    def of(region: CheckpointRegion) -> tuple[Recomputation, frozenset[str]]:
+    def recomputation_of(region: CheckpointRegion) -> tuple[Recomputation, frozenset[str]]:
         """The region's recomputation, and which of the region's results can be kept at all."""
         if region.nodes not in known:
-            whole = replace(region, saved=frozenset())
-            recomputation = Recomputation.of(RegionLayout(graph, (whole,)), whole)
+            without_saved = replace(region, saved=frozenset())
+            recomputation = Recomputation.of(RegionLayout(graph, (without_saved,)), without_saved)
             nodes = [graph.node_by_name[name] for name in region.nodes]
             is_known = all(operator_named(n.op) is not None for n in nodes)
             possible = filter(is_possible, region.nodes if is_known and not is_replaced else ())
@@ -91,17 +91,17 @@ def may_save(graph: Graph) -> MaySave:
         return known[region.nodes]
 
     def possible(region: CheckpointRegion) -> frozenset[str]:
-        recomputation, can_be_kept = of(region)
+        recomputation, can_be_kept = recomputation_of(region)
         saved = region.saved & can_be_kept
         while True:  # which results are read depends on which are kept, so until nothing changes
-            fine = frozenset(
+            still_possible = frozenset(
                 name
                 for name, outputs in recomputation.kept_outputs(saved).items()
                 if all(eager.last_write.get(out, -1) <= position[name] for out in outputs)
             )
-            if fine == saved:
+            if still_possible == saved:
                 return saved
-            saved = fine
+            saved = still_possible
 
     return possible
 
@@ -170,5 +170,5 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
         {operator: frozenset(calls) for operator, calls in without_first.items()},
         {operator: frozenset(calls) for operator, calls in skipped.items()},
         {operator: seen[operator] for operator in (saved | skipped)},
-        of_parts=any(is_collective(node.op) for node in layout.graph.nodes),
+        counts_local_parts=any(is_collective(node.op) for node in layout.graph.nodes),
     )

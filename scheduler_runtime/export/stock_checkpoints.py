@@ -24,7 +24,7 @@ from graphs.zero import zero_words
 from scheduler_runtime.execute import (
     CheckpointedForward,
     ForwardWithChunkedLoss,
-    exported_to,
+    exports_in,
     names_inside,
     remove_torch_checkpoint,
 )
@@ -166,10 +166,10 @@ def to_torch_checkpoint(
     check_order(model, solution, call="to_torch_checkpoint")
     ranks = Ranks.of(model)
     if ranks is None:
-        return _put_into(model, solution, on_excess)
-    with ranks.told_of_errors():
-        export = _put_into(model, solution, on_excess)
-        words = json.dumps(exported_to(model))
+        return _export(model, solution, on_excess)
+    with ranks.sending_errors():
+        export = _export(model, solution, on_excess)
+        words = json.dumps(exports_in(model))
         try:
             ranks.agree({"the exported plan": hashlib.sha256(words.encode()).hexdigest()[:12]})
         except RanksDisagreeError:
@@ -178,13 +178,13 @@ def to_torch_checkpoint(
     return export
 
 
-def _put_into(model: nn.Module, solution: Solution, on_excess: str) -> Export:
+def _export(model: nn.Module, solution: Solution, on_excess: str) -> Export:
     check_exportable(model, solution, call="to_torch_checkpoint")
     assert solution.simulation is not None
-    step, plan = _chosen(model, solution, or_least=on_excess == "least")
-    _put(model, step.graph, plan)
+    step, plan = _choose_modules(model, solution, or_least=on_excess == "least")
+    _install(model, step.graph, plan)
     return Export(
-        modules=tuple(_exported(plan.regions, plan)),
+        modules=tuple(_exported_modules(plan.regions, plan)),
         losses_in_chunks=len(step.graph.meta.called_losses),
         schedule=plan.schedule,
         peak_bytes=plan.peak_bytes,
@@ -193,7 +193,7 @@ def _put_into(model: nn.Module, solution: Solution, on_excess: str) -> Export:
         planned_time_s=solution.simulation.time_s,
         baseline_time_s=solution.baseline.time_s,
         budget_bytes=solution.request.available_bytes,
-        lost=tuple(_lost(step, plan, is_own=step.graph.graph_id == solution.graph.graph_id)),
+        lost=tuple(_limitations(step, plan, is_own=step.graph.graph_id == solution.graph.graph_id)),
         sharded=_sharded_words(solution),
         _model=model,
     )
@@ -205,7 +205,9 @@ def _sharded_words(solution: Solution) -> str:
     return sharding_words(environment) or zero_words(environment, sharded=True)
 
 
-def _chosen(model: nn.Module, solution: Solution, *, or_least: bool) -> tuple[Solution, RegionPlan]:
+def _choose_modules(
+    model: nn.Module, solution: Solution, *, or_least: bool
+) -> tuple[Solution, RegionPlan]:
     """Choose a step and the modules to checkpoint.
 
     Stock modules cannot run every rewrite, so there are several steps to try, each planned operator
@@ -214,7 +216,7 @@ def _chosen(model: nn.Module, solution: Solution, *, or_least: bool) -> tuple[So
     or_least: if nothing fits, return the choice with the smallest peak instead of raising
         ExportError.
     """
-    unfit: list[tuple[Solution, RegionPlan]] = []
+    too_large: list[tuple[Solution, RegionPlan]] = []
     without_schedule: list[Solution] = []
     try:
         for each in for_stock_modules(solution):
@@ -224,19 +226,19 @@ def _chosen(model: nn.Module, solution: Solution, *, or_least: bool) -> tuple[So
             try:
                 return each, _by_module(model, each)
             except NoModulesFitError as error:
-                unfit.append((each, error.least))
+                too_large.append((each, error.least))
     except NoPlainStepError as error:
         raise ExportError(str(error)) from None
-    if not unfit and or_least:
-        return _least(model, without_schedule)
-    if not unfit:
+    if not too_large and or_least:
+        return _least_peak_choice(model, without_schedule)
+    if not too_large:
         least = min(without_schedule, key=lambda each: each.minimum_budget_bytes or math.inf)
         raise ExportError(
             "the plan rewrites the step in ways that checkpointed modules cannot, and without "
             f"these nothing fits {format_size(least.request.available_bytes)}"
             f'{least.obstacle_text}; give more, or on_excess="least"'
         )
-    step, plan = min(unfit, key=lambda each: each[1].peak_bytes)
+    step, plan = min(too_large, key=lambda each: each[1].peak_bytes)
     if not or_least:
         raise _nothing_fits(model, solution, plan)
     return step, plan
@@ -252,7 +254,7 @@ def _by_module(model: nn.Module, step: Solution) -> RegionPlan:
     )
 
 
-def _least(model: nn.Module, steps: Iterable[Solution]) -> tuple[Solution, RegionPlan]:
+def _least_peak_choice(model: nn.Module, steps: Iterable[Solution]) -> tuple[Solution, RegionPlan]:
     """For steps without a schedule within the budget: the module-level plan of the smallest peak,
     found by planning each step with the least budget that it can have."""
     found: list[tuple[Solution, RegionPlan]] = []
@@ -289,7 +291,7 @@ def _nothing_fits(model: nn.Module, solution: Solution, least: RegionPlan) -> Ex
     )
 
 
-def _put(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
+def _install(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
     # a node without outputs writes a buffer in place
     written = {n for node in graph.forward_nodes if not node.outputs for n in node.inputs}
     changed = sorted(path for path, tensor in graph.meta.buffers.items() if tensor in written)
@@ -305,7 +307,7 @@ def _put(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
         )
 
 
-def _exported(
+def _exported_modules(
     regions: Iterable[CheckpointRegion], plan: RegionPlan, inside: tuple[str, ...] = ()
 ) -> Iterator[ExportedModule]:
     for region in regions:
@@ -316,10 +318,10 @@ def _exported(
             saved=tuple(name for name in region.nodes if name in region.saved),
             inside=inside,
         )
-        yield from _exported(region.inner, plan, (*inside, region.path))
+        yield from _exported_modules(region.inner, plan, (*inside, region.path))
 
 
-def _lost(solution: Solution, plan: RegionPlan, *, is_own: bool) -> Iterator[str]:
+def _limitations(solution: Solution, plan: RegionPlan, *, is_own: bool) -> Iterator[str]:
     """Sentences on what checkpointing modules does not do, although the solution does.
 
     is_own: whether `solution` is the one that the user gave. If not, it is for a step without some

@@ -14,14 +14,14 @@ from solver.schedule import Schedule, Solution, simulate, simulate_unplanned
 def with_loss(solution: Solution, loss: LossBytes) -> Solution:
     """The solution, for a loss outside of the model that takes this, not what was reserved."""
 
-    def of(graph: Graph) -> Graph:
+    def with_bytes(graph: Graph) -> Graph:
         return with_loss_bytes(graph, reserved_bytes=loss.reserved, held_bytes=loss.held)
 
     assert solution.schedule is not None
     assert solution.variants is not None
-    graph = of(solution.graph)
+    graph = with_bytes(solution.graph)
     schedule = Schedule(solution.schedule.ops, graph.graph_id)
-    plain = of(solution.variants.plain)
+    plain = with_bytes(solution.variants.plain)
     return replace(
         solution,
         graph=graph,
@@ -29,7 +29,9 @@ def with_loss(solution: Solution, loss: LossBytes) -> Solution:
         simulation=simulate(graph, schedule, places=solution.request.places),
         baseline=simulate_unplanned(plain),
         variants=replace(
-            solution.variants, plain=plain, planned=tuple(map(of, solution.variants.planned))
+            solution.variants,
+            plain=plain,
+            planned=tuple(map(with_bytes, solution.variants.planned)),
         ),
     )
 

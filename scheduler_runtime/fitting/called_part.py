@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from scheduler_runtime.execute import restore_forward
-from scheduler_runtime.fitting.unplanned import Watch
+from scheduler_runtime.fitting.unplanned import UncalledWatch
 from scheduler_runtime.planned import PlannedForward
 from solver.sizes_deadlines_progress import tell
 
@@ -33,7 +33,7 @@ class CalledPart(PlannedForward):
         disk_directory: str = "",
     ) -> None:
         super().__init__(model, disk_directory=disk_directory or None)
-        self.watch: Watch | None = None
+        self.watch: UncalledWatch | None = None
         self._whole: Callable[[], nn.Module | None] | None = weakref.ref(whole)
         self._parts = tuple(parts)
 

@@ -14,18 +14,18 @@ from torch import nn
 
 from graphs.costs import CostModel
 from graphs.model_calls import Call, nested
-from scheduler_runtime.execute import BoundProgram, maker_of
+from scheduler_runtime.execute import BoundProgram, program_of_output
 from scheduler_runtime.fitting.as_seen import with_dropped, with_loss
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen, peak_with
 from scheduler_runtime.fitting.options import Fitted
-from scheduler_runtime.planned import told
+from scheduler_runtime.planned import plan_summary
 from solver.sizes_deadlines_progress import format_both
 
 DROPS = "the training no longer holds all outputs of the model when backward() begins"
 
 
 @dataclass(eq=False)
-class Made:
+class PendingPlan:
     """A plan, with what it was made for.
 
     kind: the kind of call.
@@ -45,9 +45,9 @@ class Made:
     costs: CostModel
     names: Mapping[int, str]
 
-    def line_for(self, new: Fitted, loss: LossBytes | None) -> str:
+    def replacement_line(self, new: Fitted, loss: LossBytes | None) -> str:
         """The message about a new plan that replaces this one."""
-        line = told(new.solution, is_reused=new.reused, took_s=new.took_s)
+        line = plan_summary(new.solution, is_reused=new.reused, took_s=new.took_s)
         reasons = []
         if loss is not None and self.loss is not None and loss.reserved != self.loss.reserved:
             reasons.append(
@@ -63,11 +63,11 @@ class Made:
         notes = tuple(loss.note if each == old else each for each in self.fitted.notes)
         return replace(self.fitted, solution=solution, notes=notes)
 
-    def without(self, gone: Sequence[int]) -> Fitted | None:
+    def with_dropped_outputs(self, indices: Sequence[int]) -> Fitted | None:
         """The plan with other figures: for a training that drops these flat outputs before its
         backward pass. None: they stay the same."""
         solution = self.fitted.solution
-        dropped = {self.names[index] for index in gone if index in self.names}
+        dropped = {self.names[index] for index in indices if index in self.names}
         names = [name for name in solution.graph.returned if name in dropped]
         found = with_dropped(solution, names)
         less_bytes = solution.baseline.peak_bytes - found.baseline.peak_bytes
@@ -79,18 +79,18 @@ class Made:
         )
         return replace(self.fitted, solution=found, notes=(*self.fitted.notes, note))
 
-    def exceeds(self, seen: LossSeen) -> str | None:
+    def budget_warning(self, seen: LossSeen) -> str | None:
         """A warning if the step in which this loss was seen exceeds the budget, else None."""
         assert self.loss is not None
-        took, solution = seen.in_first_step, self.fitted.solution
+        taken, solution = seen.in_first_step, self.fitted.solution
         available_bytes = solution.request.available_bytes
-        took_bytes = peak_with(solution, self.loss, took)
-        if took_bytes <= available_bytes:
+        step_bytes = peak_with(solution, self.loss, taken)
+        if step_bytes <= available_bytes:
             return None
         return (
-            f"fit: the loss takes {format_both(took.reserved)} besides the outputs and their "
+            f"fit: the loss takes {format_both(taken.reserved)} besides the outputs and their "
             f"gradients, {format_both(self.loss.reserved)} were reserved: this step takes up to "
-            f"{format_both(took_bytes)}, more than the {format_both(available_bytes)} available. "
+            f"{format_both(step_bytes)}, more than the {format_both(available_bytes)} available. "
             "The next step is planned for it; give loss_reserve= to avoid this"
         )
 
@@ -104,22 +104,22 @@ class Made:
         return is_less and bool(solution.overhead)
 
 
-class MadePlans(list[Made]):
+class PendingPlans(list[PendingPlan]):
     """Plans that wait for something: for their first step, or to be replaced."""
 
-    def take(self, kind: Any, model: nn.Module, call: Call) -> Made | None:
+    def take(self, kind: Any, model: nn.Module, call: Call) -> PendingPlan | None:
         """The plan for this call, which is removed from the list."""
         if (found := self.find(kind, model, call)) is not None:
             self.remove(found)
         return found
 
-    def of_output(self, output: Any) -> Made | None:
+    def of_output(self, output: Any) -> PendingPlan | None:
         """The plan whose program has made this output."""
-        makers = [maker_of(tensor) for tensor in nested.tensors(output)]
+        makers = [program_of_output(tensor) for tensor in nested.tensors(output)]
         found = (each for each in self if each.program.program in makers)
         return next(found, None)
 
-    def find(self, kind: Any, model: nn.Module, call: Call) -> Made | None:
+    def find(self, kind: Any, model: nn.Module, call: Call) -> PendingPlan | None:
         """The plan for this call, of this kind."""
         found = (each for each in self if each.kind == kind and each.program.fits(model, call))
         return next(found, None)

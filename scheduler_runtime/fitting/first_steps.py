@@ -15,17 +15,17 @@ from torch import nn
 from graphs.graph import warn
 from graphs.model_calls import device_of
 from scheduler_runtime.execute import BoundProgram
-from scheduler_runtime.fitting.first_planned_step import DROPS, Made, MadePlans
+from scheduler_runtime.fitting.first_planned_step import DROPS, PendingPlan, PendingPlans
 from scheduler_runtime.fitting.held_outputs import watch_outputs
 from scheduler_runtime.fitting.loss_outside import LossSeen
 from scheduler_runtime.fitting.loss_reserve import LossReserve
 from scheduler_runtime.fitting.options import Fitted
 from solver.sizes_deadlines_progress import format_both
 
-Show = Callable[[Made, Fitted, str], None]
+ShowFigures = Callable[[PendingPlan, Fitted, str], None]
 """Called with a plan, the same plan with new figures, and the reason for these."""
 
-Drop = Callable[[BoundProgram], None]
+DropProgram = Callable[[BoundProgram], None]
 """Called with the program of an outdated plan."""
 
 
@@ -38,14 +38,17 @@ class FirstSteps:
 
     def __init__(self, loss: LossReserve) -> None:
         self.loss = loss
-        self.outdated = MadePlans()
-        self._of_outputs, self._of_loss = MadePlans(), MadePlans()
+        self.outdated = PendingPlans()
+        self._awaiting_outputs, self._awaiting_loss = PendingPlans(), PendingPlans()
 
-    def expect(self, made: Made, *, most: int) -> None:
-        """Wait for the first step of this plan. most: how many plans wait at once, at most."""
-        for plans in (self._of_outputs, *([] if made.loss is None else [self._of_loss])):
-            plans.append(made)
-            del plans[:-most]
+    def expect(self, pending: PendingPlan, *, n_most: int) -> None:
+        """Wait for the first step of this plan. n_most: how many plans wait at once, at most."""
+        for plans in (
+            self._awaiting_outputs,
+            *([] if pending.loss is None else [self._awaiting_loss]),
+        ):
+            plans.append(pending)
+            del plans[:-n_most]
 
     def watch(
         self,
@@ -53,8 +56,8 @@ class FirstSteps:
         *,
         known: Callable[[], Iterable[torch.Tensor]],
         model: nn.Module,
-        show: Show,
-        drop: Drop,
+        show: ShowFigures,
+        drop: DropProgram,
     ) -> None:
         """If this output is from a plan's first step, watch what the training does with it.
 
@@ -62,33 +65,39 @@ class FirstSteps:
         show: called with new figures of the plan.
         drop: called if the plan is outdated.
         """
-        if (made := self._of_outputs.of_output(output)) is not None:
-            watch_outputs(output, partial(self._outputs_seen, made, show))
-        if (made := self._of_loss.of_output(output)) is not None:
-            then = partial(self._loss_seen, made, show, drop)
-            if not self.loss.goes_on(output, then):
-                costs, device = made.costs, device_of(model)
-                self.loss.watch(output, known(), costs=costs, device=device, then=then)
+        if (pending := self._awaiting_outputs.of_output(output)) is not None:
+            watch_outputs(output, partial(self._outputs_seen, pending, show))
+        if (pending := self._awaiting_loss.of_output(output)) is not None:
+            on_seen = partial(self._loss_seen, pending, show, drop)
+            if not self.loss.extend_watch(output, on_seen):
+                costs, device = pending.costs, device_of(model)
+                self.loss.watch(output, known(), costs=costs, device=device, on_seen=on_seen)
 
-    def _outputs_seen(self, made: Made, show: Show, gone: Sequence[int]) -> None:
-        """The backward pass of a plan's first step begins. gone: flat outputs not held any more."""
-        if made not in self._of_outputs:  # of several passes, the first to go backward counts
+    def _outputs_seen(
+        self, pending: PendingPlan, show: ShowFigures, dropped: Sequence[int]
+    ) -> None:
+        """The backward pass of a plan's first step begins.
+
+        dropped: indices of the flat outputs that the training does not hold any more.
+        """
+        # of several passes, the first to go backward counts
+        if pending not in self._awaiting_outputs:
             return
-        self._of_outputs.remove(made)
-        if (fitted := made.without(gone)) is not None:
-            show(made, fitted, DROPS)
+        self._awaiting_outputs.remove(pending)
+        if (fitted := pending.with_dropped_outputs(dropped)) is not None:
+            show(pending, fitted, DROPS)
 
-    def _is_outdated(self, made: Made, drop: Drop) -> None:
+    def _mark_outdated(self, pending: PendingPlan, drop: DropProgram) -> None:
         """Make the next call of the plan's kind be planned again."""
-        drop(made.program)
-        if made not in self.outdated:
-            self.outdated.append(made)
+        drop(pending.program)
+        if pending not in self.outdated:
+            self.outdated.append(pending)
 
     def _loss_seen(
         self,
-        made: Made,
-        show: Show,
-        drop: Drop,
+        pending: PendingPlan,
+        show: ShowFigures,
+        drop: DropProgram,
         seen: LossSeen | None,
         reached: Sequence[bool],
     ) -> None:
@@ -97,19 +106,19 @@ class FirstSteps:
         seen: what the loss has taken (None: not all of it was seen).
         reached: for each output of the program, whether it gets a gradient.
         """
-        expected = {index for index, _ in made.program.program.tangents}
+        expected = {index for index, _ in pending.program.program.tangents}
         if expected != {index for index, each in enumerate(reached) if each}:
             return  # the step runs again at once, with a plan for the gradients that have arrived
-        if made in self._of_loss:  # unless another backward pass has removed it already
-            self._of_loss.remove(made)
+        if pending in self._awaiting_loss:  # unless another backward pass has removed it already
+            self._awaiting_loss.remove(pending)
         if seen is None:
             return
-        if (words := made.exceeds(seen)) is not None:
+        if (words := pending.budget_warning(seen)) is not None:
             warn(words)
-        if made.is_outdated(seen):
-            self._is_outdated(made, drop)
+        if pending.is_outdated(seen):
+            self._mark_outdated(pending, drop)
         else:
-            taken, reserved = seen.for_outputs(made.outputs), made.loss
+            taken, reserved = seen.for_outputs(pending.outputs), pending.loss
             assert reserved is not None
             sizes = f"{format_both(taken.reserved)}, {format_both(reserved.reserved)} were reserved"
-            show(made, made.with_loss(taken), f"the loss takes {sizes}")
+            show(pending, pending.with_loss(taken), f"the loss takes {sizes}")

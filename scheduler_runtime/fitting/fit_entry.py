@@ -27,7 +27,7 @@ from scheduler_runtime.execute import ReplacedForward, has_checkpoints
 from scheduler_runtime.fitting.forward import FittedForward
 from scheduler_runtime.fitting.held_optimizers import HeldOptimizers
 from scheduler_runtime.fitting.options import FitError, Fitted, Optimizers, Options
-from scheduler_runtime.fitting.unplanned import Watch
+from scheduler_runtime.fitting.unplanned import UncalledWatch
 from scheduler_runtime.planned import check_module, refuse_second
 from scheduler_runtime.surroundings import (
     budget_for,
@@ -178,10 +178,10 @@ def fit(
         options = dataclasses.replace(options, optimizer_state="device")
     inner: list[FittedForward] = []
     held = HeldOptimizers(optimizers)
-    for each in (*_parts_with_all(model), model):
+    for each in (*_parts_with_all_trained(model), model):
         each.forward = FittedForward(each, options, held, whole=model, parts=inner)
         inner.append(each.forward)
-    watch = Watch(model, UNPLANNED[unplanned])
+    watch = UncalledWatch(model, UNPLANNED[unplanned])
     for forward in inner:
         forward.watch = watch
     return model
@@ -224,15 +224,15 @@ def plans_of(model: nn.Module) -> tuple[Fitted, ...]:
     return fitted.plans
 
 
-def _refuse(words: str) -> NoReturn:
+def _raise(words: str) -> NoReturn:
     raise FitError(words)
 
 
 ON_PRESSURE = ("raise", "replan")
-UNPLANNED: dict[str, Callable[[str], None]] = {"warn": warn, "error": _refuse}
+UNPLANNED: dict[str, Callable[[str], None]] = {"warn": warn, "error": _raise}
 
 
-def _parts_with_all(model: nn.Module) -> list[nn.Module]:
+def _parts_with_all_trained(model: nn.Module) -> list[nn.Module]:
     """The submodules that hold all trainable parameters and can be called, innermost first."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     found = [

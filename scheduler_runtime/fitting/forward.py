@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.graph import warn
 from graphs.model_calls import Call
-from scheduler_runtime.execute import Arrived, BoundProgram
-from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
+from scheduler_runtime.execute import ArrivedGradients, BoundProgram
+from scheduler_runtime.fitting.first_planned_step import PendingPlan, PendingPlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
 from scheduler_runtime.fitting.held_optimizers import HeldOptimizers
 from scheduler_runtime.fitting.in_flight import InFlight
@@ -49,7 +49,7 @@ class FittedForward(PlanningPart):
             "_history": PlanHistory(),
             "attempt": None,
             "_first_steps": FirstSteps(LossReserve(self.options.loss_reserve)),
-            "_ahead": MadePlans(),
+            "_ahead": PendingPlans(),
             "_in_flight": InFlight(self.options),
         }
 
@@ -65,8 +65,8 @@ class FittedForward(PlanningPart):
         "checkpoint_solver.remove(model) undoes it"
     )
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        self._first_steps.loss.take_off()
-        with self._first_steps.loss.not_in_pass():
+        self._first_steps.loss.end_if_over()
+        with self._first_steps.loss.pass_not_watched():
             output = super().run(*args, **kwargs)
         self._first_steps.watch(
             output,
@@ -74,10 +74,10 @@ class FittedForward(PlanningPart):
                 self._whole_model(), (args, kwargs), self._optimizers.there()
             ),
             model=self._model,
-            show=functools.partial(self._history.show, title=type(self._model).__name__),
+            show=functools.partial(self._history.update_figures, title=type(self._model).__name__),
             drop=self._programs.drop,
         )
-        self._programs.drop_all(self._in_flight.returned(output, self._model))
+        self._programs.drop_all(self._in_flight.record_output(output, self._model))
         return output
 
     def begin(self) -> None:
@@ -98,7 +98,12 @@ class FittedForward(PlanningPart):
 
     def situation(self) -> Any:
         buckets = buckets_of(self._model)
-        return has_gradients(self._model, buckets), buckets, self._reached, self._in_flight.n
+        return (
+            has_gradients(self._model, buckets),
+            buckets,
+            self._expected_gradients,
+            self._in_flight.n,
+        )
 
     def plan_ahead(self, call: Call) -> None:
         """Plan for a call as if it came now, without running it."""
@@ -106,7 +111,7 @@ class FittedForward(PlanningPart):
         kind = self.kind(call)
         if any(each.find(kind, self._model, call) for each in (self._ahead, self._programs)):
             return
-        found = self._planned(call, held_bytes=0, is_ahead=True)
+        found = self._plan_call(call, held_bytes=0, is_ahead=True)
         if isinstance(found, Ladder):
             self._programs.add(self.kind(call), found)
         else:
@@ -114,24 +119,24 @@ class FittedForward(PlanningPart):
 
     def program_for(self, call: Call) -> BoundProgram | Ladder:
         waiting = self.kind(call), self._model, call
-        found: Made | Ladder
+        found: PendingPlan | Ladder
         if (ahead := self._ahead.take(*waiting)) is not None:
             found = ahead
         elif (outdated := self._first_steps.outdated.take(*waiting)) is None:
-            found = self._planned(call, held_bytes=0)
+            found = self._plan_call(call, held_bytes=0)
         else:
             try:
-                found = self._planned(call, held_bytes=0, instead_of=outdated)
+                found = self._plan_call(call, held_bytes=0, instead_of=outdated)
             except FitError as error:
                 warn(f"fit: {error}. The earlier plan stays in use")
                 return outdated.program
         if isinstance(found, Ladder):
             return found
-        self._first_steps.expect(found, most=self.n_kept)
+        self._first_steps.expect(found, n_most=self.n_kept)
         return found.program
 
-    def _for_gradients(
-        self, call: Call, reached: Arrived, held_bytes: int, *, returned_bytes: int
+    def _program_for_gradients(
+        self, call: Call, reached: ArrivedGradients, held_bytes: int, *, returned_bytes: int
     ) -> BoundProgram:
         """A program for the gradients that have arrived; later calls are planned for these, too.
 
@@ -140,19 +145,21 @@ class FittedForward(PlanningPart):
         returned_bytes: bytes of these outputs.
         """
         logger.info("planning for gradients of the outputs %s only", reached.outputs)
-        self._reached = reached
+        self._expected_gradients = reached
         held_bytes += returned_bytes
         of_call, situation = self.kind(call)
         kind = (of_call, held_bytes), situation
         program = self._programs.find(kind, self._model, call)
         if not isinstance(program, BoundProgram | Ladder):
             with _disable_current_modes():  # modes of the training must not see the planning
-                found = self._planned(call, held_bytes=held_bytes)
-            program = found.program if isinstance(found, Made) else found
-            serves_all = isinstance(found, Made) and not found.fitted.solution.overhead
-            self._programs.add(kind, program, also=self.kind(call) if serves_all else None)
-            if isinstance(found, Made) and serves_all:  # no overhead, so later calls use it, too
-                self._first_steps.expect(found, most=self.n_kept)
-            elif isinstance(found, Made):
-                self._history.of_one_step.append(found.fitted)
+                found = self._plan_call(call, held_bytes=held_bytes)
+            program = found.program if isinstance(found, PendingPlan) else found
+            serves_all = isinstance(found, PendingPlan) and not found.fitted.solution.overhead
+            self._programs.add(kind, program, other_kind=self.kind(call) if serves_all else None)
+            if (
+                isinstance(found, PendingPlan) and serves_all
+            ):  # no overhead: later calls use it, too
+                self._first_steps.expect(found, n_most=self.n_kept)
+            elif isinstance(found, PendingPlan):
+                self._history.single_step_plans.append(found.fitted)
         return program.program() if isinstance(program, Ladder) else program

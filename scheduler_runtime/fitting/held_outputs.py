@@ -17,14 +17,14 @@ from torch import fx
 
 from graphs.model_calls import nested
 from graphs.trace import CapturedStep
-from scheduler_runtime.execute import maker_of
+from scheduler_runtime.execute import program_of_output
 
 
 def names_of_outputs(step: CapturedStep) -> dict[int, str]:
     """Index of a flat output that forward computes -> its tensor in the graph."""
     outputs = enumerate(step.captured.outputs)
-    made = {at: step.layout.storage[item] for at, item in outputs if isinstance(item, fx.Node)}
-    return {at: name for at, name in made.items() if name in step.graph.producer}
+    computed = {at: step.layout.storage[item] for at, item in outputs if isinstance(item, fx.Node)}
+    return {at: name for at, name in computed.items() if name in step.graph.producer}
 
 
 def watch_outputs(output: Any, then: Callable[[tuple[int, ...]], None]) -> None:
@@ -35,27 +35,27 @@ def watch_outputs(output: Any, then: Callable[[tuple[int, ...]], None]) -> None:
     """
     flat = nested.with_repeats_marked(nested.leaves(output))
     returned = {
-        index: _Returned(weakref.ref(item), weakref.ref(item.untyped_storage()))
+        index: _ReturnedTensor(weakref.ref(item), weakref.ref(item.untyped_storage()))
         for index, item in enumerate(flat)
         if isinstance(item, torch.Tensor)
     }
-    function: Any = next(each.grad_fn for each in nested.tensors(output) if maker_of(each))
+    function: Any = next(each.grad_fn for each in nested.tensors(output) if program_of_output(each))
     run = function.run  # not `function`: it holds its hook, so the hook must not hold it
 
-    def begins(_gradients: Sequence[torch.Tensor | None]) -> None:
-        then(tuple(index for index, each in returned.items() if each.is_gone(run)))
+    def on_backward(_gradients: Sequence[torch.Tensor | None]) -> None:
+        then(tuple(index for index, each in returned.items() if each.is_dropped(run)))
 
-    function.register_prehook(begins)
+    function.register_prehook(on_backward)
 
 
 @dataclass(frozen=True)
-class _Returned:
+class _ReturnedTensor:
     """A tensor that the model has returned, held weakly."""
 
     tensor: weakref.ref[torch.Tensor]
     storage: weakref.ref[torch.UntypedStorage]
 
-    def is_gone(self, run: Any) -> bool:
+    def is_dropped(self, run: Any) -> bool:
         """Whether only the planned step itself still holds the tensor's storage.
 
         run: the planned step's `Run`.
@@ -65,6 +65,6 @@ class _Returned:
             return True
         if self.tensor() is not None:
             return False
-        by_python = 1  # the object `storage`
+        n_held_here = 1  # the object `storage`
         uses: int = torch._C._storage_Use_Count(storage._cdata)
-        return uses == by_python + len(run.tensors_on(storage))
+        return uses == n_held_here + len(run.tensors_on(storage))

@@ -25,21 +25,21 @@ class InFlight:
 
     def __init__(self, options: Options) -> None:
         self.n = options.passes or 1
-        self._copies = options.host_budget is not None  # such plans are for a single pass
+        self._copies_to_host = options.host_budget is not None  # such plans are for a single pass
         self.passes = PassesInFlight()
-        self._told = False  # whether it has warned since `n` was last changed
+        self._has_warned = False  # whether it has warned since `n` was last changed
 
     def is_next_step(self) -> bool:
         """Whether a call begins a new step. If so, `n` becomes the most passes that a step had."""
         passes = self.passes
-        begins = passes.a_backward_began or not passes.waiting
-        passes.a_backward_began = False
-        if begins and passes.n_most > self.n and not self._copies:
+        begins = passes.has_backward_begun or not passes.waiting
+        passes.has_backward_begun = False
+        if begins and passes.n_most_waiting > self.n and not self._copies_to_host:
             tell(
-                f"{passes.n_most} forward passes wait for one backward pass: planning again for "
-                "all of them"
+                f"{passes.n_most_waiting} forward passes wait for one backward pass: planning "
+                "again for all of them"
             )
-            self.n, self._told = passes.n_most, False
+            self.n, self._has_warned = passes.n_most_waiting, False
         return begins
 
     @property
@@ -58,7 +58,7 @@ class InFlight:
             return False
         return max(simulation.saved_bytes, graph.others_bytes) < self.others_bytes
 
-    def returned(self, output: object, model: nn.Module) -> Sequence[Program]:
+    def record_output(self, output: object, model: nn.Module) -> Sequence[Program]:
         """Record that a call has returned this output; warn if the passes may exceed the budget.
 
         Returns the programs that must be planned again, since other passes hold more than was
@@ -69,15 +69,15 @@ class InFlight:
         if not above_bytes:
             return ()
         is_more = len(waiting) > self.n
-        if not (is_more and self._told):
-            why = _OF_ONE if self._copies else _OF_FEWER if is_more else _OF_OTHERS
+        if not (is_more and self._has_warned):
+            why = _OF_ONE if self._copies_to_host else _OF_FEWER if is_more else _OF_OTHERS
             warn(
                 f"fit: {len(waiting)} forward passes of {type(model).__name__} wait for a backward "
                 "pass together, and this step may take up to "
                 f"{format_both(above_bytes)} more than the budget: {why}"
             )
         if is_more:  # the next step is planned for more passes, so as another kind of call
-            self._told = True
+            self._has_warned = True
             return ()
         all_bytes = sum(planned.saved_bytes for _, planned in waiting)
         return [

@@ -23,12 +23,16 @@ def known_program(
 
     None: there is no such program, or it cannot be used again.
     """
-    here, (_, _, reached, _) = kind
-    for (of_it, (_, _, of_it_reached, _)), program in programs.programs:
-        if of_it == here and of_it_reached == reached and program.fits(model, call):
-            own = program.program() if isinstance(program, Ladder) else program
-            assert isinstance(own, BoundProgram)
-            captured = own.captured
+    here, (_, _, expected_gradients, _) = kind
+    for (planned_kind, (_, _, planned_gradients, _)), program in programs.programs:
+        if (
+            planned_kind == here
+            and planned_gradients == expected_gradients
+            and program.fits(model, call)
+        ):
+            bound = program.program() if isinstance(program, Ladder) else program
+            assert isinstance(bound, BoundProgram)
+            captured = bound.captured
             # To be traced again: it fills attributes, which only a first call does, or has untraced
             # parts, which were measured.
             return None if captured.filled or captured.opaque else captured

@@ -44,20 +44,20 @@ class LossBytes:
             their gradient, as cross-entropy takes; for 16-bit outputs also a cast).
         """
         if reserved_bytes is None:
-            reserved_bytes = cls._outputs(outputs, _N_USUAL)
+            reserved_bytes = cls._output_bytes(outputs, _N_USUAL)
         return cls(reserved_bytes, min(reserved_bytes, _N_HELD * _in_32_bits(outputs)))
 
     @classmethod
     def cautious(cls, outputs: Sequence[torch.Tensor]) -> LossBytes:
         """A cautious guess, for a step that is planned before any loss was seen."""
         held_bytes = _N_HELD * _in_32_bits(outputs)
-        return cls(cls._outputs(outputs, _N_CAUTIOUS), held_bytes, is_cautious=True)
+        return cls(cls._output_bytes(outputs, _N_CAUTIOUS), held_bytes, is_cautious=True)
 
     @staticmethod
-    def _outputs(outputs: Sequence[torch.Tensor], n_times: int) -> int:
+    def _output_bytes(outputs: Sequence[torch.Tensor], n_times: int) -> int:
         """`n_times` the bytes of the outputs in 32 bits, plus casts of shorter ones."""
-        of_casts = [t for t in outputs if t.element_size() < _IN_32_BITS]
-        return n_times * _in_32_bits(outputs) + _in_32_bits(of_casts)
+        cast_outputs = [t for t in outputs if t.element_size() < _IN_32_BITS]
+        return n_times * _in_32_bits(outputs) + _in_32_bits(cast_outputs)
 
     def for_passes(self, n: int, outputs: Sequence[torch.Tensor]) -> LossBytes:
         """A loss over n such passes, guessed from one. While one of them runs its backward pass,
@@ -71,7 +71,7 @@ class LossBytes:
     def without_held(self) -> LossBytes:
         return replace(self, held=0)
 
-    def around(self, graph: Graph) -> Graph:
+    def add_to(self, graph: Graph) -> Graph:
         return with_unknown_loss(graph, reserved_bytes=self.reserved, held_bytes=self.held)
 
     @property

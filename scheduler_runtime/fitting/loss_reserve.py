@@ -18,7 +18,7 @@ SHARE_THAT_MATTERS = 0.01
 """A plan that reserves less than this share of the available bytes for a loss is not made again,
 even if the loss takes less."""
 
-Seen = Callable[[LossSeen | None, Sequence[bool]], None]
+OnLossSeen = Callable[[LossSeen | None, Sequence[bool]], None]
 
 
 class LossReserve:
@@ -76,39 +76,39 @@ class LossReserve:
         *,
         costs: CostModel,
         device: torch.device,
-        then: Seen,
+        on_seen: OnLossSeen,
     ) -> None:
         """Watch what the loss of this output takes.
 
         known: the tensors that the plan counts already.
-        then: called when the gradients of the output arrive.
+        on_seen: called when the gradients of the output arrive.
         """
         if not can_watch():
             return
         watch = LossWatch(costs, device, known)
 
-        watch.begin(output, self._arrived(then))
+        watch.begin(output, self._storing_seen(on_seen))
         self._watch = watch
 
-    def _arrived(self, then: Seen) -> Seen:
-        def arrived(seen: LossSeen | None, reached: Sequence[bool]) -> None:
+    def _storing_seen(self, on_seen: OnLossSeen) -> OnLossSeen:
+        def store_and_call(seen: LossSeen | None, reached: Sequence[bool]) -> None:
             self._seen = self._seen if seen is None else seen
-            then(seen, reached)
+            on_seen(seen, reached)
 
-        return arrived
+        return store_and_call
 
-    def goes_on(self, output: Any, then: Seen) -> bool:
+    def extend_watch(self, output: Any, on_seen: OnLossSeen) -> bool:
         """Let a watch that is running for another pass also watch this output, for a common loss.
 
         Returns False if no watch is running.
         """
         if self._watch is None or self._watch.is_over:
             return False
-        self._watch.also(output, self._arrived(then))
+        self._watch.watch_output(output, self._storing_seen(on_seen))
         return True
 
     @contextlib.contextmanager
-    def not_in_pass(self) -> Iterator[None]:
+    def pass_not_watched(self) -> Iterator[None]:
         """In this context, which is a forward pass of the module, the loss is not watched."""
         watch = self._watch
         if watch is None or not watch.is_on_top:
@@ -120,7 +120,7 @@ class LossReserve:
         finally:
             watch.watch()
 
-    def take_off(self) -> None:
+    def end_if_over(self) -> None:
         """End the watch if it has seen its loss, or cannot see it any more."""
         if self._watch is not None and self._watch.is_over:
             self.stop_watching()

@@ -18,7 +18,7 @@ from scheduler_runtime.surroundings import Buckets
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherMemory:
     """What a step has on the device besides the planned module.
 
     optimizers: costs of the optimizers, as `optimizer_costs` returns them.
@@ -39,7 +39,7 @@ class Beside:
         costs: CostModel,
         *,
         buckets: Buckets | None,
-    ) -> Beside:
+    ) -> OtherMemory:
         """part: the planned module. whole: the module that contains it, or itself."""
         device = device_of(part)
         in_whole, in_part = (
@@ -53,7 +53,7 @@ class Beside:
             bucket_bytes=0 if buckets is None else buckets.separate_bytes,
         )
 
-    def around(self, graph: Graph) -> Graph:
+    def add_to(self, graph: Graph) -> Graph:
         """Add all of this to the graph of the module."""
         graph = with_resident(graph, "rest_of_the_module", self.rest_bytes)
         graph = with_optimizer(graph, combined_figures(self.optimizers))

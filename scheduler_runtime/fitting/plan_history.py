@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler_runtime.fitting.first_planned_step import Made
+from scheduler_runtime.fitting.first_planned_step import PendingPlan
 from scheduler_runtime.fitting.options import Fitted
-from scheduler_runtime.planned import Difference, told, warn_of_another
+from scheduler_runtime.planned import Difference, plan_summary, warn_of_another_plan
 from solver.methods import KnownPlan
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import format_both, format_size, format_time, tell
 
-SHARE_TOLD = 0.01
+NOTABLE_SHARE = 0.01
 """If the peak without a plan turns out to differ by more than this share, a message says so."""
 
 
@@ -19,22 +19,22 @@ class PlanHistory:
     """The plans of one module.
 
     plans: all plans, oldest first.
-    of_one_step: the plans for a single step that ran again, while its first run held memory.
+    single_step_plans: the plans for a single step that ran again, while its first run held memory.
     """
 
     def __init__(self) -> None:
         self.plans: list[Fitted] = []
-        self.of_one_step: list[Fitted] = []
-        self._said: set[str] = set()
+        self.single_step_plans: list[Fitted] = []
+        self._given_remedies: set[str] = set()
 
     def solutions(self) -> list[Solution]:
         """The solutions of the plans that later steps may use."""
-        return [each.solution for each in self.plans if each not in self.of_one_step]
+        return [each.solution for each in self.plans if each not in self.single_step_plans]
 
-    def known(self, outdated: Iterable[Made]) -> list[KnownPlan]:
+    def known(self, outdated: Iterable[PendingPlan]) -> list[KnownPlan]:
         """The plans that another search may start from. outdated: plans to leave out."""
-        old = {id(made.fitted) for made in outdated}
-        plans = [each for each in self.plans if not each.reused and id(each) not in old]
+        outdated_ids = {id(pending.fitted) for pending in outdated}
+        plans = [each for each in self.plans if not each.reused and id(each) not in outdated_ids]
         return [KnownPlan.of(each.solution) for each in plans]
 
     def add(self, fitted: Fitted, *, instead_of: Fitted | None) -> None:
@@ -43,19 +43,19 @@ class PlanHistory:
         else:
             self.plans[self.plans.index(instead_of)] = fitted
 
-    def show(self, made: Made, fitted: Fitted, why: str, *, title: str) -> None:
+    def update_figures(self, pending: PendingPlan, fitted: Fitted, why: str, *, title: str) -> None:
         """Replace the figures of a plan by those that its first step has shown.
 
         fitted: the plan with the new figures.
         why: the reason, for the message.
         title: name of the model.
         """
-        at = next((n for n, each in enumerate(self.plans) if each is made.fitted), None)
+        at = next((n for n, each in enumerate(self.plans) if each is pending.fitted), None)
         if at is None:  # the plan was replaced already
             return
-        before, now = (each.solution.baseline.peak_bytes for each in (made.fitted, fitted))
-        self.plans[at] = made.fitted = fitted
-        if abs(now - before) > SHARE_TOLD * before:
+        before, now = (each.solution.baseline.peak_bytes for each in (pending.fitted, fitted))
+        self.plans[at] = pending.fitted = fitted
+        if abs(now - before) > NOTABLE_SHARE * before:
             tell(
                 f"{title}: {why}, so the peak without a plan is {format_both(now)}, "
                 f"not {format_size(before)}; the plan stays"
@@ -68,7 +68,7 @@ class PlanHistory:
         full_limit_s: the time limit of a search; a first step may get only a share of it.
         """
         new = self.plans[-1]
-        line = told(new.solution, is_reused=new.reused, took_s=new.took_s)
+        line = plan_summary(new.solution, is_reused=new.reused, took_s=new.took_s)
         if new.solution.timed_out and new.solution.request.time_limit_s < full_limit_s:
             line += (
                 f" (the first step's share of {format_time(full_limit_s)}: it is planned anew if "
@@ -78,6 +78,10 @@ class PlanHistory:
             tell(line)
             return
         all_took_s = sum(each.took_s for each in self.plans)
-        warn_of_another(
-            line, reason, n_plans=len(self.plans), said=self._said, all_took_s=all_took_s
+        warn_of_another_plan(
+            line,
+            reason,
+            n_plans=len(self.plans),
+            given=self._given_remedies,
+            all_took_s=all_took_s,
         )

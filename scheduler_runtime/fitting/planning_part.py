@@ -15,16 +15,16 @@ from graphs.passes import Passes
 from graphs.trace import CapturedStep
 from graphs.training_step import ACCUMULATE, FRESH, OF_PASSES
 from scheduler_runtime.execute import (
-    Again,
-    Arrived,
+    ArrivedGradients,
     BoundProgram,
-    Others,
-    Tighter,
+    OtherPrograms,
+    ProgramFinder,
+    RestartableStep,
     build_program,
-    kept_bytes,
+    restart_copy_bytes,
 )
 from scheduler_runtime.fitting.called_part import CalledPart
-from scheduler_runtime.fitting.first_planned_step import Made, MadePlans
+from scheduler_runtime.fitting.first_planned_step import PendingPlan, PendingPlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
 from scheduler_runtime.fitting.held_optimizers import HeldOptimizers
@@ -33,16 +33,16 @@ from scheduler_runtime.fitting.in_flight import InFlight
 from scheduler_runtime.fitting.known_program import known_program
 from scheduler_runtime.fitting.loss_outside import LossBytes
 from scheduler_runtime.fitting.loss_reserve import LossReserve
-from scheduler_runtime.fitting.loss_watch import not_watched
-from scheduler_runtime.fitting.memory_beside_module import Beside
+from scheduler_runtime.fitting.loss_watch import losses_not_watched
+from scheduler_runtime.fitting.memory_beside_module import OtherMemory
 from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
 from scheduler_runtime.fitting.plan_history import PlanHistory
 from scheduler_runtime.fitting.plan_notes import notes_on
 from scheduler_runtime.fitting.pressure import Pressure
 from scheduler_runtime.fitting.shared_budget import SharedBudget, where_state_may_be
-from scheduler_runtime.fitting.state_before_attempt import Attempted
+from scheduler_runtime.fitting.state_before_attempt import StateBeforeAttempt
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
-from scheduler_runtime.fitting.tighter_plans import NOT_ALONE, Ladder, ladder_of
+from scheduler_runtime.fitting.tighter_plans import NOT_ON_RANKS, Ladder, ladder_of
 from scheduler_runtime.fitting.why_another_plan import why_another
 from scheduler_runtime.fitting.without_disk import without_disk
 from scheduler_runtime.host_memory import keep_on_host
@@ -79,22 +79,22 @@ class PlanningPart(CalledPart):
         self._optimizers = optimizers
         self._is_copy = False
         self._budget = SharedBudget(options)
-        self._reached: Arrived | None = None
+        self._expected_gradients: ArrivedGradients | None = None
         self._pressure = Pressure() if options.on_pressure == "replan" else None
         self._first_steps = FirstSteps(LossReserve(options.loss_reserve))
-        self._ahead = MadePlans()
+        self._ahead = PendingPlans()
         self._in_flight = InFlight(options)
-        self.attempt: Attempted | None = None
+        self.attempt: StateBeforeAttempt | None = None
 
-    @not_watched()
-    def _planned(
+    @losses_not_watched()
+    def _plan_call(
         self,
         call: Call,
         *,
         held_bytes: int,
-        instead_of: Made | None = None,
+        instead_of: PendingPlan | None = None,
         is_ahead: bool = False,
-    ) -> Made | Ladder:
+    ) -> PendingPlan | Ladder:
         """Trace and plan a call, and build its program.
 
         held_bytes: memory held by the first run of a step that runs again (0: it does not).
@@ -118,18 +118,18 @@ class PlanningPart(CalledPart):
         )
         name = type(self._model).__name__
         with telling(f"tracing {name}...", in_lines=True) as say:
-            to_plan = self._to_plan(call, request, buckets, costs, held_bytes)
+            to_plan = self._step_to_plan(call, request, buckets, costs, held_bytes)
             before = [] if is_ahead else self._history.solutions()
             reason = why_another(
                 [each for each in before if not self._in_flight.is_outgrown(each)],
                 self._model,
                 call,
                 to_plan.step,
-                changed=lambda: self._programs.changed(self.kind(call), self._model),
+                changed=lambda: self._programs.describe_change(self.kind(call), self._model),
             )
             if (ranks := Ranks.of(self._model)) is not None:
                 if self._pressure is not None:
-                    raise FitError(NOT_ALONE)
+                    raise FitError(NOT_ON_RANKS)
                 forms, traced = input_forms(call.tensors), to_plan.step.graph.graph_id
                 ranks.agree({"the batch": forms, "the traced step": traced})
             say(f"planning {name} ({counted(len(to_plan.step.graph.nodes), 'op')})...")
@@ -140,44 +140,49 @@ class PlanningPart(CalledPart):
                     title=name,
                     device=device,
                     started_s=started_s,
-                    solved=functools.partial(self._solved_again, costs),
-                    program=functools.partial(self._program, costs),
+                    solve=functools.partial(self._solve_within_limit, costs),
+                    build_program=functools.partial(self._build_program, costs),
                 )
                 self._history.tell(reason, full_limit_s=self.options.time_limit_s)
                 return ladder
             if instead_of is not None:
                 to_plan = replace(to_plan, losses=to_plan.losses[:1])
-            fitted, loss = self._solved(to_plan, costs, started_s, instead_of)
+            fitted, loss = self._solve(to_plan, costs, started_s, instead_of)
         solution = fitted.solution
         if solution.schedule is None:
             raise nothing_fits(name, solution, runs_again=held_bytes > 0)
         if instead_of is None:
             self._history.tell(reason, full_limit_s=self.options.time_limit_s)
         else:
-            tell(instead_of.line_for(fitted, loss))
-        program, names = self._program(costs, to_plan, solution), names_of_outputs(to_plan.step)
-        return Made(self.kind(call), program, fitted, loss, to_plan.outputs, costs, names)
+            tell(instead_of.replacement_line(fitted, loss))
+        program, names = (
+            self._build_program(costs, to_plan, solution),
+            names_of_outputs(to_plan.step),
+        )
+        return PendingPlan(self.kind(call), program, fitted, loss, to_plan.outputs, costs, names)
 
-    def _solved_again(self, costs: CostModel, to_plan: StepToPlan, started_s: float) -> Solution:
+    def _solve_within_limit(
+        self, costs: CostModel, to_plan: StepToPlan, started_s: float
+    ) -> Solution:
         """Plan a step within other bytes, for a ladder.
 
         Plans made since then may have filled the host, or moved the optimizer's state there, so the
         place of the state is looked up again."""
         to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
-        return self._solved(to_plan, costs, started_s)[0].solution
+        return self._solve(to_plan, costs, started_s)[0].solution
 
-    def _solved(
+    def _solve(
         self,
         to_plan: StepToPlan,
         costs: CostModel,
         started_s: float,
-        instead_of: Made | None = None,
+        instead_of: PendingPlan | None = None,
     ) -> tuple[Fitted, LossBytes | None]:
         """Solve for a step; keeps the answer in the history if it is a plan.
 
         Returns it with the loss that it counts."""
         known = self._history.known(self._first_steps.outdated) if instead_of is None else []
-        found, loss = to_plan.planned(known)
+        found, loss = to_plan.plan(known)
         finish_measuring(costs)  # after planning, which may measure ops of other variants
         solution, ranks = found.solution, Ranks.of(self._model)
         if ranks is not None:
@@ -188,23 +193,27 @@ class PlanningPart(CalledPart):
             self._history.add(fitted, instead_of=None if instead_of is None else instead_of.fitted)
         return fitted, loss
 
-    def _step(
+    def _trace_step(
         self, call: Call, request: Request, buckets: Buckets | None, costs: CostModel
     ) -> CapturedStep:
         """Trace the module's own step, without rewrites."""
         gradients = ACCUMULATE if has_gradients(self._model, buckets) else FRESH
         with no_checkpoints():
-            step = self.traced(
+            step = self.trace_own_forward(
                 call,
                 choose=functools.partial(
                     gradient_outputs,
-                    reached=None if self._reached is None else self._reached.outputs,
+                    reached=None
+                    if self._expected_gradients is None
+                    else self._expected_gradients.outputs,
                     loss_outputs=self.options.loss_outputs,
                 ),
                 gradients=OF_PASSES if self._in_flight.n > 1 else gradients,
                 costs=costs,
                 rewrites=(),
-                arriving={} if self._reached is None else dict(self._reached.strides),
+                gradient_strides={}
+                if self._expected_gradients is None
+                else dict(self._expected_gradients.strides),
                 known=known_program(self._programs, self.kind(call), self._model, call),
             )
             step = self.rehearsed(step, call)
@@ -212,13 +221,13 @@ class PlanningPart(CalledPart):
             raise FitError(OPAQUE_PARTS_ERROR)
         return step
 
-    def _program(
+    def _build_program(
         self,
         costs: CostModel,
         to_plan: StepToPlan,
         solution: Solution,
         *,
-        tighter: Tighter | None = None,
+        tighter: ProgramFinder | None = None,
     ) -> BoundProgram:
         """Build the program of a solution's schedule.
 
@@ -239,40 +248,40 @@ class PlanningPart(CalledPart):
                 places=solution.request.places,
                 pools=self._pools,
             ),
-            others=Others(
-                functools.partial(self._for_gradients, returned_bytes=returned_bytes),
+            others=OtherPrograms(
+                functools.partial(self._program_for_gradients, returned_bytes=returned_bytes),
                 tighter,
-                self._began,
+                self._on_begin,
                 without_disk(
                     self._model,
                     to_plan,
                     solution,
-                    solved=functools.partial(self._for_one_step, costs),
-                    program=functools.partial(self._program, costs),
+                    solve=functools.partial(self._solve_for_one_step, costs),
+                    build_program=functools.partial(self._build_program, costs),
                 ),
             ),
         )
         self._in_flight.passes.plan(program.program, PlannedPass.of_solution(solution))
         return program
 
-    def _for_one_step(self, costs: CostModel, to_plan: StepToPlan) -> Solution:
+    def _solve_for_one_step(self, costs: CostModel, to_plan: StepToPlan) -> Solution:
         """Solve for a step that runs again without the disk; later calls do not use the plan."""
         to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
-        fitted, _ = self._solved(to_plan, costs, now_s())
+        fitted, _ = self._solve(to_plan, costs, now_s())
         if fitted.solution.schedule is not None:
-            self._history.of_one_step.append(fitted)
+            self._history.single_step_plans.append(fitted)
         return fitted.solution
 
     @abstractmethod
-    def _for_gradients(
-        self, call: Call, reached: Arrived, held_bytes: int, *, returned_bytes: int
+    def _program_for_gradients(
+        self, call: Call, reached: ArrivedGradients, held_bytes: int, *, returned_bytes: int
     ) -> BoundProgram: ...
 
-    def _began(self, again: Again) -> None:
+    def _on_begin(self, step: RestartableStep) -> None:
         if self.attempt is not None:
-            self.attempt.began(again)
+            self.attempt.note_begun(step)
 
-    def _to_plan(
+    def _step_to_plan(
         self,
         call: Call,
         request: Request,
@@ -285,10 +294,10 @@ class PlanningPart(CalledPart):
         held_bytes: memory held by the first run of a step that runs again (0: it does not).
         """
         device, whole = device_of(self._model), self._whole_model()
-        step = self._step(call, request, buckets, costs)
+        step = self._trace_step(call, request, buckets, costs)
         always = self._pressure is not None
         if not held_bytes:  # in a step that runs again, the first run's copies are in held_bytes
-            held_bytes = kept_bytes(step.captured, device, always=always)
+            held_bytes = restart_copy_bytes(step.captured, device, always=always)
         captured = step.captured
         outputs = tuple(captured.outputs[i].meta["val"] for i in captured.gradient_outputs)
         returns_loss = len(outputs) == 1 and outputs[0].numel() == 1
@@ -302,10 +311,10 @@ class PlanningPart(CalledPart):
                 available_bytes=request.available_bytes,
             )
         optimizers = self._optimizers.there()
-        beside = Beside.of(self._model, whole, optimizers, costs, buckets=buckets)
+        other_memory = OtherMemory.of(self._model, whole, optimizers, costs, buckets=buckets)
         return StepToPlan(
             step,
-            beside,
+            other_memory,
             losses,
             outputs,
             request,

@@ -27,12 +27,12 @@ class Pressure:
         self._has_risen = False
         self._n_seen: int | None = None
 
-    def has_seen_another(self, n_errors: int) -> bool:
+    def has_new_errors(self, n_errors: int) -> bool:
         """Whether memory has run out since the last call. n_errors: how often it has so far."""
         before, self._n_seen = self._n_seen, n_errors
         return before is not None and n_errors > before
 
-    def fell(self, limit_bytes: int) -> None:
+    def lower_limit(self, limit_bytes: int) -> None:
         """Lower the limit after a shortage."""
         if self._has_risen and self._n_calm < self._n_wait:  # it rose too early
             self._n_wait *= 2
@@ -40,14 +40,14 @@ class Pressure:
         self._n_calm = 0
         self.limit_bytes = limit_bytes
 
-    def step(self) -> bool:
+    def begin_step(self) -> bool:
         """Note that a step begins; returns whether the limit may rise."""
         self._n_calm += 1
         if self._n_calm > self._n_wait and self._has_risen:
             self._n_wait = N_CALM  # the raised limit has held
         return self.limit_bytes is not None and self._n_calm > self._n_wait
 
-    def rose(self, limit_bytes: int | None) -> None:
+    def raise_limit(self, limit_bytes: int | None) -> None:
         """Raise the limit, since there may be room for more."""
         self._has_risen, self._n_calm = True, 0
         self.limit_bytes = limit_bytes

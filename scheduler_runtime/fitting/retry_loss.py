@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scheduler_runtime.execute import is_out_of_memory
 from scheduler_runtime.fitting.forward import FittedForward
-from scheduler_runtime.fitting.state_before_attempt import Attempted
+from scheduler_runtime.fitting.state_before_attempt import StateBeforeAttempt
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def attempt(model: nn.Module, step: Callable[[], T]) -> T:
     if not forwards or any(each.options.on_pressure != "replan" for each in forwards):
         raise ValueError('attempt needs a model that was given to fit(..., on_pressure="replan")')
     while True:
-        attempted = Attempted(inner)
+        attempted = StateBeforeAttempt(inner)
         for each in forwards:
             each.attempt = attempted
         try:
@@ -58,4 +58,4 @@ def attempt(model: nn.Module, step: Callable[[], T]) -> T:
         finally:
             for each in forwards:
                 each.attempt = None
-        attempted.again(failed)
+        attempted.restore_and_tighten(failed)

@@ -72,9 +72,9 @@ def where_state_may_be(options: Options, plans: Sequence[Fitted]) -> str:
     earlier plans copy to the host, since these may fill it."""
     if any(each.solution.graph.host_state_bytes for each in plans):
         return "host"
-    asked = options.optimizer_state
-    fills = any(
+    requested = options.optimizer_state
+    may_fill_host = any(
         each.solution.simulation is not None and each.solution.simulation.host_peak_bytes
         for each in plans
     )
-    return "device" if asked == "auto" and fills else asked
+    return "device" if requested == "auto" and may_fill_host else requested

@@ -13,7 +13,7 @@ from graphs.rewrites import variants_of
 from graphs.trace import CapturedStep
 from graphs.training_step import with_resident
 from scheduler_runtime.fitting.loss_outside import LossBytes
-from scheduler_runtime.fitting.memory_beside_module import Beside
+from scheduler_runtime.fitting.memory_beside_module import OtherMemory
 from scheduler_runtime.planned import NewPlan, new_plan
 from solver.methods import KnownPlan
 from solver.schedule import Places, Request
@@ -29,7 +29,7 @@ class StepToPlan:
     """A step and what its plan has to count.
 
     step: the module's own step, without rewrites.
-    beside: what else is on the device.
+    other_memory: what else is on the device.
     losses: what to count for a loss outside of the model; the first that fits is used (empty: the
         loss is inside).
     outputs: the outputs that get a gradient.
@@ -43,7 +43,7 @@ class StepToPlan:
     """
 
     step: CapturedStep
-    beside: Beside
+    other_memory: OtherMemory
     losses: tuple[LossBytes, ...]
     outputs: tuple[torch.Tensor, ...]
     request: Request
@@ -53,7 +53,7 @@ class StepToPlan:
     passes: Passes
     others_bytes: int
 
-    def within(self, available_bytes: int) -> StepToPlan:
+    def with_limit(self, available_bytes: int) -> StepToPlan:
         """The same step with another limit for its peak."""
         budget_bytes = available_bytes + self.request.reserve_bytes
         return replace(self, request=replace(self.request, budget_bytes=budget_bytes))
@@ -63,21 +63,21 @@ class StepToPlan:
         request, places = self.request, self.request.places
         alone = Places(host=None if places is None else places.host)
         again = replace(self, request=replace(request, places=alone), keeps_gradients=True)
-        return again.within(request.available_bytes - held_bytes)
+        return again.with_limit(request.available_bytes - held_bytes)
 
     def with_state(self, where: str) -> StepToPlan:
         """The same step with another place for the optimizer's state, as in `Request`."""
         return replace(self, request=replace(self.request, optimizer_state=where))
 
-    def planned(self, known: Sequence[KnownPlan]) -> tuple[NewPlan, LossBytes | None]:
+    def plan(self, known: Sequence[KnownPlan]) -> tuple[NewPlan, LossBytes | None]:
         """The best plan found, and the loss that it counts.
 
         known: plans of the same module for other calls.
         """
         if not self.losses:
-            return self._planned(None, known), None
+            return self._plan_with_loss(None, known), None
         for loss in self.losses:
-            found = self._planned(loss, known)
+            found = self._plan_with_loss(loss, known)
             if found.solution.schedule is not None:
                 break
         most_held = self.losses[0].held
@@ -90,31 +90,36 @@ class StepToPlan:
             )
         return found, loss
 
-    def _planned(self, loss: LossBytes | None, known: Sequence[KnownPlan]) -> NewPlan:
+    def _plan_with_loss(self, loss: LossBytes | None, known: Sequence[KnownPlan]) -> NewPlan:
         request = self.request
         if loss is not None and loss.is_cautious:
             request = replace(request, time_limit_s=_SHARE_OF_FIRST * request.time_limit_s)
 
-        def step(graph: Graph) -> Graph:
-            return self.beside.around(graph if loss is None else loss.around(graph))
+        def with_loss_and_rest(graph: Graph) -> Graph:
+            return self.other_memory.add_to(graph if loss is None else loss.add_to(graph))
 
-        def in_flight(graph: Graph, others_bytes: int) -> Graph:
+        def with_passes_in_flight(graph: Graph, others_bytes: int) -> Graph:
             loss_bytes = None if loss is None else 0  # `loss` counts all passes already
             return with_passes(graph, self.passes, others_bytes=others_bytes, loss_bytes=loss_bytes)
 
-        def unplanned(graph: Graph) -> Graph:
-            return in_flight(step(graph), 0)
+        def surround_unplanned(graph: Graph) -> Graph:
+            return with_passes_in_flight(with_loss_and_rest(graph), 0)
 
-        def whole(graph: Graph) -> Graph:
+        def surround(graph: Graph) -> Graph:
             kept_bytes = self.passes.n * self.kept_bytes
-            graph = with_resident(step(graph), "kept_to_run_again", kept_bytes)
+            graph = with_resident(with_loss_and_rest(graph), "kept_to_run_again", kept_bytes)
             if self.keeps_gradients:  # as outputs of the graph, they are live to its end
                 tangents = (t.name for t in graph.tensors if t.kind == "tangent")
                 kept = [name for name in tangents if name in graph.producer]
                 graph = replace(graph, outputs=(*graph.outputs, *kept))
-            return in_flight(graph, self.others_bytes)
+            return with_passes_in_flight(graph, self.others_bytes)
 
         planned = variants_of(self.request.rewrites)
         return new_plan(
-            self.step, whole, request, planned=planned, known=known, unplanned=unplanned
+            self.step,
+            surround,
+            request,
+            planned=planned,
+            known=known,
+            surround_unplanned=surround_unplanned,
         )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 
-class Watch:
+class UncalledWatch:
     """Reports once, at the end of the first backward pass that reaches the module, unless ended.
 
     tell: called with the message.
@@ -26,7 +26,7 @@ class Watch:
         self._model = weakref.ref(model)  # the hooks hold this object, and must not hold the model
         self._tell = tell
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._reached)
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
             for parameter in model.parameters()
             if parameter.requires_grad and parameter.is_leaf
         ]
@@ -36,7 +36,7 @@ class Watch:
             hook.remove()
         self._hooks = []
 
-    def _reached(self, _parameter: torch.Tensor) -> None:
+    def _on_gradient(self, _parameter: torch.Tensor) -> None:
         if self._hooks:
             self.end()
             engine: Any = torch.autograd.Variable._execution_engine
@@ -51,34 +51,34 @@ class Watch:
 def why_unplanned(model: nn.Module) -> str:
     """A message: why a module whose parameters have gradients has no plan, and what to do."""
     reached = [name for name, p in model.named_parameters() if p.grad is not None]
-    path = _around([name.split(".")[:-1] for name in reached])
+    path = _common_path([name.split(".")[:-1] for name in reached])
     part = model.get_submodule(".".join(path))
     name = type(model).__name__
-    told = (
+    text = (
         f"fit: gradients reached {name}, and nothing is planned: its forward has not run in "
         "training mode. The budget does not hold. "
     )
     if not (model.training and part.training):
         title = ".".join(path) if model.training else name
-        return told + (
+        return text + (
             f"{title} is in evaluation mode, in which no plan runs: call train() on it before the "
             "training (from_pretrained of transformers returns models in evaluation mode)"
         )
     if path:
-        return told + (
+        return text + (
             f"The gradients are those of {'.'.join(path)}. If the training calls it directly, give "
             f"that part: fit({_expression('model', path)}, ...), "
             f"FitCallback(part=lambda module: {_expression('module', path)})"
         )
     names = dict.fromkeys(each.split(".")[0] for each in reached if "." in each)
-    return told + (
+    return text + (
         f"The gradients are those of {', '.join(names) or 'its own parameters'}. If the training "
         f"calls these and not {name} itself, move the calls into its forward and call that; or "
         "give fit one of the parts"
     )
 
 
-def _around(paths: Sequence[Sequence[str]]) -> Sequence[str]:
+def _common_path(paths: Sequence[Sequence[str]]) -> Sequence[str]:
     """The path of the innermost module that contains all of these."""
 
     def common(one: Sequence[str], other: Sequence[str]) -> Sequence[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 
 from graphs.model_calls import device_of
-from scheduler_runtime.execute import BoundProgram, Shortage, kept_bytes
+from scheduler_runtime.execute import BoundProgram, Shortage, restart_copy_bytes
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
 from scheduler_runtime.planned import Ranks
 from solver.schedule import Solution
@@ -22,8 +22,8 @@ class WithoutDisk:
     later steps whose disk fails, if it fits these.
 
     to_plan: the step as it was planned with the disk.
-    solved: step to plan -> the solver's answer.
-    program: (step to plan, solution) -> the program that runs the solution.
+    solve: step to plan -> the solver's answer.
+    build_program: (step to plan, solution) -> the program that runs the solution.
     """
 
     def __init__(
@@ -31,32 +31,32 @@ class WithoutDisk:
         model: nn.Module,
         to_plan: StepToPlan,
         *,
-        solved: Callable[[StepToPlan], Solution],
-        program: Callable[[StepToPlan, Solution], BoundProgram],
+        solve: Callable[[StepToPlan], Solution],
+        build_program: Callable[[StepToPlan, Solution], BoundProgram],
     ) -> None:
-        self._to_plan, self._title = to_plan, type(model).__name__
+        self._step_to_plan, self._title = to_plan, type(model).__name__
         # while the step runs again, tensors that forward changes are copied once more
-        self._kept_bytes = kept_bytes(to_plan.step.captured, device_of(model), always=True)
-        self._solved, self._program = solved, program
-        self._made: tuple[int, BoundProgram] | None = None
+        self._kept_bytes = restart_copy_bytes(to_plan.step.captured, device_of(model), always=True)
+        self._solve, self._build_program = solve, build_program
+        self._reusable_plan: tuple[int, BoundProgram] | None = None
 
     def __call__(self, _than: object, shortage: Shortage) -> BoundProgram:
         """A program for a step whose disk has failed. Raises the error if there is none."""
-        to_plan = self._to_plan.without_disk(shortage.held_bytes + self._kept_bytes)
-        if self._made is None or self._made[0] > to_plan.request.available_bytes:
-            self._made = self._planned(to_plan, shortage.error)
+        to_plan = self._step_to_plan.without_disk(shortage.held_bytes + self._kept_bytes)
+        if self._reusable_plan is None or self._reusable_plan[0] > to_plan.request.available_bytes:
+            self._reusable_plan = self._plan_step(to_plan, shortage.error)
         words = self._title, shortage.error, shortage.where
         logger.warning("%s: %s (in the %s). The step runs again without the disk", *words)
-        return self._made[1]
+        return self._reusable_plan[1]
 
-    def _planned(self, to_plan: StepToPlan, error: Exception) -> tuple[int, BoundProgram]:
+    def _plan_step(self, to_plan: StepToPlan, error: Exception) -> tuple[int, BoundProgram]:
         """Plan the step without the disk; returns the bytes of its peak and the program."""
         with telling(f"planning {self._title} without the disk...", in_lines=True):
-            solution = self._solved(to_plan)
+            solution = self._solve(to_plan)
         if solution.simulation is None:
             error.add_note("No plan without the disk was found, so the step cannot run again.")
             raise error
-        return solution.simulation.peak_bytes, self._program(to_plan, solution)
+        return solution.simulation.peak_bytes, self._build_program(to_plan, solution)
 
 
 def without_disk(
@@ -64,8 +64,8 @@ def without_disk(
     to_plan: StepToPlan,
     solution: Solution,
     *,
-    solved: Callable[[StepToPlan], Solution],
-    program: Callable[[StepToPlan, Solution], BoundProgram],
+    solve: Callable[[StepToPlan], Solution],
+    build_program: Callable[[StepToPlan, Solution], BoundProgram],
 ) -> WithoutDisk | None:
     """Make a WithoutDisk for the step of this solution.
 
@@ -75,4 +75,4 @@ def without_disk(
     spills = solution.simulation is not None and solution.simulation.disk_peak_bytes > 0
     if not spills or to_plan.losses or Ranks.of(model) is not None:
         return None
-    return WithoutDisk(model, to_plan, solved=solved, program=program)
+    return WithoutDisk(model, to_plan, solve=solve, build_program=build_program)

@@ -23,10 +23,10 @@ from typing import Any, TypeAlias
 import torch
 
 from graphs.training_step import aligned, movable_state, trained_parameters, why_state_stays
-from scheduler_runtime.execute import CopyStreams, Done, storage_bytes, streams_for
+from scheduler_runtime.execute import CopyEvent, CopyStreams, storage_bytes, streams_for
 from scheduler_runtime.host_memory.parameters import HostParameters
 
-_KEPT: weakref.WeakKeyDictionary[torch.optim.Optimizer, HostState] = weakref.WeakKeyDictionary()
+_STATES: weakref.WeakKeyDictionary[torch.optim.Optimizer, HostState] = weakref.WeakKeyDictionary()
 
 
 def keep_on_host(
@@ -47,7 +47,7 @@ def keep_on_host(
     Raises ValueError for an optimizer whose state cannot be moved, or that trains another number of
     parameters than planned.
     """
-    if (kept := _KEPT.get(optimizer)) is not None:
+    if (kept := _STATES.get(optimizer)) is not None:
         if parameters is not None and kept.host_parameters is not parameters:
             raise ValueError(
                 "the plan has parameters on the host, and another plan has the state of this "
@@ -74,7 +74,7 @@ def keep_on_host(
     if owner is not None:
         state.owners.add(owner)
     state.attach(optimizer)
-    _KEPT[optimizer] = state
+    _STATES[optimizer] = state
 
 
 def bring_back(optimizer: torch.optim.Optimizer, *, owner: object = None) -> None:
@@ -86,8 +86,8 @@ def bring_back(optimizer: torch.optim.Optimizer, *, owner: object = None) -> Non
     If the device has no room for all of the state, the error says so; then all of it stays on the
     host, and the optimizer steps as before.
     """
-    state = _KEPT.get(optimizer)
-    if state is None or (owner is not None and not state.given_up_by(owner)):
+    state = _STATES.get(optimizer)
+    if state is None or (owner is not None and not state.remove_owner(owner)):
         return
     try:
         state.detach(optimizer)
@@ -99,31 +99,31 @@ def bring_back(optimizer: torch.optim.Optimizer, *, owner: object = None) -> Non
             "planned: free memory on the device, then remove the plan again"
         )
         raise
-    del _KEPT[optimizer]
+    del _STATES[optimizer]
 
 
 @contextlib.contextmanager
 def on_device(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """In this context, the optimizer has its own step, and all state and parameters are on the
     device."""
-    state = _KEPT.get(optimizer)
+    state = _STATES.get(optimizer)
     owners = [] if state is None else list(state.owners)
     bring_back(optimizer)
-    there = None if state is None else state.host_parameters
+    parameters = None if state is None else state.host_parameters
     try:
-        with contextlib.nullcontext() if there is None else there.on_device():
+        with contextlib.nullcontext() if parameters is None else parameters.on_device():
             yield
     finally:
         if state is not None:
-            keep_on_host(optimizer, state.n_parameters, parameters=there)
-            _KEPT[optimizer].owners.update(owners)
-        if there is not None:
-            there.leave()
+            keep_on_host(optimizer, state.n_parameters, parameters=parameters)
+            _STATES[optimizer].owners.update(owners)
+        if parameters is not None:
+            parameters.move_to_host()
 
 
 def host_blocks(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The blocks of host memory that hold the optimizer's state, at most one for each bucket."""
-    state = _KEPT.get(optimizer)
+    state = _STATES.get(optimizer)
     return [] if state is None else [b.host for b in state.buckets if b.host is not None]
 
 
@@ -142,7 +142,7 @@ class _Piece:
     strides: tuple[int, ...]
     start: int
 
-    def on(self, block: torch.Tensor) -> torch.Tensor:
+    def tensor_in(self, block: torch.Tensor) -> torch.Tensor:
         """The tensor as a view of this block."""
         empty = torch.empty(0, dtype=self.dtype, device=block.device)
         at = self.start // empty.element_size()
@@ -155,60 +155,60 @@ class _Bucket:
 
     host: the state in host memory (None: there is no state yet).
     pieces: where each tensor is in the block.
-    arrived: copies to the device, which `arrive` waits for.
-    away: the tensors in `optimizer.state` while the state is on the host.
-    there: the tensors in `optimizer.state` while it is on the device.
-    left: copies to the host that may still run, each with the device memory that it reads.
+    copies_in: copies to the device, which `wait_for_copies_in` waits for.
+    host_tensors: the tensors in `optimizer.state` while the state is on the host.
+    device_tensors: the tensors in `optimizer.state` while it is on the device.
+    copies_out: copies to the host that may still run, each with the device memory that it reads.
     """
 
     parameters: list[torch.Tensor]
     host: torch.Tensor | None = None
     pieces: list[_Piece] = field(default_factory=list)
-    arrived: list[Done] = field(default_factory=list)
-    away: _Tensors = field(default_factory=dict)
-    there: _Tensors = field(default_factory=dict)
-    left: list[tuple[Done, torch.Tensor]] = field(default_factory=list)
+    copies_in: list[CopyEvent] = field(default_factory=list)
+    host_tensors: _Tensors = field(default_factory=dict)
+    device_tensors: _Tensors = field(default_factory=dict)
+    copies_out: list[tuple[CopyEvent, torch.Tensor]] = field(default_factory=list)
 
     def fetch(self, state: Any, streams: CopyStreams, device: torch.device) -> None:
-        """Start to copy the state to new memory on the device; `arrive` waits for the copy."""
-        if not self.is_away(state):  # the user has replaced tensors of the state
-            for (parameter, name), tensor in self._all(state).items():
+        """Start to copy the state to new device memory; `wait_for_copies_in` waits for the copy."""
+        if not self.is_on_host(state):  # the user has replaced tensors of the state
+            for (parameter, name), tensor in self._tensors_in(state).items():
                 state[parameter][name] = tensor.to(device)
             self.host, self.pieces = None, []
         if self.host is None:
             return
         block = torch.empty(self.host.numel(), dtype=torch.uint8, device=device)
-        self.arrived.append(streams.back(block, self.host, []))
+        self.copies_in.append(streams.to_device(block, self.host, []))
         for piece in self.pieces:
-            tensor = state[piece.parameter][piece.name] = piece.on(block)
-            self.there[piece.parameter, piece.name] = tensor
+            tensor = state[piece.parameter][piece.name] = piece.tensor_in(block)
+            self.device_tensors[piece.parameter, piece.name] = tensor
 
-    def arrive(self) -> None:
-        for done in self.arrived:
+    def wait_for_copies_in(self) -> None:
+        for done in self.copies_in:
             done.hold_compute()
-        self.arrived.clear()
+        self.copies_in.clear()
 
     def store(self, state: Any, streams: CopyStreams) -> None:
         """Copy the state to the host as the step has left it, with any tensors it has created."""
-        now = self._all(state)
-        if not now:
+        tensors = self._tensors_in(state)
+        if not tensors:
             return
-        if self.host is not None and _same(now, self.there):
-            source = storage_bytes(next(iter(now.values())))
-            self.left.append((streams.out(self.host, source, []), source))
+        if self.host is not None and _are_same(tensors, self.device_tensors):
+            source = storage_bytes(next(iter(tensors.values())))
+            self.copies_out.append((streams.to_host(self.host, source, []), source))
         else:
-            self._store_anew(now, streams)
+            self._store_in_new_block(tensors, streams)
         assert self.host is not None
-        self.there, self.away = {}, {}
+        self.device_tensors, self.host_tensors = {}, {}
         for piece in self.pieces:
-            tensor = state[piece.parameter][piece.name] = piece.on(self.host)
-            self.away[piece.parameter, piece.name] = tensor
+            tensor = state[piece.parameter][piece.name] = piece.tensor_in(self.host)
+            self.host_tensors[piece.parameter, piece.name] = tensor
 
-    def is_away(self, state: Any) -> bool:
+    def is_on_host(self, state: Any) -> bool:
         """Whether the state still consists of the tensors that `store` has put there."""
-        return _same(self._all(state), self.away)
+        return _are_same(self._tensors_in(state), self.host_tensors)
 
-    def _all(self, state: Any) -> _Tensors:
+    def _tensors_in(self, state: Any) -> _Tensors:
         """The bucket's tensors of state that are moved, wherever they are now."""
         return {
             (parameter, name): tensor
@@ -217,24 +217,26 @@ class _Bucket:
             for name, tensor in movable_state(state[parameter])
         }
 
-    def _store_anew(self, now: _Tensors, streams: CopyStreams) -> None:
+    def _store_in_new_block(self, tensors: _Tensors, streams: CopyStreams) -> None:
         """Copy tensor by tensor into a new block of host memory."""
         self.pieces, at = [], 0
-        for (parameter, name), tensor in now.items():
+        for (parameter, name), tensor in tensors.items():
             strides = torch.empty_like(tensor, device="meta").stride()
             piece = _Piece(parameter, name, tensor.dtype, tensor.shape, strides, at)
             self.pieces.append(piece)
             at += aligned(tensor.nbytes)
         pinned = self.parameters[0].device.type == "cuda"
         self.host = torch.empty(at, dtype=torch.uint8, pin_memory=pinned)
-        for piece, tensor in zip(self.pieces, now.values(), strict=True):
-            self.left.append((streams.out(piece.on(self.host), tensor, []), tensor))
+        for piece, tensor in zip(self.pieces, tensors.values(), strict=True):
+            self.copies_out.append(
+                (streams.to_host(piece.tensor_in(self.host), tensor, []), tensor)
+            )
 
-    def leave(self) -> None:
+    def wait_for_copies_out(self) -> None:
         """Wait for the copies to the host, so that their device memory can be used again."""
-        for done, _ in self.left:
+        for done, _ in self.copies_out:
             done.hold_compute()
-        self.left.clear()
+        self.copies_out.clear()
 
 
 class HostState:
@@ -261,24 +263,24 @@ class HostState:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the optimizer's step, and move its state to the host."""
-        own: Any = type(optimizer).step
+        own_step: Any = type(optimizer).step
         # without PyTorch's profiling and hooks, which would run once for each bucket
-        inside: Any = own.__wrapped__ if getattr(own, "hooked", False) else own
+        unhooked: Any = own_step.__wrapped__ if getattr(own_step, "hooked", False) else own_step
 
-        @functools.wraps(inside)
+        @functools.wraps(unhooked)
         def step(optimizer: Any, closure: Any = None) -> Any:
             optimizer._opt_called = True  # what a scheduler's wrapper would have set
-            return self.step(optimizer, inside, closure)
+            return self.step(optimizer, unhooked, closure)
 
         hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
         hooked._wrapped_by_lr_sched = True
         self._hooked = hooked
-        self._before = optimizer.__dict__.get("step")
+        self._step_before = optimizer.__dict__.get("step")
         optimizer.step = types.MethodType(self._hooked, optimizer)  # type: ignore[method-assign]
-        self._hook = optimizer.register_load_state_dict_post_hook(self._move_out)
-        self._move_out(optimizer)
+        self._hook = optimizer.register_load_state_dict_post_hook(self._move_to_host)
+        self._move_to_host(optimizer)
 
-    def given_up_by(self, owner: object) -> bool:
+    def remove_owner(self, owner: object) -> bool:
         """Remove an owner; whether it was the last one."""
         if owner not in self.owners:
             return False
@@ -294,59 +296,59 @@ class HostState:
         try:
             for bucket in self.buckets:
                 self._fetch([bucket], optimizer.state)
-                bucket.arrive()
+                bucket.wait_for_copies_in()
         except BaseException:
-            self._move_out(optimizer)
+            self._move_to_host(optimizer)
             raise
         self._hook.remove()
         if getattr(optimizer.__dict__.get("step"), "__func__", None) is self._hooked:
-            if self._before is None:
+            if self._step_before is None:
                 del optimizer.step
             else:
-                optimizer.step = self._before  # type: ignore[method-assign]
+                optimizer.step = self._step_before  # type: ignore[method-assign]
         self.buckets, self._bucket_of = [], {}
 
     @torch.no_grad()
-    def _move_out(self, optimizer: torch.optim.Optimizer) -> None:
+    def _move_to_host(self, optimizer: torch.optim.Optimizer) -> None:
         """Move all existing state to the host, wherever it is now."""
         self._streams.begin()
         for bucket in self.buckets:
             bucket.store(optimizer.state, self._streams)
-            bucket.leave()
+            bucket.wait_for_copies_out()
         self._streams.settle()
 
-    def step(self, optimizer: Any, own: Callable[..., Any], closure: Any) -> Any:
+    def step(self, optimizer: Any, own_step: Callable[..., Any], closure: Any) -> Any:
         """Run one step of the optimizer, bucket by bucket.
 
-        own: the optimizer's step function; it steps the parameters in `param_groups`.
+        own_step: the optimizer's step function; it steps the parameters in `param_groups`.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         groups, state = optimizer.param_groups, optimizer.state
-        stepped = [(bucket, part) for bucket, part in self._parts(groups) if part]
+        stepped = [(bucket, chosen) for bucket, chosen in self._groups_by_bucket(groups) if chosen]
         buckets = [bucket for bucket, _ in stepped]
         self._streams.begin()
         try:
             self._fetch_all(buckets[:1], state)
-            for n, (bucket, part) in enumerate(stepped):
+            for n, (bucket, chosen) in enumerate(stepped):
                 # at most three buckets are on the device: the last one, this one, the next one
                 for other in buckets[max(0, n - 2) : max(0, n - 1)]:
-                    other.leave()
+                    other.wait_for_copies_out()
                 self._fetch_all(buckets[n + 1 : n + 2], state)
-                bucket.arrive()
-                optimizer.param_groups = part
-                own(optimizer)
+                bucket.wait_for_copies_in()
+                optimizer.param_groups = chosen
+                own_step(optimizer)
                 self._store([bucket], state)
                 self._store_parameters(bucket)
         finally:
             optimizer.param_groups = groups
             # after an error: the buckets that are still on the device
-            self._store([bucket for bucket in buckets if not bucket.is_away(state)], state)
+            self._store([bucket for bucket in buckets if not bucket.is_on_host(state)], state)
             for bucket in buckets:
                 self._store_parameters(bucket)
-                bucket.leave()
+                bucket.wait_for_copies_out()
             self._streams.settle()
         return loss
 
@@ -361,21 +363,21 @@ class HostState:
         self._fetch(buckets, state)
         if self.host_parameters is not None:
             for bucket in buckets:
-                bucket.arrived += self.host_parameters.fetch(bucket.parameters, self._streams)
+                bucket.copies_in += self.host_parameters.fetch(bucket.parameters, self._streams)
 
     @torch.no_grad()
     def _store_parameters(self, bucket: _Bucket) -> None:
         if self.host_parameters is not None:
-            bucket.arrive()
-            bucket.left += self.host_parameters.store(bucket.parameters, self._streams)
+            bucket.wait_for_copies_in()
+            bucket.copies_out += self.host_parameters.store(bucket.parameters, self._streams)
 
     @torch.no_grad()
     def _store(self, buckets: Sequence[_Bucket], state: Any) -> None:
         for bucket in buckets:
-            bucket.arrive()
+            bucket.wait_for_copies_in()
             bucket.store(state, self._streams)
 
-    def _parts(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[_Bucket, Any]]:
+    def _groups_by_bucket(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[_Bucket, Any]]:
         """For each bucket, the parameter groups with those of its parameters that have gradients.
 
         The last pair has an empty bucket, and the parameters that were added to the optimizer
@@ -391,6 +393,6 @@ class HostState:
             yield bucket, [{**groups[i], "params": found} for i, found in part.items()]
 
 
-def _same(one: _Tensors, other: _Tensors) -> bool:
+def _are_same(one: _Tensors, other: _Tensors) -> bool:
     """Whether both have the same tensor objects under the same keys."""
     return one.keys() == other.keys() and all(one[key] is other[key] for key in one)

@@ -22,16 +22,16 @@ import torch
 from torch import nn
 
 from scheduler_runtime.execute import (
+    CopyEvent,
     CopyStreams,
-    Done,
-    forget,
+    forget_value,
     host_memory,
     is_stand_in,
     stand_in_for,
     streams_for,
 )
 
-_OF_MODEL: weakref.WeakKeyDictionary[nn.Module, HostParameters] = weakref.WeakKeyDictionary()
+_HOST_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, HostParameters] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def parameters_on_device(model: nn.Module) -> Iterator[None]:
 
     A step in this context needs device memory for all of them.
     """
-    found = [of for module in model.modules() if (of := _OF_MODEL.get(module)) is not None]
+    found = [of for module in model.modules() if (of := _HOST_PARAMETERS.get(module)) is not None]
     with contextlib.ExitStack() as stack:
         for each in found:
             stack.enter_context(each.on_device())
@@ -64,23 +64,23 @@ class HostParameters:
                 f"the plan has the parameter {missing[0]!r} in host memory, and the model has none "
                 "of this name; plan again"
             )
-        self._title = {known[name]: name for name in names}
-        for parameter, name in self._title.items():
+        self._names = {known[name]: name for name in names}
+        for parameter, name in self._names.items():
             storage_bytes = parameter.untyped_storage().nbytes()
             if not parameter.is_contiguous() or storage_bytes != parameter.nbytes:
                 raise ValueError(
                     f"the plan has the parameter {name!r} in host memory, and it is not contiguous "
                     'or is part of a larger tensor; plan with parameters="device"'
                 )
-        self._host = {parameter: host_memory(parameter.data) for parameter in self._title}
-        self._stand_in = {p: stand_in_for(p, value) for p, value in self._host.items()}
-        self._away: set[nn.Parameter] = set()
-        self._n_held = 0
-        self._streams: CopyStreams = streams_for(next(iter(self._title)).device)
-        self._hooks = [*self._hooked(model)]
-        for stand_in in self._stand_in.values():
-            weakref.finalize(self, forget, stand_in).atexit = False
-        _OF_MODEL[model] = self
+        self._host = {parameter: host_memory(parameter.data) for parameter in self._names}
+        self._stand_ins = {p: stand_in_for(p, value) for p, value in self._host.items()}
+        self._on_host: set[nn.Parameter] = set()
+        self._n_on_device_contexts = 0
+        self._streams: CopyStreams = streams_for(next(iter(self._names)).device)
+        self._hooks = [*self._add_hooks(model)]
+        for stand_in in self._stand_ins.values():
+            weakref.finalize(self, forget_value, stand_in).atexit = False
+        _HOST_PARAMETERS[model] = self
 
     @property
     def host_bytes(self) -> int:
@@ -90,27 +90,27 @@ class HostParameters:
     def on_device(self) -> Iterator[None]:
         """In this context, the values are on the device and stay there."""
         self.bring_back()
-        self._n_held += 1
+        self._n_on_device_contexts += 1
         try:
             yield
         finally:
-            self._n_held -= 1
+            self._n_on_device_contexts -= 1
 
     @torch.no_grad()
-    def leave(self) -> None:
+    def move_to_host(self) -> None:
         """Copy the values that are on the device to the host, and free their device memory."""
-        there = [parameter for parameter in self._title if parameter not in self._away]
-        if self._n_held or not there:
+        on_device = [parameter for parameter in self._names if parameter not in self._on_host]
+        if self._n_on_device_contexts or not on_device:
             return
         self._streams.begin()
-        for done, _value in self.store(there, self._streams):
+        for done, _value in self.store(on_device, self._streams):
             done.hold_compute()
         self._streams.settle()
 
     @torch.no_grad()
     def bring_back(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Copy the values to the device, until the next planned step (None: of all parameters)."""
-        wanted = self._away if parameters is None else self._away.intersection(parameters)
+        wanted = self._on_host if parameters is None else self._on_host.intersection(parameters)
         if not wanted:
             return
         self._streams.begin()
@@ -118,44 +118,44 @@ class HostParameters:
             done.hold_compute()
         self._streams.settle()
 
-    def fetch(self, parameters: Iterable[torch.Tensor], streams: CopyStreams) -> list[Done]:
+    def fetch(self, parameters: Iterable[torch.Tensor], streams: CopyStreams) -> list[CopyEvent]:
         """Start to copy those of these parameters that are on the host to new device memory.
 
         Returns the copies, which may still run.
         """
         found = []
         for parameter in parameters:
-            if isinstance(parameter, nn.Parameter) and parameter in self._away:
-                if not is_stand_in(parameter.data, self._stand_in[parameter]):
+            if isinstance(parameter, nn.Parameter) and parameter in self._on_host:
+                if not is_stand_in(parameter.data, self._stand_ins[parameter]):
                     raise RuntimeError(
-                        f"the parameter {self._title[parameter]!r} was replaced (by model.to or "
+                        f"the parameter {self._names[parameter]!r} was replaced (by model.to or "
                         ".data) while its value was in host memory: change parameters inside of "
                         "`with checkpoint_solver.parameters_on_device(model):`"
                     )
                 value = torch.empty_like(
                     self._host[parameter], device=parameter.device, pin_memory=False
                 )
-                found.append(streams.back(value, self._host[parameter], []))
+                found.append(streams.to_device(value, self._host[parameter], []))
                 parameter.data = value
-                self._away.discard(parameter)
+                self._on_host.discard(parameter)
         return found
 
     def store(
         self, parameters: Iterable[torch.Tensor], streams: CopyStreams
-    ) -> list[tuple[Done, torch.Tensor]]:
+    ) -> list[tuple[CopyEvent, torch.Tensor]]:
         """Start to copy those of these parameters that are on the device to the host.
 
         Returns each copy, which may still run, with the device memory that is free once it has
         ended."""
         found = []
         for parameter in parameters:
-            may = isinstance(parameter, nn.Parameter) and parameter in self._title
-            if may and parameter not in self._away and not self._n_held:
+            is_hosted = isinstance(parameter, nn.Parameter) and parameter in self._names
+            if is_hosted and parameter not in self._on_host and not self._n_on_device_contexts:
                 assert isinstance(parameter, nn.Parameter)
                 value = parameter.data
-                found.append((streams.out(self._host[parameter], value, []), value))
-                parameter.data = self._stand_in[parameter]
-                self._away.add(parameter)
+                found.append((streams.to_host(self._host[parameter], value, []), value))
+                parameter.data = self._stand_ins[parameter]
+                self._on_host.add(parameter)
         return found
 
     def close(self, model: nn.Module) -> None:
@@ -163,29 +163,31 @@ class HostParameters:
         self.bring_back()
         for hook in self._hooks:
             hook.remove()
-        _OF_MODEL.pop(model, None)
+        _HOST_PARAMETERS.pop(model, None)
 
-    def _hooked(self, model: nn.Module) -> Iterator[Any]:
+    def _add_hooks(self, model: nn.Module) -> Iterator[Any]:
         """Add hooks that bring values back before the module that owns them is saved or loaded."""
-        here = weakref.ref(self)
+        reference = weakref.ref(self)
         for module in model.modules():
-            own = [p for p in module._parameters.values() if p is not None and p in self._title]
+            own = [p for p in module._parameters.values() if p is not None and p in self._names]
             if own:
-                before = _BringBack(here, own)
+                before = _BringBackHook(reference, own)
                 yield module.register_state_dict_pre_hook(before)
                 yield module.register_load_state_dict_pre_hook(before)
 
 
-class _BringBack:
-    """A hook on a module that owns some of the parameters of `here`. own: these parameters."""
+class _BringBackHook:
+    """A hook on a module that owns `parameters`, which are some of `host_parameters`."""
 
-    def __init__(self, here: weakref.ref[HostParameters], own: Sequence[nn.Parameter]) -> None:
-        self._here, self._own = here, own
+    def __init__(
+        self, host_parameters: weakref.ref[HostParameters], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._host_parameters, self._parameters = host_parameters, parameters
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        here = self._here()
-        if here is not None:
-            here.bring_back(self._own)
+        host_parameters = self._host_parameters()
+        if host_parameters is not None:
+            host_parameters.bring_back(self._parameters)
 
     def __getstate__(self) -> object:
         """Raises RuntimeError: in a copy of the module the values would be lost."""

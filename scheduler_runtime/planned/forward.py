@@ -41,7 +41,7 @@ from scheduler_runtime.execute import (
     has_checkpoints,
     restore_forward,
 )
-from scheduler_runtime.planned.guards import kind_of, with_any
+from scheduler_runtime.planned.guards import ignoring_attributes, kind_of
 from scheduler_runtime.planned.program_cache import ProgramCache
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks
 from scheduler_runtime.planned.unread_attributes import UnreadAttributes
@@ -97,7 +97,7 @@ class PlannedForward(ReplacedForward):
         """Run a forward pass without a plan."""
         return self.own_forward(*args, **kwargs)
 
-    def values_there(self) -> contextlib.AbstractContextManager[None]:
+    def values_on_device(self) -> contextlib.AbstractContextManager[None]:
         """A context in which all parameters have their values on the device."""
         return contextlib.nullcontext()
 
@@ -134,12 +134,16 @@ class PlannedForward(ReplacedForward):
                 ranks.agree({"the batch": input_forms(call.tensors), "a plan for it": has_plan})
         if program is None:
             refuse_meta_batch(model, call)
-            self._unread.compare(self._programs.of_calls(), kind[0], model)
+            self._unread.compare(self._programs.call_kinds(), kind[0], model)
             with _without_saved_tensors_hooks():
-                program = self._program_or_own_failure(call, args, kwargs)
-            after = self.kind_for(program, call)
-            sets = isinstance(program, BoundProgram) and program.sets_plain_attributes
-            self._programs.add(after, program, also=kind if sets and kind != after else None)
+                program = self._make_program_or_raise_own_error(call, args, kwargs)
+            kind_after = self.kind_for(program, call)
+            sets_attributes = isinstance(program, BoundProgram) and program.sets_plain_attributes
+            self._programs.add(
+                kind_after,
+                program,
+                other_kind=kind if sets_attributes and kind != kind_after else None,
+            )
             if self._programs.n_added in N_WORTH_A_WARNING:
                 logger.warning(
                     "%s has been planned for %d kinds of call; %s",
@@ -159,17 +163,17 @@ class PlannedForward(ReplacedForward):
         finally:
             del failed  # a cycle: the error refers to this frame
 
-    def _program_or_own_failure(
+    def _make_program_or_raise_own_error(
         self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepProgram:
         """Make a new program. If the module's own forward fails on this batch, its own error is
         raised, so that a training loop that skips such batches works with a plan, too."""
         try:
-            with self.values_there():
-                return self._agreed(call)
+            with self.values_on_device():
+                return self._make_agreed_program(call)
         except FailsOnBatchError as error:
             found = error
-        own = self._own_failure(found, args, kwargs)
+        own = self._own_error(found, args, kwargs)
         own.add_note(
             f"raised by the forward of {type(self._model).__name__} itself, while "
             "checkpoint_solver planned its step for this batch"
@@ -179,7 +183,7 @@ class PlannedForward(ReplacedForward):
         finally:
             del found, own  # a cycle: the errors refer to this frame
 
-    def _own_failure(
+    def _own_error(
         self, found: FailsOnBatchError, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> BaseException:
         """The error that forward raises on this batch without a plan.
@@ -203,13 +207,13 @@ class PlannedForward(ReplacedForward):
             return error
         return traced
 
-    def _agreed(self, call: Call) -> StepProgram:
+    def _make_agreed_program(self, call: Call) -> StepProgram:
         """Make a new program; for a distributed module the same one on all ranks, or an error on
         all of them."""
         ranks = Ranks.of(self._model)
         if ranks is None:
             return self.program_for(call)
-        with ranks.told_of_errors():
+        with ranks.sending_errors():
             program = self.program_for(call)
         plan = program.program.plan_id if isinstance(program, BoundProgram) else None
         ranks.agree({"the batch": input_forms(call.tensors), "the plan": plan})
@@ -227,8 +231,8 @@ class PlannedForward(ReplacedForward):
         of_call, situation = self.kind(call)  # again: tracing may have set attributes
         if not isinstance(program, BoundProgram):
             return of_call, situation
-        unread = program.sets_unread | self._unread.of(program.captured)
-        return with_any(of_call, self._model, unread), situation
+        unread = program.sets_unread | self._unread.unread_by(program.captured)
+        return ignoring_attributes(of_call, self._model, unread), situation
 
     def constants(self) -> Iterator[torch.Tensor]:
         for _, program in self._programs.programs:
@@ -244,7 +248,7 @@ class PlannedForward(ReplacedForward):
             "_unread": UnreadAttributes(),
         }
 
-    def traced(
+    def trace_own_forward(
         self,
         call: Call,
         *,
@@ -255,7 +259,7 @@ class PlannedForward(ReplacedForward):
         opaque: Planned = (),
         kept: Iterable[KeptCapture] = (),
         known: Capture | None = None,
-        arriving: Mapping[int, tuple[int, ...]] | None = None,
+        gradient_strides: Mapping[int, tuple[int, ...]] | None = None,
     ) -> CapturedStep:
         """Trace the module's own forward and backward pass for this call (`graphs.trace`).
 
@@ -264,7 +268,7 @@ class PlannedForward(ReplacedForward):
         The other arguments are those of `trace_module`.
         """
         model = self._model
-        with self._set_aside():
+        with self._without_this_plan():
             found = (each.captured_for(model, call) for each in kept)
             known = known or next((each for each in found if each is not None), None)
             with (
@@ -283,7 +287,7 @@ class PlannedForward(ReplacedForward):
                     rewrites=rewrites,
                     opaque=opaque,
                     known=known,
-                    arriving=arriving,
+                    gradient_strides=gradient_strides,
                 )
                 step = trace() if known is not None else self._unread.trace(model, trace)
         for held in step.captured.filled:
@@ -293,11 +297,11 @@ class PlannedForward(ReplacedForward):
     def rehearsed(self, step: CapturedStep, call: Call) -> CapturedStep:
         """The traced step with what eager mode holds longer, for the baseline
         (`graphs.capture.rehearse`)."""
-        with self._set_aside():
+        with self._without_this_plan():
             return rehearsed(self._model, call, step, device=device_of(self._model))
 
     @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[None]:
+    def _without_this_plan(self) -> Iterator[None]:
         """In this context, the module has its own forward, to be traced.
 
         Another library may have wrapped the planned forward since (accelerate's autocast). Its
@@ -305,7 +309,7 @@ class PlannedForward(ReplacedForward):
         """
         model = self._model
         refuse_plans(model, also_its_own=False)
-        around = model.__dict__.get("forward")
+        wrapper = model.__dict__.get("forward")
         # not a bound method of this object: tracing searches the forward for tensors, and this
         # object holds those of all programs
         model.forward = self.own_forward
@@ -313,8 +317,8 @@ class PlannedForward(ReplacedForward):
             yield
         finally:
             del model.forward
-            if around is not None:
-                model.forward = around
+            if wrapper is not None:
+                model.forward = wrapper
 
 
 def _drop_frames(error: BaseException, *, but: BaseException | None) -> None:

@@ -38,7 +38,7 @@ from torch.nn.utils import parametrize
 from graphs.capture import HOOKS, MODULE_ATTRIBUTES, global_hooks, shared_storages
 from graphs.model_calls import Call
 
-MANY = 1000
+MAX_ENTRIES = 1000
 """Maximum number of entries of a container that are compared; of a longer one, only the length is.
 """
 LARGE_BYTES = 2**20
@@ -57,7 +57,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 def kind_of(model: nn.Module, call: Call) -> Any:
     """What a program for this call depends on: equal for calls that can share a program.
 
-    Compare as `planned == here`: the comparison is not symmetric (see `_Record`).
+    Compare as `planned == here`: the comparison is not symmetric (see `_GrowingList`).
     """
     modules = list(model.modules())
     parameters = {
@@ -119,7 +119,7 @@ def changed_setting(planned: Any, here: Any, model: nn.Module) -> str | None:
         before, now = dict(old_own), dict(new_own)
         for name in dict.fromkeys([*now, *before]):
             if name not in before or name not in now or before[name] != now[name]:
-                how = _change(before.get(name), now.get(name))
+                how = _describe_change(before.get(name), now.get(name))
                 return f"attribute {name!r} of {owner} {how}"
     return "the model has other modules" if len(of_planned) != len(of_here) else None
 
@@ -149,7 +149,7 @@ def _is_value(setting: Any) -> bool:
     return is_pair and setting[0] in (float, *_COMMON)
 
 
-def _change(planned: Any, here: Any) -> str:
+def _describe_change(planned: Any, here: Any) -> str:
     """Describe how a setting has changed, numbers and strings with their values.
 
     planned, here: as `_setting` returns them; None: the attribute does not exist.
@@ -178,7 +178,7 @@ def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
             module.training,
             tuple(len(getattr(module, hooks)) for hooks in HOOKS),
             tuple(
-                (name, (type(value) is list and _Record.of(value)) or _setting(value, seen))
+                (name, (type(value) is list and _GrowingList.of(value)) or _setting(value, seen))
                 for name, value in vars(module).items()
                 # the model's own `forward` is the plan itself
                 if name not in MODULE_ATTRIBUTES and not (name == "forward" and module is model)
@@ -188,7 +188,9 @@ def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
     )
 
 
-def with_any(kind: Any, model: nn.Module, attributes: Collection[tuple[str, str]]) -> Any:
+def ignoring_attributes(
+    kind: Any, model: nn.Module, attributes: Collection[tuple[str, str]]
+) -> Any:
     """A `kind_of` that equals those of calls with any value in these attributes.
 
     attributes: pairs of a module's path and the attribute's name.
@@ -226,7 +228,7 @@ def _argument(value: Any) -> Any:
     return _array(value) if isinstance(value, np.ndarray) else _setting(value, set())
 
 
-class _Record:
+class _GrowingList:
     """A list of numbers or tensors, equal to any list that begins with the same items.
 
     So a list that only grows, such as a record of losses, does not count as a changed setting.
@@ -236,15 +238,15 @@ class _Record:
         self._items = items
 
     @classmethod
-    def of(cls, value: list[Any]) -> _Record | None:
+    def of(cls, value: list[Any]) -> _GrowingList | None:
         """The record of this list. None: it has other items than numbers and tensors."""
-        head = value[:MANY]
+        head = value[:MAX_ENTRIES]
         if not all(map(_is_recorded, head)):
             return None
         return cls(tuple(_plain(i) if isinstance(i, int | float) else object for i in head))
 
-    def __eq__(self, here: object) -> bool:
-        return isinstance(here, _Record) and here._items[: len(self._items)] == self._items
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _GrowingList) and other._items[: len(self._items)] == self._items
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -258,7 +260,7 @@ def _is_recorded(item: Any) -> bool:
     return isinstance(item, int | float | torch.Tensor) and type(item) is not bool
 
 
-class _Same:
+class _ByIdentity:
     """An object that is compared by identity, for as long as it exists.
 
     The object is held by a weak reference where Python allows that, so that a program does not
@@ -273,7 +275,7 @@ class _Same:
             self._get = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same):
+        if not isinstance(other, _ByIdentity):
             return False
         value = self._get()
         return value is not None and value is other._get()
@@ -301,14 +303,14 @@ def _setting(value: Any, seen: set[int]) -> Any:
         return kind, value
     if (
         kind is tuple
-        and len(value) <= MANY
+        and len(value) <= MAX_ENTRIES
         and _COMMON.issuperset(kinds := tuple(map(type, value)))
     ):
         return kinds, value
     try:
         return _read(value, seen, in_object=False)
     except _NotPlainError:
-        return type(value), _Same(value)
+        return type(value), _ByIdentity(value)
 
 
 def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
@@ -329,7 +331,7 @@ def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
     if isinstance(value, type):  # a class that is a config: `class Config: dropout = 0.1`
         return value, _class_settings(value)
     if isinstance(value, np.ndarray):
-        return _array(value) if value.nbytes <= LARGE_BYTES else _Same(value)
+        return _array(value) if value.nbytes <= LARGE_BYTES else _ByIdentity(value)
     if isinstance(value, torch.Tensor | weakref.ref) and not in_object:
         return kind  # tensors have guards of their own; nn.RNN recreates references to its weights
     if isinstance(value, functools.partial):
@@ -341,11 +343,13 @@ def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
             # a copy of `seen`: if the object turns out not to be plain, what was read of it does
             # not count as seen
             tried = {*seen, id(value)}
-            state = tuple((k, _read(v, tried, in_object=True)) for k, v in _state(value).items())
+            state = tuple(
+                (k, _read(v, tried, in_object=True)) for k, v in _attributes_of(value).items()
+            )
             seen |= tried
             return kind, state
         seen.add(id(value))
-    if len(value) > MANY:
+    if len(value) > MAX_ENTRIES:
         return kind, len(value)
     read = functools.partial(_read, in_object=True) if in_object else _setting
     if isinstance(value, dict):
@@ -377,7 +381,7 @@ def _array(array: np.ndarray[Any, Any]) -> Any:
     return type(array), array.dtype.str, array.shape, digest
 
 
-def _state(value: Any) -> dict[str, Any]:
+def _attributes_of(value: Any) -> dict[str, Any]:
     """Attributes of an object, from its dict and slots; _NotPlainError if it has neither."""
     if isinstance(value, torch.Tensor):
         raise _NotPlainError

@@ -153,7 +153,7 @@ def difference_of_bits(step: CapturedStep) -> Difference | None:
 def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Describe how a field of the environment differs, with the names of the arguments."""
     if field == "arguments" or len(planned["shapes"]) != len(here["shapes"]):
-        return _other_tensors(here["arguments"], planned.get("arguments"))
+        return _tensors_difference(here["arguments"], planned.get("arguments"))
     if field == "train" and isinstance(planned[field], bool):
         now, before = ("training" if mode[field] else "evaluation" for mode in (here, planned))
         return f"the module is in {now} mode, and was planned in {before} mode"
@@ -170,7 +170,7 @@ def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str,
     return f"argument {name}{others} has {what} {new}, planned for {old}"
 
 
-def _other_tensors(here: Sequence[str], planned: Sequence[str] | None) -> str:
+def _tensors_difference(here: Sequence[str], planned: Sequence[str] | None) -> str:
     """Describe how the names of the call's tensors differ (planned: None: not in an older file)."""
     given = ", ".join(here) or "none"
     if planned is None:
@@ -273,7 +273,7 @@ def _state_difference(plan: Plan, model: nn.Module) -> str | None:
     # A file may be for a module with the same parameters under other names, such as a pipeline
     # stage.
     renamed = plan.graph is None and [*parameters.values()] == [*here.values()]
-    if parameters and not renamed and (found := _other_parameters(parameters, here)):
+    if parameters and not renamed and (found := _parameters_difference(parameters, here)):
         return found
     buffers = plan.buffer_forms
     for name, form in buffer_forms(model).items():
@@ -293,7 +293,7 @@ def _form_difference(planned: Sequence[str], call: Call, here: Mapping[str, Any]
     return None
 
 
-def _other_parameters(planned: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+def _parameters_difference(planned: Mapping[str, str], here: Mapping[str, str]) -> str | None:
     extra = [name for name in here if name not in planned]
     missing = [name for name in planned if name not in here]
     for names, verb in ((extra, "is not in the plan"), (missing, "is in the plan only")):
@@ -359,14 +359,14 @@ def _operators_difference(planned: Sequence[str], here: Graph) -> str:
 
 def _computed_from(graph: Graph, node: Node) -> str:
     """The arguments of forward that the operator is computed from, for messages."""
-    waiting, behind = list(node.inputs), set[str]()
-    while waiting:
-        name = waiting.pop()
-        if name not in behind:
-            behind.add(name)
+    pending, sources = list(node.inputs), set[str]()
+    while pending:
+        name = pending.pop()
+        if name not in sources:
+            sources.add(name)
             maker = graph.producer.get(name)
-            waiting += [graph.root(name), *(maker.inputs if maker else ())]
-    names = [argument for argument, tensor in graph.meta.inputs.items() if tensor in behind]
+            pending += [graph.root(name), *(maker.inputs if maker else ())]
+    names = [argument for argument, tensor in graph.meta.inputs.items() if tensor in sources]
     return f", computed from {', '.join(names)}" if names else ""
 
 

@@ -15,11 +15,11 @@ from graphs.graph import Graph
 from graphs.model_calls import nested
 from graphs.passes import passes_of
 from graphs.pipeline import pipeline_of
-from scheduler_runtime.execute import Program, maker_of
+from scheduler_runtime.execute import Program, program_of_output
 from solver.schedule import Solution
 
 
-def n_planned(environment: Mapping[str, Any]) -> int:
+def n_planned_passes(environment: Mapping[str, Any]) -> int:
     """How many passes in flight a plan with this environment has room for."""
     place = pipeline_of(environment)
     return passes_of(environment).n if place is None else place.n_in_flight
@@ -57,8 +57,8 @@ class PlannedPass:
     ) -> PlannedPass:
         """graph: the graph of the step or of the module's part.
         least_bytes: what is counted at least for each other pass (`Graph.others_bytes`)."""
-        made = (graph.tensor_by_name[name] for name in graph.outputs if name in graph.producer)
-        gradient_bytes = sum(tensor.size_bytes for tensor in made if tensor.kind == "gradient")
+        computed = (graph.tensor_by_name[name] for name in graph.outputs if name in graph.producer)
+        gradient_bytes = sum(tensor.size_bytes for tensor in computed if tensor.kind == "gradient")
         return cls(
             n=n,
             saved_bytes=saved_bytes,
@@ -74,7 +74,7 @@ class PlannedPass:
         assert solution.simulation is not None
         return cls.of(
             solution.graph,
-            n=n_planned(solution.environment),
+            n=n_planned_passes(solution.environment),
             saved_bytes=solution.simulation.saved_bytes,
             peak_bytes=solution.simulation.peak_bytes,
             available_bytes=solution.request.available_bytes,
@@ -92,16 +92,16 @@ class PlannedPass:
 class PassesInFlight:
     """The passes in flight of one planned module.
 
-    n_most: the most passes that were waiting when a backward pass began. Passes whose outputs were
-        dropped before do not count.
-    a_backward_began: whether one has begun since the caller has set this to False.
+    n_most_waiting: the most passes that were waiting when a backward pass began. Passes whose
+        outputs were dropped before do not count.
+    has_backward_begun: whether one has begun since the caller has set this to False.
     """
 
     def __init__(self) -> None:
         self._plans: dict[int, PlannedPass] = {}  # by the id of a program that still exists
         self._waiting: dict[weakref.ref[Any], Program] = {}
-        self.n_most = 1
-        self.a_backward_began = False
+        self.n_most_waiting = 1
+        self.has_backward_begun = False
 
     def plan(self, program: Program, planned: PlannedPass) -> None:
         """Set what is planned for the passes of this program."""
@@ -124,28 +124,28 @@ class PassesInFlight:
 
         Returns whether the pass waits for a backward pass: its output is a planned program's.
         """
-        made = [t for t in nested.tensors(output) if maker_of(t) is not None]
-        if not made:
+        planned_outputs = [t for t in nested.tensors(output) if program_of_output(t) is not None]
+        if not planned_outputs:
             return False
-        function: Any = made[0].grad_fn
-        program = maker_of(made[0])
+        function: Any = planned_outputs[0].grad_fn
+        program = program_of_output(planned_outputs[0])
         assert program is not None
         waiting = self._waiting
 
-        def gone(which: weakref.ref[Any]) -> None:  # its graph was freed without a backward pass
+        def forget(which: weakref.ref[Any]) -> None:  # its graph was freed without a backward pass
             waiting.pop(which, None)
 
-        waits = weakref.ref(function, gone)
-        flight = weakref.ref(self)
+        pending = weakref.ref(function, forget)
+        reference = weakref.ref(self)
 
-        def begins(_gradients: tuple[Any, ...]) -> None:
-            if (here := flight()) is not None:
-                here.a_backward_began = True
-                here.n_most = max(here.n_most, len(waiting))
-            waiting.pop(waits, None)
+        def on_backward(_gradients: tuple[Any, ...]) -> None:
+            if (passes := reference()) is not None:
+                passes.has_backward_begun = True
+                passes.n_most_waiting = max(passes.n_most_waiting, len(waiting))
+            waiting.pop(pending, None)
 
-        waiting[waits] = program
-        function.register_prehook(begins)
+        waiting[pending] = program
+        function.register_prehook(on_backward)
         return True
 
     def above_bytes(self) -> int:

@@ -152,7 +152,7 @@ class Plan:
             graph, kept, environment = None, None, plan.environment
             saved = environment.get("loss_graph")
             loss = None if saved is None else Graph.from_json(saved, source="loss_graph")
-            _refuse_cut(plan)
+            _refuse_truncated(plan)
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
             saved_forms = Record(environment, where="environment")
             forms = (
@@ -211,7 +211,7 @@ class Plan:
         )
 
 
-def _refuse_cut(plan: SavedSchedule) -> None:
+def _refuse_truncated(plan: SavedSchedule) -> None:
     """Raise FormatError if a file's ops compute fewer operators than the module runs."""
     assert plan.schedule is not None
     n_planned = Record(plan.environment, where="environment").integer(

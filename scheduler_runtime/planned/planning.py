@@ -27,28 +27,28 @@ class NewPlan:
 
 def new_plan(
     step: CapturedStep,
-    whole: Callable[[Graph], Graph],
+    surround: Callable[[Graph], Graph],
     request: Request,
     *,
     planned: Sequence[Variant],
     known: Sequence[KnownPlan],
-    unplanned: Callable[[Graph], Graph] | None = None,
+    surround_unplanned: Callable[[Graph], Graph] | None = None,
 ) -> NewPlan:
     """Plan this step for the request.
 
-    whole: adds the loss and the optimizer to the graph of the module.
+    surround: adds the loss and the optimizer to the graph of the module.
     planned: the variants (sets of rewrites) to plan.
     known: plans of the same module for other calls.
-    unplanned: as `whole`, for the step without a plan (None: `whole`).
+    surround_unplanned: as `surround`, for the step without a plan (None: `surround`).
     """
     # A plan is not reused if copies to the host are possible or the budget is of reserved memory:
     # reuse carries no copies over, its quick bound knows none, and it does not model the allocator.
     if request.places is not None or request.budget_of == "reserved":
         known = ()
-    plain = (unplanned or whole)(step.with_rewrites(()).graph)
-    if known and (found := _reused(step, whole, request, plain, planned=planned, known=known)):
+    plain = (surround_unplanned or surround)(step.with_rewrites(()).graph)
+    if known and (found := _reuse(step, surround, request, plain, planned=planned, known=known)):
         return NewPlan(found, reused=True)
-    graphs = [(whole(each.graph), each.captured) for each in step.variants(planned)]
+    graphs = [(surround(each.graph), each.captured) for each in step.variants(planned)]
     variants = replace(allowed_variants(graphs, planned, runs_here=True), plain=plain)
     starts = [
         transfer_schedule(graph, each.schedule)
@@ -58,9 +58,9 @@ def new_plan(
     return NewPlan(answer(variants, request, starts=starts), reused=False)
 
 
-def _reused(
+def _reuse(
     step: CapturedStep,
-    whole: Callable[[Graph], Graph],
+    surround: Callable[[Graph], Graph],
     request: Request,
     plain: Graph,
     *,
@@ -70,15 +70,15 @@ def _reused(
     """The step without recomputation if that fits, else the fastest reusable known plan, if any."""
 
     @functools.cache
-    def alone(variant: Variant) -> Variants:
-        both = [(whole(each.graph), each.captured) for each in step.variants([variant])]
-        return replace(allowed_variants(both, [variant], runs_here=True), plain=plain)
+    def variants_with(variant: Variant) -> Variants:
+        graphs = [(surround(each.graph), each.captured) for each in step.variants([variant])]
+        return replace(allowed_variants(graphs, [variant], runs_here=True), plain=plain)
 
     found: list[Solution] = []
     for each in (WITHOUT_RECOMPUTATION, *known[-N_TRIED:]):
-        if each.rewrites not in planned or not alone(each.rewrites).planned:
+        if each.rewrites not in planned or not variants_with(each.rewrites).planned:
             continue
-        solution = reuse_plan(alone(each.rewrites), each, request)
+        solution = reuse_plan(variants_with(each.rewrites), each, request)
         if solution is not None and each is WITHOUT_RECOMPUTATION:
             return solution
         found += [solution] if solution is not None else []

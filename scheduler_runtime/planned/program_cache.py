@@ -36,7 +36,7 @@ class ProgramCache:
                 return program
         return None
 
-    def changed(self, kind: Any, model: nn.Module) -> str | None:
+    def describe_change(self, kind: Any, model: nn.Module) -> str | None:
         """Describe what has changed since the last program for calls with the same arguments.
 
         None: nothing has, or there is no such program.
@@ -47,17 +47,17 @@ class ProgramCache:
                 return changed_setting(planned, of_call, model)
         return None
 
-    def of_calls(self) -> Iterator[Any]:
+    def call_kinds(self) -> Iterator[Any]:
         """The `kind_of` of the calls that programs are kept for."""
         return (of_call for (of_call, _), _program in self.programs)
 
-    def add(self, kind: Any, program: StepProgram, *, also: Any = None) -> None:
+    def add(self, kind: Any, program: StepProgram, *, other_kind: Any = None) -> None:
         """Keep a program; if there are too many, drop the least recently used one.
 
-        also: another kind of call that the program is for.
+        other_kind: another kind of call that the program is for.
         """
         self.n_added += 1
-        self.programs += [(each, program) for each in (also, kind) if each is not None]
+        self.programs += [(each, program) for each in (other_kind, kind) if each is not None]
         while len({id(program) for _, program in self.programs}) > self._n_kept:
             del self.programs[0]
 

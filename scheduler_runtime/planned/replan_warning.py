@@ -12,7 +12,7 @@ from solver.schedule import Solution, plan_line
 logger = logging.getLogger(__name__)
 
 
-def told(solution: Solution, *, is_reused: bool, took_s: float) -> str:
+def plan_summary(solution: Solution, *, is_reused: bool, took_s: float) -> str:
     """Describe a finished plan in one line, with the shapes that it is for.
 
     is_reused: whether it was made without a search: from an earlier plan, or since the step fits
@@ -25,26 +25,26 @@ def told(solution: Solution, *, is_reused: bool, took_s: float) -> str:
     return plan_line(solution, how=f"{how} for {_shapes(solution.environment)}", took_s=took_s)
 
 
-def warn_of_another(
+def warn_of_another_plan(
     line: str,
     difference: Difference,
     *,
     n_plans: int,
-    said: set[str],
+    given: set[str],
     all_took_s: float | None = None,
 ) -> None:
     """Warn that one more kind of call was planned, why, and how to need fewer plans.
 
-    line: the plan as `told` describes it.
+    line: the plan as `plan_summary` describes it.
     difference: how the call differs from the plans so far.
     n_plans: number of plans made so far, this one included.
-    said: remedies that this model's warnings have given; none is given twice. Updated.
+    given: remedies that this model's warnings have given; none is given twice. Updated.
     all_took_s: how long all plans together have taken (None: not shown).
     """
     so_far = "" if all_took_s is None else f", {all_took_s:.1f} s in all"
     possible = [difference.remedy] if difference.remedy else _remedies(difference.resized, n_plans)
-    remedies = [each for each in possible if each not in said]
-    said.update(remedies)
+    remedies = [each for each in possible if each not in given]
+    given.update(remedies)
     text = "".join(f". {each}" for each in remedies)
     logger.warning("%s. Plan %d%s: %s%s", line, n_plans, so_far, difference, text)
 
@@ -56,10 +56,10 @@ def _shapes(environment: Mapping[str, Any]) -> str:
     by_shape: dict[str, list[str]] = {}
     for name, shape in zip(names, shapes, strict=True):
         by_shape.setdefault(str(list(shape)), []).append(name)
-    told: list[str] = []
+    described: list[str] = []
     for form, (first, *others) in by_shape.items():
-        told.append(f"{first}{f' and {len(others)} more' if others else ''} {form}")
-    return ", ".join(told) or "no tensors"
+        described.append(f"{first}{f' and {len(others)} more' if others else ''} {form}")
+    return ", ".join(described) or "no tensors"
 
 
 _TOKENS = (

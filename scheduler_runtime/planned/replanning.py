@@ -38,7 +38,7 @@ def replan(
     where = "host" if plan.state_buckets else "device"
     found = new_plan(
         step,
-        lambda graph: _whole(graph, plan, reason),
+        lambda graph: _with_surroundings(graph, plan, reason),
         dataclasses.replace(plan.request, optimizer_state=where),
         # also the old plan's own variant, which the request may not name
         planned=tuple(dict.fromkeys([*variants_of(plan.request.rewrites), plan.rewrites])),
@@ -53,7 +53,7 @@ def replan(
     return step.with_rewrites(solution.graph.meta.rewrites), found
 
 
-def _whole(graph: Graph, plan: Plan, reason: str) -> Graph:
+def _with_surroundings(graph: Graph, plan: Plan, reason: str) -> Graph:
     """The module's graph with the loss, the optimizer, the pipeline and the passes of the old plan.
 
     Other passes in flight may still run with the old plan, so each is counted with at least the

@@ -33,7 +33,7 @@ _N_KEPT = 3
 read the previous messages of all ranks or, after an error of its own, those before them. So all
 ranks have read its older messages, and they can be deleted."""
 
-_n_said: Counter[str] = Counter()
+_n_sent: Counter[str] = Counter()
 """Name of a group -> how many messages this rank has written in it."""
 
 
@@ -66,50 +66,50 @@ class Ranks:
         alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
         return None if alone else cls(group)
 
-    def said(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Write a message and return those of all ranks, in rank order.
 
         Raises RanksDisagreeError if a rank does not answer within WAIT_S, or reports an error.
         """
-        keys = self._say(mine)
+        keys = self._send(message)
         seconds = datetime.timedelta(seconds=WAIT_S)
-        found = []
+        messages = []
         for rank, key in enumerate(keys):
             try:
                 self._store.wait([key], seconds)
-                found.append(json.loads(self._store.get(key)))
+                messages.append(json.loads(self._store.get(key)))
             except RuntimeError as error:  # the time is up, or the store's process has ended
                 raise RanksDisagreeError(
                     f"rank {self.rank} waited for rank {rank} for up to {WAIT_S:.0f} s before a "
                     "planned step: it has ended, or has not called the model. All ranks have to "
                     "call it together, with batches of one shape"
                 ) from error
-        for rank, words in enumerate(found):
-            if "error" in words:
-                raise RanksDisagreeError(f"rank {rank} cannot run the step: {words['error']}")
-        return found
+        for rank, each in enumerate(messages):
+            if "error" in each:
+                raise RanksDisagreeError(f"rank {rank} cannot run the step: {each['error']}")
+        return messages
 
     @contextlib.contextmanager
-    def told_of_errors(self) -> Iterator[None]:
+    def sending_errors(self) -> Iterator[None]:
         """In this context, an error is also sent to the ranks that wait for this one."""
         try:
             yield
         except RanksDisagreeError:
             raise  # all ranks raise it
         except Exception as error:
-            self._say({"error": f"{type(error).__name__}: {error}"})
+            self._send({"error": f"{type(error).__name__}: {error}"})
             raise
 
-    def agree(self, mine: Mapping[str, Any]) -> None:
-        """Raise RanksDisagreeError, on all ranks, if their messages differ in a field of `mine`."""
-        all_of_them = self.said(mine)
-        for field in mine:
-            first = all_of_them[0].get(field)
-            for rank, words in enumerate(all_of_them):
-                if words.get(field) != first:
+    def agree(self, message: Mapping[str, Any]) -> None:
+        """Raise RanksDisagreeError on all ranks if messages differ in a field of `message`."""
+        messages = self.exchange(message)
+        for field in message:
+            first = messages[0].get(field)
+            for rank, each in enumerate(messages):
+                if each.get(field) != first:
                     raise RanksDisagreeError(
                         f"ranks 0 and {rank} have different steps: {field} is {first} on rank 0 "
-                        f"and {words.get(field)} on rank {rank}. {_REMEDIES.get(field, '')}"
+                        f"and {each.get(field)} on rank {rank}. {_REMEDIES.get(field, '')}"
                     )
 
     def with_plan_of_first(self, solution: Solution) -> Solution:
@@ -121,26 +121,26 @@ class Ranks:
         plan = None
         if solution.schedule is not None:
             plan = [list(solution.graph.meta.rewrites), solution.schedule.ops_to_json()]
-        first = self.said({"plan": plan})[0]["plan"]
-        if first in (plan, None):
+        first_plan = self.exchange({"plan": plan})[0]["plan"]
+        if first_plan in (plan, None):
             return solution
-        taken = _with_plan(solution, *first)
-        assert taken.simulation is not None
-        fits = taken.simulation.peak_bytes <= solution.request.available_bytes
-        return taken if fits else solution
+        with_first_plan = _with_plan(solution, *first_plan)
+        assert with_first_plan.simulation is not None
+        fits = with_first_plan.simulation.peak_bytes <= solution.request.available_bytes
+        return with_first_plan if fits else solution
 
-    def _say(self, words: Mapping[str, Any]) -> list[str]:
+    def _send(self, message: Mapping[str, Any]) -> list[str]:
         """Write a message to the store. Returns the keys of all ranks' messages at this point."""
-        n_said = _n_said[self._name]
-        _n_said[self._name] += 1
-        keys = [self._key(n_said, rank) for rank in range(self._n_ranks)]
-        self._store.set(keys[self.rank], json.dumps(words))
-        if n_said >= _N_KEPT:
-            self._store.delete_key(self._key(n_said - _N_KEPT, self.rank))
+        n_sent = _n_sent[self._name]
+        _n_sent[self._name] += 1
+        keys = [self._key(n_sent, rank) for rank in range(self._n_ranks)]
+        self._store.set(keys[self.rank], json.dumps(message))
+        if n_sent >= _N_KEPT:
+            self._store.delete_key(self._key(n_sent - _N_KEPT, self.rank))
         return keys
 
-    def _key(self, n_said: int, rank: int) -> str:
-        return f"checkpoint_solver/{self._name}/{n_said}/{rank}"
+    def _key(self, n_sent: int, rank: int) -> str:
+        return f"checkpoint_solver/{self._name}/{n_sent}/{rank}"
 
 
 _REMEDIES = {

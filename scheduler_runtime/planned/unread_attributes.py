@@ -56,8 +56,8 @@ class UnreadAttributes:
         self._unread.append((weakref.ref(step.original), there - read))
         return step
 
-    def of(self, captured: Capture) -> Set[tuple[str, str]]:
-        """What this trace has not read."""
+    def unread_by(self, captured: Capture) -> Set[tuple[str, str]]:
+        """The watched attributes that this trace has not read."""
         found = (names for ref, names in self._unread if ref() is captured)
         return next(found, frozenset())
 

@@ -1,12 +1,17 @@
 """Run one training step with and without a plan, on this machine, and compare the two.
 
-Results come first: from the same parameters, buffers and random state, the step runs without the
-plan and with it, and the loss, every gradient and every buffer must be bitwise identical. Results
-that also differ between two steps without the plan (CUDA may sum in any order) are listed apart. If
-the plan's rewrites change last bits, the errors of loss and gradients against the step in float64
-are compared instead (`rounding_errors.py`); if it rounds what is saved for backward, the errors of
-gradients against the step without the plan are measured. Peak and time come second: of whole steps,
-optimizer included, without and with the plan in turns, beside the prediction.
+First the results: the step runs without the plan and with it, from the same parameters, buffers
+and random state. How the results are compared depends on the plan's rewrites:
+
+- The loss, every gradient and every buffer must be bitwise identical. Results that already differ
+  between two steps without the plan (CUDA may sum in any order) are listed separately.
+- If the rewrites change last bits, the loss and the gradients of both steps are compared with those
+  of the step in float64, and the plan's errors must not be much larger (`rounding_errors.py`).
+- If the plan rounds tensors that are saved for backward, the errors of its gradients against those
+  of the step without the plan are measured.
+
+Then memory and time: whole steps, optimizer included, run alternately without and with the plan.
+Their peaks and times are reported next to the predicted ones.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from graphs.model_calls import nested
 from graphs.passes import passes_of
 from graphs.rewrites import results_of
 from scheduler_runtime.applying import apply, remove
-from scheduler_runtime.execute import nothing_watches, own_forwards
+from scheduler_runtime.execute import no_watching_modes, without_plans
 from scheduler_runtime.host_memory import on_device
 from scheduler_runtime.measuring import Measurement, TrainingStep, measure_in_turns
 from scheduler_runtime.verifying.rounding_errors import (
@@ -60,16 +65,16 @@ def run_both_steps(
     autocast: str | None,
     say: Callable[[str], object] = lambda _what: None,
 ) -> Verification:
-    """Run the step of `solution` with and without its plan.
+    """Run the training step of `solution` with and without its plan, and compare the two.
 
     model, batch, optimizer: functions that create them.
     loss, inputs: as in `solve`.
     autocast: "bf16", "fp16" or None.
-    say: is called with what runs next.
+    say: is called with a few words on each measurement before it starts.
 
-    Needs the memory of the step without the plan. Raises ValueError without a plan, for a plan of
-    another model, or for a batch that the model does not take; RuntimeError, MemoryError if the
-    step cannot be run here.
+    Needs as much memory as the step takes without the plan. Raises ValueError if the solution has
+    no plan or has one for another model, or if the model does not accept the batch; RuntimeError or
+    MemoryError if the step cannot be run on this machine.
     """
     if solution.schedule is None or solution.simulation is None:
         raise ValueError(f"there is no plan to verify: the status is {solution.status}")
@@ -93,23 +98,24 @@ def run_both_steps(
     )
     say("results of the baseline")
     results = results_of(solution.graph.meta.rewrites)
-    plain = bench.bits()
+    plain = bench.results()
     say("results with the plan")
-    with bench.planned(solution):
-        planned = bench.bits()
+    with bench.with_plan(solution):
+        planned = bench.results()
     found = differences(plain, planned)
-    # what differs without a plan as well says nothing about the plan
-    unsteady = tuple(differences(plain, bench.bits())) if found else ()
+    # results that differ between two steps without the plan say nothing about the plan
+    unsteady = tuple(differences(plain, bench.results())) if found else ()
     largest = ""
     if results == "allclose":
-        found, largest = _compared(planned, plain, bench, found)
+        found, largest = _judge_by_errors(planned, plain, bench, found)
     elif results == "lossy":
-        found, largest = _rounded(planned, plain, found)
+        found, largest = _judge_as_rounded(planned, plain, found)
     n_steps = counted(2 * (2 + N_TIMED_STEPS), "step")
     say(f"memory and time without and with the plan in turns, {n_steps}")
-    baseline, measured = bench.measured(solution)
+    baseline, measured = bench.measure(solution)
     where = torch.device(device)
-    # the device that the plan is for, and whose rates its times come from unless they were measured
+    # The device that the plan is for. Predicted times come from its published rates, unless the
+    # operators were measured.
     costs = solution.graph.meta.cost_model
     known = costs if isinstance(costs, Mapping) else {}
     on_cuda = bool(known) and is_cuda(known)
@@ -148,21 +154,25 @@ def run_both_steps(
     )
 
 
-@nothing_watches()
-def _compared(
+@no_watching_modes()
+def _judge_by_errors(
     planned: Mapping[str, torch.Tensor],
     plain: Mapping[str, torch.Tensor],
     bench: _Bench,
     differing: Mapping[str, str],
 ) -> tuple[dict[str, str], str]:
-    """What has too large an error, by name, and the largest error beside that without the plan.
+    """Judge the results of a plan that may change last bits, by their errors against float64.
 
-    differing: what is not bitwise identical; a buffer, or what only one of the steps has, must be.
+    differing: name -> description of each result that is not bitwise identical. Buffers must be
+        identical, and both steps must have the same results.
+
+    Returns name -> description of each result whose error is too large (the name is "" if errors
+    could not be computed), and the error closest to its limit, in words.
     """
     both = {name for name in plain.keys() & planned.keys() if not name.startswith("buffer ")}
     found = {name: words for name, words in differing.items() if name not in both}
     try:
-        exact = bench.in_float64().bits()
+        exact = bench.in_float64().results()
     except (RuntimeError, TypeError, ValueError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return {**found, "": f"errors are not known: the step does not run in float64 ({line})"}, ""
@@ -176,35 +186,40 @@ def _compared(
     return found, str(compared[-1])
 
 
-def _rounded(
+def _judge_as_rounded(
     planned: Mapping[str, torch.Tensor],
     plain: Mapping[str, torch.Tensor],
     differing: Mapping[str, str],
 ) -> tuple[dict[str, str], str]:
-    """What differs though no gradient, and the errors of gradients, which are promised to differ.
+    """Judge the results of a plan that rounds tensors saved for backward: gradients may differ.
 
-    A gradient of another form, or one that is not finite where it was, is no error of rounding.
+    Returns name -> description of each result that must not differ but does, and the median and
+    largest relative error of the gradients, in words. A gradient with another shape, or with
+    non-finite numbers at other places, is not explained by rounding, so it counts as different.
     """
     errors = {
         name: relative_error(planned[name], plain[name])
         for name in plain.keys() & planned.keys()
         if name.startswith("gradient ")
     }
-    worse = [name for name in differing if not errors.get(name, math.inf) < math.inf]
-    found = {name: differing[name] for name in worse}
+    unexpected = [name for name in differing if not errors.get(name, math.inf) < math.inf]
+    found = {name: differing[name] for name in unexpected}
     if not errors:
         return found, ""
     most = max(errors, key=lambda name: (errors[name], name))
-    middle = statistics.median(errors.values())
-    return found, f"median {middle:.1e}, largest {errors[most]:.1e} ({most})"
+    median = statistics.median(errors.values())
+    return found, f"median {median:.1e}, largest {errors[most]:.1e} ({most})"
 
 
 @dataclass(frozen=True)
 class _Bench:
-    """A model and its step, to be run several times from the same state.
+    """A model and its training step, to be run several times from the same state.
 
-    step: options of `TrainingStep`. mode: in which it runs.
-    start: parameters and buffers at first, on the host, so that they take no device memory.
+    step: options of `TrainingStep`.
+    optimizer: creates the optimizer of a model (None: the step has no optimizer).
+    gradients: "fresh", or "accumulate" if a step adds to existing gradients.
+    mode: creates the context in which the step runs.
+    start: the initial parameters and buffers, on the host, so that they take no device memory.
     """
 
     model: nn.Module
@@ -216,13 +231,13 @@ class _Bench:
     start: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.start.update(_on_host(self._state()))
+        self.start.update(_copies_on_host(self._state()))
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _restore(self) -> None:
-        """Back to the start, without gradients, with the random numbers that follow the seed."""
+        """Restore parameters and buffers, drop all gradients, and set the random seed."""
         with torch.no_grad():
             for name, tensor in self._state().items():
                 tensor.copy_(self.start[name])
@@ -232,10 +247,10 @@ class _Bench:
         torch.manual_seed(SEED)
 
     @contextlib.contextmanager
-    def planned(self, solution: Solution) -> Iterator[torch.optim.Optimizer | None]:
-        """With the optimizer of its steps."""
+    def with_plan(self, solution: Solution) -> Iterator[torch.optim.Optimizer | None]:
+        """A context in which the model runs with the plan; it yields a new optimizer."""
         optimizer = self.optimizer(self.model)
-        # another batch would be planned for, and that plan compared
+        # By default, a batch of another shape would be planned anew, and the new plan compared.
         apply(self.model, solution, optimizer=optimizer, on_mismatch="error")
         try:
             yield optimizer
@@ -256,8 +271,11 @@ class _Bench:
             mode=InFloat64,
         )
 
-    def bits(self) -> dict[str, torch.Tensor]:
-        """Loss, gradients and buffers after a step; after two where gradients add up."""
+    def results(self) -> dict[str, torch.Tensor]:
+        """Run a step from the start, and return the loss, the gradients and the buffers, by name.
+
+        With gradients="accumulate" two steps run, so that the second one adds to gradients.
+        """
         self._restore()
         step = TrainingStep(self.model, self.batch, **self.step)
         with self.mode():
@@ -268,17 +286,17 @@ class _Bench:
             if parameter.grad is not None:
                 found[f"gradient of {name}"] = parameter.grad
         found.update({f"buffer {name}": b for name, b in self.model.named_buffers()})
-        return _on_host(found)
+        return _copies_on_host(found)
 
-    def measured(self, solution: Solution) -> list[Measurement]:
-        """Peak and time of the step with its optimizer, without the plan and with it."""
+    def measure(self, solution: Solution) -> list[Measurement]:
+        """Measure the step with its optimizer: first without the plan, then with it."""
         self._restore()
-        with self.planned(solution) as optimizer:
+        with self.with_plan(solution) as optimizer:
 
             @contextlib.contextmanager
             def without() -> Iterator[None]:
                 on_host = contextlib.nullcontext() if optimizer is None else on_device(optimizer)
-                with own_forwards(self.model), on_host:
+                with without_plans(self.model), on_host:
                     yield
 
             return measure_in_turns(
@@ -292,14 +310,14 @@ class _Bench:
             )
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copies_on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def differences(
     plain: Mapping[str, torch.Tensor], planned: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
-    """What is not bitwise identical, by name, in words."""
+    """Name -> description of each result that is not bitwise identical in both steps."""
     found = {name: f"{name} is missing" for name in plain if name not in planned}
     for name, other in planned.items():
         if name not in plain:

@@ -1,4 +1,4 @@
-"""`verify`: a plan checked from Python, as `solve --verify` checks it from the command line."""
+"""`verify`, which checks a plan from Python as `solve --verify` does from the command line."""
 
 from __future__ import annotations
 
@@ -28,20 +28,24 @@ def verify(
     device: str = "cpu",
     autocast: str | None = None,
 ) -> Verification:
-    """Run the step with and without the plan here, and compare peaks, times and every bit.
+    """Run the step with and without the plan on this machine, and compare peaks, times and results.
 
-    model, batch: functions that create them.
-    loss, inputs, optimizer: as in `solve`. One that is given must be of the parameters of
-        `model()`; its own state is not changed. None: the planned class with its default options,
-        or none where the plan counts none.
+    solution: the plan, from `solve`.
+    model, batch: functions that create them, so that both runs start from the same state.
+    loss, inputs: as in `solve`.
+    optimizer: as in `solve`; an instance must be over the parameters of `model()`, and its state is
+        not changed. None: the optimizer class that was planned, with its default options, or no
+        optimizer if none was planned.
+    device: where the steps run, such as "cpu" or "cuda".
     autocast: "bf16", "fp16" or None.
 
-    Needs the memory of the step without the plan. `.passed` of the result is the verdict. Warns
-    where a measured peak is above the budget that was predicted to be within it, or is not the
-    predicted one (`.warnings`).
+    Returns the measurements and the verdict, `.passed`. Needs as much memory as the step takes
+    without the plan. Warns if a measured peak exceeds the budget although the predicted one does
+    not, or if it differs notably from the predicted one (`.warnings`).
 
-    Raises TypeError for what is no Solution or no function; ValueError without a plan or for one of
-    another model; RuntimeError, MemoryError if the step cannot be run here.
+    Raises TypeError if `solution` is not a Solution, or `model` or `batch` not a function;
+    ValueError if the solution has no plan or has one for another model; RuntimeError or MemoryError
+    if the step cannot be run on this machine.
     """
     if not isinstance(solution, Solution):
         raise TypeError(
@@ -63,7 +67,7 @@ def verify(
             batch=batch,
             loss=loss,
             inputs=inputs,
-            optimizer=_maker(optimizer or optimizer_of(solution.environment).get("name")),
+            optimizer=_optimizer_maker(optimizer or optimizer_of(solution.environment).get("name")),
             device=device,
             autocast=autocast,
             say=lambda what: say(f"verifying the plan of {name}: {what}"),
@@ -74,14 +78,17 @@ def verify(
     return found
 
 
-def _maker(given: GivenOptimizer | None) -> Callable[[nn.Module], optim.Optimizer | None]:
-    """The function from a model to a new optimizer of it. Raises what `solve` raises, and names."""
+def _optimizer_maker(given: GivenOptimizer | None) -> Callable[[nn.Module], optim.Optimizer | None]:
+    """A function that creates a new optimizer of a model, as given to `solve` (None: no optimizer).
 
-    def made(model: nn.Module) -> optim.Optimizer | None:
+    It raises the errors of `solve` for an optimizer that cannot be used.
+    """
+
+    def make(model: nn.Module) -> optim.Optimizer | None:
         if given is None:
             return None
         optimizer = read_optimizer(given, model)
         check_parameters(optimizer, model)
         return without_state(optimizer)
 
-    return made
+    return make

@@ -1,7 +1,7 @@
 """Rounding errors of a step's results, measured against the same step in float64.
 
-A plan whose results are not bitwise identical is judged by them: its error may be at most FACTOR
-times that of the step without a plan, or one rounding of the result.
+They decide whether a plan that changes last bits passes: the error of each of its results may be at
+most FACTOR times the error of the step without a plan, or the error of rounding the result once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ FACTOR = 2.0
 
 
 class InFloat64(TorchDispatchMode):
-    """In this mode, casts of float64 to shorter floating-point dtypes do nothing; models cast their
-    outputs for the loss, for example."""
+    """In this mode, casts of float64 tensors to shorter floating-point dtypes do nothing.
+
+    Otherwise a model's own casts (of its outputs for the loss, for example) would round.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -33,12 +35,12 @@ class InFloat64(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Error:
-    """The relative errors of one result, as in `relative_error`.
+    """The errors of one result, relative to the step in float64 (`relative_error`).
 
-    name: of the result.
-    plan: error of the step with the plan.
-    plain: error of the step without a plan.
-    least: error of one rounding in the result's dtype.
+    name: the result's name.
+    plan: the error of the step with the plan.
+    plain: the error of the step without a plan.
+    least: the error of rounding once to the result's dtype.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The plan's error as a share of what is allowed."""
+        """The plan's error as a share of the allowed error."""
         return self.plan / max(FACTOR * self.plain, self.least)
 
     def __str__(self) -> str:
@@ -73,8 +75,10 @@ def errors(
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of the difference over the norm of `exact`; infinite if their shapes differ, or if
-    they are not finite at the same places."""
+    """The norm of the difference divided by the norm of `exact`, over finite numbers.
+
+    Infinite if their shapes differ, or if they are finite at different places.
+    """
     if found.shape != exact.shape or not torch.equal(found.isfinite(), exact.isfinite()):
         return float("inf")
     is_finite = exact.isfinite()
@@ -83,9 +87,9 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def is_reference(exact: Sequence[Error], dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether the step in float64 has computed the same as the one without a plan.
+    """Whether the step in float64 computes the same function as the step without a plan.
 
-    If not (with other random numbers, for example), errors are far above those of rounding.
+    If it does not (it may draw other random numbers), the errors are far above those of rounding.
 
     exact: the errors of all results.
     dtypes: the dtypes that the step computes in.

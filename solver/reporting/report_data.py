@@ -1,4 +1,4 @@
-"""The Report object and its JSON form; `terminal` and `html` show it to people."""
+"""The Report object and its JSON form. `terminal` and `html` render it for people."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ FORMAT = "report/1"
 
 @dataclass(frozen=True)
 class Report:
-    """What the terminal, the JSON object and the HTML page show.
+    """Everything that the terminal report, the JSON object and the HTML page show.
 
-    problem: what was given.
-    device, costs: described in words; costs is "" where the graph file does not record them.
-    solutions: one, or one per method of a comparison.
+    problem: name of the model, or of the file that was given.
+    device, costs: the device and the cost model in words ("": the graph does not record its costs).
+    solutions: one solution, or one for each method that is compared.
     refused: (method, why it cannot plan this graph).
-    files: (what, path) of each file written.
-    notes: sentences.
+    files: (what it contains, path) of each file written.
+    notes: sentences on the step.
     verification, verify_error: the measured step, or why it could not be run.
-    reserve_reason: why the default reserve applies; "" if a reserve was given.
-    advice: what else would reduce memory.
-    interrupted: Ctrl-C ended the search.
-    sizes: the search for the largest batch, whose best size is the solution.
+    reserve_reason: why the default reserve applies ("": a reserve was given).
+    advice: other ways to reduce memory.
+    interrupted: whether Ctrl-C ended the search.
+    sizes: the search for the largest batch, whose best candidate is the solution.
     curve: overhead against budget.
-    emitted: the closest setting of another system.
-    not_traced: why the step is planned by whole submodules, and what to do.
-    reader: whose words it is written in.
+    emitted: the setting of another system that is closest to the budget.
+    not_traced: why the step is planned by whole submodules, and how to avoid it ("": it is traced).
+    reader: phrases its advice for the command line or for Python.
     """
 
     problem: str
@@ -85,7 +85,8 @@ class Report:
 
 
 def best(solutions: Iterable[Solution]) -> Solution:
-    """The fastest that fits, the smaller peak of equals; the first one if none fits."""
+    """The fastest solution that fits, or the first one if none fits. If several are equally fast,
+    the one with the smallest peak."""
     solutions = tuple(solutions)
     return min(
         (s for s in solutions if s.simulation is not None),
@@ -105,7 +106,7 @@ def _communication(graph: Graph, sharding: Sharding) -> str:
 
 
 def step_notes(graph: Graph) -> Iterator[str]:
-    """Sentences on how this step differs from a usual training step."""
+    """Sentences on how the step of this graph differs from a usual training step."""
     sharding = sharding_of(graph.meta.environment)
     if sharding is not None:
         yield (
@@ -144,7 +145,7 @@ def step_notes(graph: Graph) -> Iterator[str]:
 
 
 def describe_costs(described: object) -> str:
-    """The cost model, from its description in the graph's meta; "" if the graph has none."""
+    """The cost model in words, from its description in the graph's meta ("": it has none)."""
     if not isinstance(described, Mapping):
         return described if isinstance(described, str) else ""
     title = described.get("title", described.get("device", ""))
@@ -164,12 +165,12 @@ def describe_costs(described: object) -> str:
 
 
 def _seconds(value: object) -> float:
-    """0 for anything but a finite number, as graph files are not trusted."""
+    """The value, or 0 if it is not a finite number, as graph files are not trusted."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """The object of `--json`: sizes in bytes, times in seconds, null where nothing was found."""
+    """The object of `--json`. Sizes are in bytes, times in seconds; None if nothing was found."""
     answer = report.best
     graph, request = answer.graph, answer.request
     return {
@@ -203,19 +204,21 @@ RESULTS = {
     "allclose": "last bits of the results differ",
     "lossy": "lossy: the loss is bitwise identical, gradients have errors (--verify measures them)",
 }
-"""What the program of a plan keeps of the plain step's results, by its class."""
+"""How close a plan's results are to those of the plain step, in words, by class of results."""
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """How the plan's program differs from the plain step.
+    """How the rewritten program of a plan differs from the plain step. All without recomputation.
 
-    names: of the rewrites. n_in_place: outputs that take the place of an input. peak_bytes: of the
-    program without recomputation. overhead: of that program, as a share of the plain step.
-    results: "bitwise"; "allclose" where last bits differ; "lossy" where gradients do.
-    saved_bytes: what each of them takes off the peak without recomputation, and overheads: the
-    time that each adds; empty where the programs with fewer of them are not known.
-    plain_bytes: that peak without any of them.
+    names: names of the rewrites.
+    n_in_place: number of outputs that are written in place of an input.
+    peak_bytes: peak of the rewritten program.
+    overhead: its extra time, as a share of the plain step's time.
+    results: "bitwise", "allclose" (last bits differ) or "lossy" (gradients are rounded).
+    saved_bytes, overheads: by how much each rewrite lowers the peak, and its extra time as a share
+        of the plain step's; () if the programs with only some of the rewrites are not known.
+    plain_bytes: peak without any rewrite.
     """
 
     names: tuple[str, ...]
@@ -229,7 +232,7 @@ class Rewritten:
 
 
 def rewritten(solution: Solution) -> Rewritten | None:
-    """None: the plan runs the plain step. All with the optimizer's state on the device."""
+    """How rewrites change the step, with optimizer state on the device (None: no rewrites)."""
     graph = with_state_on_device(solution.graph)
     if not graph.meta.rewrites:
         return None
@@ -237,7 +240,7 @@ def rewritten(solution: Solution) -> Rewritten | None:
     variants = solution.variants.planned if solution.variants else ()
     here = map(with_state_on_device, variants)
     by_names = {tuple(variant.meta.rewrites): variant for variant in here}
-    steps = [by_names.get(names[at:]) for at in range(len(names))]  # with fewer and fewer
+    steps = [by_names.get(names[at:]) for at in range(len(names))]  # each without one more rewrite
     known = [each for each in steps if each is not None]
     plain_bytes, plain_s = freed_early_bytes(solution), solution.baseline.time_s
     takes = [(simulate(each, baseline(each)).peak_bytes, each.baseline_time_s) for each in known]
@@ -257,15 +260,15 @@ def rewritten(solution: Solution) -> Rewritten | None:
 
 
 def freed_early_bytes(solution: Solution) -> int:
-    """The peak of the plain step where each tensor is freed after its last use, as plans do; that
-    of the baseline where the plain step is not known."""
+    """The plain step's peak if each tensor is freed after its last use, as plans do (the baseline's
+    peak if the plain step is not known)."""
     if solution.plain.meta.rewrites:
         return solution.baseline.peak_bytes
     return simulate(solution.plain, baseline(solution.plain)).peak_bytes
 
 
 def _answer(solution: Solution) -> dict[str, Any]:
-    """One method's answer; the fields of a schedule are null when there is none."""
+    """The solution of one method; the fields of the schedule are None if there is no schedule."""
     schedule, simulation = solution.schedule, solution.simulation
     run = schedule and simulation and _run(solution.graph, schedule, simulation)
     return {

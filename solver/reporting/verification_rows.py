@@ -1,4 +1,4 @@
-"""What `--verify` measured, as rows and a table."""
+"""The result of a verification (`--verify`) as rows and a table of the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WHY_OTHER = (
 
 
 def verification_table(found: Verification) -> Table:
-    """Predicted and measured peak and step time, with the plan and without."""
+    """A table of peaks and step times, predicted and measured, with and without the plan."""
     names = ("predicted", "measured", "baseline_predicted", "baseline_measured")
     peaks = (format_size(getattr(found, f"{name}_peak_bytes")) for name in names)
     times = (format_time(getattr(found, f"{name}_time_s")) for name in names)
@@ -39,7 +39,10 @@ def verification_table(found: Verification) -> Table:
 
 
 def verification_rows(found: Verification, *, reader: Reader) -> Iterator[Row]:
-    """The device, the memory, and whether the results are what the plan promises."""
+    """Rows on the device, times, memory, warnings, and whether the results are as promised.
+
+    reader: phrases advice for the command line or for Python.
+    """
     yield "device", found.device
     steps, spread = counted(found.n_timed_steps, "step"), format_time(found.spread_s)
     yield "timing", f"medians of {steps}, spread {spread}; other load on the machine affects them"

@@ -283,12 +283,12 @@ def test_batch_norm_of_cudnn_is_planned_by_an_operator_that_tells_what_it_writes
 def test_what_differs_without_a_plan_as_well_is_told_apart(monkeypatch):
     made = lambda: SMALL["llama"].model_and_batch(CPU)  # noqa: E731
     model, batch = made()
-    own, count = both_steps._Bench.bits, iter(range(10))
+    own, count = both_steps._Bench.results, iter(range(10))
 
     def bits(self):
         return {**own(self), "gradient of noise": torch.tensor(next(count))}
 
-    monkeypatch.setattr(both_steps._Bench, "bits", bits)
+    monkeypatch.setattr(both_steps._Bench, "results", bits)
     found = both_steps.run_both_steps(
         solve(model, batch, budget="1GB", time_limit_s=600),
         model=lambda: made()[0],

@@ -21,7 +21,7 @@ ON_CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 def _opened(kind: str) -> Iterator[Any]:
     import torch
 
-    from benchmarks.gpu.bench import emptied
+    from benchmarks.gpu.bench import free_unreferenced
 
     if kind == "cpu":
         device = torch.device("cpu")
@@ -32,7 +32,7 @@ def _opened(kind: str) -> Iterator[Any]:
     yield device
     torch.use_deterministic_algorithms(False)
     torch._dynamo.reset()  # compiled code would hold the test's tensors
-    emptied(device)
+    free_unreferenced(device)
 
 
 @pytest.fixture(params=["cpu", ON_CUDA])

@@ -75,19 +75,19 @@ def test_what_is_away_takes_no_device_memory(device, finding):
 @pytest.mark.slow
 def test_a_copy_beside_a_product(cuda, finding):
     """The copy arrives whole; how far the two overlap is a finding."""
-    from scheduler_runtime.execute.copy_streams import OnCuda
+    from scheduler_runtime.execute.copy_streams import CudaCopyStreams
 
     factor = torch.randn(8192, 8192, device=cuda)
     source = torch.empty(2**28, dtype=torch.uint8, device=cuda)
     target = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
-    streams = OnCuda(cuda)
+    streams = CudaCopyStreams(cuda)
 
     def seconds(*, with_product: bool, with_copy: bool) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(cuda)
         start.record()
         if with_copy:
-            streams.out(target, source, ())
+            streams.to_host(target, source, ())
         if with_product:
             for _ in range(4):
                 factor @ factor

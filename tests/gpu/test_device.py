@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu.bench import limited_memory
 from graphs.costs import Measured, OpCall
 from scheduler_runtime.execute import recompute_random, run_and_keep_state
-from scheduler_runtime.measuring import context_bytes, emptied
+from scheduler_runtime.measuring import context_bytes, free_unreferenced
 
 aten = torch.ops.aten
 
@@ -102,12 +102,12 @@ def test_memory_can_be_limited_and_released(cuda, finding):
 
 
 def test_bytes_that_cublas_keeps_after_a_product(cuda, finding):
-    emptied(cuda)
+    free_unreferenced(cuda)
     before = torch.cuda.memory_allocated(cuda)
     x = torch.rand(512, 512, device=cuda, dtype=torch.bfloat16).requires_grad_()
     (x @ x).sum().backward()
     del x
-    emptied(cuda)
+    free_unreferenced(cuda)
     finding(f"{torch.cuda.memory_allocated(cuda) - before} bytes")
 
 

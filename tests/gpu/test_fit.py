@@ -9,7 +9,7 @@ import scheduler_runtime
 from benchmarks.gpu.bits import TIME_LIMIT_S, tight_plan
 from benchmarks.zoo import tiny
 from scheduler_runtime.by_submodule import plan_chain
-from scheduler_runtime.measuring import emptied
+from scheduler_runtime.measuring import free_unreferenced
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_a_plan_by_submodules_sees_the_memory(device, finding):
     if device.type == "cuda":
         for parameter in model.parameters():
             parameter.grad = None
-        emptied(device)
+        free_unreferenced(device)
         torch.cuda.reset_peak_memory_stats(device)
         model(*batch).backward()
         finding(f"measured {torch.cuda.max_memory_allocated(device)}")

@@ -21,7 +21,7 @@ from benchmarks.zoo import LOSS_INSIDE, TINY, tiny
 from graphs.costs import CostCache, Measured
 from graphs.graph import Graph
 from graphs.trace import trace
-from scheduler_runtime.measuring import emptied
+from scheduler_runtime.measuring import free_unreferenced
 from scheduler_runtime.verifying import differences, run_both_steps
 from solver.schedule import baseline
 
@@ -187,7 +187,7 @@ def test_an_optimizer_takes_what_is_predicted(device, kind, options, finding):
     )
     assert predicted["state_bytes"] == state_bytes
     if device.type == "cuda":
-        emptied(device)
+        free_unreferenced(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         optimizer.step()

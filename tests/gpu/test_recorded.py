@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import scheduler_runtime
-from benchmarks.gpu.bench import emptied
+from benchmarks.gpu.bench import free_unreferenced
 from benchmarks.gpu.bits import tight_plan
 from benchmarks.same_bits import solution_of
 from benchmarks.zoo import tiny
@@ -117,7 +117,7 @@ def test_recordings_of_two_shapes_share_memory(cuda, finding):
     for each in (batch, smaller, batch):
         clear_gradients(model)
         model(*each).backward()
-        emptied(cuda)
+        free_unreferenced(cuda)
         reserved.append(torch.cuda.memory_reserved(cuda))
     finding(f"reserved after each {reserved}")
     assert reserved[1] < 1.25 * reserved[0]

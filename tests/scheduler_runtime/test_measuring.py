@@ -10,7 +10,7 @@ from torch import nn
 
 from graphs.trace import trace
 from scheduler_runtime import apply
-from scheduler_runtime.execute import own_forwards
+from scheduler_runtime.execute import without_plans
 from scheduler_runtime.measuring import measure_in_turns
 from solver import solve
 
@@ -46,7 +46,7 @@ def test_a_model_runs_without_its_plan_and_keeps_the_programs():
     model(batch)
     planned = model.forward
     programs = list(planned._programs.programs)
-    with own_forwards(model):
+    with without_plans(model):
         assert "forward" not in vars(model)
         model(batch)
     assert model.forward is planned

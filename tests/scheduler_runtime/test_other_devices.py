@@ -77,7 +77,7 @@ def test_planning_by_submodules_on_a_card_leaves_the_reserve(monkeypatch):
 
     monkeypatch.setattr(fallback, "answer", noted)
     monkeypatch.setattr(fallback, "_unseen_bytes", lambda *_: 0)
-    for name in ("find_rows", "observe"):
+    for name in ("find_sequences", "observe"):
         monkeypatch.setattr(fallback, name, lambda *_, **__: ("a", "b"))
     for name in ("find_loop", "coarse_graph"):
         monkeypatch.setattr(fallback, name, lambda *_, **__: None)

@@ -167,6 +167,6 @@ def test_submodules_are_timed_on_the_device_that_they_are_on(monkeypatch):
     watch = observe._Watch(nn.Sequential(nn.Linear(2, 2)), ["0"])
     watch.mark("forward 0")
     assert waited == []
-    watch._cards = {torch.device("cuda:1")}
+    watch._cuda_devices = {torch.device("cuda:1")}
     watch.mark("forward 0")
     assert waited == [torch.device("cuda:1")]

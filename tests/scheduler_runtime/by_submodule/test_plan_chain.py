@@ -17,7 +17,7 @@ from graphs.trace import TraceError
 from scheduler_runtime import apply, remove
 from scheduler_runtime.by_submodule.coarse_graph import SCOPE
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
-from scheduler_runtime.by_submodule.observe import find_rows, observe
+from scheduler_runtime.by_submodule.observe import find_sequences, observe
 from scheduler_runtime.by_submodule.planning import FallbackError, plan_chain
 from scheduler_runtime.measuring import measure
 from solver.schedule.simulator import simulate
@@ -181,7 +181,7 @@ class Scrambled(nn.Module):
 
 def test_the_row_is_what_was_called_and_not_what_is_named() -> None:
     model, x = Scrambled(), torch.randn(4, 8)
-    assert find_rows(model, lambda: model(x)) == (("parts.c", "parts.a", "parts.d"),)
+    assert find_sequences(model, lambda: model(x)) == (("parts.c", "parts.a", "parts.d"),)
 
 
 class TwoRows(nn.Module):
@@ -202,7 +202,7 @@ class TwoRows(nn.Module):
 def test_several_rows_are_planned_at_once() -> None:
     torch.manual_seed(0)
     model, x = TwoRows(), torch.randn(512, 16)
-    best, both = find_rows(model, lambda: model(x))
+    best, both = find_sequences(model, lambda: model(x))
     assert best == ("encoder", "between", "decoder")
     assert both == tuple(f"{row}.{i}" for row in ("encoder", "decoder") for i in range(4))
     plain_bytes = measure(copy.deepcopy(model), x, n_steps=1).peak_bytes

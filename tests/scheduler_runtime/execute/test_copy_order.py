@@ -14,7 +14,7 @@ import torch
 from graphs.trace import trace
 from scheduler_runtime import apply
 from scheduler_runtime.execute import copies as copies_module
-from scheduler_runtime.execute.copy_streams import Done, OnCuda
+from scheduler_runtime.execute.copy_streams import CopyEvent, CudaCopyStreams
 from solver import solve
 from solver.schedule import Place, Places, Schedule, baseline, copy_layout, keep, simulate
 from tests.scheduler_runtime.execute.test_copies import (
@@ -39,7 +39,7 @@ class Late:
 
     class Copy:
         def __init__(
-            self, target: torch.Tensor, source: torch.Tensor, before: tuple[Done, ...]
+            self, target: torch.Tensor, source: torch.Tensor, before: tuple[CopyEvent, ...]
         ) -> None:
             self.todo: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
             self.before = before
@@ -56,11 +56,13 @@ class Late:
 
         hold_compute = hold_host
 
-    def out(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Done]) -> Done:
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[CopyEvent]
+    ) -> CopyEvent:
         self._open.append(Late.Copy(target, source, tuple(after)))
         return self._open[-1]
 
-    back = out
+    to_device = to_host
 
     def begin(self) -> None:
         self.n_begun += 1
@@ -118,7 +120,7 @@ def test_the_stream_of_an_abandoned_step_waits_too(monkeypatch: pytest.MonkeyPat
     current = FakeStream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     cuda = torch.device("cuda")
-    streams = OnCuda(cuda)
+    streams = CudaCopyStreams(cuda)
     pool = copies_module.Pool(cuda, torch.empty(0, dtype=torch.uint8), None, streams)
     monkeypatch.setattr(copies_module.Pool, "of", lambda *_: pool)
     graph = make_graph([op("f", "", "x"), op("b", "x", "g", phase="backward")], {"x": 4, "g": 4})
@@ -129,7 +131,7 @@ def test_the_stream_of_an_abandoned_step_waits_too(monkeypatch: pytest.MonkeyPat
         current = FakeStream()
         step_copies.close()
         for stream in (forward_stream, current):
-            assert stream.waits_for == [streams._out, streams._back]
+            assert stream.waits_for == [streams._to_host, streams._to_device]
 
 
 def stays_of(schedule: Schedule) -> list[tuple[str, int, int]]:

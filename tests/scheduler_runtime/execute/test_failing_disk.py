@@ -39,14 +39,14 @@ class Accumulating:
         self._parameters = copy.deepcopy(self.model.state_dict())
         self.batches = Tower.batch(), Tower.batch() + 1
 
-    def back_to_start(self, model: nn.Module) -> None:
+    def restore_after_error(self, model: nn.Module) -> None:
         model.load_state_dict(self._parameters)
         model.zero_grad()
         torch.manual_seed(1)
 
     def first(self, model: nn.Module) -> list[torch.Tensor]:
         """Back to the start, and the first micro-batch."""
-        self.back_to_start(model)
+        self.restore_after_error(model)
         model(self.batches[0]).backward()
         return state(model)
 
@@ -139,7 +139,7 @@ def test_a_read_that_fails_changes_gradients_only_and_says_so(seed: int, tmp_pat
 def test_gradients_of_a_first_micro_batch_are_taken_back(call: str, tmp_path: Path) -> None:
     """Whichever call fails: there were none before."""
     step = Accumulating(tmp_path)
-    step.back_to_start(step.model)
+    step.restore_after_error(step.model)
     expected = step.second(step.model)
     n_delivered = 0
 
@@ -148,7 +148,7 @@ def test_gradients_of_a_first_micro_batch_are_taken_back(call: str, tmp_path: Pa
         n_delivered += 1
 
     for fails_at in range(step.n_calls(call)[1]):
-        step.back_to_start(step.planned)
+        step.restore_after_error(step.planned)
         before = state(step.planned)
         with (
             on_gradients(step.planned, count),

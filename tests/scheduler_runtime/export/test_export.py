@@ -27,7 +27,7 @@ from scheduler_runtime.export import (
     to_torch_checkpoint,
 )
 from scheduler_runtime.export.selective_calls import extra_bytes, may_save
-from scheduler_runtime.export.stock_checkpoints import _put
+from scheduler_runtime.export.stock_checkpoints import _install
 from scheduler_runtime.measuring import measure
 from solver import solve
 from solver.methods.least_budget import find_obstacle
@@ -193,7 +193,7 @@ def test_statistics_of_a_batch_norm_are_kept_though_its_result_is_overwritten() 
 
 def put(model: nn.Module, graph: Graph, regions: list[CheckpointRegion]) -> Any:
     plan = plan_regions(graph, regions, extra_bytes=extra_bytes(graph))
-    _put(model, graph, plan)
+    _install(model, graph, plan)
     return plan
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from graphs.trace import trace
 from scheduler_runtime.export import remove_torch_checkpoint
 from scheduler_runtime.export.selective_calls import extra_bytes, may_save
-from scheduler_runtime.export.stock_checkpoints import _put
+from scheduler_runtime.export.stock_checkpoints import _install
 from solver.module_checkpointing.region_plan import plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
 from tests.support.same_bits import assert_same_bits
@@ -76,6 +76,6 @@ def test_what_is_made_in_place_is_kept_or_recomputed_with_the_same_bits(name: st
     assert kept in operators or not kept
     for region in (whole, CheckpointRegion(nodes, modules=("0",), saved=saved)):
         plan = plan_regions(graph, [region], extra_bytes=extra_bytes(graph))
-        _put(model, graph, plan)
+        _install(model, graph, plan)
         assert_same_bits(plain, model, (x,))
         remove_torch_checkpoint(model)

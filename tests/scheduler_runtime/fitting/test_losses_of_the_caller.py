@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphs.costs import cpu_peak_bytes
 from scheduler_runtime import fit, measure
 from scheduler_runtime.fitting import plans_of
-from scheduler_runtime.measuring import bytes_of, emptied
+from scheduler_runtime.measuring import bytes_of, free_unreferenced
 from solver import solve
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -108,7 +108,7 @@ class Loop:
         """Of two steps in turn, after the first one."""
         self.held.clear()
         self.optimizer.zero_grad()
-        emptied(CPU)
+        free_unreferenced(CPU)
         states = [t for state in self.optimizer.state.values() for t in state.values()]
         there = [*self.model.parameters(), *self.batch, *states]
         return bytes_of(there, CPU) + cpu_peak_bytes(lambda: (self.step(), self.step())).peak_bytes

@@ -174,12 +174,12 @@ def test_planning_another_model_is_no_part_of_the_loss(
     seen: list[Any] = []
     arrived = loss_reserve.LossReserve.watch
 
-    def watch(self: Any, *args: Any, then: Any, **options: Any) -> None:
+    def watch(self: Any, *args: Any, on_seen: Any, **options: Any) -> None:
         def noted(what: Any, reached: Any) -> None:
             seen.append(what)
-            then(what, reached)
+            on_seen(what, reached)
 
-        arrived(self, *args, then=noted, **options)
+        arrived(self, *args, on_seen=noted, **options)
 
     monkeypatch.setattr(loss_reserve.LossReserve, "watch", watch)
     one, other = Training(budget="10MB"), Training(budget="10MB")
@@ -228,7 +228,7 @@ def test_the_watch_and_copies_to_the_host_and_accumulation() -> None:
 
 
 MASK = torch.rand(40, 8, generator=torch.Generator().manual_seed(1)) < 0.5
-LOOKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+MODE_SENSITIVE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "prod": lambda x: x[:2].prod(),
     "prod of a dimension": lambda x: x.prod(-1),
     "masked_fill": lambda x: x.masked_fill(MASK, x.square().mean()),
@@ -246,7 +246,7 @@ LOOKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.slow(sample=2)
 @pytest.mark.parametrize("is_direct", [True, False], ids=["backward(gradient)", "loss"])
-@pytest.mark.parametrize("name", LOOKING)
+@pytest.mark.parametrize("name", MODE_SENSITIVE)
 def test_functions_that_look_for_modes_have_the_bits_of_eager_mode(
     name: str, is_direct: bool
 ) -> None:
@@ -259,7 +259,7 @@ def test_functions_that_look_for_modes_have_the_bits_of_eager_mode(
     for each in (plain, model):
         made = each(batch)
         made.retain_grad()
-        result = LOOKING[name](made)
+        result = MODE_SENSITIVE[name](made)
         if is_direct:
             result.backward(torch.linspace(0.3, 1.7, result.numel()).view_as(result))
         else:

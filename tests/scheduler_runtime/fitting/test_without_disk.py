@@ -109,7 +109,7 @@ def test_without_another_plan_all_is_as_before(
     model = fitted(tmp_path)
     start = {name: each.clone() for name, each in model.state_dict().items()}
     model(BATCHES[0]).backward()
-    monkeypatch.setattr(StepToPlan, "without_disk", lambda self, _: self.within(1))
+    monkeypatch.setattr(StepToPlan, "without_disk", lambda self, _: self.with_limit(1))
     first_micro_batch(model, start)
     before = state(model)
     with failing_disk("pwrite", 0), pytest.raises(DiskError, match="No gradient") as raised:

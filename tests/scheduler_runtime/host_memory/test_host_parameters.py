@@ -27,7 +27,7 @@ from graphs.host_state import parameter_loads
 from graphs.training_step import state_buckets
 from graphs.zero import Zero
 from scheduler_runtime.host_memory import host_blocks, hosted_parameters
-from scheduler_runtime.host_memory.parameters import _OF_MODEL, HostParameters
+from scheduler_runtime.host_memory.parameters import _HOST_PARAMETERS, HostParameters
 from scheduler_runtime.measuring import measure
 from scheduler_runtime.planned import Plan
 from solver.schedule import Link, Place, Places, Solution, Store, keep, simulate
@@ -103,7 +103,7 @@ def test_a_plan_keeps_its_bytes_and_the_bits(make: Any) -> None:
     apply(model, solution, optimizer=optimizer)
     train(model, optimizer, 64, 64, 64)
     assert away_bytes(model) == WEIGHT_BYTES
-    assert _OF_MODEL[model].host_bytes == WEIGHT_BYTES
+    assert _HOST_PARAMETERS[model].host_bytes == WEIGHT_BYTES
     found = measure(model, batch(), optimizer=optimizer, n_steps=1)
     train(plain, without, 64, 64, 64)
     predicted_bytes = solution.simulation.peak_bytes
