@@ -45,7 +45,8 @@ def trace_module(
     rewrites: the rewrites to apply.
     opaque: the parts to run as one piece, from the environment of a plan for this step.
     known: the traced program, if there is one already (`KeptCapture`).
-    gradient_strides: index of an output -> strides of its gradient, if they differ from the output's.
+    gradient_strides: index of an output -> strides of its gradient, where they differ from the
+        output's.
     """
     if device is not None:
         refuse_unsupported_device(device)

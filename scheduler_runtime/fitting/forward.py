@@ -55,7 +55,7 @@ class FittedForward(PlanningPart):
 
     def restore(self) -> None:
         self._first_steps.loss.stop_watching()
-        for optimizer in self._optimizers.there():
+        for optimizer in self._optimizers.existing():
             for each in (self, *self._parts):
                 bring_back(optimizer, owner=each)
         super().restore()
@@ -71,7 +71,7 @@ class FittedForward(PlanningPart):
         self._first_steps.watch(
             output,
             known=lambda: resident_tensors(
-                self._whole_model(), (args, kwargs), self._optimizers.there()
+                self._whole_model(), (args, kwargs), self._optimizers.existing()
             ),
             model=self._model,
             show=functools.partial(self._history.update_figures, title=type(self._model).__name__),
@@ -90,7 +90,7 @@ class FittedForward(PlanningPart):
         # passes without gradients are not planned, so they leave a watch of the loss on
         if self._in_flight.is_next_step():
             self._first_steps.loss.stop_watching()
-        self._optimizers.look(type(self._model).__name__)
+        self._optimizers.release_used(type(self._model).__name__)
         super().begin()
 
     def covers(self) -> bool:

@@ -11,28 +11,31 @@ from graphs.graph import warn
 
 
 class HeldOptimizers:
-    """They are held until they have state; then they train, and are the training loop's.
+    """Holds each optimizer until it has state, and only a weak reference from then on.
 
-    A loop that makes another optimizer (for layers that are no longer frozen) would else have the
-    state of both in memory.
+    An optimizer with state is in use, so the training loop holds it. If the loop replaces it (to
+    train layers that were frozen before), its state can be freed.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         self._held: list[torch.optim.Optimizer] = list(optimizers)
-        self._of_the_loop: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._in_use: list[weakref.ref[torch.optim.Optimizer]] = []
 
-    def there(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Those that still exist."""
-        found = (each() for each in self._of_the_loop)
+    def existing(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that still exist."""
+        found = (each() for each in self._in_use)
         return *self._held, *(each for each in found if each is not None)
 
-    def look(self, name: str) -> None:
-        """Before each step. name: of the model, to warn where one is gone."""
-        trains = [each for each in self._held if each.state]
+    def release_used(self, name: str) -> None:
+        """Called before each step: let go of optimizers in use, and warn if one is gone.
+
+        name: the model's, for the warning.
+        """
+        used = [each for each in self._held if each.state]
         self._held = [each for each in self._held if not each.state]
-        self._of_the_loop += map(weakref.ref, trains)
-        if any(each() is None for each in self._of_the_loop):
-            self._of_the_loop = [each for each in self._of_the_loop if each() is not None]
+        self._in_use += map(weakref.ref, used)
+        if any(each() is None for each in self._in_use):
+            self._in_use = [each for each in self._in_use if each() is not None]
             warn(
                 f"fit: the optimizer that fit was given for {name} is gone. Plans that are made "
                 "from now on do not count the state of another one: remove(model), then "

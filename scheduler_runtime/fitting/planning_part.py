@@ -111,7 +111,7 @@ class PlanningPart(CalledPart):
             self._model,
             self._whole_model(),
             call,
-            self._optimizers.there(),
+            self._optimizers.existing(),
             buckets=buckets,
             costs=costs,
             optimizer_state=where_state_may_be(self.options, self._history.plans),
@@ -235,7 +235,7 @@ class PlanningPart(CalledPart):
         """
         assert solution.schedule is not None
         if n_parameters := Plan.of(solution).state_buckets:
-            (optimizer,) = self._optimizers.there()
+            (optimizer,) = self._optimizers.existing()
             keep_on_host(optimizer, n_parameters, owner=self)
         step = to_plan.step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
@@ -310,7 +310,7 @@ class PlanningPart(CalledPart):
                 n_passes=self._in_flight.n,
                 available_bytes=request.available_bytes,
             )
-        optimizers = self._optimizers.there()
+        optimizers = self._optimizers.existing()
         other_memory = OtherMemory.of(self._model, whole, optimizers, costs, buckets=buckets)
         return StepToPlan(
             step,
