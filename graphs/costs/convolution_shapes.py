@@ -116,3 +116,29 @@ def is_without_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> boo
         and math.prod(x.shape[:4]) <= _LARGEST_WITHOUT_ONEDNN
         and (x.dim() < 4 or min(weight.shape[-2:]) <= 3)
     )
+
+
+_IMAGES_FOR_ONEDNN = 16
+
+
+def is_product_of_images(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> bool:
+    """On one thread, dense kernels of single pixels over few images are matrix products of the
+    images as they lie (`use_mkldnn` of ATen/native/Convolution.cpp)."""
+    moves = (*stride, *dilation)
+    return (
+        x.dtype == torch.float32
+        and groups == 1
+        and x.dim() <= 4
+        and math.prod(weight.shape[2:]) == 1
+        and all(step == 1 for step in moves)
+        and not any(padding)
+        and x.shape[0] < _IMAGES_FOR_ONEDNN
+        and n_threads() == 1
+    )
