@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,6 +61,27 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
 
+class ValueReads(TorchFunctionMode):
+    """Whether tensors are handed to NumPy or become lists inside: no operator shows that.
+
+    seen: whether one was.
+    """
+
+    seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen |= func in _HANDED_OVER
+        return func(*args, **(kwargs or {}))
+
+
+_HANDED_OVER = {
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+}
 _VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 

@@ -34,7 +34,7 @@ from graphs.capture.refuse import (
     no_unseen_changes,
     objects_unchanged,
 )
-from graphs.costs import ObservedRun, OperatorCalls
+from graphs.costs import ObservedRun, OperatorCalls, ValueReads
 from graphs.model_calls import HOLE, Call, nested
 
 N_SHUFFLED = 2
@@ -206,9 +206,10 @@ class _Watch:
     def _observed(
         self, island: Island, tensors: list[torch.Tensor], random: RandomSources
     ) -> tuple[OpaqueCall, list[torch.Tensor]]:
-        with OperatorCalls() as forward, random.as_before():
+        with random.as_before():
             before, of_torch = random.of_others(), random.of_torch()
-            ran = island.forward(tensors)
+            with OperatorCalls() as forward, ValueReads() as values:
+                ran = island.forward(tensors)
             draws = before != random.of_others()
             draws_torchs = not all(map(torch.equal, of_torch, random.of_torch()))
         self._check(ran, tensors)
@@ -216,13 +217,13 @@ class _Watch:
         state = {*range(island.n_inputs, len(tensors))}
         given = frozenset((state - written) | ran.read)
         island = dataclasses.replace(island, changed=tuple(sorted(written)), given=given)
-        with OperatorCalls() as backward:
+        with OperatorCalls() as backward, values:
             gradients = Bench(island, tensors, random).backward(ran)
         if any(g is not None and g.layout != torch.strided for g in gradients):
             raise self._refuse("the gradient of a parameter is sparse")
         if forward.communicates or backward.communicates:
             raise self._refuse("it communicates with other processes")
-        varies = draws or forward.reads_values or backward.reads_values
+        varies = draws or values.seen or forward.reads_values or backward.reads_values
         bench = Bench(island, tensors, random)
         benches = [bench]
         for _ in range(N_SHUFFLED if varies else 0):
