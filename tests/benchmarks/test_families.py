@@ -101,6 +101,6 @@ def test_logits_are_trained_with_the_loss_outside(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(families.LIBRARIES, "timm", {"net": SmallNet("small", side=32)})
     (row,) = families.rows_of("timm", "net", n_batches=2, time_limit_s=600)
     assert row["batch"] == "8 x 32 px"
-    assert families.outcome(row) == "planned"
+    assert families.outcome(row).startswith("planned")
     assert families.faults(row) == []
     assert row["n_recomputed"] > 0
