@@ -1,13 +1,16 @@
-"""Families of the transformers library through `fit`: the same bits, within the budget.
+"""Families of the transformers or timm library through `fit`: the same bits, within the budget.
 
     python -m benchmarks.families --out benchmarks/results/families.json
         [--families "gpt2;t5"] [--n-batches 1] [--time-limit S]
+    python -m benchmarks.families --library timm --out benchmarks/results/families_timm.json
 
-Each family is trained as `test_training` of transformers' own tests trains it: a tiny model built
-from its configuration class, in training mode, called with ids, masks (ones, and rows of different
-lengths), labels or pixels. `config.use_cache` is off, as the library's Trainer sets it. The budget
-is half of the activation range: in the middle between what is resident for the whole step and the
-peak of the plain step; where nothing fits that, between the least budget found and the peak.
+Each family of transformers is trained as `test_training` of its own tests trains it: a tiny model
+built from its configuration class, in training mode, called with ids, masks (ones, and rows of
+different lengths), labels or pixels. `config.use_cache` is off, as the library's Trainer sets it.
+A family of timm is one of its modules, with a small registered model that is called with images;
+the cross-entropy of its logits is outside of the model. The budget is half of the activation range:
+in the middle between what is resident for the whole step and the peak of the plain step; where
+nothing fits that, between the least budget found and the peak.
 
 Three optimizer steps are compared with plain training: loss, every gradient, every parameter and
 buffer, and the random state, all bitwise; torch's, Python's and NumPy's generators start alike at
@@ -18,6 +21,7 @@ written after each family, so that a run that was stopped can be continued.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import copy
 import dataclasses
@@ -38,13 +42,19 @@ from benchmarks.harness import Row
 from benchmarks.matrix import changes, footprint, peak_faults
 from benchmarks.same_bits import RATE, between, trained
 from benchmarks.step_styles import STYLES, Seen, Training
-from benchmarks.zoo import LOSS_INSIDE
+from benchmarks.zoo import Entry
 from benchmarks.zoo.families import FAMILIES, Family
+from benchmarks.zoo.timm_models import MODELS, ImageModel
 from graphs.trace import TraceError, trace
 from scheduler_runtime import FitError, fit, plans_of
 from solver.methods import find_obstacle
 from solver.schedule import baseline, simulate
 from solver.sizes_deadlines_progress import counted
+
+LIBRARIES: Mapping[str, Mapping[str, Family | ImageModel]] = {
+    "transformers": FAMILIES,
+    "timm": MODELS,
+}
 
 
 def _seeded(training: Training) -> None:
@@ -57,15 +67,16 @@ def _seeded(training: Training) -> None:
 PLAIN = dataclasses.replace(STYLES["plain"], step=_seeded)
 
 
-def run(family: Family, batch_name: str, *, time_limit_s: float) -> Row:
+def run(family: Family | ImageModel, batch_name: str, *, time_limit_s: float) -> Row:
     """One batch of a family: how it ends, and what was measured."""
     model, batch = family.made(batch_name)
-    expected, _ = trained(_training(model, batch), PLAIN)
+    training = functools.partial(_training, model, batch, family.entry)
+    expected, _ = trained(training(), PLAIN)
     before = footprint(model)
     began_s = time.perf_counter()
     try:
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        graph = trace(model, batch, optimizer=optimizer)
+        graph = trace(model, batch, optimizer=optimizer, **family.entry.options)
     except TraceError as error:
         return {"refused": _said(error), "changed": changes(before, footprint(model))}
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
@@ -84,16 +95,16 @@ def run(family: Family, batch_name: str, *, time_limit_s: float) -> Row:
     }
     options = {"budget": budget_bytes, "time_limit_s": time_limit_s}
     try:
-        return row | fitted(_training(model, batch), expected, options)
+        return row | fitted(training(), expected, options)
     except FitError:  # nothing fits half; so between the least budget and the plain peak
         least_bytes = find_obstacle(graph).reached_bytes
     options["budget"] = (least_bytes + peak_bytes) // 2
     row |= {"least_bytes": least_bytes, "budget_bytes": options["budget"]}
-    return row | fitted(_training(model, batch), expected, options)
+    return row | fitted(training(), expected, options)
 
 
-def _training(model: nn.Module, batch: Any) -> Training:
-    return Training(copy.deepcopy(model), copy.deepcopy(batch), LOSS_INSIDE)
+def _training(model: nn.Module, batch: Any, entry: Entry) -> Training:
+    return Training(copy.deepcopy(model), copy.deepcopy(batch), entry)
 
 
 def fitted(training: Training, expected: list[Seen], options: Mapping[str, Any]) -> Row:
@@ -150,9 +161,9 @@ def outcome(row: Row) -> str:
     return f"{words}, half does not fit" if "least_bytes" in row else words
 
 
-def rows_of(name: str, *, n_batches: int, time_limit_s: float) -> Iterator[Row]:
+def rows_of(library: str, name: str, *, n_batches: int, time_limit_s: float) -> Iterator[Row]:
     """The rows of a family, one for each of its last n batches."""
-    family = FAMILIES[name]
+    family = LIBRARIES[library][name]
     for batch_name in list(family.batches)[-n_batches:]:
         row: Row = {"family": name, "class": family.kind, "batch": batch_name}
         try:
@@ -166,19 +177,31 @@ def rows_of(name: str, *, n_batches: int, time_limit_s: float) -> Iterator[Row]:
 
 def main() -> None:
     parser = harness.parser("families", __doc__, time_limit_s=60.0)
-    parser.add_argument("--families", type=harness.names(FAMILIES, ";"), default=list(FAMILIES))
+    parser.add_argument("--library", choices=LIBRARIES, default="transformers")
+    parser.add_argument("--families", help="names of the library's families (all)")
     parser.add_argument("--n-batches", type=int, default=2, help="1: no masks of ones")
     arguments = parser.parse_args()
+    library = arguments.library
+    try:
+        names = _chosen(library, arguments.families)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument --families: {error}")
     options = {"n_batches": arguments.n_batches, "time_limit_s": arguments.time_limit}
     harness.run_each(
         arguments,
         "families",
-        {name: functools.partial(rows_of, name, **options) for name in arguments.families},
+        {name: functools.partial(rows_of, library, name, **options) for name in names},
         line=line,
         faults=faults,
-        markdown=markdown,
-        versions=["transformers"],
+        markdown=functools.partial(markdown, library=library),
+        versions=[library],
     )
+
+
+def _chosen(library: str, given: str | None) -> list[str]:
+    """The families that are asked for; not given: all."""
+    known = LIBRARIES[library]
+    return list(known) if given is None else harness.names(known, ";")(given)
 
 
 def line(row: Row) -> str:
@@ -194,28 +217,40 @@ def line(row: Row) -> str:
 
 
 _SUMMARY = (
-    "{n_families} families, {n_rows} batches: {outcomes}; {n_wrong} with a fault. {n_compared} "
-    "tensors were compared bitwise: after each of three optimizer steps loss, gradients, "
-    "parameters, buffers and random state equal those of plain training. The budget is half of "
-    "the activation range: in the middle between what is resident and the peak of the plain step; "
-    "where nothing fits that (half does not fit), between the least budget found and the peak."
+    "{n_families} of {n_known} families, {n_rows} batches: {outcomes}; {n_wrong} with a fault. "
+    "{n_compared} tensors were compared bitwise: after each of three optimizer steps loss, "
+    "gradients, parameters, buffers and random state equal those of plain training. The budget is "
+    "half of the activation range: in the middle between what is resident and the peak of the "
+    "plain step; where nothing fits that (half does not fit), between the least budget found and "
+    "the peak."
 )
 _COLUMNS = (
-    *("family", "batch", "ops", "plain MB", "budget MB", "measured MB", "recomputed", "overhead %"),
+    *(
+        "family",
+        "model",
+        "batch",
+        "ops",
+        "plain MB",
+        "budget MB",
+        "measured MB",
+        "recomputed",
+        "overhead %",
+    ),
     "outcome",
 )
 
 
-def markdown(report: Row) -> str:
+def markdown(report: Row, *, library: str = "transformers") -> str:
     rows = [row for rows in report["families"].values() for row in rows]
     outcomes = collections.Counter(outcome(row).partition(",")[0] for row in rows)
     with_pieces = sum(bool(row.get("opaque")) and "refused" not in row for row in rows)
     listed = ", ".join(f"{n} {what}" for what, n in outcomes.items())
     parts = [
-        "# Families of transformers",
+        f"# Families of {library}",
         harness.ran(report),
         _SUMMARY.format(
             n_families=len(report["families"]),
+            n_known=len(LIBRARIES[library]),
             n_rows=len(rows),
             outcomes=f"{listed} ({with_pieces} of the planned with parts as single pieces)",
             n_wrong=sum(bool(faults(row)) for row in rows),
@@ -227,7 +262,7 @@ def markdown(report: Row) -> str:
 
 
 def _cells(row: Row) -> list[object]:
-    about = [row["family"], row["batch"]]
+    about = [row["family"], row["class"], row["batch"]]
     wrong = "; ".join(faults(row))
     if "measured_peak_bytes" not in row:
         words = [outcome(row), row.get("refused", ""), wrong]

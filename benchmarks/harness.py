@@ -25,12 +25,22 @@ def parser(name: str, description: str | None, *, time_limit_s: float | None = N
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--out", type=Path, help="write the figures here (JSON)")
+    made.add_argument("--out", type=file_to_write, help="write the figures here (JSON)")
     if time_limit_s is not None:
         made.add_argument(
             "--time-limit", type=float, default=time_limit_s, help="seconds of one search"
         )
     return made
+
+
+def file_to_write(text: str) -> Path:
+    """An argument type: a file in a folder that is there, so that no figures are lost later."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; give a file in it")
+    return path
 
 
 def names(known: Collection[str], separator: str = ",") -> Callable[[str], list[str]]:

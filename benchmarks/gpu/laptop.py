@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import harness
 from benchmarks.zoo import TINY, tiny
 from benchmarks.zoo.on_gpu import LARGE, Subject
 from graphs.costs import Roofline
@@ -82,7 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.laptop", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", default="h200", help="the card to trace for")
-    parser.add_argument("--out", type=Path, help="write the steps here (JSON)")
+    parser.add_argument("--out", type=harness.file_to_write, help="write the steps here (JSON)")
     parser.add_argument("--compare", type=Path, help="steps traced without the card")
     arguments = parser.parse_args()
     if arguments.out is not None:

@@ -38,6 +38,7 @@ from benchmarks.zoo.family_batches import (
     time_series,
     unmasked,
 )
+from benchmarks.zoo.matrix import LOSS_INSIDE, Entry
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Family:
     kind: str
     batches: Mapping[str, Callable[[], Inputs]]
     config: Mapping[str, Any] | Callable[[], Any] = field(default_factory=dict)
+
+    @property
+    def entry(self) -> Entry:
+        """How its steps go: the model returns the loss."""
+        return LOSS_INSIDE
 
     def made(self, batch: str) -> tuple[nn.Module, Inputs]:
         """The model, in training mode, and this batch; the same each time."""

@@ -10,6 +10,6 @@ from graphs.costs.loops import RowLoop
 from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
 from graphs.costs.models import CostModel, Measured, Roofline, from_description
 from graphs.costs.node_costs import NodeCosts
-from graphs.costs.observed import ObservedRun, OperatorCalls
+from graphs.costs.observed import ObservedRun, OperatorCalls, ValueReads
 from graphs.costs.operators import Cost, OpCall, bytes_moved, flops_of, tensors_in
 from graphs.costs.tracker import Tracker

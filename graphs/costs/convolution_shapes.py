@@ -132,3 +132,33 @@ def is_without_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> boo
         and math.prod(x.shape[:4]) <= _LARGEST_WITHOUT_ONEDNN
         and (x.dim() < 4 or min(weight.shape[-2:]) <= 3)
     )
+
+
+_IMAGES_FOR_ONEDNN = 16
+"""The smallest batch for which one thread runs 1 x 1 convolutions in oneDNN."""
+
+
+def is_product_of_images(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> bool:
+    """Whether a 1 x 1 convolution runs as a matrix product of each image, without oneDNN.
+
+    It does on one thread for small batches (`use_mkldnn` in ATen/native/Convolution.cpp). Nothing is
+    reordered then.
+    """
+    steps = (*stride, *dilation)
+    return (
+        x.dtype == torch.float32
+        and groups == 1
+        and x.dim() <= 4
+        and math.prod(weight.shape[2:]) == 1
+        and all(step == 1 for step in steps)
+        and not any(padding)
+        and x.shape[0] < _IMAGES_FOR_ONEDNN
+        and n_threads() == 1
+    )

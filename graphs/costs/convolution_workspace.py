@@ -24,6 +24,7 @@ from graphs.costs.convolution_shapes import (
     has_group_blocks,
     is_computed_directly,
     is_depthwise,
+    is_product_of_images,
     is_without_onednn,
     matrix_bytes,
     n_threads,
@@ -54,10 +55,12 @@ def contiguous_copy_bytes(*tensors: torch.Tensor) -> int:
 def convolution(call: OpCall) -> int:
     """Workspace of the forward operator: the reordered input and weight and the blocked result;
     after those, the result is reordered into the output."""
-    x, weight, _, stride, _, _, transposed, _, groups = call.args
+    x, weight, _, stride, padding, dilation, transposed, _, groups = call.args
     out = call.outputs()[0]
     if is_in_channels_last(x, weight):
         return channels_last_convolution(call)
+    if not transposed and is_product_of_images(x, weight, stride, padding, dilation, groups):
+        return contiguous_copy_bytes(x)
     if not transposed and is_without_onednn(x, weight, groups):
         return contiguous_copy_bytes(x) + patches_bytes(weight, out)
     if not transposed and _is_matrix_product(x, weight, groups):
@@ -84,9 +87,12 @@ def convolution_backward(call: OpCall) -> int:
     gradient: torch.Tensor = call.args[0]
     x: torch.Tensor = call.args[1]
     weight: torch.Tensor = call.args[2]
-    transposed, groups, mask = call.args[7], int(call.args[9]), call.args[10]
+    stride, padding, dilation, transposed = call.args[4:8]
+    groups, mask = int(call.args[9]), call.args[10]
     if is_in_channels_last(x, weight):
         return channels_last_convolution_backward(call)
+    if not transposed and is_product_of_images(x, weight, stride, padding, dilation, groups):
+        return contiguous_copy_bytes(gradient, x)
     x_bytes, w_bytes = (plain_bytes(x) if mask[0] else 0), (plain_bytes(weight) if mask[1] else 0)
     if not transposed and is_without_onednn(x, weight, groups):
         # dilated kernels compute the bias's gradient, and then PyTorch computes it again

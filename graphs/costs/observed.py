@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,6 +63,29 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
 
+class ValueReads(TorchFunctionMode):
+    """A mode that notices tensors whose values leave PyTorch, as NumPy arrays or lists.
+
+    No operator call shows that.
+
+    seen: whether there was one.
+    """
+
+    seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen |= func in _READS_VALUES
+        return func(*args, **(kwargs or {}))
+
+
+_READS_VALUES = {
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+}
 _VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 

@@ -179,3 +179,17 @@ def test_installed_files_are_named_from_their_package_on() -> None:
     place = Path(sys.prefix, "site-packages", "package", "file.py")
     words = f"reads values ({place}, line 3)"
     assert harness.without_folders(words) == "reads values (package/file.py, line 3)"
+
+
+def test_figures_that_could_not_be_written_are_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = harness.parser("name", None)
+    for path, why in (
+        (tmp_path / "none" / "a.json", f"there is no folder {tmp_path / 'none'}"),
+        (tmp_path, f"{tmp_path} is a folder"),
+    ):
+        with pytest.raises(SystemExit):
+            given.parse_args(["--out", str(path)])
+        assert why in capsys.readouterr().err
+    assert given.parse_args(["--out", str(tmp_path / "a.json")]).out == tmp_path / "a.json"

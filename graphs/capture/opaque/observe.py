@@ -41,7 +41,7 @@ from graphs.capture.refuse import (
     no_unseen_changes,
     objects_unchanged,
 )
-from graphs.costs import ObservedRun, OperatorCalls
+from graphs.costs import ObservedRun, OperatorCalls, ValueReads
 from graphs.model_calls import HOLE, Call, nested
 
 N_SHUFFLED = 2
@@ -226,27 +226,27 @@ class _Watch:
         self, island: Island, tensors: list[torch.Tensor], random: RandomSources
     ) -> tuple[OpaqueCall, list[torch.Tensor]]:
         """Run and measure a call; returns what is known about it, and its outputs."""
-        with OperatorCalls() as forward, random.states_restored():
+        with random.states_restored():
             before, torch_states = random.other_states(), random.torch_states()
-            result = island.forward(tensors)
+            with OperatorCalls() as forward, ValueReads() as values:
+                result = island.forward(tensors)
             draws_others = before != random.other_states()
             draws_torchs = not all(map(torch.equal, torch_states, random.torch_states()))
         self._check_supported(result, tensors)
         written = self._write_changed_buffers(island, result, tensors)
-        # Parameters and unchanged buffers are on the device anyway; of the inputs and outputs, the
-        # backward pass is given those that it reads.
+        # All parameters and unchanged buffers, and the inputs and outputs that backward reads.
         state = {*range(island.n_inputs, len(tensors))}
         reads = frozenset((state - written) | result.saved_positions)
         island = dataclasses.replace(island, changed_buffers=tuple(sorted(written)), reads=reads)
-        with OperatorCalls() as backward:
+        with OperatorCalls() as backward, values:
             gradients = Bench(island, tensors, random).backward(result)
         if any(g is not None and g.layout != torch.strided for g in gradients):
             raise self._error("the gradient of a parameter is sparse")
         if forward.communicates or backward.communicates:
             raise self._error("it communicates with other processes")
-        may_vary = draws_others or forward.reads_values or backward.reads_values
-        bench = Bench(island, tensors, random)
-        benches = [bench]
+        reads_values = forward.reads_values or backward.reads_values or values.seen
+        may_vary = draws_others or reads_values
+        benches = [bench := Bench(island, tensors, random)]
         for _ in range(N_SHUFFLED if may_vary else 0):
             if (other := self._shuffled_bench(benches[-1], result)) is not None:
                 benches.append(other)

@@ -77,6 +77,17 @@ def test_strides_decide_the_layout(layout: str, gradient_layout: str, kernel: in
     _assert_both_passes(x, torch.randn(64, 64, kernel, kernel), gradient_layout)
 
 
+@pytest.mark.parametrize("n_images", [1, 8, 15, 16])
+@pytest.mark.parametrize(("n_in", "n_out", "side"), [(16, 8, 48), (480, 1280, 1), (24, 100, 7)])
+@pytest.mark.parametrize("gradient_layout", ["in order", "split channels"])
+def test_kernels_of_single_pixels_on_one_thread(
+    n_images: int, n_in: int, n_out: int, side: int, gradient_layout: str
+) -> None:
+    """Fewer than 16 images are multiplied as they lie: RepGhostNet took 6 % less than predicted."""
+    x = _image(n_images, n_in, side, side, "in order")
+    _assert_both_passes(x, torch.randn(n_out, n_in, 1, 1), gradient_layout, over=1.0)
+
+
 def test_a_weight_in_channels_last_decides_too() -> None:
     weight = torch.randn(64, 64, 3, 3).contiguous(memory_format=torch.channels_last)
     _assert_both_passes(_image(4, 64, 12, 12, "in order"), weight, "in order")
