@@ -148,8 +148,8 @@ def is_product_of_images(
 ) -> bool:
     """Whether a 1 x 1 convolution runs as a matrix product of each image, without oneDNN.
 
-    It does on one thread for small batches (`use_mkldnn` in ATen/native/Convolution.cpp). Nothing is
-    reordered then.
+    It does on one thread for small batches (`use_mkldnn` in ATen/native/Convolution.cpp), and then
+    nothing is reordered.
     """
     steps = (*stride, *dilation)
     return (
