@@ -83,7 +83,7 @@ def test_the_largest_batch_lies_between_one_that_fits_and_one_that_does_not():
 
 @pytest.mark.slow
 def test_costs_are_put_beside_the_roofline():
-    row = operators.measured_beside_roofline(SMALL["llama"], CPU)
+    row = operators.compare_with_roofline(SMALL["llama"], CPU)
     assert row["n_distinct"] > 10
     assert row["ratio"] == pytest.approx(row["measured_s"] / row["roofline_s"])
     assert "aten.mm.default" in row["operators"]
