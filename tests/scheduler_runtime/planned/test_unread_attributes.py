@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import traceback
 
 import pytest
 import torch
 from torch import nn
 
-from scheduler_runtime import fit, plans_of
+from scheduler_runtime import fit, plan_ahead, plans_of
 from tests.support.same_bits import assert_equal
 
 
@@ -40,6 +41,39 @@ class ByItsVars(Counting):
         return (self.inner(x) * (1 + vars(self)["n_steps"])).square().mean()
 
 
+class ByItsVarsIfThere(Counting):
+    """It takes another number if there is no count."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * (1 + vars(self).get("n_steps", 0))).square().mean()
+
+
+class ByAllItsVars(Counting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = [v for v in vars(self).values() if isinstance(v, int)]
+        return (self.inner(x) * (1 + sum(numbers))).square().mean()
+
+
+class ByItsCopy(Counting):
+    """Without a count of its own, the copy would have that of the class."""
+
+    n_steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * (1 + copy.copy(self).n_steps)).square().mean()
+
+
+class Demanding(Counting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 3:
+            raise ValueError("not of three rows")
+        return super().forward(x)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def trained(model: Counting, n_steps: int) -> list[torch.Tensor | None]:
     torch.manual_seed(1)
     found: list[torch.Tensor | None] = []
@@ -54,17 +88,55 @@ def trained(model: Counting, n_steps: int) -> list[torch.Tensor | None]:
     return found
 
 
-@pytest.mark.parametrize(("make", "n_plans"), [(Counting, 2), (FromThird, 5), (ByItsVars, 5)])
+@pytest.mark.parametrize(
+    ("make", "n_plans"),
+    [
+        (Counting, 2),
+        (FromThird, 5),
+        (ByItsVars, 5),
+        (ByItsVarsIfThere, 5),
+        (ByAllItsVars, 5),
+        (ByItsCopy, 5),
+    ],
+)
 def test_what_forward_does_not_read_is_planned_once_more(make: type, n_plans: int) -> None:
     plain = make()
+    class_attributes = [*vars(make)]
     model = copy.deepcopy(plain)
     names = [*vars(model)]
-    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    fit(model, budget="1GB", optimizer=sgd(model))
     assert_equal(trained(plain, 5), trained(model, 5))
     assert len(plans_of(model)) == n_plans
     assert [name for name in vars(model) if name != "forward"] == names
     assert model.n_steps == plain.n_steps
-    assert "n_steps" not in vars(make)
+    assert [*vars(make)] == class_attributes
+
+
+def test_with_tighter_plans_for_a_shortage_it_is_planned_once_more_too() -> None:
+    model = Counting()
+    fit(model, budget="1GB", optimizer=sgd(model), on_pressure="replan")
+    trained(model, 4)
+    assert len(plans_of(model)) == 2
+
+
+def test_a_plan_made_ahead_is_for_all_values_that_forward_does_not_read() -> None:
+    model = Counting()
+    fit(model, budget="1GB", optimizer=sgd(model))
+    trained(model, 2)
+    plan_ahead(model, [torch.randn(16, 4)])
+    assert len(plans_of(model)) == 3
+    model.n_steps += 1
+    model(torch.randn(16, 4)).backward()
+    assert len(plans_of(model)) == 3
+
+
+def test_an_error_of_forward_does_not_tell_of_the_watch() -> None:
+    model = Demanding()
+    fit(model, budget="1GB", optimizer=sgd(model))
+    trained(model, 2)
+    with pytest.raises(ValueError, match="three rows") as raised:
+        model(torch.randn(3, 4))
+    assert "_watched" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_an_attribute_that_a_copy_of_the_class_has_is_as_before() -> None:
@@ -73,6 +145,6 @@ def test_an_attribute_that_a_copy_of_the_class_has_is_as_before() -> None:
     other.n_steps = 7
     model.inner.register_forward_pre_hook(lambda _module, _args: seen.append(other.n_steps))
     seen: list[int] = []
-    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    fit(model, budget="1GB", optimizer=sgd(model))
     trained(model, 3)
     assert set(seen) == {7}
