@@ -22,7 +22,7 @@ from unittest import mock
 
 from torch import nn
 
-from graphs.capture import Capture
+from graphs.capture import Capture, one_at_a_time
 from graphs.trace import CapturedStep
 from scheduler_runtime.planned.guards import changed_values
 
@@ -43,6 +43,7 @@ class UnreadAttributes:
         for each in planned:
             self._changing |= changed_values(each, here, model)
 
+    @one_at_a_time  # the watches are on the classes, which other threads may plan as well
     def trace(self, model: nn.Module, trace: Callable[[], CapturedStep]) -> CapturedStep:
         """What `trace` returns, watched."""
         places = frozenset(self._changing)
