@@ -9,7 +9,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from graphs.graph import Graph
 from graphs.rewrites import Variants
@@ -26,9 +26,6 @@ from solver.sizes_deadlines_progress import (
     tell,
     telling,
 )
-
-if TYPE_CHECKING:
-    pass
 
 PLOT_SUFFIXES = (".png", ".svg")
 

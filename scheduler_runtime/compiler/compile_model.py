@@ -190,6 +190,7 @@ class CompiledForward(PlannedForward):
 
     made_by = "compile"
     n_kept = 8  # compiled steps, for calls of different shapes or settings
+    saves_for_autograd = True
 
     def __init__(
         self,

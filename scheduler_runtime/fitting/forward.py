@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.graph import warn
 from graphs.model_calls import Call
-from scheduler_runtime.execute import ArrivedGradients, BoundProgram
+from scheduler_runtime.execute import ArrivedGradients, BoundProgram, StepProgram
 from scheduler_runtime.fitting.first_planned_step import PendingPlan, PendingPlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
 from scheduler_runtime.fitting.held_optimizers import HeldOptimizers
@@ -105,15 +105,22 @@ class FittedForward(PlanningPart):
             self._in_flight.n,
         )
 
+    def kind_for(self, program: StepProgram, call: Call) -> Any:
+        """As in the base class. The programs of a ladder are made from one trace."""
+        if isinstance(program, Ladder):
+            program = program.program()
+        return super().kind_for(program, call)
+
     def plan_ahead(self, call: Call) -> None:
         """Plan for a call as if it came now, without running it."""
         self.begin()
         kind = self.kind(call)
+        self._unread.compare(self._programs.call_kinds(), kind[0], self._model)
         if any(each.find(kind, self._model, call) for each in (self._ahead, self._programs)):
             return
         found = self._plan_call(call, held_bytes=0, is_ahead=True)
         if isinstance(found, Ladder):
-            self._programs.add(self.kind(call), found)
+            self._programs.add(self.kind_for(found, call), found)
         else:
             self._ahead.append(found)
 

@@ -114,7 +114,7 @@ class PlanningPart(CalledPart):
             self._optimizers.existing(),
             buckets=buckets,
             costs=costs,
-            optimizer_state=where_state_may_be(self.options, self._history.plans),
+            optimizer_state=self._where_state_may_be(),
         )
         name = type(self._model).__name__
         with telling(f"tracing {name}...", in_lines=True) as say:
@@ -159,7 +159,14 @@ class PlanningPart(CalledPart):
             self._build_program(costs, to_plan, solution),
             names_of_outputs(to_plan.step),
         )
-        return PendingPlan(self.kind(call), program, fitted, loss, to_plan.outputs, costs, names)
+        kind = self.kind_for(program, call)
+        return PendingPlan(kind, program, fitted, loss, to_plan.outputs, costs, names)
+
+    def _where_state_may_be(self) -> str:
+        """Where the optimizer's state may be in the next plan, as in `Request`."""
+        if not self._optimizers.existing():  # the training has replaced it
+            return "device"
+        return where_state_may_be(self.options, self._history.plans)
 
     def _solve_within_limit(
         self, costs: CostModel, to_plan: StepToPlan, started_s: float
@@ -168,7 +175,7 @@ class PlanningPart(CalledPart):
 
         Plans made since then may have filled the host, or moved the optimizer's state there, so the
         place of the state is looked up again."""
-        to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
+        to_plan = to_plan.with_state(self._where_state_may_be())
         return self._solve(to_plan, costs, started_s)[0].solution
 
     def _solve(
@@ -266,7 +273,7 @@ class PlanningPart(CalledPart):
 
     def _solve_for_one_step(self, costs: CostModel, to_plan: StepToPlan) -> Solution:
         """Solve for a step that runs again without the disk; later calls do not use the plan."""
-        to_plan = to_plan.with_state(where_state_may_be(self.options, self._history.plans))
+        to_plan = to_plan.with_state(self._where_state_may_be())
         fitted, _ = self._solve(to_plan, costs, now_s())
         if fitted.solution.schedule is not None:
             self._history.single_step_plans.append(fitted)

@@ -60,11 +60,14 @@ class PlannedForward(ReplacedForward):
 
     made_by: the function by which users give a model this forward.
     n_kept: the most programs that are kept.
+    saves_for_autograd: whether its programs leave it to autograd what is saved for backward, so
+        that PyTorch's own hooks of saved tensors (a checkpoint, `save_on_cpu`) have an effect.
     disk_directory: where plans that copy to a disk make their files.
     """
 
     made_by = "apply"
     n_kept = 32
+    saves_for_autograd = False
 
     def __init__(self, model: nn.Module, *, disk_directory: str | Path | None = None) -> None:
         super().__init__(model)
@@ -152,7 +155,11 @@ class PlannedForward(ReplacedForward):
                     self._programs.remedy(),
                 )
         try:
-            with _without_saved_tensors_hooks():
+            with (
+                contextlib.nullcontext()
+                if self.saves_for_autograd
+                else _without_saved_tensors_hooks()
+            ):
                 return program.run(model, call)
         except CheckError as error:
             failed = error

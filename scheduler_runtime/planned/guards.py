@@ -243,7 +243,7 @@ class _GrowingList:
         head = value[:MAX_ENTRIES]
         if not all(map(_is_recorded, head)):
             return None
-        return cls(tuple(_plain(i) if isinstance(i, int | float) else object for i in head))
+        return cls(tuple(map(_record, head)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _GrowingList) and other._items[: len(self._items)] == self._items
@@ -258,6 +258,13 @@ def _is_recorded(item: Any) -> bool:
         has_tensor = any(isinstance(each, torch.Tensor) for each in item)
         return has_tensor and all(isinstance(i, int | float | torch.Tensor) for i in item)
     return isinstance(item, int | float | torch.Tensor) and type(item) is not bool
+
+
+def _record(item: Any) -> Any:
+    """An item of a record, for comparison: any tensor is as any other, and numbers are compared."""
+    if isinstance(item, tuple):
+        return tuple(map(_record, item))
+    return _plain(item) if isinstance(item, int | float) else torch.Tensor
 
 
 class _ByIdentity:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from graphs.model_calls.call import TraceError
 from scheduler_runtime import (
@@ -227,6 +228,20 @@ def test_a_graph_break_is_an_error_that_says_where():
 
     with pytest.raises(GraphBreakError, match="Breaks"):
         compile(Breaks(4, 4), torch.randn(2, 4), budget="1GB", backend="aot_eager")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_around_the_module_recomputes_it():
+    model, batch = Perceptrons(), Perceptrons.batch().requires_grad_()
+    compile(model, batch, budget="1GB", backend="aot_eager")
+    calls = []
+
+    def counted(x):
+        calls.append(x)
+        return model(x)
+
+    checkpoint(counted, batch, use_reentrant=False).backward()
+    assert len(calls) == 2
 
 
 @pytest.mark.slow

@@ -173,6 +173,19 @@ def test_the_measured_peak_is_within_the_prediction(share: float) -> None:
     assert measured_bytes <= min(p.solution.simulation.peak_bytes for p in plans_of(model))  # type: ignore[union-attr]
 
 
+def test_after_the_training_has_replaced_the_optimizer_plans_have_no_state_on_the_host() -> None:
+    model = tower()
+    optimizer = adamw(model.parameters())
+    fit(model, budget="1GB", optimizer=optimizer, optimizer_state="host", **HOST)
+    trained(model, optimizer, [numbers(8)] * 2)
+    assert plans_of(model)[0].solution.graph.host_state_bytes
+    optimizer = adamw(model.parameters())
+    gc.collect()
+    with pytest.warns(UserWarning, match=r"optimizer that fit was given for .* is gone"):
+        trained(model, optimizer, [numbers(8), numbers(16)])
+    assert not plans_of(model)[-1].solution.graph.host_state_bytes
+
+
 @pytest.mark.slow
 def test_gradients_of_other_outputs_than_planned() -> None:
     """The step runs again, with another plan; the first one's block is free by then."""

@@ -172,6 +172,17 @@ def test_what_is_no_setting_changes_nothing() -> None:
     assert before == settings(model)
 
 
+def test_numbers_in_a_record_of_tuples_are_settings() -> None:
+    model = Settable()
+    model.losses = [(torch.ones(2), 0.5)]  # type: ignore[assignment]
+    before = settings(model)
+    model.losses = [(torch.zeros(2), 0.5), (torch.ones(2), 1.0)]  # type: ignore[assignment]
+    assert before == settings(model)
+    for other in ((torch.ones(2), 0.7), (torch.ones(2), 0.5, 1), torch.ones(2)):
+        model.losses = [other]  # type: ignore[assignment]
+        assert before != settings(model)
+
+
 def test_weak_references_change_nothing() -> None:
     """nn.RNN lists such references to its weights, and lists them anew when these are converted."""
     model = Settable()

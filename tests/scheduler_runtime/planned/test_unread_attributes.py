@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
+import threading
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from scheduler_runtime import fit, plans_of
+from graphs.capture.joint_graph import TRACING
+from graphs.model_calls import Call
+from graphs.trace import CapturedStep
+from scheduler_runtime import fit, plan_ahead, plans_of
+from scheduler_runtime.planned.guards import kind_of
+from scheduler_runtime.planned.unread_attributes import UnreadAttributes
 from tests.support.same_bits import assert_equal
 
 
@@ -40,6 +47,32 @@ class ByItsVars(Counting):
         return (self.inner(x) * (1 + vars(self)["n_steps"])).square().mean()
 
 
+class ByItsVarsIfThere(Counting):
+    """It takes another number if there is no count."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * (1 + vars(self).get("n_steps", 0))).square().mean()
+
+
+class ByAllItsVars(Counting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = [v for v in vars(self).values() if isinstance(v, int)]
+        return (self.inner(x) * (1 + sum(numbers))).square().mean()
+
+
+class ByItsCopy(Counting):
+    """Without a count of its own, the copy would have that of the class."""
+
+    n_steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * (1 + copy.copy(self).n_steps)).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def trained(model: Counting, n_steps: int) -> list[torch.Tensor | None]:
     torch.manual_seed(1)
     found: list[torch.Tensor | None] = []
@@ -54,17 +87,46 @@ def trained(model: Counting, n_steps: int) -> list[torch.Tensor | None]:
     return found
 
 
-@pytest.mark.parametrize(("make", "n_plans"), [(Counting, 2), (FromThird, 5), (ByItsVars, 5)])
+@pytest.mark.parametrize(
+    ("make", "n_plans"),
+    [
+        (Counting, 2),
+        (FromThird, 5),
+        (ByItsVars, 5),
+        (ByItsVarsIfThere, 5),
+        (ByAllItsVars, 5),
+        (ByItsCopy, 5),
+    ],
+)
 def test_what_forward_does_not_read_is_planned_once_more(make: type, n_plans: int) -> None:
     plain = make()
+    class_attributes = [*vars(make)]
     model = copy.deepcopy(plain)
     names = [*vars(model)]
-    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    fit(model, budget="1GB", optimizer=sgd(model))
     assert_equal(trained(plain, 5), trained(model, 5))
     assert len(plans_of(model)) == n_plans
     assert [name for name in vars(model) if name != "forward"] == names
     assert model.n_steps == plain.n_steps
-    assert "n_steps" not in vars(make)
+    assert [*vars(make)] == class_attributes
+
+
+def test_with_tighter_plans_for_a_shortage_it_is_planned_once_more_too() -> None:
+    model = Counting()
+    fit(model, budget="1GB", optimizer=sgd(model), on_pressure="replan")
+    trained(model, 4)
+    assert len(plans_of(model)) == 2
+
+
+def test_a_plan_made_ahead_is_for_all_values_that_forward_does_not_read() -> None:
+    model = Counting()
+    fit(model, budget="1GB", optimizer=sgd(model))
+    trained(model, 2)
+    plan_ahead(model, [torch.randn(16, 4)])
+    assert len(plans_of(model)) == 3
+    model.n_steps += 1
+    model(torch.randn(16, 4)).backward()
+    assert len(plans_of(model)) == 3
 
 
 def test_an_attribute_that_a_copy_of_the_class_has_is_as_before() -> None:
@@ -73,6 +135,32 @@ def test_an_attribute_that_a_copy_of_the_class_has_is_as_before() -> None:
     other.n_steps = 7
     model.inner.register_forward_pre_hook(lambda _module, _args: seen.append(other.n_steps))
     seen: list[int] = []
-    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    fit(model, budget="1GB", optimizer=sgd(model))
     trained(model, 3)
     assert set(seen) == {7}
+
+
+def test_threads_that_plan_modules_of_one_class_take_turns() -> None:
+    """Each watch is on the class. Two at once would leave one of them there."""
+    model = Counting()
+    unread = UnreadAttributes()
+    call = Call.of((torch.randn(8, 4),), {})
+    before = kind_of(model, call)
+    model.n_steps += 1
+    unread.compare([before], kind_of(model, call), model)
+    is_free = []
+
+    def trace() -> CapturedStep:
+        def try_to_trace() -> None:
+            if is_free_now := TRACING.acquire(blocking=False):
+                TRACING.release()
+            is_free.append(is_free_now)
+
+        thread = threading.Thread(target=try_to_trace)
+        thread.start()
+        thread.join()
+        return mock.Mock()
+
+    unread.trace(model, trace)
+    assert is_free == [False]
+    assert model.n_steps == 1
