@@ -98,7 +98,7 @@ def draw(
 def sweep(
     problem: Solution | Graph | Variants,
     *,
-    budgets: Iterable[int | float | str] | None = None,
+    budgets: int | float | str | Iterable[int | float | str] | None = None,
     methods: Sequence[str] = ("auto",),
     time_limit_s: float = 10.0,
     seed: int = 0,
@@ -108,7 +108,8 @@ def sweep(
 
     problem: a Graph, the Variants of one step, or a Solution. The step, the reserve and the use of
         host memory are those of the Solution, and if `methods` has its method, it is a point too.
-    budgets: sizes as in `solve` (None: 20 budgets from the minimum to the baseline's peak).
+    budgets: one or several sizes as in `solve` (None: 20 budgets from the minimum to the
+        baseline's peak).
     methods: names of the methods, as in `solve`.
     time_limit_s: of each search, in seconds.
     seed: of the random numbers of each search.
@@ -116,9 +117,8 @@ def sweep(
     """
     solution = problem if isinstance(problem, Solution) else None
     step = problem if not isinstance(problem, Solution) else problem.variants or problem.graph
-    sizes = (
-        None if budgets is None else [parse_size(b, capacity_bytes=capacity_bytes) for b in budgets]
-    )
+    given = (budgets,) if isinstance(budgets, int | float | str) else budgets
+    sizes = None if given is None else [parse_size(b, capacity_bytes=capacity_bytes) for b in given]
     like = solution.request if solution else Request(budget_bytes=0)
     name, started_s = Variants.of(step).plain.meta.model or "graph", now_s()
     with telling(f"sweeping budgets of {name}...") as say:

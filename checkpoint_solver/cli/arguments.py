@@ -308,7 +308,7 @@ class Arguments:
     graph_out: Path | None = _file("--graph-out", "write the traced graph (JSON)")
     plot: Path | None = _file("--plot", "plot memory over the step (.png, .svg)")
     pareto: Path | None = _file(
-        "--pareto", "plot overhead against budget (.png, .svg); about doubles the run time"
+        "--pareto", "plot overhead against budget (.png, .svg); 20 plans share another --time-limit"
     )
     throughput: Path | None = _file(
         "--throughput", "plot throughput against size, with --max-batch or --max-seq (.png, .svg)"

@@ -170,13 +170,14 @@ def find_loss(output: Any) -> torch.Tensor:
     if len(candidates) != 1 or not isinstance(candidates[0], torch.Tensor):
         raise NoLossError(
             f"the model returns {_describe(output)}, in which no single loss can be found; return "
-            "a scalar or an object with .loss, or give a loss function of (output, batch)"
+            "a scalar or an object with .loss, or give a function that computes it from output and "
+            "batch: loss=lambda output, batch: ..., or get_loss(output, batch) in a model file"
         )
     loss = candidates[0]
     if loss.numel() != 1 or not loss.is_floating_point():
         raise NoLossError(
             f"the loss must be one floating-point number; it is {_describe(loss)}; reduce it "
-            "(mean or sum), or give a loss function of (output, batch)"
+            "(mean or sum)"
         )
     if not loss.requires_grad:
         raise TraceError(

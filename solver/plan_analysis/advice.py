@@ -169,6 +169,7 @@ def _may_have_host(graph: Graph) -> bool:
         and pipeline_of(environment) is None
         and sharding_of(environment) is None
         and not graph.meta.opaque_parts
+        and not graph.meta.scope  # whole submodules
         and graph.meta.device != "cpu"
     )
 

@@ -35,12 +35,28 @@ def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def names_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function to suggest the right name for a misspelt keyword argument."""
-    known = list(inspect.signature(function).parameters)
+    """Decorate a function to suggest the right name for a misspelt keyword argument.
+
+    If the function passes unknown keyword arguments on (`**options`), only those that resemble a
+    required one that is missing are rejected.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = [each.name for each in parameters]
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    required = [
+        each.name
+        for each in parameters
+        if each.kind is each.KEYWORD_ONLY and each.default is each.empty
+    ]
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        check_names(function.__name__, kwargs, known)
+        given: Iterable[str] = kwargs
+        if passes_on:
+            missing = [name for name in required if name not in kwargs]
+            unknown = [name for name in kwargs if name not in known]
+            given = [name for name in unknown if difflib.get_close_matches(name, missing, n=1)]
+        check_names(function.__name__, given, known)
         return function(*args, **kwargs)
 
     return call

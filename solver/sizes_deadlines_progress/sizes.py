@@ -64,10 +64,11 @@ def parse_budget(
     )
     reject_missing_unit(budget, resident_bytes=resident_bytes)
     if reserve_bytes >= budget_bytes:
+        outside = ", and nothing to the CUDA context" if on_cuda else ""
         raise BudgetError(
             f"the reserve of {format_both(reserve_bytes)} leaves nothing of the budget of "
             f"{format_both(budget_bytes)}; give a larger budget or a smaller reserve: "
-            f"{reader.no_reserve} leaves all of it to the step, and nothing to the CUDA context"
+            f"{reader.no_reserve} leaves all of it to the step{outside}"
         )
     return budget_bytes, reserve_bytes
 

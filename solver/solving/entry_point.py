@@ -23,6 +23,7 @@ from solver.sizes_deadlines_progress import (
     Rates,
     check_time_limit,
     counted,
+    names_checked,
     now_s,
     parse_budget,
     parse_size,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from graphs.hardware import Hardware
 
 
+@names_checked
 def solve(
     problem: nn.Module | Graph | str | Path,
     batch: Any = None,
@@ -140,8 +142,8 @@ def solve(
             seed=seed,
         )
         say(f"planning {name} ({counted(len(step.plain.nodes), 'op')})...")
-        solution = answer(step, request, started_s=started_s, thorough=True)
-    line = plan_line(solution, name=name)
+        solution = answer(step, request, thorough=True)
+    line = plan_line(solution, name=name, took_s=now_s() - started_s)
     if not is_traced(problem) and not optimizer_of(solution.environment):
         line += "; no optimizer is counted"
     if solution.environment.get("train", True) is False:

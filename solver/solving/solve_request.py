@@ -55,15 +55,12 @@ def answer(
     step: Graph | Variants,
     request: Request,
     *,
-    started_s: float | None = None,
     starts: Sequence[Schedule] = (),
     thorough: bool = False,
 ) -> Solution:
     """Plan the step (`attempt`) and, if nothing is found, explain why (`with_obstacle`)."""
     deadline = Deadline.after(request.time_limit_s)
-    found = attempt(
-        step, request, started_s=started_s, starts=starts, thorough=thorough, deadline=deadline
-    )
+    found = attempt(step, request, starts=starts, thorough=thorough, deadline=deadline)
     return with_obstacle(found, deadline=deadline)
 
 
@@ -71,7 +68,6 @@ def attempt(
     step: Graph | Variants,
     request: Request,
     *,
-    started_s: float | None = None,
     starts: Sequence[Schedule] = (),
     quick: bool = False,
     thorough: bool = False,
@@ -79,14 +75,13 @@ def attempt(
 ) -> Solution:
     """Run the requested method on each variant of the step, simulate its proposals, take the best.
 
-    started_s: when the work began (`now_s`), for the solve time (None: now).
     starts: known schedules of the variants, for a method that can start from them.
     quick: do a fraction of the work, if the method can.
     thorough: spend minutes on a better bound, if the time limit is THOROUGH_TIME_LIMIT_S or more
         and the method can.
     deadline: when the answer is due (None: the request's time limit from now).
     """
-    started_s = now_s() if started_s is None else started_s
+    started_s = now_s()
     deadline = deadline or Deadline.after(request.time_limit_s)
     variants = with_state_choices(
         step, request.places, where=request.optimizer_state, parameters=request.parameters

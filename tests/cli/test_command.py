@@ -260,7 +260,10 @@ def test_the_second_ctrl_c_ends_the_command(capsys, monkeypatch):
         (["--budget", "4GB", "--reserve", "-1", GPT2], "invalid reserve '-1': negative"),
         (["--budget", "4GB", "--reserve", "x", GPT2], "invalid reserve 'x'"),
         (["--budget", "4GB", "--reserve", "4GB", GPT2], "leaves nothing of the budget"),
-        (["--budget", "4GB", "--reserve", "4GB", GPT2], "smaller reserve: --reserve 0 leaves all"),
+        (
+            ["--budget", "4GB", "--reserve", "4GB", GPT2],
+            "smaller reserve: --reserve 0 leaves all of it to the step",
+        ),
         (["--budget", "500MB", "--device", "h100", GPT2], "reserve of 750.0 MB"),
         (["--budget", "4GB", "--device", "z80", GPT2], "'z80'; one of cpu, t4"),
         (["--budget", "4GB", "--method", "magic", GPT2], "invalid choice: 'magic'"),

@@ -22,6 +22,7 @@ MODEL, BATCH = nn.Linear(2, 2), torch.ones(2, 2)
         (lambda **k: fit(MODEL, **k), "time_limit", "time_limit_s"),
         (lambda **k: fit(MODEL, **k), "optimiser", "optimizer"),
         (lambda **k: solve(MODEL, BATCH, budget="1GB", **k), "optimiser", "optimizer"),
+        (lambda **k: solve(MODEL, BATCH, **k), "budgt", "budget"),
         (lambda **k: apply(MODEL, None, **k), "on_missmatch", "on_mismatch"),
         (lambda **k: compile(MODEL, BATCH, budget="1GB", **k), "optimiser", "optimizer"),
         (lambda **k: plan_chain(MODEL, BATCH, budget="1GB", **k), "optimiser", "optimizer"),

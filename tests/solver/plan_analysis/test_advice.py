@@ -168,8 +168,9 @@ def test_frozen_parameters_are_no_reason_to_train_less():
                 "optimizer": {"trains": ["w"], "parameters_on_host": {"base.weight": "base"}}
             }
         },
+        {"scope": "whole submodules"},
     ],
-    ids=["without an optimizer", "sharded", "on the host already"],
+    ids=["without an optimizer", "sharded", "on the host already", "planned by submodules"],
 )
 def test_frozen_parameters_that_cannot_leave(change):
     graph = mostly_frozen()

@@ -95,6 +95,12 @@ def test_points_keep_the_word_for_whoever_applies_one(solution):
     assert {point.request.rewrites for point in curve.points} == {"bitwise"}
 
 
+def test_one_budget_may_be_given_alone(graph):
+    for budget in ("4GB", 4e9):
+        (point,) = sweep(graph, budgets=budget, methods=["sqrt"]).points
+        assert point.request.budget_bytes == 4 * 10**9
+
+
 @pytest.mark.slow
 def test_what_cannot_be_drawn_is_refused(graph, solution, tmp_path):
     with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):

@@ -10,6 +10,7 @@ from solver.sizes_deadlines_progress.sizes import (
     format_both,
     format_size,
     format_size_up,
+    parse_budget,
     parse_size,
     reject_missing_unit,
 )
@@ -163,3 +164,10 @@ def test_sizes_are_echoed_in_both_units():
 @pytest.mark.parametrize("size_bytes", [1, 999, 1_001, 12_651_136, 103_900_000, 10**12 - 1])
 def test_a_budget_of_what_is_rounded_up_is_enough(size_bytes: int) -> None:
     assert size_bytes <= parse_size(format_size_up(size_bytes)) <= 1.01 * size_bytes + 1
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_only_cuda_has_a_context(on_cuda: bool) -> None:
+    with pytest.raises(BudgetError) as caught:
+        parse_budget("1GB", "1GB", on_cuda=on_cuda)
+    assert ("CUDA context" in str(caught.value)) == on_cuda
