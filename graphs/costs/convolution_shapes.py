@@ -27,7 +27,11 @@ WIDEST_UNROLLED = 14
 
 def up_to_blocks(n_channels: int) -> int:
     """The number of channels rounded up to whole blocks."""
-    return -(-n_channels // BLOCK) * BLOCK
+    return up_to_multiple(n_channels, BLOCK)
+
+
+def up_to_multiple(n: int, of: int) -> int:
+    return -(-n // of) * of
 
 
 def plain_bytes(tensor: torch.Tensor) -> int:
@@ -37,6 +41,10 @@ def plain_bytes(tensor: torch.Tensor) -> int:
 
 def n_threads() -> int:
     return torch.get_num_threads()
+
+
+def has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def is_depthwise(weight: torch.Tensor, groups: int) -> bool:
@@ -144,17 +152,15 @@ def is_product_of_images(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-    groups: int,
 ) -> bool:
     """Whether a 1 x 1 convolution runs as a matrix product of each image, without oneDNN.
 
     It does on one thread for small batches (`use_mkldnn` in ATen/native/Convolution.cpp), and then
-    nothing is reordered.
+    nothing is reordered. Groups are computed one by one, and concatenated.
     """
     steps = (*stride, *dilation)
     return (
         x.dtype == torch.float32
-        and groups == 1
         and x.dim() <= 4
         and math.prod(weight.shape[2:]) == 1
         and all(step == 1 for step in steps)
