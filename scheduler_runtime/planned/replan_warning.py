@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from graphs.training_step import FRESH
 from scheduler_runtime.planned.mismatch import Difference, Resized
 from solver.schedule import Solution, plan_line
 
@@ -22,7 +23,10 @@ def plan_summary(solution: Solution, *, is_reused: bool, took_s: float) -> str:
     graph, found = solution.graph, solution.simulation
     carries = bool(graph.meta.rewrites or (found is not None and found.n_recomputed))
     how = "planned from an earlier plan" if is_reused and carries else "planned"
-    return plan_line(solution, how=f"{how} for {_shapes(solution.environment)}", took_s=took_s)
+    what = _shapes(solution.environment)
+    if graph.meta.gradients not in ("", FRESH):
+        what += ", added to existing gradients"
+    return plan_line(solution, how=f"{how} for {what}", took_s=took_s)
 
 
 def warn_of_another_plan(

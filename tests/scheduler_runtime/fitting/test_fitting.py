@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import warnings
 import weakref
 from collections.abc import Callable
@@ -159,7 +160,10 @@ def test_the_measured_peak_is_within_the_budget() -> None:
 
 
 @pytest.mark.slow
-def test_accumulated_gradients_are_planned_for_when_they_are_there() -> None:
+def test_accumulated_gradients_are_planned_for_when_they_are_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "checkpoint_solver")
     plain = tower()
     fitted = copy.deepcopy(plain)
     optimizer = adamw(fitted.parameters())
@@ -175,6 +179,8 @@ def test_accumulated_gradients_are_planned_for_when_they_are_there() -> None:
         for each in (fresh, accumulating)
     ]
     assert resident[1] == resident[0] + gradients_bytes
+    lines = [line for line in caplog.messages if "planned for" in line]
+    assert ["added to existing gradients" in line for line in lines] == [False, True]
 
 
 @pytest.mark.slow
