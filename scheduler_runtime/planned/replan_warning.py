@@ -25,7 +25,7 @@ def plan_summary(solution: Solution, *, is_reused: bool, took_s: float) -> str:
     how = "planned from an earlier plan" if is_reused and carries else "planned"
     what = _shapes(solution.environment)
     if graph.meta.gradients not in ("", FRESH):
-        what += ", added to existing gradients"
+        what += " with accumulated gradients"
     return plan_line(solution, how=f"{how} for {what}", took_s=took_s)
 
 
