@@ -103,7 +103,7 @@ def trace_step(
                 raise refused
             write_line(
                 f"not traced: {refused.short}. The model is now built with its weights, so "
-                f"that this part can run here and be planned as one piece ({run})"
+                f"that this part can run here and, if possible, be planned as one piece ({run})"
             )
             try:
                 built, local_target = file.model().to(target.local_device), target.running_here()

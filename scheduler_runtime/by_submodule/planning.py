@@ -292,7 +292,9 @@ def _peak_in_step(solution: Solution) -> int:
 def _notes_on_unplanned(observed: Observed) -> tuple[str, ...]:
     outside_s = sum(part.forward_s for part in observed.parts if not part.path)
     total_s = sum(part.forward_s for part in observed.parts) or 1.0
-    notes = [f"{100 * outside_s / total_s:.0f} % of the forward pass runs outside of them"]
+    notes = [
+        f"{100 * outside_s / total_s:.0f} % of the forward pass runs outside of these submodules"
+    ]
     if overwritten := ", ".join(part.path for part in observed.parts if part.overwritten):
         how = (
             "are kept"

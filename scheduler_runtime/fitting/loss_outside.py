@@ -79,7 +79,7 @@ class LossBytes:
         return (
             f"the loss is computed outside of the model; {format_both(self.reserved)} are reserved "
             f"for it besides the outputs and their gradients, {format_both(self.held)} of them for "
-            "the whole step (or loss_reserve=)"
+            "the whole step; to change this, pass loss_reserve="
         )
 
 

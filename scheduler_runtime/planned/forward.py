@@ -386,10 +386,10 @@ def refuse_second(model: nn.Module) -> None:
     forward = model.__dict__.get("forward")
     if isinstance(forward, PlannedForward):
         raise ValueError(
-            f"this module has a plan already, by {forward.made_by}; remove(model) it first"
+            f"this module already has a plan, from {forward.made_by}; call remove(model) first"
         )
     if has_checkpoints(model):
-        raise ValueError("this module has a plan already; remove(model) it first")
+        raise ValueError("this module already has a plan; call remove(model) first")
 
 
 def module_schedule(schedule: Schedule, part: Graph) -> Schedule:

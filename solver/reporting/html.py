@@ -128,8 +128,9 @@ def _sections(report: Report, command: str) -> Iterator[str]:
 
 
 BLOCK_TEXT = (
-    "The model split where few activations cross. Saved: what the forward ops of the block produce "
-    "and is live when the backward pass starts. Dropped: what the baseline would save in addition."
+    "The model is split where few activations cross. Saved: what the forward ops of the block "
+    "produce and is live when the backward pass starts. Dropped: what the baseline would save in "
+    "addition."
 )
 
 

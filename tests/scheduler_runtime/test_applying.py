@@ -188,7 +188,7 @@ def test_the_module_stays_the_same_object() -> None:
     assert apply(model, solution_of(graph, baseline(graph))) is model
     assert list(model.state_dict()) == names
     assert inspect.signature(model.forward) == signature
-    with pytest.raises(ValueError, match="has a plan already, by apply; remove"):
+    with pytest.raises(ValueError, match="already has a plan, from apply; call remove"):
         apply(model, solution_of(graph, baseline(graph)))
     assert remove(model) is model
     assert "forward" not in vars(model)

@@ -75,7 +75,7 @@ def test_too_little_time_names_the_option() -> None:
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"type function, not a torch\.nn\.Module: fit\(model"):
         fit(lambda x: x, budget="1MB")
-    with pytest.raises(ValueError, match="has a plan already, by fit; remove"):
+    with pytest.raises(ValueError, match="already has a plan, from fit; call remove"):
         fit(fit(tower(), budget="1MB"), budget="1MB")
 
 

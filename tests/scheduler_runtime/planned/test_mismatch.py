@@ -366,7 +366,7 @@ def test_swapped_and_wrong_arguments_of_apply_are_told() -> None:
     with pytest.raises(TypeError, match=r"the model is .*Solution, .*: remove\(model\)"):
         remove(solution)  # type: ignore[arg-type]
     apply(model, solution)
-    with pytest.raises(ValueError, match=r"has a plan already, .* remove\(model\) it first"):
+    with pytest.raises(ValueError, match=r"already has a plan, .* remove\(model\) first"):
         compile(model, scaled_batch(), budget="1GB", backend="aot_eager")
 
 
