@@ -443,6 +443,7 @@ SAME: dict[str, Trick] = {
         buffer_twice_saved_between,
         tied,
         checkpointed,
+        checkpointed_reentrant,
         checkpointed_selectively,
         checkpointed_with_other_recomputation,
     )
@@ -476,7 +477,6 @@ REFUSED: dict[str, tuple[Trick, str]] = {
         (parameter_data, r"assigns to the .data"),
         (gradient_of_parameter_read, r"the \.grad of a parameter"),
         (gradient_of_parameter_set, r"the \.grad of a parameter"),
-        (checkpointed_reentrant, r"use_reentrant=True"),
     )
 }
 """Tricks that are refused, with a pattern of the error message."""

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import nn
 
-from graphs.capture.opaque.observe import model_restored, run_forward
+from graphs.capture.opaque.real_forward import model_restored, run_forward
 from graphs.model_calls import Call
 
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

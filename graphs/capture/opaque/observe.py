@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.capture.as_eager import no_cache
 from graphs.capture.opaque.bench import MARGIN, Bench, Bytes
 from graphs.capture.opaque.forms import Form, OpaqueCall, RandomSources
 from graphs.capture.opaque.functions import holds_tensors, is_function, piece_at
@@ -34,6 +32,7 @@ from graphs.capture.opaque.island import (
 )
 from graphs.capture.opaque.methods import CalledMethod, no_submodule_called
 from graphs.capture.opaque.nodes import called_instead
+from graphs.capture.opaque.real_forward import buffers_restored, model_restored, run_forward
 from graphs.capture.refuse import (
     HOOKS,
     SideEffectError,
@@ -89,52 +88,6 @@ def observe(
         if len(watch.found) > 1 and watch.found[0].island.autocast.dtype is not None:
             raise NotOpaqueError(watch.path, "autocast casts its weights once for several calls")
     return {watch.path: watch.found for watch in watches}
-
-
-def run_forward(model: nn.Module, call: Call) -> None:
-    """Run the model's forward pass on real tensors, without the model's own hooks."""
-    args, kwargs = call.arguments(call.tensors)
-    model.forward(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def model_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """While inside, gradients are off; on exit, what the model has changed is restored.
-
-    That includes attributes that a first call fills. Changes are not refused here: a trace does so.
-    """
-    # Garbage is collected often inside; `freeze` exempts the objects that exist already.
-    gc.collect()
-    must_freeze = gc.get_freeze_count() == 0
-    if must_freeze:
-        gc.freeze()
-    try:
-        with (
-            _buffers_restored(model),
-            RandomSources.of(model, device).states_restored(),
-            no_cache(model),
-            contextlib.suppress(SideEffectError),
-            attributes_unchanged(model),
-            objects_unchanged(model),
-            torch.no_grad(),
-        ):
-            yield
-    finally:
-        if must_freeze:
-            gc.unfreeze()
-
-
-@contextlib.contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values in before:
-                if buffer.shape != values.shape:  # an observer's first call resizes it
-                    buffer.resize_(values.shape)
-                buffer.copy_(values)
 
 
 class _Watch:
@@ -206,7 +159,7 @@ class _Watch:
         """Run a method once to find the arguments that it overwrites; see `Island.overwritten`."""
         n = island.n_inputs
         copies = [tensor.clone() for tensor in tensors[:n]]
-        with random.states_restored(), _buffers_restored(self.module):
+        with random.states_restored(), buffers_restored(self.module):
             args, kwargs = island.call.arguments([copies[i] for i in island.first])
             output = self.module(*args, **kwargs)
         returned = [id(tensor) for tensor in nested.tensors(output)]

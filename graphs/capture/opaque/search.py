@@ -21,13 +21,8 @@ from graphs.capture.opaque.forms import OpaqueCall, RandomSources
 from graphs.capture.opaque.functions import is_function, outermost_function
 from graphs.capture.opaque.methods import failing_method, method_paths, method_that_draws
 from graphs.capture.opaque.nodes import StandIn, replaced_by_stand_ins, saved_bytes
-from graphs.capture.opaque.observe import (
-    NotOpaqueError,
-    Requests,
-    model_restored,
-    observe,
-    run_forward,
-)
+from graphs.capture.opaque.observe import NotOpaqueError, Requests, observe
+from graphs.capture.opaque.real_forward import model_restored, run_forward
 from graphs.capture.own_failure import (
     frames_of,
     refuse_failure_on_values,

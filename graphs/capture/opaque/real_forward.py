@@ -1,0 +1,77 @@
+"""Running a model's forward pass for real while it is planned, and undoing what it changes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from graphs.capture.as_eager import no_cache
+from graphs.capture.opaque.forms import RandomSources
+from graphs.capture.refuse import SideEffectError, attributes_unchanged, objects_unchanged
+from graphs.model_calls import Call
+
+
+def run_forward(model: nn.Module, call: Call) -> None:
+    """Run the model's forward pass on real tensors, without the model's own hooks."""
+    args, kwargs = call.arguments(call.tensors)
+    model.forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def model_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """While inside, gradients are off; on exit, what the model has changed is restored.
+
+    That includes attributes that a first call fills. Changes are not refused here: a trace does so.
+    """
+    # Garbage is collected often inside; `freeze` exempts the objects that exist already.
+    gc.collect()
+    must_freeze = gc.get_freeze_count() == 0
+    if must_freeze:
+        gc.freeze()
+    try:
+        with (
+            buffers_restored(model),
+            _parameters_restored(model),
+            RandomSources.of(model, device).states_restored(),
+            no_cache(model),
+            contextlib.suppress(SideEffectError),
+            attributes_unchanged(model),
+            objects_unchanged(model),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        if must_freeze:
+            gc.unfreeze()
+
+
+@contextlib.contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                if buffer.shape != values.shape:  # an observer's first call resizes it
+                    buffer.resize_(values.shape)
+                buffer.copy_(values)
+
+
+@contextlib.contextmanager
+def _parameters_restored(model: nn.Module) -> Iterator[None]:
+    """On exit, parameters whose `.data` was assigned to have their old memory again.
+
+    Copies would take as much memory as the parameters, so values written in place stay.
+    """
+    before = [(parameter, parameter.data) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, data in before:
+            if parameter.data.data_ptr() != data.data_ptr():
+                parameter.data = data
