@@ -23,6 +23,7 @@ MODULES = [
         id=path.stem,
     )
     for path in sorted(FOLDER.rglob("[!_]*.py"))
+    if path.parent.name != "cli"  # the command
 ]
 
 

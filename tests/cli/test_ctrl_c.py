@@ -217,7 +217,7 @@ SLOWLY = """
     from checkpoint_solver.cli import ctrl_c
     from solver.reporting import terminal
 
-    ctrl_c.GRACE_S, ctrl_c.SPEAKING_S = 0.2, 600.0
+    ctrl_c.GRACE_S, ctrl_c.PRINTING_S = 0.2, 600.0
     show = terminal.show
 
     def slowly(*args):

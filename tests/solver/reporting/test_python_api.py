@@ -228,7 +228,7 @@ def test_a_module_of_the_working_directory_is_taken(tmp_path, capsys):
         [
             sys.executable,
             "-m",
-            "checkpoint_solver.cli",
+            "checkpoint_solver",
             "--budget",
             "1GB",
             "hybrid_of_two:get_model",
