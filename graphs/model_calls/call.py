@@ -171,7 +171,7 @@ def find_loss(output: Any) -> torch.Tensor:
         raise NoLossError(
             f"the model returns {_describe(output)}, in which no single loss can be found; return "
             "a scalar or an object with .loss, or give a function that computes it from output and "
-            "batch: loss=lambda output, batch: ..., or get_loss(output, batch) in a model file"
+            "batch (loss=lambda output, batch: ...)"
         )
     loss = candidates[0]
     if loss.numel() != 1 or not loss.is_floating_point():

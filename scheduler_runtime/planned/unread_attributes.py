@@ -17,7 +17,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 from torch import nn
@@ -26,7 +26,6 @@ from graphs.capture import Capture, one_at_a_time
 from graphs.trace import CapturedStep
 from scheduler_runtime.planned.guards import changed_values
 
-Traced = TypeVar("Traced")
 _MISSING: Any = object()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from solver.reporting.rows import N_SHOWN, Row, Table
-from solver.reporting.verification import Verification
+from solver.reporting.rows import Row, Table
+from solver.reporting.verification import N_SHOWN, Verification
 from solver.sizes_deadlines_progress import (
     Reader,
     counted,
