@@ -9,24 +9,13 @@ part of this. The returned values are bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 
-from graphs.costs.convolution_shapes import (
-    BLOCK,
-    is_computed_directly,
-    is_depthwise,
-    is_without_onednn,
-    matrix_bytes,
-    n_threads,
-    patches_bytes,
-    plain_bytes,
-    up_to_blocks,
-    weight_is_blocked,
-)
+from graphs.costs.convolution_shapes import BLOCK, Convolution, n_threads, up_to_blocks
 from graphs.costs.layouts import copied_bytes, suggested_format
-from graphs.costs.operators import OpCall
 
 _CHANNELS_LAST = torch.channels_last
 
@@ -34,120 +23,101 @@ _STRIDED_1X1_BYTES = 4096
 """Upper bound on what 1 x 1 kernels with a stride above 1 allocate besides."""
 
 
-def is_in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def is_in_channels_last(conv: Convolution) -> bool:
     """Whether the input's or the weight's strides are channels-last, which is when PyTorch
     convolves in this layout (`mkldnn_conv_use_channels_last` of ATen/native/ConvUtils.h). A 1 x 1
     weight with its default strides does not count, although both layouts have the same bytes."""
-    return x.dim() == 4 and _CHANNELS_LAST in (suggested_format(x), suggested_format(weight))
+    formats = suggested_format(conv.x), suggested_format(conv.weight)
+    return conv.x.dim() == 4 and _CHANNELS_LAST in formats
 
 
-def channels_last_convolution(call: OpCall) -> int:
+def channels_last_convolution(conv: Convolution) -> int:
     """Workspace of the forward operator. A transposed convolution computes what the input's
     gradient of an ordinary one computes."""
-    x: torch.Tensor = call.args[0]
-    weight: torch.Tensor = call.args[1]
-    stride, dilation, transposed, groups = (call.args[at] for at in (3, 5, 6, 8))
-    out = call.outputs()[0]
-    copied = copied_bytes(x, weight, into=_CHANNELS_LAST) + int(out.shape[1]) * out.element_size()
-    if transposed:
-        image_bytes = plain_bytes(out) if _is_1x1(weight) else 0
-        return copied + max(
-            image_bytes, _input_gradient_workspace(out, x, weight, stride, dilation, groups)
-        )
-    all_patches_bytes = patches_bytes(weight, out) if is_without_onednn(x, weight, groups) else 0
-    return copied + max(all_patches_bytes, _output_workspace(out, weight, stride, groups))
+    out = conv.out
+    copied = copied_bytes(conv.x, conv.weight, into=_CHANNELS_LAST)
+    copied += int(out.shape[1]) * out.element_size()
+    if conv.transposed:
+        image_bytes = out.nbytes if conv.is_1x1 else 0
+        ordinary = dataclasses.replace(conv, x=out, out=conv.x)
+        return copied + max(image_bytes, _input_gradient_workspace(ordinary))
+    all_patches_bytes = conv.patches_bytes if conv.is_without_onednn() else 0
+    return copied + max(all_patches_bytes, _output_workspace(conv))
 
 
-def _output_workspace(
-    out: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int
-) -> int:
+def _output_workspace(conv: Convolution) -> int:
     """Workspace of computing the output, without copies of inputs that are in another layout."""
-    n_in, n_out = weight.shape[1], weight.shape[0] // groups
-    if _is_1x1(weight) and groups > 1:
-        return plain_bytes(out)
-    if is_depthwise(weight, groups):
-        return _depthwise_block_bytes(weight) + 256  # the 256: dilated kernels, on small images
-    if groups > 1 and n_in % 4 == 0 and n_in < BLOCK and n_out in (4, 8):
-        return plain_bytes(weight)  # a block has as many channels as a group, so no padding
-    if _is_matrix_product(weight, stride):
+    n_in, n_out = conv.group_channels
+    is_grouped = conv.groups > 1
+    if conv.is_1x1 and is_grouped:
+        return conv.out.nbytes
+    if conv.is_depthwise:
+        return _depthwise_block_bytes(conv) + 256  # the 256: dilated kernels, on small images
+    if is_grouped and n_in % 4 == 0 and n_in < BLOCK and n_out in (4, 8):
+        return conv.weight.nbytes  # a block has as many channels as a group, so no padding
+    if _is_matrix_product(conv):
         return 0
-    if groups > 1 and n_in <= BLOCK:
-        return _blocked_bytes(weight, groups)
-    return n_in * _padded_channels(n_out) * groups * _kernel_bytes(weight) + _scratch_bytes()
+    if is_grouped and n_in <= BLOCK:
+        return _blocked_bytes(conv)
+    return n_in * _padded_channels(n_out) * conv.groups * conv.kernel_bytes + _scratch_bytes()
 
 
-def channels_last_convolution_backward(call: OpCall) -> int:
+def channels_last_convolution_backward(conv: Convolution) -> int:
     """Workspace of the backward operator, which computes the input's gradient, then the weight's.
 
     The larger of both counts, with the copies that exist throughout.
     """
-    gradient: torch.Tensor = call.args[0]
-    x: torch.Tensor = call.args[1]
-    weight: torch.Tensor = call.args[2]
-    stride, dilation, groups, mask = (call.args[at] for at in (4, 6, 9, 10))
+    gradient = conv.out
     bias_bytes = int(gradient.shape[1]) * gradient.element_size()
-    copies_bytes = copied_bytes(gradient, x, into=_CHANNELS_LAST) + bias_bytes
-    reordered = copied_bytes(weight, into=_CHANNELS_LAST)
+    copies_bytes = copied_bytes(gradient, conv.x, into=_CHANNELS_LAST) + bias_bytes
+    reordered = copied_bytes(conv.weight, into=_CHANNELS_LAST)
     peaks = [0]
-    if mask[0]:
-        peaks.append(
-            reordered + _input_gradient_workspace(x, gradient, weight, stride, dilation, groups)
-        )
-    if mask[1]:
-        peaks.append(reordered + _weight_gradient_workspace(call))
-    if is_without_onednn(x, weight, groups):
-        peaks.append(reordered + patches_bytes(weight, gradient))
+    if conv.mask[0]:
+        peaks.append(reordered + _input_gradient_workspace(conv))
+    if conv.mask[1]:
+        peaks.append(reordered + _weight_gradient_workspace(conv))
+    if conv.is_without_onednn():
+        peaks.append(reordered + conv.patches_bytes)
     return copies_bytes + max(peaks)
 
 
-def _input_gradient_workspace(
-    x: torch.Tensor,
-    gradient: torch.Tensor,
-    weight: torch.Tensor,
-    stride: list[int],
-    dilation: list[int],
-    groups: int,
-) -> int:
-    """Workspace of computing the gradient of the input `x`."""
-    n_in, n_out = weight.shape[1], weight.shape[0] // groups
-    if _is_1x1(weight) and groups > 1:
-        return plain_bytes(x) + plain_bytes(weight)
-    if is_depthwise(weight, groups):
-        has_gaps, is_strided = (any(step > 1 for step in steps) for steps in (dilation, stride))
-        if has_gaps and is_strided:  # computed as matrix products, per thread
-            image_bytes = plain_bytes(x) // max(1, x.shape[0] * groups)
-            thread_bytes = patches_bytes(weight, gradient) + image_bytes
-            return _depthwise_block_bytes(weight) + n_threads() * thread_bytes + 256
-        return _blocked_bytes(weight, groups) if has_gaps else _depthwise_block_bytes(weight)
-    if _is_matrix_product(weight, stride):
+def _input_gradient_workspace(conv: Convolution) -> int:
+    """Workspace of computing the gradient of the input."""
+    n_in, n_out = conv.group_channels
+    if conv.is_1x1 and conv.groups > 1:
+        return conv.x.nbytes + conv.weight.nbytes
+    if conv.is_depthwise:
+        if conv.has_gaps and conv.is_strided:  # computed as matrix products, per thread
+            thread_bytes = conv.patches_bytes + _image_bytes(conv)
+            return _depthwise_block_bytes(conv) + n_threads() * thread_bytes + 256
+        return _blocked_bytes(conv) if conv.has_gaps else _depthwise_block_bytes(conv)
+    if _is_matrix_product(conv):
         return 0
-    if groups > 1 and n_out <= BLOCK:
-        return _blocked_bytes(weight, groups)
-    scratch = max(_strided_scratch_bytes(gradient, weight, stride, groups), _scratch_bytes() + 128)
-    return _padded_channels(n_in) * n_out * groups * _kernel_bytes(weight) + scratch
+    if conv.groups > 1 and n_out <= BLOCK:
+        return _blocked_bytes(conv)
+    scratch = max(_strided_scratch_bytes(conv), _scratch_bytes() + 128)
+    return _padded_channels(n_in) * n_out * conv.groups * conv.kernel_bytes + scratch
 
 
-def _strided_scratch_bytes(
-    gradient: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int
-) -> int:
+def _strided_scratch_bytes(conv: Convolution) -> int:
     """Scratch memory of the input's gradient for strides above 1: per thread, one image of the
     gradient with the margin that a phase of the kernel needs (a stride of 2 x 2 has 4 phases). An
     upper bound: measured with 8 to 256 channels, strides to 4, kernels to 7, 10 to 112 pixels a
     side."""
-    n_phases = math.prod(stride)
+    n_phases = math.prod(conv.stride)
     if n_phases == 1:
         return 0
-    sides = zip(gradient.shape[2:], weight.shape[2:], stride, strict=True)
+    sides = zip(conv.out.shape[2:], conv.kernel, conv.stride, strict=True)
     n_pixels = math.prod(
         size + (kernel - 1 if step % 2 else -(-kernel // step)) for size, kernel, step in sides
     )
-    n_channels = max(64, weight.shape[0] // groups)
-    image_bytes = max(128, -(-n_pixels // 64) * 64) * n_channels * gradient.element_size()
-    thread_bytes = 8216 + (image_bytes if groups == 1 else 2 * image_bytes + 8192)
+    n_channels = max(64, conv.group_channels[1])
+    image_bytes = max(128, -(-n_pixels // 64) * 64) * n_channels * conv.out.element_size()
+    thread_bytes = 8216 + (image_bytes if conv.groups == 1 else 2 * image_bytes + 8192)
     return 2048 * (n_phases - 1) * (n_threads() + 1) + n_threads() * thread_bytes
 
 
-def _weight_gradient_workspace(call: OpCall) -> int:
+def _weight_gradient_workspace(conv: Convolution) -> int:
     """Workspace of computing the weight's gradient: a copy of the weight beside the sums in blocks
     of 16 x 16 channels.
 
@@ -155,62 +125,49 @@ def _weight_gradient_workspace(call: OpCall) -> int:
     computed directly, such as ConvNeXt's 7 x 7, take 257 times the weight: 256 for the block and
     one for the copy.
     """
-    gradient: torch.Tensor = call.args[0]
-    x: torch.Tensor = call.args[1]
-    weight: torch.Tensor = call.args[2]
-    stride, padding, dilation = call.args[4:7]
-    groups: int = call.args[9]
-    if _is_1x1(weight) and groups > 1:
-        images_bytes = plain_bytes(x) + plain_bytes(gradient)
-        return images_bytes // groups + plain_bytes(weight)
-    if is_depthwise(weight, groups) and is_computed_directly(x, weight, stride, padding, dilation):
-        return 2 * _depthwise_block_bytes(weight)
-    if _is_matrix_product(weight, stride):
+    weight, groups = conv.weight, conv.groups
+    if conv.is_1x1 and groups > 1:
+        return (conv.x.nbytes + conv.out.nbytes) // groups + weight.nbytes
+    if conv.is_depthwise and conv.computes_depthwise_directly():
+        return 2 * _depthwise_block_bytes(conv)
+    if _is_matrix_product(conv):
         return 0
-    image_bytes = plain_bytes(x) // max(1, x.shape[0] * groups)
-    matrix_product_bytes = matrix_bytes(weight, gradient) + n_threads() * image_bytes + 128
-    has_gaps = any(step > 1 for step in dilation)
-    if is_depthwise(weight, groups) and has_gaps and any(step > 1 for step in stride):
+    matrix_product_bytes = conv.matrix_bytes + n_threads() * _image_bytes(conv) + 128
+    if conv.is_depthwise and conv.has_gaps and conv.is_strided:
         return matrix_product_bytes
-    is_blocked = is_depthwise(weight, groups) or weight_is_blocked(x, weight, call)
+    is_blocked = conv.is_depthwise or conv.computes_in_blocks()
     if groups == 1 and not is_blocked:
         return matrix_product_bytes
     if groups == 1 and weight.shape[1] < BLOCK:
-        block_bytes = weight.shape[1] * up_to_blocks(weight.shape[0]) * _kernel_bytes(weight)
+        block_bytes = weight.shape[1] * up_to_blocks(weight.shape[0]) * conv.kernel_bytes
     else:
-        block_bytes = _blocked_bytes(weight, groups)
-    block_bytes += plain_bytes(weight) + (_STRIDED_1X1_BYTES if _is_1x1(weight) else 0)
-    if is_depthwise(weight, groups) and 1 in weight.shape[2:]:  # the kernel is a row or a column
-        block_bytes += plain_bytes(weight) + 128
+        block_bytes = _blocked_bytes(conv)
+    block_bytes += weight.nbytes + (_STRIDED_1X1_BYTES if conv.is_1x1 else 0)
+    if conv.is_depthwise and 1 in conv.kernel:  # the kernel is a row or a column
+        block_bytes += weight.nbytes + 128
     return block_bytes if is_blocked else max(block_bytes, matrix_product_bytes)
 
 
-def _is_1x1(weight: torch.Tensor) -> bool:
-    """Whether the kernel is 1 x 1."""
-    return math.prod(weight.shape[2:]) == 1
-
-
-def _is_matrix_product(weight: torch.Tensor, stride: list[int]) -> bool:
+def _is_matrix_product(conv: Convolution) -> bool:
     """Whether this is a 1 x 1 convolution in float32 with stride 1: a matrix product, which copies
     nothing if it is dense."""
-    is_plain = weight.dtype == torch.float32 and all(step == 1 for step in stride)
-    return is_plain and _is_1x1(weight)
+    return conv.is_float32 and conv.is_1x1 and not conv.is_strided
 
 
-def _blocked_bytes(weight: torch.Tensor, groups: int) -> int:
+def _image_bytes(conv: Convolution) -> int:
+    """Bytes of one group of one image of the input."""
+    return conv.x.nbytes // max(1, conv.x.shape[0] * conv.groups)
+
+
+def _blocked_bytes(conv: Convolution) -> int:
     """Bytes of the weight with each group's channels, in and out, padded to blocks of 16."""
-    n_channels = up_to_blocks(weight.shape[1]) * up_to_blocks(weight.shape[0] // groups)
-    return groups * n_channels * _kernel_bytes(weight)
+    n_in, n_out = map(up_to_blocks, conv.group_channels)
+    return conv.groups * n_in * n_out * conv.kernel_bytes
 
 
-def _depthwise_block_bytes(weight: torch.Tensor) -> int:
+def _depthwise_block_bytes(conv: Convolution) -> int:
     """Bytes of a depthwise weight in blocks of 16 groups each."""
-    return up_to_blocks(weight.shape[0]) * _kernel_bytes(weight)
-
-
-def _kernel_bytes(weight: torch.Tensor) -> int:
-    """Bytes of the kernel between one input and one output channel."""
-    return math.prod(weight.shape[2:]) * weight.element_size()
+    return up_to_blocks(conv.weight.shape[0]) * conv.kernel_bytes
 
 
 def _padded_channels(n_channels: int) -> int:

@@ -1,19 +1,20 @@
-"""Which convolutions oneDNN computes directly on the CPU, and the workspace of those it does not.
+"""A convolution on the CPU: whether oneDNN computes it directly, and its workspace if it does not.
 
-Convolutions that are not computed directly become matrix products of patches (im2col). Here "gaps"
-are a dilation above 1. The conditions follow the kernels' `init_conf` in oneDNN
-(jit_uni_dw_conv_kernel_utils, jit_avx512_common_conv_kernel); conditions and numbers were checked
-by measuring with torch 2.13 and AVX-512.
+Convolutions that are not computed directly become matrix products of patches (im2col). The
+conditions follow the kernels' `init_conf` in oneDNN (jit_uni_dw_conv_kernel_utils,
+jit_avx512_common_conv_kernel); conditions and numbers were checked by measuring with torch 2.13 and
+AVX-512.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from graphs.costs.operators import OpCall
+from graphs.costs.operators import OpCall, aten
 
 BLOCK = 16
 """Channels per block of oneDNN's layouts with AVX-512 (8 with AVX2, which takes no more)."""
@@ -23,6 +24,13 @@ UNREORDERED_CHANNELS = (1, 3)
 
 WIDEST_UNROLLED = 14
 """The most columns of a kernel that is computed directly; wider ones become matrix products."""
+
+_LARGEST_WITHOUT_ONEDNN = 20480
+"""The largest product of the first four sizes of an input, up to which PyTorch does not use oneDNN
+(`use_mkldnn` of ATen/native/Convolution.cpp)."""
+
+_IMAGES_FOR_ONEDNN = 16
+"""The smallest batch for which one thread runs 1 x 1 convolutions in oneDNN."""
 
 
 def up_to_blocks(n_channels: int) -> int:
@@ -34,11 +42,6 @@ def up_to_multiple(n: int, of: int) -> int:
     return -(-n // of) * of
 
 
-def plain_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's elements, without padding or gaps."""
-    return tensor.numel() * tensor.element_size()
-
-
 def n_threads() -> int:
     return torch.get_num_threads()
 
@@ -47,124 +50,155 @@ def has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def is_depthwise(weight: torch.Tensor, groups: int) -> bool:
-    return groups == weight.shape[0] and weight.shape[1] == 1
+@dataclass(frozen=True)
+class Convolution:
+    """A call of `aten.convolution` or `aten.convolution_backward`.
 
-
-def is_computed_directly(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> bool:
-    """Whether oneDNN computes the gradient of this depthwise weight directly.
-
-    It does for kernels of at most three columns without gaps, on images that have at least as many
-    rows as the kernel, plus the rows that the stride skips at the top.
+    out: the result, or its gradient in a backward call.
+    mask: whether a backward call computes the gradients of input, weight and bias; () for a forward
+        call.
     """
-    kernel, sizes = weight.shape[2:], x.shape[2:]
-    needed = kernel[0] + -padding[0] % stride[0]
-    return (
-        kernel[-1] <= 3
-        and math.prod(kernel) > 1
-        and all(step == 1 for step in dilation)
-        and all(step <= max(1, size) for step, size in zip(stride, kernel, strict=True))
-        and all(pad <= size // 2 for pad, size in zip(padding, kernel, strict=True))
-        and (len(kernel) == 1 or sizes[0] >= needed)
-    )
 
+    x: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    groups: int
+    mask: Sequence[bool] = ()
 
-def weight_is_blocked(x: torch.Tensor, weight: torch.Tensor, call: OpCall) -> bool:
-    """Whether the gradient of this weight (not depthwise) is computed in blocks of channels.
+    @classmethod
+    def of(cls, call: OpCall) -> Convolution:
+        if call.packet is aten.convolution_backward:
+            out, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = call.args
+        else:
+            x, weight, _, stride, padding, dilation, transposed, _, groups = call.args
+            (out,), mask = call.outputs(), ()
+        return cls(x, weight, out, stride, padding, dilation, transposed, groups, mask)
 
-    It is computed as matrix products instead if the kernel is wide; if it has gaps and, with them,
-    is larger than the image, or has a stride, or reads few channels; if it is three-dimensional and
-    larger than the image; or if the padding is more than half of the kernel.
+    @property
+    def kernel(self) -> torch.Size:
+        return self.weight.shape[2:]
 
-    call: the backward call, for its stride, padding, dilation and groups.
-    """
-    stride, padding, dilation = call.args[4:7]
-    kernel, sizes = weight.shape[2:], x.shape[2:]
-    if kernel[-1] > WIDEST_UNROLLED:
-        return False
-    groups: int = call.args[9]
-    has_few_channels = (
-        weight.shape[1] < BLOCK if groups == 1 else not has_group_blocks(weight, groups, 16)
-    )
-    if has_few_channels and any(k > size for k, size in zip(kernel, sizes, strict=True)):
-        return False
-    spans = [step * (k - 1) + 1 for k, step in zip(kernel, dilation, strict=True)]
-    has_gaps = any(step > 1 for step in dilation)
-    has_few_channels = has_few_channels and x.shape[1] not in UNREORDERED_CHANNELS
-    if has_gaps and (has_few_channels or any(step > 1 for step in stride)):
-        return False
-    n_rows = len(spans) - 1  # all dimensions but the columns
-    is_tall = any(span > size for span, size in zip(spans[:n_rows], sizes[:n_rows], strict=True))
-    if is_tall and (has_gaps or len(spans) == 3):
-        return False
-    return all(pad <= span // 2 for pad, span in zip(padding[:n_rows], spans[:n_rows], strict=True))
+    @property
+    def kernel_bytes(self) -> int:
+        """Bytes of the kernel between one input and one output channel."""
+        return math.prod(self.kernel) * self.weight.element_size()
 
+    @property
+    def group_channels(self) -> tuple[int, int]:
+        """Channels of each group, in and out, as the weight has them."""
+        return self.weight.shape[1], self.weight.shape[0] // self.groups
 
-def has_group_blocks(weight: torch.Tensor, groups: int, n_channels: int) -> bool:
-    """Whether the channels of each group, in and out, fill blocks of `n_channels`."""
-    return weight.shape[1] % n_channels == 0 and weight.shape[0] // groups % n_channels == 0
+    @property
+    def is_float32(self) -> bool:
+        return self.x.dtype == torch.float32
 
+    @property
+    def is_1x1(self) -> bool:
+        return math.prod(self.kernel) == 1
 
-def patches_bytes(weight: torch.Tensor, out: torch.Tensor) -> int:
-    """Bytes of the patches of one image (im2col): for each output pixel, the inputs it reads."""
-    return math.prod(weight.shape[1:]) * math.prod(out.shape[2:]) * out.element_size()
+    @property
+    def is_depthwise(self) -> bool:
+        return self.groups == self.weight.shape[0] and self.weight.shape[1] == 1
 
+    @property
+    def is_strided(self) -> bool:
+        return any(step > 1 for step in self.stride)
 
-def matrix_bytes(weight: torch.Tensor, gradient: torch.Tensor) -> int:
-    """Workspace of computing the weight's gradient as matrix products: per thread, four copies of
-    the weight and the patches of one image."""
-    return n_threads() * (4 * plain_bytes(weight) + patches_bytes(weight, gradient)) + 256
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a dilation is above 1."""
+        return any(step > 1 for step in self.dilation)
 
+    @property
+    def patches_bytes(self) -> int:
+        """Bytes of the patches of one image (im2col): for each output pixel, what it reads."""
+        n_pixels = math.prod(self.out.shape[2:])
+        return math.prod(self.weight.shape[1:]) * n_pixels * self.out.element_size()
 
-_LARGEST_WITHOUT_ONEDNN = 20480
-"""The largest product of the first four sizes of an input, up to which PyTorch does not use oneDNN
-(`use_mkldnn` of ATen/native/Convolution.cpp)."""
+    @property
+    def matrix_bytes(self) -> int:
+        """Workspace of computing the weight's gradient as matrix products: per thread, four copies
+        of the weight and the patches of one image."""
+        return n_threads() * (4 * self.weight.nbytes + self.patches_bytes) + 256
 
+    def fills_blocks(self, n_channels: int) -> bool:
+        """Whether the channels of each group, in and out, fill blocks of `n_channels`."""
+        return all(n % n_channels == 0 for n in self.group_channels)
 
-def is_without_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    """Whether PyTorch computes this convolution as a matrix product of patches, without oneDNN.
+    def computes_depthwise_directly(self) -> bool:
+        """Whether oneDNN computes the gradient of this depthwise weight directly.
 
-    It does so for small kernels on a batch of one small image. Of a volume only the first four
-    sizes count, without the width, so this includes large volumes.
-    """
-    return (
-        x.dtype == torch.float32
-        and groups == 1
-        and x.shape[0] == 1
-        and math.prod(x.shape[:4]) <= _LARGEST_WITHOUT_ONEDNN
-        and (x.dim() < 4 or min(weight.shape[-2:]) <= 3)
-    )
+        It does for kernels of at most three columns without gaps, on images that have at least as
+        many rows as the kernel, plus the rows that the stride skips at the top.
+        """
+        kernel, sizes = self.kernel, self.x.shape[2:]
+        needed = kernel[0] + -self.padding[0] % self.stride[0]
+        return (
+            kernel[-1] <= 3
+            and not self.is_1x1
+            and not self.has_gaps
+            and all(step <= max(1, size) for step, size in zip(self.stride, kernel, strict=True))
+            and all(pad <= size // 2 for pad, size in zip(self.padding, kernel, strict=True))
+            and (len(kernel) == 1 or sizes[0] >= needed)
+        )
 
+    def computes_in_blocks(self) -> bool:
+        """Whether the gradient of this weight (not depthwise) is computed in blocks of channels.
 
-_IMAGES_FOR_ONEDNN = 16
-"""The smallest batch for which one thread runs 1 x 1 convolutions in oneDNN."""
+        It is computed as matrix products instead if the kernel is wide; if it has gaps and, with
+        them, is larger than the image, or has a stride, or reads few channels; if it is
+        three-dimensional and larger than the image; or if the padding is more than half of the
+        kernel.
+        """
+        kernel, sizes = self.kernel, self.x.shape[2:]
+        if kernel[-1] > WIDEST_UNROLLED:
+            return False
+        is_grouped = self.groups > 1
+        has_few_channels = (
+            not self.fills_blocks(BLOCK) if is_grouped else self.weight.shape[1] < BLOCK
+        )
+        if has_few_channels and any(k > size for k, size in zip(kernel, sizes, strict=True)):
+            return False
+        has_few_channels = has_few_channels and self.x.shape[1] not in UNREORDERED_CHANNELS
+        if self.has_gaps and (has_few_channels or self.is_strided):
+            return False
+        spans = [step * (k - 1) + 1 for k, step in zip(kernel, self.dilation, strict=True)]
+        rows = slice(len(spans) - 1)  # all dimensions but the columns
+        is_tall = any(span > size for span, size in zip(spans[rows], sizes[rows], strict=True))
+        if is_tall and (self.has_gaps or len(spans) == 3):
+            return False
+        pairs = zip(self.padding[rows], spans[rows], strict=True)
+        return all(pad <= span // 2 for pad, span in pairs)
 
+    def is_without_onednn(self) -> bool:
+        """Whether PyTorch computes this convolution as a matrix product of patches, without oneDNN.
 
-def is_product_of_images(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> bool:
-    """Whether a 1 x 1 convolution runs as a matrix product of each image, without oneDNN.
+        It does so for small kernels on a batch of one small image. Of a volume only the first four
+        sizes count, without the width, so this includes large volumes.
+        """
+        return (
+            self.is_float32
+            and self.groups == 1
+            and self.x.shape[0] == 1
+            and math.prod(self.x.shape[:4]) <= _LARGEST_WITHOUT_ONEDNN
+            and (self.x.dim() < 4 or min(self.kernel[-2:]) <= 3)
+        )
 
-    It does on one thread for small batches (`use_mkldnn` in ATen/native/Convolution.cpp), and then
-    nothing is reordered. Groups are computed one by one, and concatenated.
-    """
-    steps = (*stride, *dilation)
-    return (
-        x.dtype == torch.float32
-        and x.dim() <= 4
-        and math.prod(weight.shape[2:]) == 1
-        and all(step == 1 for step in steps)
-        and not any(padding)
-        and x.shape[0] < _IMAGES_FOR_ONEDNN
-        and n_threads() == 1
-    )
+    def is_product_of_images(self) -> bool:
+        """Whether a 1 x 1 convolution runs as a matrix product of each image, without oneDNN.
+
+        It does on one thread for small batches (`use_mkldnn` in ATen/native/Convolution.cpp), and
+        then nothing is reordered. Groups are computed one by one, and concatenated.
+        """
+        return (
+            self.is_float32
+            and self.x.dim() <= 4
+            and self.is_1x1
+            and not (self.is_strided or self.has_gaps or any(self.padding))
+            and self.x.shape[0] < _IMAGES_FOR_ONEDNN
+            and n_threads() == 1
+        )

@@ -47,8 +47,7 @@ def _attention_backward(call: OpCall) -> int:
     allocates besides is known only on the card. The CPU's operator is covered too, since a step
     traced with fake CPU tensors shows that one.
     """
-    query: torch.Tensor = call.args[1]
-    key: torch.Tensor = call.args[2]
+    _, query, key = call.inputs()[:3]
     n_batch, n_heads, n_queries, head_size = query.shape
     rows = n_batch * n_heads * _round_up(n_queries, 128)
     row_sums_bytes = _FLOAT_BYTES * rows

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from graphs.costs.convolution_workspace import plain_bytes
 from graphs.costs.operators import OpCall, aten
 
 _BLOCK = 60 * 60
@@ -26,7 +25,7 @@ def _copy_and_rows(position: int, n_rows: int = 0) -> Callable[[OpCall], int]:
     def estimate(call: OpCall) -> int:
         x: torch.Tensor = call.args[position]
         block = _BLOCK if x.dim() == 2 else 0
-        return plain_bytes(x) + max(block, n_rows * max(x.shape[-2:])) * x.element_size()
+        return x.nbytes + max(block, n_rows * max(x.shape[-2:])) * x.element_size()
 
     return estimate
 
@@ -56,7 +55,7 @@ def _eigh(call: OpCall) -> int:
 MATRICES: Mapping[Any, Callable[[OpCall], int]] = {
     aten._linalg_eigh: _eigh,
     aten._linalg_svd: _copy_and_rows(0),
-    aten.linalg_inv_ex: lambda call: plain_bytes(call.args[0]),
+    aten.linalg_inv_ex: lambda call: call.args[0].nbytes,
     aten.linalg_lu: _copy_and_rows(0),
     aten.cholesky_solve: _copy_and_rows(1),
     aten.ormqr: _copy_and_rows(0, 64),

@@ -20,7 +20,6 @@ from graphs.costs.convolution_workspace import (
     contiguous_copy_bytes,
     convolution,
     convolution_backward,
-    plain_bytes,
 )
 from graphs.costs.layouts import COPIES, copied_bytes, suggested_format
 from graphs.costs.matrix_workspace import MATRICES
@@ -44,10 +43,9 @@ def _batch_norm_backward(call: OpCall) -> int:
     """As much as the input's gradient if gradient and input have the same layout. Otherwise one
     element per channel and, for 16-bit inputs, a gradient in 32 bits, which kernels for some pairs
     of layouts do not allocate (native/Normalization.cpp)."""
-    gradient: torch.Tensor = call.args[0]
-    x: torch.Tensor = call.args[1]
+    gradient, x = call.inputs()[:2]
     if _is_dense(gradient, x):
-        return plain_bytes(x) if call.args[-1][0] else 0
+        return x.nbytes if call.args[-1][0] else 0
     return x.shape[1] * x.element_size() + _float32_copy_bytes(x)
 
 
@@ -66,7 +64,7 @@ def _matrix_product(call: OpCall) -> int:
         by_rows = column_stride == 1 and row_stride >= max(1, n_columns)
         # conjugates are computed first, except of a single transposed matrix, which BLAS can read
         if x.is_conj() and x.dim() > 2:
-            copied_bytes += plain_bytes(x)
+            copied_bytes += x.nbytes
         elif not (by_columns or by_rows) or (x.is_conj() and row_stride != 1):
             copied_bytes += n_rows * n_columns * x.element_size()
     return copied_bytes
@@ -75,8 +73,7 @@ def _matrix_product(call: OpCall) -> int:
 def _attention(call: OpCall) -> int:
     """Per thread, a tile of scores, the maxima and sums of its rows, and a tile of the output, all
     in float32."""
-    query: torch.Tensor = call.args[0]
-    key: torch.Tensor = call.args[1]
+    query, key = call.inputs()[:2]
     rows, columns = _tile(query, key)
     return torch.get_num_threads() * 4 * (rows * columns + 2 * rows + rows * query.shape[-1])
 
@@ -84,10 +81,9 @@ def _attention(call: OpCall) -> int:
 def _attention_backward(call: OpCall) -> int:
     """Per thread, a tile of scores and one of their gradient, in float32; a copy of the output's
     gradient."""
-    query: torch.Tensor = call.args[1]
-    key: torch.Tensor = call.args[2]
+    _, query, key = call.inputs()[:3]
     rows, columns = _tile(query, key)
-    return torch.get_num_threads() * 4 * 2 * rows * columns + plain_bytes(query)
+    return torch.get_num_threads() * 4 * 2 * rows * columns + query.nbytes
 
 
 def _tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
@@ -103,7 +99,7 @@ _NOT_REDUCED = 0
 def _unreduced_loss_bytes(call: OpCall) -> int:
     """The loss of every element before they are summed (ATen/native/Loss.cpp)."""
     x, target, reduction = call.args[:3] if len(call.args) > 2 else (*call.args, 1)
-    return 0 if reduction == _NOT_REDUCED else max(plain_bytes(x), plain_bytes(target))
+    return 0 if reduction == _NOT_REDUCED else max(x.nbytes, target.nbytes)
 
 
 _INDEX_BYTES = 8
@@ -136,7 +132,7 @@ def _median(call: OpCall) -> int:
     that is not contiguous."""
     x: torch.Tensor = call.args[0]
     dim = call.args[1] if len(call.args) > 1 else None
-    return 0 if dim is not None and x.dim() and x.stride(dim) == 1 else plain_bytes(x)
+    return 0 if dim is not None and x.dim() and x.stride(dim) == 1 else x.nbytes
 
 
 _LARGEST_VECTORIZED = 128
@@ -147,13 +143,12 @@ computed channel by channel."""
 def _upsample(call: OpCall) -> int:
     """Copies of input and output in the channels-last layout, for images up to a size
     (`_use_vectorized_kernel_cond_2d` of ATen/native/cpu/UpSampleKernel.cpp)."""
-    x, out = call.args[0], call.outputs()[0]
-    is_small = out.shape[-2] + out.shape[-1] <= _LARGEST_VECTORIZED
-    if not is_small:
+    x, out = call.inputs()[0], call.outputs()[0]
+    if out.shape[-2] + out.shape[-1] > _LARGEST_VECTORIZED:
         return 0
     if suggested_format(x) == torch.channels_last:
         return copied_bytes(x, into=torch.channels_last)
-    return plain_bytes(x) + plain_bytes(out)
+    return x.nbytes + out.nbytes
 
 
 def _trilinear(call: OpCall) -> int:
@@ -182,9 +177,7 @@ def _patches_copy_bytes(call: OpCall) -> int:
     """A contiguous copy of an input that is not contiguous. If the output is larger than the input,
     also the storage first allocated for it, which was only as large as the input."""
     x: torch.Tensor = call.args[0]
-    return contiguous_copy_bytes(x) + (
-        plain_bytes(x) if call.outputs()[0].numel() > x.numel() else 0
-    )
+    return contiguous_copy_bytes(x) + (x.nbytes if call.outputs()[0].numel() > x.numel() else 0)
 
 
 def matrix_exp_bytes(call: OpCall) -> int:
@@ -202,7 +195,7 @@ def matrix_exp_bytes(call: OpCall) -> int:
         return 0
     n_matrices = x.numel() // (n * n)
     n_copies = 10 if n_matrices > 1 else 12
-    return n_copies * plain_bytes(x) + 3 * n_matrices * x.element_size()
+    return n_copies * x.nbytes + 3 * n_matrices * x.element_size()
 
 
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
@@ -216,32 +209,32 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.huber_loss: _unreduced_loss_bytes,
     # the log-sigmoids, and the loss of every element, which without reduction is the output
     aten.binary_cross_entropy_with_logits: lambda call: (
-        plain_bytes(call.args[0]) * (1 if call.args[4:5] == (_NOT_REDUCED,) else 2)
+        call.args[0].nbytes * (1 if call.args[4:5] == (_NOT_REDUCED,) else 2)
     ),
     # two intermediate results of the gradient's size
-    aten.soft_margin_loss_backward: lambda call: 2 * plain_bytes(call.args[1]),
+    aten.soft_margin_loss_backward: lambda call: 2 * call.args[1].nbytes,
     # the exponentials of the differences to the maxima
-    aten.logsumexp: lambda call: plain_bytes(call.args[0]) + plain_bytes(call.outputs()[0]),
+    aten.logsumexp: lambda call: call.args[0].nbytes + call.outputs()[0].nbytes,
     aten._safe_softmax: masked_rows_bytes,
     aten.im2col: _patches_copy_bytes,
     aten.col2im: _patches_copy_bytes,
     aten.sort: _sort,
     # a copy of the values, and their positions (ATen/native/Sorting.cpp)
-    aten.kthvalue: lambda call: plain_bytes(call.args[0]) + call.args[0].numel() * _INDEX_BYTES,
+    aten.kthvalue: lambda call: call.args[0].nbytes + call.args[0].numel() * _INDEX_BYTES,
     aten.median: _median,
     aten.nanmedian: _median,
     aten.upsample_nearest2d: _upsample,
     aten._upsample_nearest_exact2d: _upsample,
     aten.upsample_bilinear2d: _upsample,
     # the grid of each image in homogeneous coordinates: three per pixel, where the output has two
-    aten.affine_grid_generator: lambda call: plain_bytes(call.outputs()[0]) // 2 * 3,
+    aten.affine_grid_generator: lambda call: call.outputs()[0].nbytes // 2 * 3,
     # backward probabilities, as large as the forward ones
-    aten._ctc_loss_backward: lambda call: plain_bytes(call.args[6]),
+    aten._ctc_loss_backward: lambda call: call.args[6].nbytes,
     # the gradient's elements that the mask selects, at most all of them
-    aten.masked_scatter_backward: lambda call: plain_bytes(call.args[0]),
+    aten.masked_scatter_backward: lambda call: call.args[0].nbytes,
     # for means, the number of elements at each position, and the ones that are summed up to it
     aten.scatter_reduce: lambda call: (
-        plain_bytes(call.args[0]) + plain_bytes(call.args[3]) + call.args[3].numel()
+        call.args[0].nbytes + call.args[3].nbytes + call.args[3].numel()
         if call.args[4] == "mean"
         else 0
     ),
@@ -265,28 +258,26 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
 def _product_gradient(call: OpCall) -> int:
     """Workspace if some element is zero: the products of all other elements are then computed as
     cumulative products from both ends."""
-    gradient: torch.Tensor = call.args[0]
-    x: torch.Tensor = call.args[1]
-    return 5 * plain_bytes(x) + x.numel() + 4 * plain_bytes(gradient)
+    gradient, x = call.inputs()[:2]
+    return 5 * x.nbytes + x.numel() + 4 * gradient.nbytes
 
 
 def _sum_of_selected(call: OpCall) -> int:
     """The selected elements, at most all of them. With contiguous input and mask and one thread, as
     much again; else two integers per element (native/TensorAdvancedIndexing.cpp)."""
-    x: torch.Tensor = call.args[0]
-    mask: torch.Tensor = call.args[1]
+    x, mask = call.inputs()[:2]
     is_plain = x.is_contiguous() and mask.is_contiguous() and torch.get_num_threads() == 1
-    return 2 * plain_bytes(x) if is_plain else plain_bytes(x) + 16 * x.numel()
+    return 2 * x.nbytes if is_plain else x.nbytes + 16 * x.numel()
 
 
 _GRADIENT_ESTIMATES: Mapping[str, Callable[[OpCall], int]] = {
     "checkpoint_solver.prod_gradient": _product_gradient,
     "checkpoint_solver.prod_dim_gradient": _product_gradient,
-    "checkpoint_solver.cumprod_gradient": lambda call: 8 * plain_bytes(call.args[1]),
+    "checkpoint_solver.cumprod_gradient": lambda call: 8 * call.args[1].nbytes,
     "checkpoint_solver.sum_of_selected": _sum_of_selected,
     **{
         f"checkpoint_solver.{name}_gradient": lambda call: (
-            2 * plain_bytes(call.args[1]) + call.args[1].numel()
+            2 * call.args[1].nbytes + call.args[1].numel()
         )
         for name in ("max", "min", "median", "nanmedian")
     },
