@@ -317,8 +317,7 @@ class _Extraction:
         makers = {name: node.name for node in layout.nodes for name in node.outputs}
         copies: dict[str, list[Node]] = {}
         for placeholder, gradient in self.captured.gradients.items():
-            storage, value = layout.storage[gradient], gradient.meta["val"]
-            n_bytes = value.numel() * value.element_size()
+            storage, n_bytes = layout.storage[gradient], int(gradient.meta["val"].nbytes)
             is_taken = storage in layout.gradients.values()
             # No copy if a node makes it, no other leaf has it, and it fills its storage.
             if storage in makers and not is_taken and self.sizes[storage] == n_bytes:

@@ -45,7 +45,7 @@ class Collective:
             return None
         kind = call.packet.__name__.rstrip("_").removesuffix("_coalesced")
         tensors = call.outputs() if kind == _ALL_GATHER else call.inputs()
-        n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        n_bytes = sum(tensor.nbytes for tensor in tensors)
         names = [argument.name for argument in call.target._schema.arguments]
         arguments: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         return cls(kind, n_bytes, distributed_c10d._get_group_size_by_name(arguments["group_name"]))

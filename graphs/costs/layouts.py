@@ -17,7 +17,7 @@ import torch
 
 from graphs.costs.operators import OpCall, aten
 
-_TRANSPOSED_BLOCK = 60 * 60
+TRANSPOSED_BLOCK = 60 * 60
 """Elements of the buffer through which PyTorch copies a transposed matrix (native/Copy.cpp)."""
 
 
@@ -51,7 +51,7 @@ def copied_bytes(
 
 def _transposed_block_elements(x: torch.Tensor) -> int:
     is_transposed = x.dim() == 2 and x.stride() == (1, x.shape[0])
-    return _TRANSPOSED_BLOCK if is_transposed and x.numel() >= _TRANSPOSED_BLOCK else 0
+    return TRANSPOSED_BLOCK if is_transposed and x.numel() >= TRANSPOSED_BLOCK else 0
 
 
 def reads_contiguous(*positions: int) -> Callable[[OpCall], int]:

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
+from graphs.costs.layouts import TRANSPOSED_BLOCK
 from graphs.costs.operators import OpCall, aten
-
-_BLOCK = 60 * 60
-"""Elements of the buffer through which PyTorch copies a transposed matrix (native/Copy.cpp)."""
 
 
 def _copy_and_rows(position: int, n_rows: int = 0) -> Callable[[OpCall], int]:
@@ -24,7 +22,7 @@ def _copy_and_rows(position: int, n_rows: int = 0) -> Callable[[OpCall], int]:
 
     def estimate(call: OpCall) -> int:
         x: torch.Tensor = call.args[position]
-        block = _BLOCK if x.dim() == 2 else 0
+        block = TRANSPOSED_BLOCK if x.dim() == 2 else 0
         return x.nbytes + max(block, n_rows * max(x.shape[-2:])) * x.element_size()
 
     return estimate
@@ -48,7 +46,7 @@ def _eigh(call: OpCall) -> int:
     integers_bytes = 4 * (3 + 5 * n)
     if not x.is_complex():
         return size * (1 + 6 * n + 2 * n * n) + integers_bytes
-    n_elements = 26 * n + n * n + (_BLOCK if x.dim() == 2 else 0)
+    n_elements = 26 * n + n * n + (TRANSPOSED_BLOCK if x.dim() == 2 else 0)
     return size * n_elements + size // 2 * (1 + 5 * n + 2 * n * n) + integers_bytes
 
 

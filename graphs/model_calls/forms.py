@@ -60,7 +60,7 @@ def bytes_by_dtype(model: nn.Module) -> dict[str, int]:
     """Dtype name -> bytes of the parameters of that dtype. Shown in advice, never compared."""
     sizes: Counter[str] = Counter()
     for p in map(local_part, model.parameters()):
-        sizes[str(p.dtype).removeprefix("torch.")] += p.numel() * p.element_size()
+        sizes[str(p.dtype).removeprefix("torch.")] += p.nbytes
     return dict(sizes)
 
 

@@ -111,7 +111,7 @@ def _code_for(node: fx.Node, name: str) -> Code | None:
     if any(storage in _storages(each) for each in nodes):
         return None  # a view
     n_bytes = value.untyped_storage().nbytes()
-    is_whole = n_bytes == value.numel() * value.element_size() and value.storage_offset() == 0
+    is_whole = n_bytes == value.nbytes and value.storage_offset() == 0
     strides = zip(value.shape, value.stride(), strict=True)
     extent = 1 + sum((n - 1) * step for n, step in strides)  # from its first element to its last
     if not is_whole or extent != value.numel():

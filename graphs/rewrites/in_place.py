@@ -160,7 +160,7 @@ def _possible_overwrites(
         sharing = [item for item in arguments if layout.storage[item] == storage]
         if (
             storage in last_read_here
-            and result.numel() * result.element_size() == size_bytes[storage]
+            and result.nbytes == size_bytes[storage]
             and all(_view_key(item.meta["val"]) == _view_key(result) for item in sharing)
         ):
             yield Overwrite(overload, argument, keyword)

@@ -234,7 +234,7 @@ def _must_be_tensor_flags(backward: fx.Node) -> tuple[bool, ...]:
         elif user is not None and not others and user.op == "output":
             # The only reader is the output, once, and the gradient has a storage of its own size.
             value = gradient.meta["val"]
-            is_whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+            is_whole = value.untyped_storage().nbytes() == value.nbytes
             n_times = sum(item is gradient for item in pytree.tree_leaves(user.args))
             may_be_none = is_whole and n_times == 1
         must_be_tensor[gradient.args[1]] = not may_be_none  # type: ignore[index]
