@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
-from typing import Any
 
 import torch
 
 from graphs.capture.eager_calls import EagerCall, EagerCalls, matching_pairs, operator_name
 from graphs.capture.extraction import Layout
+from graphs.model_calls import autograd_functions, named_arguments
 
 _SCATTERS = frozenset(
     f"aten.{name}_scatter" for name in ("slice", "select", "diagonal", "as_strided")
@@ -75,19 +75,12 @@ def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _SavedTenso
     backward pass, which frees the saved tensors.
     """
     found: dict[int, _SavedTensors] = {}
-    stack = [item.grad_fn for item in outputs]
-    seen: set[Any] = {None}
-    while stack:
-        node: Any = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in autograd_functions(outputs):
         names = [name for name in dir(node) if name.startswith("_saved_")]
         values = {name.removeprefix("_saved_"): getattr(node, name) for name in names}
         tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
         conjugated = frozenset(name for name, each in tensors.items() if each.is_conj())
         found[node._sequence_nr()] = _SavedTensors(node.name(), tuple(tensors), conjugated)
-        stack += [each for each, _ in node.next_functions]
     return found
 
 
@@ -237,8 +230,7 @@ def _saved_tensors(
     schema = getattr(call.target, "_schema", None)
     if schema is None:
         return ()
-    arguments: dict[str, Any] = dict(call.kwargs)
-    arguments |= {a.name: value for a, value in zip(schema.arguments, call.args, strict=False)}
+    arguments = named_arguments(call.target, call.args, call.kwargs)
     if call.name in layout.in_place:  # autograd saves a copy, which the trace reads
         arguments.pop(schema.arguments[0].name, None)
     values = {name: each for name, each in arguments.items() if isinstance(each, torch.fx.Node)}

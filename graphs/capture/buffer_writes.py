@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.capture.captured_step import Capture
 from graphs.capture.traced_calls import is_backward
+from graphs.model_calls import storage_key
 
 aten = torch.ops.aten
 
@@ -198,7 +199,7 @@ def _readers(graph: fx.Graph, buffer: fx.Node) -> Iterator[fx.Node]:
         yield node
         values = pytree.tree_leaves(node.meta.get("val"))
         tensors = (item for item in values if isinstance(item, torch.Tensor))
-        if any(item.untyped_storage()._cdata == storage for item in tensors):
+        if any(storage_key(item) == storage for item in tensors):
             aliases.add(node)
 
 
@@ -229,4 +230,4 @@ def _are_unread(versions: Sequence[fx.Node], unneeded: set[fx.Node]) -> bool:
 
 
 def _storage(node: fx.Node) -> int:
-    return int(node.meta["val"].untyped_storage()._cdata)
+    return storage_key(node.meta["val"])

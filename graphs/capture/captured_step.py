@@ -21,10 +21,10 @@ from graphs.capture.as_eager import Guard
 from graphs.capture.filled_once import FilledAttribute
 from graphs.capture.opaque import OpaquePart
 from graphs.capture.refuse import HeldTensor, refuse_overlapping
-from graphs.capture.shared_outputs import remove_markers, storage_of, title
+from graphs.capture.shared_outputs import remove_markers, title
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import has_distributed, rewrite_for_local_parts
-from graphs.model_calls import HOLE, TraceError, local_part, nested
+from graphs.model_calls import HOLE, TraceError, local_part, nested, storage_key
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,11 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
     if shell.spec is None:
         raise TraceError("the model was never called while it was traced")
     inputs = {node: source for node, source in sources.items() if source.kind != "tangent"}
-    input_storages = {storage_of(node.meta["val"]) for node in inputs}
+    input_storages = {storage_key(node.meta["val"]) for node in inputs}
     nodes = {i: item for i, item in enumerate(outputs) if isinstance(item, torch.fx.Node)}
-    n_sharing = Counter(storage_of(node.meta["val"]) for node in nodes.values())
+    n_sharing = Counter(storage_key(node.meta["val"]) for node in nodes.values())
     for index in shell.gradient_outputs:
-        node, storage = nodes[index], storage_of(nodes[index].meta["val"])
+        node, storage = nodes[index], storage_key(nodes[index].meta["val"])
         if node.op == "placeholder" or (storage in input_storages and n_sharing[storage] > 1):
             raise TraceError(
                 f"{title(index, shell.spec)}, which gets a gradient, is one of the model's inputs "

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.costs import OpCall
+from graphs.model_calls import storage_key
 
 _Traced = TypeVar("_Traced")
 _Eager = TypeVar("_Eager")
@@ -58,8 +59,8 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
         if not call.outputs() or call.is_view():
             return value
-        input_storages = {item.untyped_storage()._cdata for item in call.inputs()}
-        outputs = {item.untyped_storage()._cdata: item for item in call.outputs()}
+        input_storages = {storage_key(item) for item in call.inputs()}
+        outputs = {storage_key(item): item for item in call.outputs()}
         # An operator in place makes nothing: its call stands for the storage that it writes.
         allocated = [
             item.untyped_storage()
@@ -70,7 +71,7 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers = tuple(map(self._number_of, storages))
         written = call.mutated()
         for item in written:
-            if (number := self._numbers.get(item.untyped_storage()._cdata)) is not None:
+            if (number := self._numbers.get(storage_key(item))) is not None:
                 self.written.setdefault(number, []).append(len(self.calls))
         node = torch._C._current_autograd_node()
         self.calls.append(

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from graphs.capture.refuse import global_hooks, shared_storages
 from graphs.capture.shell import Shell
-from graphs.model_calls import Call, is_distributed, is_distributed_class, local_part
+from graphs.model_calls import Call, is_distributed, is_distributed_class, local_part, storage_key
 
 _LIFT_OPERATORS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Operators whose argument is a real tensor that forward makes in each call, such as
@@ -91,7 +91,7 @@ class _DigestMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _remember(self, tensor: torch.Tensor, name: str) -> None:
         self._named_tensors[id(tensor)] = tensor, name
         if isinstance(tensor, FakeTensor):
-            self._storages.setdefault(tensor.untyped_storage()._cdata, name)
+            self._storages.setdefault(storage_key(tensor), name)
 
     def _words(self, item: Any, *, by_value: bool) -> Iterator[str]:
         if isinstance(item, torch.Size | str):
@@ -114,7 +114,7 @@ class _DigestMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._named_tensors[id(item)][1]
         if isinstance(item, FakeTensor):
             # Autograd may pass on a tensor that no operator returned, on a known storage.
-            storage = self._storages.get(item.untyped_storage()._cdata)
+            storage = self._storages.get(storage_key(item))
             if storage is not None:
                 return f"on {storage}: {_form(item)} {item.is_conj()} {item.is_neg()}"
         elif by_value and item.device.type == "cpu":

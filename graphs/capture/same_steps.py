@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs.capture.as_eager import Recipe, evaluate
 from graphs.capture.same_program import gradients
 from graphs.capture.shell import Shell
+from graphs.model_calls import storage_key
 
 Step = tuple[Any, pytree.TreeSpec, tuple[Any, ...]]
 
@@ -70,7 +71,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _remember(self, tensor: torch.Tensor, name: Any) -> None:
         self._named_tensors[id(tensor)] = tensor, name
-        self._storages.setdefault(tensor.untyped_storage()._cdata, name)
+        self._storages.setdefault(storage_key(tensor), name)
 
     def _constant_recipe(self, tensor: torch.Tensor) -> Recipe | None:
         value = self.shell.mode.value_of(tensor)
@@ -83,7 +84,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None:
             return known[1]
         constant = self._constant_recipe(item)
-        return constant or self._storages.get(item.untyped_storage()._cdata)
+        return constant or self._storages.get(storage_key(item))
 
 
 def are_same_steps(one: Sequence[Step], other: Sequence[Step]) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphs.model_calls import TraceError, nested, strided_like
+from graphs.model_calls import TraceError, nested, storage_key, strided_like
 
 _library: Any = torch.library.Library("checkpoint_solver", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("returned(Tensor output) -> Tensor")
@@ -30,9 +30,7 @@ _library.impl("returned", strided_like, "Meta")
 _library.define("arrives_as(Tensor gradient, SymInt[] strides) -> Tensor")
 _library.impl(
     "arrives_as",
-    lambda gradient, strides: torch.empty_strided(
-        gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
-    ),
+    lambda gradient, strides: strided_like(gradient, strides=strides),
     "Meta",
 )
 _returned = torch.ops.checkpoint_solver.returned.default
@@ -64,11 +62,6 @@ class _GradientWithStrides(torch.autograd.Function):
         return _arrives_as(gradient, ctx.strides), None
 
 
-def storage_of(tensor: torch.Tensor) -> Any:
-    """A key of the tensor's storage: equal for tensors that share memory."""
-    return tensor.untyped_storage()._cdata
-
-
 def title(index: int, spec: nested.Spec) -> str:
     """The name of a flat output for messages: "output ['logits'] of the model"."""
     return f"output {pytree.keystr(nested.paths(spec)[index]) or index} of the model"
@@ -85,7 +78,7 @@ def with_markers(
     gradient_outputs: indices of the outputs that get a gradient.
     gradient_strides: index of an output -> strides of its gradient, if not the output's own.
     """
-    n_sharing = Counter(storage_of(item) for item in outputs if isinstance(item, torch.Tensor))
+    n_sharing = Counter(storage_key(item) for item in outputs if isinstance(item, torch.Tensor))
     marked_outputs = list(outputs)
     for index in gradient_outputs:
         if index in gradient_strides:
@@ -93,7 +86,7 @@ def with_markers(
                 marked_outputs[index], gradient_strides[index]
             )  # type: ignore[no-untyped-call]
     for index in gradient_outputs:
-        if n_sharing[storage_of(outputs[index])] > 1:
+        if n_sharing[storage_key(outputs[index])] > 1:
             marked_outputs[index] = _OutputWithOwnMemory.apply(marked_outputs[index])  # type: ignore[no-untyped-call]
     return marked_outputs
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from graphs.model_calls import named_arguments
+
 
 def is_backward(node: torch.fx.Node) -> bool:
     """Whether the node runs in the backward pass, by the tag that PyTorch's partitioners use."""
@@ -26,6 +28,5 @@ def is_random(node: torch.fx.Node) -> bool:
         return False
     if node.target not in _CUDA_ATTENTION:
         return True
-    names = [argument.name for argument in node.target._schema.arguments]
-    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    arguments = named_arguments(node.target, node.args, node.kwargs)
     return bool(arguments.get("dropout_p", 0.0) != 0.0)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from graphs.model_calls import named_arguments
+
 BACKWARD = tuple(
     f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")
 )
@@ -29,12 +31,12 @@ def with_real_seeds(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name not in BACKWARD or not isinstance(args[1], torch.Tensor) or not args[1].is_cuda:
         return args
     forward = getattr(torch.ops.aten, name.removesuffix("_backward")).default
-    names = [argument.name for argument in operator._schema.arguments[: len(args)]]
-    arguments = {**dict(zip(names, args, strict=True)), "compute_log_sumexp": True}
+    own = named_arguments(operator, args, {})
+    arguments = {**own, "compute_log_sumexp": True}
     wanted = {a.name: arguments[a.name] for a in forward._schema.arguments if a.name in arguments}
     forward_results = {
         _FORMER_NAMES.get(returned.name, returned.name): value
         for returned, value in zip(forward._schema.returns, forward(**wanted), strict=True)
     }
     seeds = {key: forward_results[key] for key in _FORMER_NAMES.values()}
-    return tuple(seeds.get(key, value) for key, value in zip(names, args, strict=True))
+    return tuple(seeds.get(key, value) for key, value in own.items())

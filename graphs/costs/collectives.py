@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed import distributed_c10d
 
 from graphs.costs.operators import OpCall
 from graphs.hardware import Link, all_gather_s, all_reduce_s, reduce_scatter_s
+from graphs.model_calls import named_arguments
 
 _NAMESPACES = ("_c10d_functional", "c10d_functional", "c10d", "_dtensor")
 _WAIT = "_c10d_functional.wait_tensor.default"
@@ -46,8 +46,7 @@ class Collective:
         kind = call.packet.__name__.rstrip("_").removesuffix("_coalesced")
         tensors = call.outputs() if kind == _ALL_GATHER else call.inputs()
         n_bytes = sum(tensor.nbytes for tensor in tensors)
-        names = [argument.name for argument in call.target._schema.arguments]
-        arguments: dict[str, Any] = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        arguments = named_arguments(call.target, call.args, call.kwargs)
         return cls(kind, n_bytes, distributed_c10d._get_group_size_by_name(arguments["group_name"]))
 
     def time_s(self, link: Link) -> float:

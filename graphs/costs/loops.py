@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.costs.operators import Cost, OpCall
 from graphs.costs.tracker import Tracker
+from graphs.model_calls import strided_like
 
 _CHUNK_ROWS_AT = {
     "torch_nn::_linear_cross_entropy_batch_chunked": 8,
@@ -88,13 +89,8 @@ def _cost_on_rows(
     loop: RowLoop, call: OpCall, n_rows: int, cost: Callable[[OpCall], Cost]
 ) -> tuple[float, int]:
     """Seconds and workspace bytes of the loop on fake tensors with this number of rows."""
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        shape, strides = tensor.shape, tensor.stride()
-        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
-
     with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
-        args = pytree.tree_map_only(torch.Tensor, fake, call.args)
+        args = pytree.tree_map_only(torch.Tensor, strided_like, call.args)
         args = [arg[:n_rows] if at in loop.row_inputs else arg for at, arg in enumerate(args)]
         with Tracker(cost) as tracker:
             value = loop(*args, **call.kwargs)

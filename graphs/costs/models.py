@@ -27,6 +27,7 @@ from graphs.costs.observed import observed_run
 from graphs.costs.operators import Cost, OpCall, aten, bytes_moved, dtype_of, flops_of
 from graphs.costs.workspace import cpu_workspace_bytes
 from graphs.hardware import Hardware, HostCopies, Link, card_called, link_between, link_named, named
+from graphs.model_calls import strided_like
 
 DISPATCH_S = 5e-6
 """Seconds in which eager PyTorch dispatches one operator, however small: `torch.ops.aten.add` of
@@ -311,7 +312,7 @@ def _real_tensor_like(
     """
     stays_on_host = tensor.device.type == "cpu" and tensor.dim() == 0
     where = tensor.device if stays_on_host else device
-    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+    new = strided_like(tensor, where)
     storage = torch.empty(0, dtype=tensor.dtype, device=where).set_(new.untyped_storage())
     if tensor.dtype.is_floating_point and tensor.element_size() > 1:
         _ = storage.normal_() if is_normal else storage.uniform_()

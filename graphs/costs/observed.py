@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.costs.operators import OpCall
+from graphs.model_calls import strided_like
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _with_meta_tensors(call: OpCall) -> OpCall:
                 sizes: torch.Tensor = tensor._nested_tensor_size()
                 new = torch.empty(len(sizes), *sizes.amax(0).tolist(), **options)
             elif tensor.layout == torch.strided:
-                new = torch.empty_strided(tensor.shape, tensor.stride(), **options)
+                new = strided_like(tensor, "meta")
             else:
                 new = torch.empty(tensor.shape, **options)
             meta_by_id[id(tensor)] = new

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from graphs.model_calls import named_arguments, storage_key
+
 aten = torch.ops.aten
 
 
@@ -53,8 +55,7 @@ class OpCall:
         schema = getattr(self.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return []
-        given = dict(zip((a.name for a in schema.arguments), self.args, strict=False))
-        given |= self.kwargs
+        given = named_arguments(self.target, self.args, self.kwargs)
         written = (a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
         return tensors_in([given.get(name) for name in written])
 
@@ -97,8 +98,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _storages(tensors: Iterable[torch.Tensor], *, minus: Iterable[torch.Tensor]) -> dict[int, int]:
     """The storages of `tensors` that no tensor of `minus` uses: their id -> bytes."""
-    old = {item.untyped_storage()._cdata for item in minus}
-    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    old = {storage_key(item) for item in minus}
+    found = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
     return {storage: n_bytes for storage, n_bytes in found.items() if storage not in old}
 
 

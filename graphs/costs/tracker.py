@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.costs.operators import Cost, OpCall
+from graphs.model_calls import storage_key
 
 
 class Tracker(TorchDispatchMode):
@@ -33,7 +34,7 @@ class Tracker(TorchDispatchMode):
         call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
         if not call.outputs() and not call.mutated():
             return value  # it queries a property, such as prim.device
-        known = {item.untyped_storage()._cdata for item in call.inputs()}
+        known = {storage_key(item) for item in call.inputs()}
         for item in call.outputs():
             storage = item.untyped_storage()
             if storage._cdata not in known:

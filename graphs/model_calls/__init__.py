@@ -11,9 +11,7 @@ from graphs.model_calls.call import (
     check_call,
     device_of,
     find_loss,
-    same_strides,
     signature_of,
-    strided_like,
 )
 from graphs.model_calls.forms import (
     FROZEN,
@@ -30,3 +28,11 @@ from graphs.model_calls.local_parts import (
     local_part,
 )
 from graphs.model_calls.names import named_state, tensor_names
+from graphs.model_calls.tensors import (
+    autograd_functions,
+    dense_storage_key,
+    named_arguments,
+    same_strides,
+    storage_key,
+    strided_like,
+)

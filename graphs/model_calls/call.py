@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphs.model_calls import nested
+from graphs.model_calls.tensors import autograd_functions, strided_like
 
 
 class TraceError(ValueError):
@@ -189,13 +190,7 @@ def find_loss(output: Any) -> torch.Tensor:
 
 def _leaf_nodes(tensors: Sequence[torch.Tensor]) -> set[Any]:
     """The leaves of the autograd graph of these tensors: one gradient accumulator per parameter."""
-    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen: set[Any] = {*stack}
-    while stack:
-        unseen = {node for node, _ in stack.pop().next_functions if node is not None} - seen
-        seen |= unseen
-        stack += unseen
-    return {node for node in seen if not node.next_functions}
+    return {f for f in autograd_functions(tensors) if not f.next_functions}
 
 
 def _describe(value: object) -> str:
@@ -207,16 +202,3 @@ def _describe(value: object) -> str:
 def device_of(model: nn.Module) -> torch.device:
     """The device of the module's parameters; the CPU if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def strided_like(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """An empty tensor of the same shape, strides and dtype. (`empty_like` would close gaps.)"""
-    where = tensor.device if device is None else device
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
-
-
-def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether both strides place every element alike. Those of dimensions of size 1 do not
-    matter."""
-    each = zip(shape, one, other, strict=True)
-    return all(size == 1 or a == b for size, a, b in each)

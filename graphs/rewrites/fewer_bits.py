@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.capture import Capture
 from graphs.costs import OpCall, flops_of
+from graphs.model_calls import storage_key
 from graphs.rewrites.codes import Code, Pack, Unpack
 
 aten = torch.ops.aten
@@ -206,7 +207,7 @@ def _storages(node: Any) -> set[int]:
     if not isinstance(node, fx.Node):
         return set()
     values = pytree.tree_leaves(node.meta.get("val"))
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
+    return {storage_key(v) for v in values if isinstance(v, torch.Tensor)}
 
 
 def _is_backward(node: fx.Node) -> bool:

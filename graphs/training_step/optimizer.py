@@ -27,7 +27,7 @@ from graphs.capture import failures_not_logged
 from graphs.costs import Cost, CostModel, Tracker
 from graphs.fsdp import shard_rows
 from graphs.graph import warn
-from graphs.model_calls import TraceError, local_part, strided_like
+from graphs.model_calls import TraceError, local_part, storage_key, strided_like
 from graphs.training_step.given_optimizer import GivenOptimizer, read_optimizer
 from graphs.training_step.state_buckets import (
     Figures,
@@ -111,7 +111,7 @@ def optimizer_costs(
 
             all_figures = step()
             storages = {
-                item.untyped_storage()._cdata: item.untyped_storage().nbytes()
+                storage_key(item): item.untyped_storage().nbytes()
                 for item in pytree.tree_leaves(list(twin.state.values()))
                 if isinstance(item, torch.Tensor) and item.device.type == device.type
             }

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils import _pytree as pytree
 
+from graphs.model_calls import named_arguments
+
 _OWN_OPERATORS = ("dropout_noise", "bernoulli_fill", "normal_fill", "random_fill")
 _DRAWS_KNOWN_FROM_FORM = {f"checkpoint_solver::{name}" for name in _OWN_OPERATORS} | {
     f"aten::{name}"
@@ -116,11 +118,11 @@ class Draws:
 
         Returns its position among the calls, or None if its result cannot be computed.
         """
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.name in ("dropout_p", "draws"):
-                given = args[position] if position < len(args) else argument.default_value
-                if not kwargs.get(argument.name, given):
-                    return None  # draws nothing: attention without dropout, or an opaque part
+        given = named_arguments(func, args, kwargs)
+        for argument in func._schema.arguments:
+            is_switch = argument.name in ("dropout_p", "draws")
+            if is_switch and not given.get(argument.name, argument.default_value):
+                return None  # draws nothing: attention without dropout, or an opaque part
         # With a tensor for `high`, the range decides whether each number takes 32 or 64 bits.
         name, arguments = func._schema.name, func._schema.arguments
         n_tensors = sum(isinstance(each.type, torch.TensorType) for each in arguments)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from graphs.model_calls import named_arguments
+
 aten = torch.ops.aten
 _ROW_BYTES = 16
 """Alignment of the rows of a grouped product."""
@@ -35,10 +37,8 @@ def cpu_kernel_result(
     rule = _RULES.get(operator)
     if rule is None or not _are_fake_cpu_tensors(args[:2]):
         return NotImplemented
-    names = [argument.name for argument in operator._schema.arguments]
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     with mode:
-        return rule(args[0], args[1], arguments)
+        return rule(args[0], args[1], named_arguments(operator, args, kwargs))
 
 
 def _grouped_product(one: torch.Tensor, other: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
@@ -148,10 +148,9 @@ def _with_kernel_strides(
     tensors = [item for item in args if isinstance(item, torch.Tensor)]
     if all(item.is_contiguous() for item in tensors) or any(not t.numel() for t in tensors):
         return result
-    names = [argument.name for argument in operator._schema.arguments]
-    arguments = [_small_argument(item, name) for item, name in zip(args, names, strict=False)]
+    arguments = named_arguments(operator, args, {})
     with unset_fake_temporarily(), torch.no_grad():
-        small = operator(*arguments, **kwargs)
+        small = operator(*(_small_argument(a, name) for name, a in arguments.items()), **kwargs)
 
     def in_kernel_order(one: Any, other: Any) -> Any:
         if not isinstance(one, torch.Tensor) or other is None:  # None: a gradient not asked for

@@ -32,7 +32,7 @@ from graphs.capture.as_eager.drawn_values import DrawnValue, Draws, Replay, key_
 from graphs.capture.as_eager.fake_kernels import correct_fake_result, cpu_kernel_result
 from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes, refuse_writing_real_tensors
 from graphs.costs import OpCall
-from graphs.model_calls import is_distributed_class, strided_like
+from graphs.model_calls import is_distributed_class, storage_key, strided_like
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class KnowingMode(FakeTensorMode):
         """The recipe of the tensor's value; None if the value is unknown."""
         if not isinstance(tensor, FakeTensor):
             return _constant_recipe(tensor) if type(tensor) is torch.Tensor else None
-        if self._written and tensor.untyped_storage()._cdata in self._written:
+        if self._written and storage_key(tensor) in self._written:
             return None
         value: Value | None = tensor.__dict__.get(_ATTRIBUTE)
         return value

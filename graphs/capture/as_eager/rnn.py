@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.traceback import annotate
 
-from graphs.model_calls import TraceError
+from graphs.model_calls import TraceError, strided_like
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]
@@ -44,13 +44,9 @@ _ONEDNN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _library = torch.library.Library("checkpoint_solver", "FRAGMENT")
 
 
-def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-
-
 _library.define("laid_out(Tensor self, SymInt[] strides) -> Tensor")
-_library.impl("laid_out", lambda t, strides: _with_strides(t, strides).copy_(t), "CPU")
-_library.impl("laid_out", _with_strides, "Meta")
+_library.impl("laid_out", lambda t, strides: strided_like(t, strides=strides).copy_(t), "CPU")
+_library.impl("laid_out", lambda t, strides: strided_like(t, strides=strides), "Meta")
 torch.library.register_autograd(
     "checkpoint_solver::laid_out", lambda _ctx, gradient: (gradient, None), lib=_library
 )

@@ -16,6 +16,7 @@ import torch
 from graphs.capture.opaque.forms import RandomSources
 from graphs.capture.opaque.island import CallResult, Island
 from graphs.costs import CudaPeaks, begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
+from graphs.model_calls import strided_like
 
 MARGIN = 1.125
 """Factor on the bytes of a call whose sizes depend on values, since another batch may need more."""
@@ -79,8 +80,9 @@ class Bench:
 
     def ones_as_gradients(self, outs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Ones as gradients of the outputs that may get one, with the strides known of the step."""
+        strides = self.island.request.tangent_strides
         return [
-            _ones(t, self.island.request.tangent_strides.get(i))
+            (strided_like(t, strides=strides[i]) if i in strides else t.new_empty(t.shape)).fill_(1)
             if t.is_floating_point() or t.is_complex()
             else None
             for i, t in enumerate(outs)
@@ -168,15 +170,6 @@ class Bench:
         if self.island.device.type == "cuda":
             torch.cuda.synchronize(self.island.device)
         return time.perf_counter()
-
-
-def _ones(like: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
-    """Ones like the tensor, with these strides (None: contiguous)."""
-    if strides is None:
-        return torch.ones_like(like, memory_format=torch.contiguous_format)
-    pairs = zip(like.shape, strides, strict=True)
-    n = 1 + sum((size - 1) * stride for size, stride in pairs)
-    return torch.ones(n, dtype=like.dtype, device=like.device).as_strided(like.shape, strides)
 
 
 def _storage_bytes(tensors: Sequence[torch.Tensor | None]) -> int:

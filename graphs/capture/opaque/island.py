@@ -23,7 +23,15 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from graphs.capture.as_eager import autograd_keys_included
 from graphs.capture.refuse import SideEffectError, buffers_of, refuse_replaced_buffers
-from graphs.model_calls import HOLE, Call, named_state, nested, same_strides
+from graphs.model_calls import (
+    HOLE,
+    Call,
+    dense_storage_key,
+    named_state,
+    nested,
+    same_strides,
+    strided_like,
+)
 
 
 @dataclass(frozen=True)
@@ -128,11 +136,11 @@ class _SavedTensorHooks:
         """
         position_of: dict[int | None, int] = {}
         for position, given_tensor in enumerate(known):
-            position_of.setdefault(_storage(given_tensor), position)
+            position_of.setdefault(dense_storage_key(given_tensor), position)
         found: set[int] = set()
         for each in self.packed:
             tensor = each.tensor
-            index = None if tensor is None else position_of.get(_storage(tensor))
+            index = None if tensor is None else position_of.get(dense_storage_key(tensor))
             if tensor is None or index is None or tensor.dtype != known[index].dtype:
                 continue
             if reads is not None and index not in reads:
@@ -142,9 +150,10 @@ class _SavedTensorHooks:
             each.view = index, tuple(tensor.shape), tensor.stride(), int(offset)
             each.tensor = None
             found.add(index)
-        kept = (each.tensor for each in self.packed if each.tensor is not None)
-        storages = {_storage(t): t for t in kept if _storage(t) not in position_of}
-        n_bytes = sum(t.untyped_storage().nbytes() for key, t in storages.items() if key)
+        kept = [each.tensor for each in self.packed if each.tensor is not None]
+        storages = [t.untyped_storage() for t in kept if t.layout == torch.strided]
+        kept_bytes = {storage._cdata: storage.nbytes() for storage in storages}
+        n_bytes = sum(n for key, n in kept_bytes.items() if key not in position_of)
         self.packed.clear()  # autograd holds them
         return found, n_bytes
 
@@ -160,12 +169,6 @@ class Saved:
     hooks: _SavedTensorHooks = field(default_factory=_SavedTensorHooks)
     outputs: list[Any] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    if tensor.layout != torch.strided:
-        return None
-    return int(tensor.untyped_storage()._cdata)
 
 
 class _Entrance(torch.autograd.Function):
@@ -351,7 +354,7 @@ class Island:
             )
         saved.hooks.known = []
         given_tensors = [t for t in (*known, *gradients, *starts) if t is not None]
-        used_storages = {_storage(tensor) for tensor in given_tensors}
+        used_storages = {dense_storage_key(tensor) for tensor in given_tensors}
         return [_in_own_memory(gradient, used_storages) for gradient in found]
 
 
@@ -383,12 +386,12 @@ def _in_own_memory(gradient: torch.Tensor | None, storages: set[int | None]) -> 
     """
     if gradient is None:
         return None
-    if _storage(gradient) in storages:
+    if dense_storage_key(gradient) in storages:
         copy = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
         geometry = gradient.storage_offset(), gradient.shape, gradient.stride()
         storage: Any = gradient.untyped_storage()
         gradient = copy.set_(storage.clone(), *geometry)
-    storages.add(_storage(gradient))
+    storages.add(dense_storage_key(gradient))
     return gradient
 
 
@@ -396,5 +399,4 @@ def with_strides(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """The tensor with these strides; a copy if it has others."""
     if same_strides(tensor.shape, tensor.stride(), strides):
         return tensor
-    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor)
+    return strided_like(tensor, strides=strides).copy_(tensor)

@@ -24,7 +24,7 @@ from graphs.capture.opaque.functions import CalledFunction, is_function, piece_a
 from graphs.capture.opaque.island import GradientRequest, state_of
 from graphs.capture.opaque.methods import CalledMethod, is_method
 from graphs.capture.traced_calls import is_backward
-from graphs.model_calls import Call, TraceError
+from graphs.model_calls import Call, TraceError, storage_key
 
 _library: Any = torch.library.Library("checkpoint_solver", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -199,4 +199,4 @@ def saved_bytes(graph: fx.Graph) -> int:
 
 
 def _storage(value: object) -> int:
-    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else 0
+    return storage_key(value) if isinstance(value, torch.Tensor) else 0

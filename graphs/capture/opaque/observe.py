@@ -41,7 +41,7 @@ from graphs.capture.refuse import (
     objects_unchanged,
 )
 from graphs.costs import ObservedRun, OperatorCalls, ValueReads
-from graphs.model_calls import HOLE, Call, nested
+from graphs.model_calls import HOLE, Call, nested, storage_key
 
 N_SHUFFLED = 2
 """How many shuffled inputs to measure."""
@@ -290,8 +290,8 @@ class _Watch:
             raise self._error("it returns a sparse or nested tensor, or one on another device")
         if not result.outs:
             raise self._error("it returns no tensor")
-        given = {t.untyped_storage()._cdata for t in tensors}
-        made = {t.untyped_storage()._cdata for t in result.outs}
+        given = {storage_key(t) for t in tensors}
+        made = {storage_key(t) for t in result.outs}
         if given & made or len(made) < len(result.outs):
             raise self._error("a tensor that it returns shares memory with another, or an input")
         n_uses, reaches_others = _parameter_uses(result)

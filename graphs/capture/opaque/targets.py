@@ -18,7 +18,7 @@ from graphs.capture.opaque.forms import Form, OpaqueCall
 from graphs.capture.opaque.island import Saved, with_strides
 from graphs.capture.opaque.nodes import BACKWARD, FORWARD, StandIn
 from graphs.costs import ObservedRun
-from graphs.model_calls import nested
+from graphs.model_calls import nested, storage_key
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class OpaqueForward:
         Raises RuntimeError if its outputs have other shapes than planned, or if it draws random
         numbers although none were planned. Warns once if it saves more bytes than planned.
         """
-        known = {t.untyped_storage()._cdata for t in tensors}
+        known = {storage_key(t) for t in tensors}
 
         def as_planned(spec: nested.Spec, outs: list[torch.Tensor]) -> list[torch.Tensor]:
             forms = [(tuple(t.shape), t.dtype) for t in outs]
@@ -77,7 +77,7 @@ class OpaqueForward:
                     "values. Plan by submodules (checkpoint_solver.fallback.plan_chain)"
                 )
             return [
-                with_strides(t.clone() if t.untyped_storage()._cdata in known else t, form.strides)
+                with_strides(t.clone() if storage_key(t) in known else t, form.strides)
                 for t, form in zip(outs, self.call.outs, strict=True)
             ]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphs.model_calls import TraceError
+from graphs.model_calls import TraceError, dense_storage_key
 
 
 def refuse_overlapping(
@@ -26,7 +26,7 @@ def refuse_overlapping(
     """
     keys_by_storage = _by_storage(tensors)
     for key in written:
-        for other in keys_by_storage.get(_storage_of(tensors.get(key)), ()):
+        for other in keys_by_storage.get(dense_storage_key(tensors[key]), ()):
             if other == key:
                 continue
             (start, end), (other_start, other_end) = (
@@ -59,16 +59,9 @@ def shared_storages(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], .
 def _by_storage(tensors: Mapping[Any, torch.Tensor]) -> dict[int | None, list[Any]]:
     found: dict[int | None, list[Any]] = defaultdict(list)
     for key, tensor in tensors.items():
-        storage = _storage_of(tensor)
-        if storage is not None:
+        if (storage := dense_storage_key(tensor)) is not None:
             found[storage].append(key)
     return found
-
-
-def _storage_of(tensor: torch.Tensor | None) -> int | None:
-    if tensor is None or tensor.layout != torch.strided:
-        return None
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.capture.refuse.side_effects import SideEffectError
 from graphs.costs import tensors_in
-from graphs.model_calls import TraceError, nested
+from graphs.model_calls import TraceError, nested, storage_key
 
 _NOT_DIFFERENTIATED = (torch.ops.aten.detach.default,)
 
@@ -67,7 +67,7 @@ class ReadTensors:
                     "register it (nn.Parameter as an attribute, nn.ParameterList for a list), "
                     "pass it in with the batch, or detach it"
                 )
-            self._by_storage[item.untyped_storage()._cdata] = item
+            self._by_storage[storage_key(item)] = item
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -82,7 +82,7 @@ class ReadTensors:
             for attribute, value in vars(module).items()
             if attribute not in ("_parameters", "_buffers", "_modules")
             for index, tensor in enumerate(_tensors_in(value))
-            if tensor.untyped_storage()._cdata in self._by_storage
+            if storage_key(tensor) in self._by_storage
         )
 
     def refuse_hidden(self, arguments: Iterable[object]) -> None:
@@ -90,7 +90,7 @@ class ReadTensors:
         for argument in arguments:
             attributes = getattr(argument, "__dict__", {})
             for tensor in nested.tensors(list(attributes.values())):
-                if tensor.untyped_storage()._cdata in self._by_storage:
+                if storage_key(tensor) in self._by_storage:
                     raise TraceError(
                         f"an argument of type {type(argument).__name__} hides tensors; every step "
                         "would read those of the first call: pass the tensors directly, in a dict "

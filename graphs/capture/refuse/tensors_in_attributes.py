@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.model_calls import nested
+from graphs.model_calls import nested, storage_key
 
 
 @contextlib.contextmanager
@@ -39,18 +39,14 @@ def tensors_restored(model: nn.Module) -> Iterator[list[tuple[nn.Module, str, An
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """The tensors in plain attributes, each storage once; no views of parameters or buffers."""
-    seen = {_storage(t) for t in (*model.parameters(), *model.buffers()) if _is_plain(t)}
+    seen = {storage_key(t) for t in (*model.parameters(), *model.buffers()) if _is_plain(t)}
     module_attributes = {*vars(nn.Module())}
     for module in model.modules():
         for attribute, value in vars(module).items():
             for tensor in () if attribute in module_attributes else nested.tensors(value):
-                if _is_plain(tensor) and _storage(tensor) not in seen:
-                    seen.add(_storage(tensor))
+                if _is_plain(tensor) and storage_key(tensor) not in seen:
+                    seen.add(storage_key(tensor))
                     yield module, attribute, tensor
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

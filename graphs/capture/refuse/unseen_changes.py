@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from graphs.capture.refuse.side_effects import SideEffectError
-from graphs.model_calls import nested
+from graphs.model_calls import autograd_functions, nested, storage_key
 
 _CHECKPOINTS = torch.utils.checkpoint.__name__
 _SAVED_TENSORS = (
@@ -90,7 +90,7 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
     def on_backward(tensors: Any, *_: Any, inputs: Any = None, **__: Any) -> str | None:
         if inputs is not None:
             return None
-        functions = _backward_functions_of(nested.tensors(tensors))
+        functions = autograd_functions(nested.tensors(tensors))
         # a parameter is a leaf if the model is run, and has a grad_fn in a trace
         parameter_ids = {id(p) for p in module.parameters()}
         parameter_functions = {p.grad_fn for p in module.parameters()}
@@ -138,34 +138,19 @@ class _DataSetter:
     def __call__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         parameters = {*map(id, self._module.parameters())}
         state = [*self._module.parameters(), *self._module.buffers()]
-        storages = {each.untyped_storage()._cdata for each in state}
+        storages = {storage_key(each) for each in state}
         if (
             isinstance(tensor, FakeTensor | FunctionalTensor)
             and not tensor.requires_grad
             and id(tensor) in parameters
             and (tensor.shape, tensor.dtype, tensor.stride())
             == (value.shape, value.dtype, value.stride())
-            and value.untyped_storage()._cdata not in storages
+            and storage_key(value) not in storages
         ):
             with torch.no_grad():
                 tensor.copy_(value)
         else:
             self._refuse(tensor, value)
-
-
-def _backward_functions_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """The autograd functions that a backward pass from these tensors would run.
-
-    The function that accumulates a leaf's gradient has the leaf as its `variable`.
-    """
-    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen: set[Any] = {None}
-    while stack:
-        function = stack.pop()
-        if function not in seen:
-            seen.add(function)
-            yield function
-            stack += [before for before, _ in function.next_functions]
 
 
 def _saved_hooks_message(pack: Callable[..., Any], _unpack: Any) -> str | None:

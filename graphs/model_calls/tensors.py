@@ -1,0 +1,66 @@
+"""Tensors without their values: form and storage, arguments of operators, the autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def strided_like(
+    tensor: torch.Tensor,
+    device: torch.device | str | None = None,
+    *,
+    strides: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """An empty tensor of the same shape, strides and dtype. (`empty_like` would close gaps.)
+
+    device, strides: instead of the tensor's own.
+    """
+    return torch.empty_strided(
+        tensor.shape,
+        tensor.stride() if strides is None else strides,
+        dtype=tensor.dtype,
+        device=tensor.device if device is None else device,
+    )
+
+
+def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether both strides place every element alike. Those of dimensions of size 1 do not
+    matter."""
+    each = zip(shape, one, other, strict=True)
+    return all(size == 1 or a == b for size, a, b in each)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A key that is equal for tensors that share memory, while one of them exists."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def dense_storage_key(tensor: torch.Tensor) -> int | None:
+    """The same; None for a tensor that is not dense, and so has no storage of its elements."""
+    return storage_key(tensor) if tensor.layout == torch.strided else None
+
+
+def named_arguments(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments that an operator is given, by their names in its schema."""
+    names = (argument.name for argument in operator._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def autograd_functions(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The autograd functions that a backward pass from these tensors would run, each once.
+
+    The function that accumulates a leaf's gradient has the leaf as its `variable`.
+    """
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = {None}
+    while stack:
+        function = stack.pop()
+        if function not in seen:
+            seen.add(function)
+            yield function
+            stack += [before for before, _ in function.next_functions]
