@@ -6,6 +6,7 @@ from graphs.capture.backward_rehearsal import Rehearsed
 from graphs.capture.buffer_writes import Write
 from graphs.capture.called_losses import CalledLoss, LossCalls, called_loss_of, overwrites_logits
 from graphs.capture.captured_step import Capture, Source
+from graphs.capture.checkpoints import at_each_checkpoint
 from graphs.capture.extraction import (
     CPU_RANDOM_STATE_BYTES,
     Layout,
@@ -15,7 +16,6 @@ from graphs.capture.extraction import (
 from graphs.capture.joint_graph import (
     capture,
     fake_output,
-    one_at_a_time,
     rehearse,
 )
 from graphs.capture.kept_program import KeptCapture
@@ -26,7 +26,6 @@ from graphs.capture.opaque import (
     Planned,
     RandomSources,
 )
-from graphs.capture.own_checkpointing import at_each_checkpoint
 from graphs.capture.own_failure import FailsOnBatchError, failures_not_logged
 from graphs.capture.refuse import (
     HOOKS,
@@ -41,3 +40,4 @@ from graphs.capture.refuse import (
 from graphs.capture.shell import leaves_of
 from graphs.capture.tensor_parallel import MeshError, has_parallel_style
 from graphs.capture.traced_calls import is_backward, is_random
+from graphs.capture.tracing_lock import one_at_a_time

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from graphs.model_calls import is_distributed
 
 _SIGNATURE = inspect.signature(F.cross_entropy)
-_REQUIRED_VALUES = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
-"""Required values of the arguments that a `CalledLoss` does not have."""
+_DEFAULTS = {"size_average": None, "reduce": None, "label_smoothing": 0.0}
+"""Arguments that a `CalledLoss` does not have, which must have these values."""
 
 _CALL = "cross_entropy_call"
 """Key of the annotation by which an fx node refers to its call (`_LossCall`)."""
@@ -49,11 +49,7 @@ class CalledLoss:
         bound.apply_defaults()
         values = bound.arguments
         logits, target = values["input"], values["target"]
-        if any(
-            values[name] != required
-            for name, required in _REQUIRED_VALUES.items()
-            if name != "weight"
-        ):
+        if any(values[name] != default for name, default in _DEFAULTS.items()):
             return None
         if values["weight"] is not None or is_distributed(logits) or is_distributed(target):
             return None

@@ -21,12 +21,10 @@ What makes this work for modules as people write them:
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -38,7 +36,7 @@ from torch.fx.traceback import annotate
 from graphs.capture.as_eager import eager_branches, eager_kernels, no_cache, refuse_fast_path
 from graphs.capture.backward_rehearsal import Rehearsed, compare_backward, saved_by_functions
 from graphs.capture.captured_step import Capture, read_joint
-from graphs.capture.direct_checkpoints import call_checkpoints_directly
+from graphs.capture.checkpoints import call_checkpoints_directly
 from graphs.capture.eager_calls import EagerCalls
 from graphs.capture.extraction import Layout
 from graphs.capture.filled_once import (
@@ -62,26 +60,10 @@ from graphs.capture.same_steps import StepRecorder, are_same_steps
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import forget_placements, has_distributed, meshes_on
 from graphs.capture.traced_calls import is_backward
+from graphs.capture.tracing_lock import one_at_a_time
 from graphs.model_calls import Call, TraceError, strided_like
 
-TRACING = threading.RLock()
-"""The lock that is held while tracing: a trace patches things of the whole process (kernels of
-operators, branches of libraries, global module hooks, AOTAutograd's settings), so threads take
-turns."""
-
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function so that it holds `TRACING` while it runs."""
-
-    @functools.wraps(function)
-    def locked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with TRACING:
-            return function(*args, **kwargs)
-
-    return locked
 
 
 @one_at_a_time

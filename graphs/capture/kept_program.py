@@ -65,8 +65,4 @@ class KeptCapture:
         return captured if description == self._description else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    """What a `KeptCapture` becomes in a copy: None."""
+        return type(None), ()  # in a copy: None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from graphs.costs.convolution_shapes import up_to_multiple
 from graphs.costs.layouts import (
     arguments_at,
     copied_bytes,
@@ -49,13 +50,13 @@ def _attention_backward(call: OpCall) -> int:
     """
     _, query, key = call.inputs()[:3]
     n_batch, n_heads, n_queries, head_size = query.shape
-    rows = n_batch * n_heads * _round_up(n_queries, 128)
+    rows = n_batch * n_heads * up_to_multiple(n_queries, 128)
     row_sums_bytes = _FLOAT_BYTES * rows
     if query.dtype == torch.float32:
         return row_sums_bytes
     is_shared = key.shape[1] != n_heads
     shared = 2 * is_shared * n_batch * n_heads * key.shape[2] * head_size * query.element_size()
-    return _FLOAT_BYTES * rows * _round_up(head_size, 32) + row_sums_bytes + shared
+    return _FLOAT_BYTES * rows * up_to_multiple(head_size, 32) + row_sums_bytes + shared
 
 
 _ROWS_SUMMED_TOGETHER = 10
@@ -128,10 +129,6 @@ def _pool_backward(*positions: int) -> Callable[[OpCall], int]:
 def _roll(call: OpCall) -> int:
     """roll_cuda in cuda/TensorTransformations.cu, which reads a contiguous input."""
     return max(roll_bytes(call), copied_bytes(call.args[0]))
-
-
-def _round_up(size: int, step: int) -> int:
-    return math.ceil(size / step) * step
 
 
 _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from graphs.capture import Capture, Layout, called_loss_of, overwrites_logits
-from graphs.rewrites import chunked_loss, chunked_loss_backward, in_place
+from graphs.rewrites import chunked_loss, in_place
 from graphs.rewrites.cross_entropy import CrossEntropy, cross_entropies, without_views
 from graphs.rewrites.row_chunks import RowChunks
 
@@ -42,7 +42,7 @@ def rewrite_backward(captured: Capture) -> bool:
     regions = list(_called_cross_entropies(captured.graph))
     for region in regions:
         _describe(region, keeps=True)
-        chunked_loss_backward.put_in_chunks(region)
+        chunked_loss.put_backward_in_chunks(region)
     return bool(regions)
 
 

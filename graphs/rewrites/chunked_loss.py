@@ -6,6 +6,10 @@ N x 1 column is bitwise identical to that on the whole log-softmax. For hand-wri
 they gather and their sums over the classes are computed in chunks likewise. The backward pass
 recomputes log-softmax chunk by chunk, and writes the gradient of the logits. A loss stays unchanged
 if anything else reads its log-softmax.
+
+`rewrite_backward` runs only the backward pass in chunks and keeps log-softmax, so that nothing is
+recomputed. The gradients of log-softmax, and of the logits before a cast, exist for only one chunk
+at a time. Casts and scalings before log-softmax run in chunks together with it.
 """
 
 from __future__ import annotations
@@ -39,6 +43,14 @@ def rewrite(captured: Capture) -> bool:
     return rewrite_sums(captured.graph) or bool(regions)
 
 
+def rewrite_backward(captured: Capture) -> bool:
+    """The same, with only the backward pass in chunks."""
+    regions = list(cross_entropies(captured.graph))
+    for region in regions:
+        put_backward_in_chunks(region)
+    return rewrite_sums(captured.graph) or bool(regions)
+
+
 def put_in_chunks(region: CrossEntropy) -> None:
     """Change the region's graph: the loss runs in chunks, forward and backward."""
     _insert_forward_node(region)
@@ -47,6 +59,20 @@ def put_in_chunks(region: CrossEntropy) -> None:
     for node in (*region.before, region.softmax):
         body.run(node)
     body.make_gradient()
+    erase_unread(region.replaced)
+
+
+def put_backward_in_chunks(region: CrossEntropy) -> None:
+    """Change the region's graph: only its backward pass runs in chunks."""
+    body = Body(region)
+    body.read(region.softmax, overwritable=region.has_gradient_dtype(region.softmax))
+    body.make_gradient()
+    if region.before:
+        body = Body(region)
+        for node in (*region.before, region.softmax):
+            body.run(node)
+        body.write_result_of(region.softmax)
+        redirect_readers(region.softmax, *body.insert_before(region.softmax, like=region.softmax))
     erase_unread(region.replaced)
 
 

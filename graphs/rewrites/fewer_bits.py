@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphs.capture import Capture
+from graphs.capture import Capture, is_backward
 from graphs.costs import OpCall, flops_of
 from graphs.model_calls import storage_key
 from graphs.rewrites.codes import Code, Pack, Unpack
@@ -97,7 +97,7 @@ def _code_for(node: fx.Node, name: str) -> Code | None:
     statistics (means, log-sum-exps), which are small and must be precise.
     """
     value = node.meta.get("val")
-    if node.op != "call_function" or _is_backward(node) or not isinstance(value, torch.Tensor):
+    if node.op != "call_function" or is_backward(node) or not isinstance(value, torch.Tensor):
         return None
     if isinstance(node.target, Pack | Unpack) or value.numel() < LEAST_ELEMENTS:
         return None
@@ -152,7 +152,7 @@ def _pack(maker: fx.Node, readers: list[fx.Node], code: Code) -> None:
     def unpacked(node: fx.Node) -> fx.Node:
         """What a reader reads instead of this node: the same view of the unpacked storage. Nodes on
         other storages, and those of the backward pass, stay."""
-        if _is_backward(node) or storage not in _storages(node):
+        if is_backward(node) or storage not in _storages(node):
             return node
         if node not in unpacked_nodes:  # a view
             args, kwargs = fx.map_arg((node.args, node.kwargs), unpacked)
@@ -196,7 +196,7 @@ def _backward_readers(maker: fx.Node) -> Iterator[fx.Node]:
             if user in seen or user.op == "output":
                 continue
             seen.add(user)
-            if _is_backward(user):
+            if is_backward(user):
                 yield user
             elif storage in _storages(user):
                 unvisited.append(user)
@@ -208,8 +208,3 @@ def _storages(node: Any) -> set[int]:
         return set()
     values = pytree.tree_leaves(node.meta.get("val"))
     return {storage_key(v) for v in values if isinstance(v, torch.Tensor)}
-
-
-def _is_backward(node: fx.Node) -> bool:
-    """Whether the node belongs to the backward pass."""
-    return node.meta.get("partitioner_tag") == "is_backward"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from graphs.capture import is_backward
 from graphs.rewrites.body import Body, redirect_readers
 from graphs.rewrites.chunk_sizes import is_worthwhile
 from graphs.rewrites.cross_entropy import (
@@ -64,7 +65,7 @@ def _operators_around(wide: fx.Node) -> WideOperators | None:
         return None
     users = readers(wide)
     row_results = tuple(each for each in users if region.is_row_result(each))
-    seeds = [each for each in users if each.target is aten.sub.Tensor and _is_backward(each)]
+    seeds = [each for each in users if each.target is aten.sub.Tensor and is_backward(each)]
     if not seeds or not any(each.target is aten.logsumexp.default for each in row_results):
         return None
     # follow the row-wise operators of the backward pass from `logits - logsumexp` to the gradient
@@ -76,7 +77,7 @@ def _operators_around(wide: fx.Node) -> WideOperators | None:
     members = {last}
     region.add_argument_makers(last, members)
     backward = tuple(each for each in wide.graph.nodes if each in members)
-    if seeds[0] not in members or not all(map(_is_backward, backward)):
+    if seeds[0] not in members or not all(map(is_backward, backward)):
         return None
     logits, before = region.before(wide, {*row_results, *backward})
     if not logits.meta["val"].is_contiguous():
@@ -88,7 +89,3 @@ def _operators_around(wide: fx.Node) -> WideOperators | None:
     return WideOperators(
         logits=logits, before=before, wide=wide, row_results=row_results, backward=backward
     )
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"

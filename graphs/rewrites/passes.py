@@ -9,7 +9,6 @@ from graphs.capture import Capture, Layout
 from graphs.rewrites import (
     called_losses,
     chunked_loss,
-    chunked_loss_backward,
     fewer_bits,
     head_and_loss,
     in_place,
@@ -22,7 +21,7 @@ PROGRAM_PASSES: dict[str, Callable[[Capture], bool]] = {
         for name, n in HEAD_AND_LOSS.items()
     },
     "chunked_loss": chunked_loss.rewrite,
-    "chunked_loss_backward": chunked_loss_backward.rewrite,
+    "chunked_loss_backward": chunked_loss.rewrite_backward,
     "cross_entropy_in_chunks": called_losses.rewrite,
     "cross_entropy_backward_in_chunks": called_losses.rewrite_backward,
     **{

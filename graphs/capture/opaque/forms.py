@@ -64,14 +64,12 @@ class RandomSources:
 
     def states(self) -> tuple[Any, ...]:
         """The states of all generators, as `set_states` takes them."""
-        on_card = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        return torch.get_rng_state(), on_card, *self.other_states()
+        return self.torch_states(), self.other_states()
 
     def torch_states(self) -> tuple[torch.Tensor, ...]:
         """The states of torch's default generators: of the CPU, and of the card if it is used."""
-        on_host = torch.get_rng_state()
-        is_card = self.device.type == "cuda"
-        return (on_host, torch.cuda.get_rng_state(self.device)) if is_card else (on_host,)
+        on_card = (torch.cuda.get_rng_state(self.device),) if self.device.type == "cuda" else ()
+        return torch.get_rng_state(), *on_card
 
     def other_states(self) -> tuple[Any, ...]:
         """The states of the other generators."""
@@ -79,10 +77,10 @@ class RandomSources:
 
     def set_states(self, states: Sequence[Any]) -> None:
         """Set the states of all generators."""
-        on_host, on_card, *others = states
+        (on_host, *on_card), others = states
         torch.set_rng_state(on_host)
-        if on_card is not None:
-            torch.cuda.set_rng_state(on_card, self.device)
+        for state in on_card:
+            torch.cuda.set_rng_state(state, self.device)
         for generator, state in zip(self.others, others, strict=True):
             restore_state(generator, state)
 

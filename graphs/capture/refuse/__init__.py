@@ -28,5 +28,4 @@ from graphs.capture.refuse.side_effects import (
     refuse_parametrization_cache,
     refuse_replaced_buffers,
 )
-from graphs.capture.refuse.unseen_changes import no_unseen_changes
-from graphs.capture.refuse.untraced_calls import no_untraced_calls
+from graphs.capture.refuse.unseen_changes import no_unseen_changes, no_untraced_calls

@@ -8,6 +8,10 @@ misses the following, each of which is refused:
 - an assignment to a tensor's `.data`, which is not an operator;
 - a parameter's `.grad`, which does not exist in a trace, whether forward reads it or fills it by a
   backward pass of its own.
+
+`no_untraced_calls` refuses calls that cannot be traced, but that are fine in a part of the model
+that is run instead. Otherwise the trace would fail inside of torch, with an error that does not say
+what forward does.
 """
 
 from __future__ import annotations
@@ -54,9 +58,20 @@ _BACKWARD = (
     "plan has one backward pass, after forward: use torch.autograd.grad there, or divide the step "
     "into two, each with a model of its own"
 )
+_REQUIRES_GRAD = "forward switches requires_grad of a parameter"
+_ONE_SET = (
+    "; a plan is for one set of parameters that get gradients. Detach where no gradient is wanted "
+    "(torch.func.functional_call with detached parameters), or do this in a submodule, which is "
+    "planned as one piece"
+)
+_SUBCLASS = "forward makes a tensor of the class {name} (as_subclass)"
+_NOT_RECORDED = (
+    ", whose operators cannot be recorded; use plain tensors, or do this in a submodule, which is "
+    "planned as one piece"
+)
 
 
-def refusing_wrapper(why: Callable[..., str | None], original: Callable[..., Any]) -> Any:
+def _refusing_wrapper(why: Callable[..., str | None], original: Callable[..., Any]) -> Any:
     """Wrap a function so that some of its calls in this thread raise SideEffectError.
 
     why: called with the same arguments; returns the error's message, or None to allow the call.
@@ -103,7 +118,7 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
     data: Any = torch._C.TensorBase.data
     grad: Any = torch._C.TensorBase.grad
     grad_accessors = [
-        refusing_wrapper(on_parameter(_GRAD), access)
+        _refusing_wrapper(on_parameter(_GRAD), access)
         for access in (grad.__get__, grad.__set__, grad.__delete__)
     ]
     autograd: Any = torch._C._autograd
@@ -117,9 +132,9 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for place, name, why in refusals:
-            new = refusing_wrapper(why, getattr(place, name))
+            new = _refusing_wrapper(why, getattr(place, name))
             stack.enter_context(mock.patch.object(place, name, new))
-        setter = _DataSetter(module, refusing_wrapper(lambda *_: _DATA, data.__set__))
+        setter = _DataSetter(module, _refusing_wrapper(lambda *_: _DATA, data.__set__))
         stack.enter_context(mock.patch.object(torch.Tensor, "data", property(data.__get__, setter)))
         stack.enter_context(mock.patch.object(torch.Tensor, "grad", property(*grad_accessors)))
         yield
@@ -161,3 +176,32 @@ def _saved_hooks_message(pack: Callable[..., Any], _unpack: Any) -> str | None:
     is_ours = getattr(pack, "is_of_trace", False)
     is_checkpoint = getattr(pack, "__module__", None) == _CHECKPOINTS
     return None if is_ours or is_checkpoint else _SAVED_TENSORS
+
+
+@contextlib.contextmanager
+def no_untraced_calls(model: nn.Module) -> Iterator[None]:
+    """While inside, raise SideEffectError at calls of this thread that cannot be traced.
+
+    These are switching `requires_grad` of a parameter of the model, and `as_subclass`.
+    """
+
+    def refuse_switch(tensor: torch.Tensor, requires_grad: bool = True) -> None:
+        is_switched = tensor.requires_grad != requires_grad
+        if is_switched and any(tensor is each for each in model.parameters()):
+            raise SideEffectError(_REQUIRES_GRAD + _ONE_SET, short=_REQUIRES_GRAD)
+
+    flag: Any = torch._C.TensorBase.requires_grad
+    calls: dict[str, Any] = {
+        "requires_grad_": _refusing_wrapper(refuse_switch, torch.Tensor.requires_grad_),
+        "requires_grad": property(flag.__get__, _refusing_wrapper(refuse_switch, flag.__set__)),
+        "as_subclass": _refusing_wrapper(_refuse_subclass, torch.Tensor.as_subclass),
+    }
+    with mock.patch.multiple(torch.Tensor, **calls):
+        yield
+
+
+def _refuse_subclass(_tensor: torch.Tensor, cls: type) -> None:
+    """Refuse `as_subclass`, except to PyTorch's classes: tracing itself and nn.Parameter use it."""
+    if cls.__module__.partition(".")[0] != "torch":
+        what = _SUBCLASS.format(name=cls.__name__)
+        raise SideEffectError(what + _NOT_RECORDED, short=what)

@@ -2,6 +2,7 @@
 
 from graphs.capture.tensor_parallel.as_dtensors import (
     forget_placements,
+    meshes_on,
     report_gradient_placement,
     rewrite_for_local_parts,
     with_local_part,
@@ -13,4 +14,3 @@ from graphs.capture.tensor_parallel.checks import (
     is_of_parallel_style,
     refuse_distributed,
 )
-from graphs.capture.tensor_parallel.meshes import meshes_on

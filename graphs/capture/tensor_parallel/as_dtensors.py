@@ -8,8 +8,10 @@ here. While it is traced, DTensor waits for each collective at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._functorch._aot_autograd import descriptors
@@ -22,6 +24,34 @@ def with_local_part(like: Any, part: torch.Tensor) -> torch.Tensor:
     """A DTensor with this local part and the placement of `like`; it requires no gradient."""
     made: torch.Tensor = type(like)(part, like._spec, requires_grad=False)
     return made
+
+
+@contextlib.contextmanager
+def meshes_on(device: torch.device | None) -> Iterator[None]:
+    """While inside, every mesh reports this device (None: its own).
+
+    A mesh says on which device its ranks compute, and DTensor moves its arguments there. When a
+    rank is planned without the others, its mesh is of CPUs, whatever device the plan is for.
+
+    Random operators remain those of the mesh's own device: for another device, DTensor would
+    install a tracker of random states, which would stay afterwards.
+    """
+    if device is None:
+        yield
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import _dispatch
+
+    original: Any = _dispatch.is_rng_supported_mesh
+
+    def is_supported(mesh: Any) -> bool:
+        return mesh._device_type == device.type and bool(original(mesh))
+
+    with (
+        mock.patch.object(DeviceMesh, "device_type", property(lambda _mesh: device.type)),
+        mock.patch.object(_dispatch, "is_rng_supported_mesh", is_supported),
+    ):
+        yield
 
 
 def forget_placements() -> None:

@@ -1,0 +1,69 @@
+"""Calls of `torch.utils.checkpoint` by the model itself.
+
+They do not change a trace: the operators inside are recorded once, like any others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch.utils.checkpoint import CheckpointFunction
+
+from graphs.capture.tracing_lock import TRACING
+
+
+@contextlib.contextmanager
+def at_each_checkpoint(notice: Callable[[], None]) -> Iterator[None]:
+    """While inside, run `notice` before each call of `torch.utils.checkpoint.checkpoint`."""
+    places: list[tuple[Any, str]] = [
+        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
+        (CheckpointFunction, "apply"),
+    ]
+    with TRACING, contextlib.ExitStack() as stack:
+        for place, name in places:
+            function = getattr(place, name)
+
+            @functools.wraps(function)
+            def call(*args: Any, _function: Callable[..., Any] = function, **kwargs: Any) -> Any:
+                notice()
+                return _function(*args, **kwargs)
+
+            call.notice = notice  # type: ignore[attr-defined]  # for `call_checkpoints_directly`
+            stack.enter_context(mock.patch.object(place, name, call))
+        yield
+
+
+@contextlib.contextmanager
+def call_checkpoints_directly() -> Iterator[None]:
+    """While inside, call the functions of reentrant checkpoints of this thread directly.
+
+    In the backward pass, a checkpoint with `use_reentrant=True` calls its function again, on the
+    model's own tensors and not on those of the trace. That cannot be recorded, and it would change
+    the model's buffers. So while a model is traced, the function is called as if there were no
+    checkpoint.
+
+    An `at_each_checkpoint` around this context is still notified.
+    """
+    here = threading.get_ident()
+    original: Any = CheckpointFunction.apply
+    notice: Callable[[], None] = getattr(original, "notice", lambda: None)
+
+    def call(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if threading.get_ident() != here:
+            return original(function, preserve_rng_state, *args)
+        notice()
+        # If no argument of a checkpoint requires a gradient, the parameters inside get none either.
+        needs_gradient = any(isinstance(item, torch.Tensor) and item.requires_grad for item in args)
+        with torch.set_grad_enabled(needs_gradient and torch.is_grad_enabled()):
+            return function(*args)
+
+    call.notice = notice  # type: ignore[attr-defined]
+    with mock.patch.object(CheckpointFunction, "apply", call):
+        yield
