@@ -21,15 +21,13 @@ that time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from graphs.fsdp.groups import ROOT, Group
 from graphs.fsdp.spec import Sharding, ShardingError
 from graphs.fsdp.transform import GLOO_SCALARS_BYTES, Transform, check_unsharded
 from graphs.graph import Graph, Tensor
-from graphs.hardware import Link, all_gather_s, all_reduce_s, link_named, reduce_scatter_s
+from graphs.hardware import all_gather_s, all_reduce_s, reduce_scatter_s
 from graphs.pipeline import Pipeline
 
 
@@ -54,26 +52,18 @@ def sharding_in_stage(sharding: Sharding, pipeline: Pipeline) -> Sharding:
 
 
 def sharded_stage(
-    graph: Graph,
-    *,
-    n_ranks: int,
-    n_microbatches: int,
-    groups: Sequence[str],
-    on_cpu: bool = False,
-    **options: Any,
+    graph: Graph, sharding: Sharding, *, n_microbatches: int, on_cpu: bool = False
 ) -> Graph:
     """The step of one micro-batch of a stage, as one rank of FSDP2 runs it.
 
     graph: the unsharded stage's step, whose gradients accumulate, without an optimizer.
+    sharding: as for `sharded`, and from `sharding_in_stage`.
     n_microbatches: micro-batches per optimizer step.
-    options: the other fields of `Sharding`, except those that `sharding_in_stage` sets.
-    n_ranks, groups, on_cpu: as for `sharded`.
+    on_cpu: as for `sharded`.
 
     Raises ShardingError as `sharded` does. Cost: linear in the graph, times the number of groups.
     """
     check_unsharded(graph)
-    kept = {"reshard_after_forward": False, "accumulates_whole": True}
-    sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups), **{**options, **kept})
     return _StageTransform(graph, sharding, on_cpu, n_microbatches=n_microbatches).run()
 
 
@@ -88,10 +78,6 @@ class _StageTransform(Transform):
 
     n_microbatches: int = field(kw_only=True)
     _not_live_bytes: int = 0
-
-    @property
-    def _link(self) -> Link | None:
-        return None if self.sharding.link is None else link_named(self.sharding.link)
 
     def _forward(self) -> None:
         for group in self._groups:
@@ -128,8 +114,8 @@ class _StageTransform(Transform):
         shards = tuple(parameter.tensor for parameter in group.parameters)
         workspace_bytes = max(0, taken_bytes - held_before_bytes - held_bytes)
         time_s = 0.0
-        if self._link is not None:
-            time_s = all_gather_s(whole_bytes, n_ranks=self.sharding.n_ranks, link=self._link)
+        if self.link is not None:
+            time_s = all_gather_s(whole_bytes, n_ranks=self.sharding.n_ranks, link=self.link)
         self._add_node(
             *("all gather", group.path, "forward"),
             inputs=(*shards, *before),
@@ -185,7 +171,7 @@ class _StageTransform(Transform):
         if group.casts_gradients and self.sharding.n_replicas > 1:
             kept_bytes += size_bytes
         self._not_live_bytes -= kept_bytes
-        reduction_s, n_replicas, link = 0.0, self.sharding.n_replicas, self._link
+        reduction_s, n_replicas, link = 0.0, self.sharding.n_replicas, self.link
         if link is not None:  # no operators run meanwhile, so all of it is waited for
             reduction_s = reduce_scatter_s(flat_bytes, n_ranks=n_ranks, link=link)
             if n_replicas > 1:

@@ -53,28 +53,19 @@ from graphs.fsdp.communication import with_waits
 from graphs.fsdp.groups import ROOT, Group, GroupFinder, ShardedParameter, read_parameters
 from graphs.fsdp.spec import Sharding, ShardingError, sharding_of, sharding_words
 from graphs.graph import Graph, Node, Phase, Tensor
-from graphs.hardware import all_reduce_s, link_named
+from graphs.hardware import Link, all_reduce_s, link_named
 
 GLOO_SCALARS_BYTES = 12
 """gloo divides a sum by the number of ranks, for which it allocates scalars in two dtypes."""
 
 
-def sharded(
-    graph: Graph,
-    *,
-    n_ranks: int,
-    groups: Sequence[str],
-    on_cpu: bool = False,
-    **options: Any,
-) -> Graph:
+def sharded(graph: Graph, sharding: Sharding, *, on_cpu: bool = False) -> Graph:
     """The step as one rank of FSDP2 runs it.
 
     graph: a traced step without an optimizer.
-    n_ranks: devices that each parameter is divided among.
-    groups: paths of modules, in the model's order; the root is added. Groups without parameters of
-        their own, and those that do not run, have no effect.
+    sharding: with its groups named, in the model's order; the root is added. Groups without
+        parameters of their own, and those that do not run, have no effect.
     on_cpu: whether the step runs on the CPU, where gloo communicates and FSDP2 pads rows in a copy.
-    options: the other fields of `Sharding`.
 
     Raises ShardingError for a group that runs several times or not in one piece, a parameter that
     is read outside of its group, and a graph without `parameter_layout`.
@@ -82,9 +73,9 @@ def sharded(
     Cost: linear in the graph, times the number of groups.
     """
     check_unsharded(graph)
-    sharding = Sharding(n_ranks=n_ranks, groups=tuple(groups), **options)
-    step = Transform(graph, sharding, on_cpu).run()
-    return step if sharding.link is None else with_waits(step, sharding, link_named(sharding.link))
+    transform = Transform(graph, sharding, on_cpu)
+    step, link = transform.run(), transform.link
+    return step if link is None else with_waits(step, sharding, link)
 
 
 def check_unsharded(graph: Graph) -> None:
@@ -135,6 +126,10 @@ class Transform:
     _added: set[str] = field(default_factory=set)
     _by_forward_end: list[Group] = field(default_factory=list)
     _finished: set[str] = field(default_factory=set)
+
+    @property
+    def link(self) -> Link | None:
+        return None if self.sharding.link is None else link_named(self.sharding.link)
 
     def run(self) -> Graph:
         """The sharded step."""
@@ -338,9 +333,9 @@ class Transform:
         DTensor has left as partial sums. FSDP2 replaces them one after another."""
         parts = [p for p in group.trained if p.n_sums > 1]
         sizes = [self.graph.tensor_by_name[p.gradient].size_bytes for p in parts if p.gradient]
-        if self.sharding.link is None or not parts:
+        link = self.link
+        if link is None or not parts:
             return max(sizes, default=0), 0.0
-        link = link_named(self.sharding.link)
         each_s = (
             all_reduce_s(n_bytes, n_ranks=p.n_sums, link=link)
             for p, n_bytes in zip(parts, sizes, strict=True)

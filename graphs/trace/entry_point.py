@@ -161,15 +161,27 @@ def trace_variants(
     return replace(found, kept=kept, stock=StockVariants(traced.stock))
 
 
-def _sharding(fsdp: int | Sharding | None, pipeline: Pipeline | None) -> Sharding | None:
-    """The sharding that `fsdp` asks for, as a stage runs it if there is a pipeline; None: none."""
+def _sharding(
+    fsdp: int | Sharding | None, pipeline: Pipeline | None, model: nn.Module, costs: CostModel
+) -> Sharding | None:
+    """The sharding that `fsdp` asks for, as a stage runs it if there is a pipeline, with the groups
+    of this model and the link of the card that is planned for; None: none."""
     if pipeline is not None:
         pipeline.check_runs()
-    if pipeline is None:
-        return Sharding(n_ranks=fsdp) if isinstance(fsdp, int) else fsdp
+    if fsdp is None:
+        return None
     if isinstance(fsdp, int):
-        fsdp = Sharding(n_ranks=fsdp, reshard_after_forward=None)
-    return None if fsdp is None else sharding_in_stage(fsdp, pipeline)
+        fsdp = Sharding(n_ranks=fsdp, reshard_after_forward=True if pipeline is None else None)
+    if pipeline is not None:
+        fsdp = sharding_in_stage(fsdp, pipeline)
+    card = NodeCosts(costs).hardware
+    link = link_between(card).name if card is not None and card.kind == "cuda" else None
+    return replace(
+        fsdp,
+        groups=groups_of(model, fsdp),
+        reshard_after_forward=fsdp.reshard_after_forward is not False,
+        link=fsdp.link or link,
+    )
 
 
 @dataclass(frozen=True)
@@ -268,11 +280,10 @@ def _trace_for_device(
     loss, fsdp, pipeline, zero = given.loss, given.fsdp, given.pipeline, given.zero
     optimizer = given.optimizer
     choose_outputs = loss_index if pipeline is None or pipeline.is_last else indices_with_gradient
-    sharding = _sharding(fsdp, pipeline)
-    groups = None if sharding is None else groups_of(model, sharding)
+    sharding = _sharding(fsdp, pipeline, model, costs)
     whole_model = model
     if sharding is not None and sharding.mp_policy is not None:
-        model = in_precision_of(sharding.mp_policy, model, groups or ())
+        model = in_precision_of(sharding.mp_policy, model, sharding.groups or ())
     outside: OutsideLoss | None = None
     gradient_outputs: tuple[int, ...] = ()
     if loss is not None:
@@ -299,39 +310,29 @@ def _trace_for_device(
         raise TraceError(f"{part.path!r} cannot be planned for sharded steps: {part.why}")
     step = rehearsed(model, call, step, device=target)
     loss_layout = outside.extract_layout(cost=NodeCosts(costs)) if outside else None
-    n_ranks = 1 if sharding is None else sharding.n_ranks
-    optimizer_options: dict[str, Any] = {"device": target, "costs": costs, "n_ranks": n_ranks}
     optimizer_cost = zero_figures = None
     if zero is not None:
         zero_figures, optimizer_cost = engine_figures(
             zero, optimizer, model, device=target, costs=costs
         )
     elif optimizer is not None:
-        optimizer_cost = optimizer_costs(optimizer, whole_model, **optimizer_options)
+        n_ranks = 1 if sharding is None else sharding.n_ranks
+        optimizer_cost = optimizer_costs(
+            optimizer, whole_model, device=target, costs=costs, n_ranks=n_ranks
+        )
 
     def whole_step(step: CapturedStep) -> Graph:
         graph = step.graph
         if outside is not None and loss_layout is not None:
             graph = outside.insert(graph, step.captured, step.layout, loss_layout)
-        if sharding is not None and groups is not None:
-            card = NodeCosts(costs).hardware
-            link = link_between(card).name if card is not None and card.kind == "cuda" else None
+        if sharding is not None:
             on_cpu = target.type == "cpu" and not hardware.is_cuda(costs.description)
-            options: dict[str, Any] = {
-                "n_ranks": n_ranks,
-                "groups": groups,
-                "on_cpu": on_cpu,
-                "n_replicas": sharding.n_replicas,
-                "reshard_after_forward": sharding.reshard_after_forward is not False,
-                "link": sharding.link or link,
-                "mp_policy": sharding.mp_policy,
-                "accumulates_whole": sharding.accumulates_whole,
-            }
             graph = with_stored_dtypes(graph, whole_model)
             if pipeline is None:
-                graph = sharded(graph, **options)
+                graph = sharded(graph, sharding, on_cpu=on_cpu)
             else:
-                graph = sharded_stage(graph, n_microbatches=pipeline.n_microbatches, **options)
+                n = pipeline.n_microbatches
+                graph = sharded_stage(graph, sharding, n_microbatches=n, on_cpu=on_cpu)
         return complete(graph)
 
     # a partial of a module-level function, which keeps no reference to the model

@@ -30,7 +30,7 @@ def timed(graph: Graph, bytes_per_s: float) -> Graph:
 
 def test_the_waits_of_two_groups_and_the_root() -> None:
     """Operators take a second each; two ranks exchange half of the bytes at a byte per second."""
-    graph = timed(sharded(layers(4, 2, 6), n_ranks=N, groups=["l0", "l1"]), 1.0)
+    graph = timed(sharded(layers(4, 2, 6), Sharding(n_ranks=N, groups=["l0", "l1"])), 1.0)
     waits = {n.name.removeprefix("fsdp: "): n.time_s for n in graph.nodes if n.name[0] == "f"}
     assert {name: time_s for name, time_s in waits.items() if time_s and name[0] != "f"} == {
         "copy out, forward ()": 12.0,  # 24 bytes, from 0 to 12
@@ -50,7 +50,9 @@ def test_no_wait_is_longer_than_what_is_sent(seed: int) -> None:
     draw = random.Random(seed)
     rows = [draw.randint(1, 40) for _ in range(draw.randint(2, 6))]
     groups = [f"l{i}" for i in range(len(rows)) if draw.random() < 0.7]
-    plain = sharded(layers(*rows), n_ranks=N, groups=groups, n_replicas=draw.randint(1, 3))
+    plain = sharded(
+        layers(*rows), Sharding(n_ranks=N, groups=groups, n_replicas=draw.randint(1, 3))
+    )
     operators_s = plain.baseline_time_s
     sent_s = timed_alone(plain)
     before_s = operators_s + sent_s

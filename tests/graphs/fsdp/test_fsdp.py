@@ -86,7 +86,7 @@ def held(graph: Graph) -> dict[str, int]:
 
 
 def test_what_is_resident_are_shards_padded_to_the_largest():
-    graph = sharded(layers(4, 5, 6), n_ranks=4, groups=["l0", "l1"])
+    graph = sharded(layers(4, 5, 6), Sharding(n_ranks=4, groups=["l0", "l1"]))
     sizes = {name: graph.tensor_by_name[name].size_bytes for name in ("w0", "w1", "w2")}
     assert sizes == {"w0": 4, "w1": 8, "w2": 8}
     assert graph.resident_bytes == 10 + 10 + 4 + 8 + 8
@@ -97,7 +97,7 @@ def test_what_is_resident_are_shards_padded_to_the_largest():
 
 def test_two_groups_and_the_root_step_by_step():
     """l0 and l1 are groups of 16 and 8 bytes, l2 with its 24 is the root's."""
-    graph = sharded(layers(4, 2, 6), n_ranks=N, groups=["l0", "l1"])
+    graph = sharded(layers(4, 2, 6), Sharding(n_ranks=N, groups=["l0", "l1"]))
     root, x = 24, 10
     assert list(held(graph).items()) == [
         ("fsdp: all gather, forward ()", 24),
@@ -135,8 +135,8 @@ def test_two_groups_and_the_root_step_by_step():
 def test_parameters_that_are_kept_are_gathered_once():
     """As above; l0 and l1 keep their 16 and 8 bytes from forward to backward."""
     options = {"n_ranks": N, "groups": ["l0", "l1"]}
-    resharded = held(sharded(layers(4, 2, 6), **options))
-    kept = held(sharded(layers(4, 2, 6), **options, reshard_after_forward=False))
+    resharded = held(sharded(layers(4, 2, 6), Sharding(**options)))
+    kept = held(sharded(layers(4, 2, 6), Sharding(**options, reshard_after_forward=False)))
     gathers = [name for name in kept if "all gather" in name]
     assert gathers == [f"fsdp: all gather, forward ({path})" for path in ("", "l0", "l1")]
     assert "fsdp: reshard, forward (l0)" not in kept
@@ -148,12 +148,12 @@ def test_parameters_that_are_kept_are_gathered_once():
 
 
 def test_replicas_reduce_in_place_and_hold_what_accumulates():
-    one = sharded(layers(4, 2), n_ranks=N, groups=["l0"])
-    two = sharded(layers(4, 2), n_ranks=N, groups=["l0"], n_replicas=2)
+    one = sharded(layers(4, 2), Sharding(n_ranks=N, groups=["l0"]))
+    two = sharded(layers(4, 2), Sharding(n_ranks=N, groups=["l0"], n_replicas=2))
     names = [node.name for node in two.nodes if node.op == "fsdp.all_reduce"]
     assert names == ["fsdp: all reduce, backward ()", "fsdp: all reduce, backward (l0)"]
     assert {k: v for k, v in held(two).items() if k not in names} == held(one)
-    on_cpu = sharded(layers(4, 2), n_ranks=N, groups=["l0"], n_replicas=2, on_cpu=True)
+    on_cpu = sharded(layers(4, 2), Sharding(n_ranks=N, groups=["l0"], n_replicas=2), on_cpu=True)
     assert on_cpu.node_by_name[names[1]].workspace_bytes == 8 + GLOO_SCALARS_BYTES
     assert sharding_of(two.meta.environment) == Sharding(N, ("l0",), n_replicas=2)
     assert "per rank of 2 x 2, FSDP2" in repr(solve(two, budget="1kB"))
@@ -185,7 +185,7 @@ def test_options_that_are_none(fields, words):
 
 
 def test_a_frozen_group_is_prefetched_and_never_used():
-    graph = sharded(layers(4, 2, 2, frozen=1), n_ranks=N, groups=["l0", "l1"])
+    graph = sharded(layers(4, 2, 2, frozen=1), Sharding(n_ranks=N, groups=["l0", "l1"]))
     flat = "fsdp: gathered, backward (l0)"
     assert [node.name for node in graph.consumers[flat]] == ["fsdp: end of backward, backward ()"]
     assert graph.nodes[-1].name == "fsdp: end of backward, backward ()"
@@ -195,7 +195,7 @@ def test_a_frozen_group_is_prefetched_and_never_used():
 
 
 def test_the_cpu_takes_copies_more():
-    graph = sharded(layers(3, 2), n_ranks=N, groups=["l0"], on_cpu=True)
+    graph = sharded(layers(3, 2), Sharding(n_ranks=N, groups=["l0"]), on_cpu=True)
     nodes = graph.node_by_name
     assert nodes["fsdp: all gather, forward (l0)"].workspace_bytes == 16
     assert nodes["fsdp: copy in, backward (l0)"].workspace_bytes == 16  # rows are padded: 3 to 4
@@ -205,7 +205,7 @@ def test_the_cpu_takes_copies_more():
 
 
 def test_the_optimizer_reads_shards_alone():
-    graph = sharded(layers(4, 2), n_ranks=N, groups=["l0"])
+    graph = sharded(layers(4, 2), Sharding(n_ranks=N, groups=["l0"]))
     figures = {"name": "SGD", "state_bytes": 12, "workspace_bytes": 0, "time_s": 1.0}
     stepped = with_optimizer(graph, figures)
     assert set(stepped.nodes[-1].inputs) == {
@@ -216,9 +216,9 @@ def test_the_optimizer_reads_shards_alone():
         "fsdp: shards of gradients ()",
     }
     with pytest.raises(ShardingError, match="then add the optimizer"):
-        sharded(stepped, n_ranks=N, groups=[])
+        sharded(stepped, Sharding(n_ranks=N, groups=[]))
     with pytest.raises(ShardingError, match="sharded already: per rank of 2, FSDP2"):
-        sharded(graph, n_ranks=N, groups=[])
+        sharded(graph, Sharding(n_ranks=N, groups=[]))
 
 
 @pytest.mark.parametrize("n_ranks", [1, 0, True, 2.0])

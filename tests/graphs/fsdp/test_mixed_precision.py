@@ -32,8 +32,8 @@ def test_mixed_precision_step_by_step():
     """l0 is a group of 16 bytes as they are gathered, l1 with its 24 is the root's; both are stored
     and reduced in 8 bytes an element, or reduced in 2."""
     policy = MixedPrecision("float32", "float64")
-    graph = sharded(in_half(layers(4, 6)), n_ranks=N, groups=["l0"], mp_policy=policy)
-    plain = sharded(layers(4, 6), n_ranks=N, groups=["l0"])
+    graph = sharded(in_half(layers(4, 6)), Sharding(n_ranks=N, groups=["l0"], mp_policy=policy))
+    plain = sharded(layers(4, 6), Sharding(n_ranks=N, groups=["l0"]))
     assert graph.resident_bytes == plain.resident_bytes + (16 + 24) // 2
     now, before, x = held(graph), held(plain), 10
     for name in now.keys() & before.keys():
@@ -52,10 +52,9 @@ def test_mixed_precision_step_by_step():
 
     less = sharded(
         in_half(layers(4, 6)),
-        n_ranks=N,
-        groups=["l0"],
-        mp_policy=MixedPrecision("float32", "bfloat16"),
-        n_replicas=2,
+        Sharding(
+            n_ranks=N, groups=["l0"], mp_policy=MixedPrecision("float32", "bfloat16"), n_replicas=2
+        ),
     )
     now = held(less)
     root, of_l0 = 24 // 2, 16 // 2

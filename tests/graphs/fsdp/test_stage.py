@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphs.fsdp import MixedPrecision, sharded_stage
+from graphs.fsdp import MixedPrecision, Sharding, sharded_stage
 from graphs.graph import Graph
 from graphs.training_step import with_accumulation
 from tests.graphs.fsdp.test_fsdp import layers
@@ -17,7 +17,10 @@ def stage(graph: Graph, **options: object) -> Graph:
     n_layers = len(graph.forward_nodes)
     gradients = {f"g{i}": f"w{i}" for i in range(n_layers)}
     graph = with_accumulation(graph, gradients)
-    return sharded_stage(graph, n_ranks=N, n_microbatches=4, groups=GROUPS, **options)
+    on_cpu = bool(options.pop("on_cpu", False))
+    kept = {"reshard_after_forward": False, "accumulates_whole": True}
+    sharding = Sharding(n_ranks=N, groups=GROUPS, **kept, **options)
+    return sharded_stage(graph, sharding, n_microbatches=4, on_cpu=on_cpu)
 
 
 def workspace(graph: Graph) -> dict[str, int]:
