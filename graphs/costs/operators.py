@@ -156,13 +156,15 @@ def _two_products_each(forward: Callable[..., int]) -> Callable[..., int]:
 
 def _trilinear(*arguments: Any, **_: Any) -> int:
     """nn.Bilinear and its gradients: two products and a sum of three tensors, each expanded."""
-    shapes: list[list[int]] = []
-    for shape, expanded in zip(arguments[:3], arguments[3:6], strict=True):
-        sizes = iter(shape)
-        n_dims = len(shape) + len(expanded)
-        shapes.append([1 if dim in expanded else next(sizes) for dim in range(n_dims)])
+    shapes = map(expanded_shape, arguments[:3], arguments[3:6])
     n_terms: int = math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
     return 3 * n_terms
+
+
+def expanded_shape(shape: Shape, added: Sequence[int]) -> list[int]:
+    """The shape with further dimensions of size 1, at the positions `added` of the result."""
+    sizes = iter(shape)
+    return [1 if dim in added else next(sizes) for dim in range(len(shape) + len(added))]
 
 
 def _grouped_mm(one: Shape, other: Shape, *_: Any, out_shape: Shape = (), **__: Any) -> int:

@@ -23,7 +23,7 @@ from graphs.costs.convolution_workspace import (
 )
 from graphs.costs.layouts import COPIES, copied_bytes, suggested_format
 from graphs.costs.matrix_workspace import MATRICES
-from graphs.costs.operators import OpCall, aten
+from graphs.costs.operators import OpCall, aten, expanded_shape
 from graphs.costs.promotion import promotion_bytes
 
 
@@ -159,11 +159,10 @@ def _trilinear(call: OpCall) -> int:
     """
     *factors, first, second, third, summed = call.args[:7]
     unrolled = call.args[7] if len(call.args) > 7 else call.kwargs.get("unroll_dim", 1)
-    shapes = []
-    for x, missing in zip(factors, (first, second, third), strict=True):
-        sizes = iter(x.shape)
-        n_dims = x.dim() + len(missing)
-        shapes.append([1 if dim in missing else next(sizes) for dim in range(n_dims)])
+    shapes = [
+        expanded_shape(x.shape, added)
+        for x, added in zip(factors, (first, second, third), strict=True)
+    ]
     pair_elements = all_elements = 1
     for dim, widths in enumerate(zip(*shapes, strict=True)):
         if dim == unrolled:

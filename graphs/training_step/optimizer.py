@@ -54,7 +54,6 @@ def optimizer_costs(
     *,
     device: torch.device,
     costs: CostModel,
-    foreach: bool = False,
     n_ranks: int = 1,
     parts: Sequence[int] | None = None,
 ) -> dict[str, Any]:
@@ -74,9 +73,8 @@ def optimizer_costs(
 
     optimizer: an optimizer of the model's parameters (real or on the meta device). Parameters that
         require no gradient have no state.
-    device: of the fake tensors.
-    foreach: use the foreach implementation, unless the optimizer itself chooses one. It is used in
-        any case on a CUDA device, and if `costs` are those of one.
+    device: of the fake tensors. On a CUDA device, and if `costs` are those of one, the foreach
+        implementation is used unless the optimizer itself chooses.
     n_ranks: number of devices, each of which steps its shard of the rows of each parameter.
     parts: for each group, the number of elements of the single flat float32 parameter that takes
         the place of the group's parameters; None: the groups keep their parameters.
@@ -88,7 +86,7 @@ def optimizer_costs(
     optimizer = read_optimizer(optimizer, model)
     name = type(optimizer).__name__
     check_parameters(optimizer, model)
-    foreach = foreach or device.type == "cuda" or hardware.is_cuda(costs.description)
+    foreach = device.type == "cuda" or hardware.is_cuda(costs.description)
     try:
         with (
             failures_not_logged(),
