@@ -22,7 +22,6 @@ from graphs.capture.kept_program import KeptCapture
 from graphs.capture.opaque import (
     OpaqueBackward,
     OpaqueForward,
-    OpaquePart,
     Planned,
     RandomSources,
 )

@@ -3,9 +3,8 @@ cached on disk)."""
 
 from graphs.costs.cache import CostCache, circumstances
 from graphs.costs.collectives import is_collective
-from graphs.costs.cuda_peaks import CudaPeaks
 from graphs.costs.defaults import default_costs, finish_measuring, measured
-from graphs.costs.free_memory import free_bytes
+from graphs.costs.device_memory import CudaPeaks, free_bytes
 from graphs.costs.loops import RowLoop
 from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
 from graphs.costs.models import CostModel, Measured, Roofline, from_description

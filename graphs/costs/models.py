@@ -19,7 +19,7 @@ from graphs.costs.attention_seeds import with_real_seeds
 from graphs.costs.cache import CostCache
 from graphs.costs.collectives import Collective, is_collective, is_wait
 from graphs.costs.cuda_workspace import cuda_workspace_bytes
-from graphs.costs.free_memory import free_bytes
+from graphs.costs.device_memory import CudaPeaks, free_bytes
 from graphs.costs.host_copies import measured_host_copies, seconds_of
 from graphs.costs.loops import loop_cost, row_loop
 from graphs.costs.memory_events import cpu_peak_bytes
@@ -250,10 +250,10 @@ class Measured:
         if self.device.type == "cpu":
             return cpu_peak_bytes(run).peak_bytes
         torch.cuda.synchronize(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
+        peaks = CudaPeaks(self.device)
+        peaks.begin("run")
         run()
-        return torch.cuda.max_memory_allocated(self.device) - before
+        return peaks.end()["run"]
 
 
 def from_description(

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from graphs.graph.lookups import Lookups
-from graphs.graph.parts import (
-    MAX_BYTES,
-    PHASES,
-    GraphError,
-    Node,
-    check_names,
-    check_node,
-    check_tensor,
-)
+from collections import Counter
+from collections.abc import Sequence
 
+from graphs.graph.lookups import Lookups
+from graphs.graph.parts import KINDS, PHASES, GraphError, Node, Tensor
+
+MAX_BYTES = 2**60
+"""One exbibyte; a larger tensor is an error in the file."""
+MAX_TIME_S = 1e12
+"""The longest time of one node: 30,000 years."""
 MAX_TOTAL_BYTES = 2**61
 """The most bytes of all storages and one workspace; twice that many still fit into 63 bits."""
 
 
 def validate(graph: Lookups) -> None:
     """Raise GraphError unless names, sizes, aliases, wiring and order are legal."""
-    check_names(graph.tensors, what="tensor")
-    check_names(graph.nodes, what="node")
+    _check_names(graph.tensors, what="tensor")
+    _check_names(graph.nodes, what="node")
     if graph.n_in_flight < 1:
         raise GraphError(f"n_in_flight is {graph.n_in_flight}; it must be at least 1")
     for field_name in ("others_bytes", "host_state_bytes"):
@@ -33,7 +32,7 @@ def validate(graph: Lookups) -> None:
         )
     tensors = graph.tensor_by_name
     for tensor in graph.tensors:
-        check_tensor(tensor, tensors)
+        _check_tensor(tensor, tensors)
     made = _check_wiring(graph)
     total_bytes = sum(tensor.size_bytes for tensor in graph.tensors if tensor.alias_of is None)
     total_bytes += max((node.workspace_bytes for node in graph.nodes), default=0)
@@ -61,6 +60,58 @@ def validate(graph: Lookups) -> None:
             )
 
 
+def _check_names(items: Sequence[Tensor | Node], *, what: str) -> None:
+    """Raise GraphError unless all names are non-empty and unique.
+
+    what: "tensor" or "node", for the message.
+    """
+    for name, count in Counter(item.name for item in items).items():
+        if not name:
+            raise GraphError(f"a {what} has an empty name")
+        if count > 1:
+            raise GraphError(f"two {what}s are called {name!r}; names must be unique")
+
+
+def _check_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Raise GraphError unless size, kind and alias of the tensor are legal.
+
+    tensors: name -> tensor, for all tensors of the graph.
+    """
+    if not 0 <= tensor.size_bytes <= MAX_BYTES:
+        raise GraphError(
+            f"tensor {tensor.name!r}: size_bytes is {tensor.size_bytes}; it must be from 0 to 2**60"
+        )
+    if tensor.kind not in KINDS:
+        raise GraphError(
+            f"tensor {tensor.name!r}: kind is {tensor.kind!r}; one of {', '.join(KINDS)}"
+        )
+    if tensor.alias_of is None:
+        return
+    root = tensors.get(tensor.alias_of)
+    if root is None:
+        raise GraphError(
+            f"tensor {tensor.name!r}: alias_of is {tensor.alias_of!r}, which is not a tensor"
+        )
+    if root.alias_of is not None:
+        raise GraphError(
+            f"tensor {tensor.name!r}: alias_of is {root.name!r}, itself an alias of "
+            f"{root.alias_of!r}; name the root of the storage"
+        )
+
+
+def _check_node(node: Node) -> None:
+    """Raise GraphError unless phase, time and workspace of the node are legal."""
+    if node.phase not in PHASES:
+        raise GraphError(f"node {node.name!r}: phase is {node.phase!r}; one of {', '.join(PHASES)}")
+    if not 0 <= node.time_s <= MAX_TIME_S:
+        raise GraphError(f"node {node.name!r}: time_s is {node.time_s}; it must be from 0 to 1e12")
+    if not 0 <= node.workspace_bytes <= MAX_BYTES:
+        raise GraphError(
+            f"node {node.name!r}: workspace_bytes is {node.workspace_bytes}; "
+            "it must be from 0 to 2**60"
+        )
+
+
 def _check_wiring(graph: Lookups) -> set[str]:
     """Check that inputs are made before they are read, tensors are made once and not read after
     they are overwritten, and phases come in order.
@@ -72,7 +123,7 @@ def _check_wiring(graph: Lookups) -> set[str]:
     overwriter: dict[str, str] = {}  # overwritten tensor -> the node that did it
     phase_index = 0
     for node in graph.nodes:
-        check_node(node)
+        _check_node(node)
         if PHASES.index(node.phase) < phase_index:
             raise GraphError(
                 f"node {node.name!r} of phase {node.phase} comes after a node of phase "

@@ -19,8 +19,6 @@ extraction, its name belongs into PROGRAM_REWRITES as well.
 
 from graphs.rewrites.chunk_sizes import ALIGNED_ROWS, chunk_starts, is_worthwhile, rows_per_chunk
 from graphs.rewrites.names import (
-    CALLED_LOSSES,
-    CODES,
     FEWER_BITS,
     HEAD_AND_LOSS,
     PROGRAM_REWRITES,

@@ -17,9 +17,9 @@ class CapturedStep:
     """The captured program and its graph: what `apply` needs to run a schedule.
 
     captured: the traced program, after the rewrites.
+    original: the program as it was traced.
     layout: its nodes and tensors.
     graph: the graph of the module's step.
-    _original: the traced program without rewrites.
     _extract: makes the captured step of a program, with these rewrites and costs.
     _rehearsed: what eager mode holds and overwrites, recorded in the graphs of all variants (None:
         not known).
@@ -28,22 +28,17 @@ class CapturedStep:
     captured: Capture
     layout: Layout
     graph: Graph
-    _original: Capture = field(repr=False)
+    original: Capture = field(repr=False)
     _costs: CostModel | None = field(repr=False)
     _extract: Callable[[Capture, Variant, CostModel | None], CapturedStep] = field(repr=False)
     _rehearsed: Rehearsed | None = field(default=None, repr=False)
-
-    @property
-    def original(self) -> Capture:
-        """The program as it was traced."""
-        return self._original
 
     def with_rewrites(self, rewrites: Iterable[str]) -> CapturedStep:
         """Another variant of the same step, without tracing again."""
         wanted = tuple(rewrites)
         if wanted == tuple(self.graph.meta.rewrites):
             return self
-        return self._variant(program_with(self._original, wanted), wanted, self._costs)
+        return self._variant(program_with(self.original, wanted), wanted, self._costs)
 
     def with_costs(self, costs: CostModel | None) -> CapturedStep:
         """The same step with other seconds and workspace, without tracing again."""
@@ -53,8 +48,8 @@ class CapturedStep:
         """The plain step, and those of the wanted variants whose rewrites change the program."""
         steps = [self.with_rewrites(())]
         for variant in dict.fromkeys(wanted):
-            program = program_with(self._original, variant)
-            changes_program = program is not self._original or not rewrites_program(variant)
+            program = program_with(self.original, variant)
+            changes_program = program is not self.original or not rewrites_program(variant)
             if variant and changes_program:
                 steps.append(self._variant(program, variant, self._costs))
         return steps

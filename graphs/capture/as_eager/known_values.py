@@ -141,45 +141,41 @@ class KnowingMode(FakeTensorMode):
             return NotImplemented
         if func is torch.ops.prim.device.default and isinstance(args[0], FunctionalTensor):
             return args[0].elem.device
-        self.read_tensors.note(func, (*args, *(kwargs or {}).values()))
-        if func._schema.is_mutable:
-            refuse_writing_real_tensors(OpCall(func, tuple(args), kwargs or {}, None).mutated())
-        refuse_mixed_dtypes(func, args, kwargs or {})
-        recipe = self._recipe(func, args, kwargs or {})
-        if recipe is not None:
-            is_value = torch.Tag.data_dependent_output in func.tags
-            if (is_value or torch.Tag.dynamic_output_shape in func.tags) and (
-                # Of random numbers only a boolean may be read, as by an `if`: a number would be
-                # another one in each step, and each would need a program of its own.
-                not recipe.is_chance
-                or (is_value and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.bool)
-            ):
-                result = evaluate(recipe, self.leaves)
-                if recipe.leaves or recipe.reads_constants:
-                    self.guards.append(Guard(recipe, _values_and_shapes(result)))
-                if is_value:
-                    return result
-                with self:
-                    result = pytree.tree_map_only(torch.Tensor, strided_like, result)
-                return _with_recipe(result, recipe)
-            if is_value or torch.Tag.dynamic_output_shape in func.tags:
+        kwargs = kwargs or {}
+        self.read_tensors.note(func, (*args, *kwargs.values()))
+        written = OpCall(func, tuple(args), kwargs, None).mutated()
+        refuse_writing_real_tensors(written)
+        refuse_mixed_dtypes(func, args, kwargs)
+        recipe = self._recipe(func, args, kwargs)
+        is_value = torch.Tag.data_dependent_output in func.tags
+        if recipe is not None and (is_value or torch.Tag.dynamic_output_shape in func.tags):
+            # Of random numbers only a boolean may be read, as by an `if`: a number would be another
+            # one in each step, and each would need a program of its own.
+            is_bool = bool(args) and getattr(args[0], "dtype", None) == torch.bool
+            if recipe.is_chance and not (is_value and is_bool):
                 raise ReadsRandomNumbers(func)
-        result = cpu_kernel_result(self, func, args, kwargs or {})
+            result = evaluate(recipe, self.leaves)
+            if recipe.leaves or recipe.reads_constants:
+                self.guards.append(Guard(recipe, _values_and_shapes(result)))
+            if is_value:
+                return result
+            with self:
+                result = pytree.tree_map_only(torch.Tensor, strided_like, result)
+            return _with_recipe(result, recipe)
+        result = cpu_kernel_result(self, func, args, kwargs)
         if result is NotImplemented:
-            result = super().dispatch(func, types, args, kwargs or {})
-            result = correct_fake_result(func, args, kwargs or {}, result)
-        if func._schema.is_mutable:
-            for tensor in OpCall(func, tuple(args), kwargs or {}, None).mutated():
-                if isinstance(tensor, FakeTensor):
-                    storage = tensor.untyped_storage()
-                    if storage._cdata not in self._written:
-                        self._written.add(storage._cdata)
-                        finalizer = weakref.finalize(storage, self._written.discard, storage._cdata)
-                        finalizer.atexit = False
-        elif recipe is not None:
+            result = super().dispatch(func, types, args, kwargs)
+            result = correct_fake_result(func, args, kwargs, result)
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._written:
+                self._written.add(storage._cdata)
+                finalizer = weakref.finalize(storage, self._written.discard, storage._cdata)
+                finalizer.atexit = False
+        if recipe is not None and not func._schema.is_mutable:
             _with_recipe(result, recipe)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._note_random_call(func, args, kwargs or {}, result)
+            self._note_random_call(func, args, kwargs, result)
         return result
 
     def set_leaf(self, tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
@@ -353,7 +349,6 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 def _constant_recipe(tensor: torch.Tensor) -> Recipe:
     """The recipe of a real tensor that the module holds or creates (torch.tensor(3.0))."""
-
     return Recipe(lambda: tensor, (), _NO_ARGUMENTS, None, (), frozenset(), reads_constants=True)
 
 

@@ -137,10 +137,8 @@ class StandIn:
         self.requests.append(GradientRequest.current(tensors, first=call.island.first))
         is_module = not is_function(self.path) and not is_method(self.path)
         with annotate({"module_path": self.path}) if is_module else contextlib.nullcontext():
-            for (
-                i
-            ) in call.island.changed_buffers:  # a recomputation of the call needs the old values
-                tensors[i] = tensors[i].clone()
+            for i in call.island.changed_buffers:
+                tensors[i] = tensors[i].clone()  # a recomputation of the call needs the old values
             results = _OpaqueCallFunction.apply(self.numbers[index], *tensors)  # type: ignore[no-untyped-call]
             n_outs = len(call.outs)
             with torch.no_grad():

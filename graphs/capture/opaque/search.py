@@ -100,9 +100,8 @@ def with_opaque_parts(
         return trace(()), ()
     except TraceError as error:
         card = device_of(model) if torch.cuda.is_available() else torch.device("cpu")
-        with RandomSources.of(
-            model, card
-        ).states_restored():  # forward may draw numbers, or set a seed
+        random = RandomSources.of(model, card)
+        with random.states_restored():  # forward may draw numbers, or set a seed
             refuse_own_failure(model, call, error)
         if not _has_values_on(model, call, device):
             raise
