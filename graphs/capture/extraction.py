@@ -199,14 +199,9 @@ class _Extraction:
         allocated = self._allocate(node, values)
         if not allocated:
             return  # a view, or nothing at all
-        leaves = pytree.tree_leaves((node.args, node.kwargs))
-        inputs = tuple(
-            dict.fromkeys(
-                self.layout.storage[argument]
-                for argument in leaves
-                if isinstance(argument, torch.fx.Node) and argument in self.layout.storage
-            )
-        )
+        storage = self.layout.storage
+        read = (storage[each] for each in node.all_input_nodes if each in storage)
+        inputs = tuple(dict.fromkeys(read))
         cost = self.cost(node)
         phase: Phase = "backward" if is_backward(node) else "forward"
         self.layout.calls[node.name] = node

@@ -101,15 +101,13 @@ def _code_for(node: fx.Node, name: str) -> Code | None:
         return None
     if isinstance(node.target, Pack | Unpack) or value.numel() < LEAST_ELEMENTS:
         return None
-    arguments = pytree.tree_leaves((node.args, node.kwargs))
+    source: Any = node
     if node.target is operator.getitem:
-        source: Any = node.args[0]
-        arguments = pytree.tree_leaves((source.args, source.kwargs))
+        source = node.args[0]
         if value.dtype.is_floating_point and node.args[1] != 0:
             return None
-    nodes = [each for each in arguments if isinstance(each, fx.Node)]
-    (storage,) = _storages(node) or (None,)
-    if any(storage in _storages(each) for each in nodes):
+    (storage,) = _storages(node)
+    if any(storage in _storages(each) for each in source.all_input_nodes):
         return None  # a view
     n_bytes = value.untyped_storage().nbytes()
     is_whole = n_bytes == value.nbytes and value.storage_offset() == 0
@@ -125,27 +123,25 @@ def _pack(maker: fx.Node, readers: list[fx.Node], code: Code) -> None:
     graph, value = maker.graph, maker.meta["val"]
     form = (list(value.shape), list(value.stride()))
     n_rows = math.prod(value.shape) // code.width
+    rows_form = ([n_rows, code.width], [code.width, 1])
+    as_strided = aten.as_strided.default
     with graph.inserting_after(maker):
-        rows = _new_call(
-            maker, aten.as_strided.default, (maker, [n_rows, code.width], [code.width, 1])
-        )
-        rows.meta["val"] = value.as_strided((n_rows, code.width), (code.width, 1))
+        rows = _new_call(maker, as_strided, (maker, *rows_form), value.as_strided(*rows_form))
     stored = tuple(value.new_empty(s, dtype=dtype) for s, dtype in code.packed(n_rows))
     with graph.inserting_after(rows):
-        packed = _new_call(maker, Pack.of(code, n_rows), (rows,))
-        packed.meta["val"] = stored[0] if len(stored) == 1 else stored
+        result = stored[0] if len(stored) == 1 else stored
+        packed = _new_call(maker, Pack.of(code, n_rows), (rows,), result)
     parts = [packed]
     if len(stored) > 1:
         parts = []
         for n, each in reversed([*enumerate(stored)]):
             with graph.inserting_after(packed):
-                parts.insert(0, _new_call(maker, operator.getitem, (packed, n)))
-            parts[0].meta["val"] = each
+                parts.insert(0, _new_call(maker, operator.getitem, (packed, n), each))
     with graph.inserting_before(readers[0]):
-        rows_again = _new_call(readers[0], Unpack.of(code, n_rows), tuple(parts))
-        rows_again.meta["val"] = value.new_empty((n_rows, code.width))
-        new = _new_call(readers[0], aten.as_strided.default, (rows_again, *form))
-        new.meta["val"] = rows_again.meta["val"].as_strided(*form)
+        unpacked_rows = value.new_empty((n_rows, code.width))
+        rows_again = _new_call(readers[0], Unpack.of(code, n_rows), tuple(parts), unpacked_rows)
+        viewed = unpacked_rows.as_strided(*form)
+        new = _new_call(readers[0], as_strided, (rows_again, *form), viewed)
     (storage,) = _storages(maker)
     unpacked_nodes = {maker: new}
 
@@ -157,8 +153,9 @@ def _pack(maker: fx.Node, readers: list[fx.Node], code: Code) -> None:
         if node not in unpacked_nodes:  # a view
             args, kwargs = fx.map_arg((node.args, node.kwargs), unpacked)
             with graph.inserting_before(readers[0]):
-                unpacked_nodes[node] = _new_call(readers[0], node.target, args, kwargs)
-            unpacked_nodes[node].meta["val"] = _computed_value(unpacked_nodes[node])
+                view = _new_call(readers[0], node.target, args, kwargs=kwargs)
+            view.meta["val"] = _computed_value(view)
+            unpacked_nodes[node] = view
         return unpacked_nodes[node]
 
     for reader in readers:
@@ -176,11 +173,13 @@ def _computed_value(call: fx.Node) -> Any:
     return call.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _new_call(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-    """A call in the phase and the module of the node `like`."""
+def _new_call(
+    like: fx.Node, target: Any, args: Any, value: Any = None, *, kwargs: Any = None
+) -> fx.Node:
+    """A call in the phase and the module of the node `like`; value: what it returns."""
     node = like.graph.call_function(target, args, kwargs or {})
     custom = like.meta.get("custom") or {}
-    node.meta = {"custom": {k: v for k, v in custom.items() if k == "module_path"}}
+    node.meta = {"custom": {k: v for k, v in custom.items() if k == "module_path"}, "val": value}
     if "partitioner_tag" in like.meta:
         node.meta["partitioner_tag"] = like.meta["partitioner_tag"]
     return node
