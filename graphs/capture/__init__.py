@@ -2,7 +2,6 @@
 
 from graphs.capture.absent_card import can_trace_absent, for_absent_card
 from graphs.capture.as_eager import CheckError, caching_configs
-from graphs.capture.backward_rehearsal import Rehearsed
 from graphs.capture.buffer_writes import Write
 from graphs.capture.called_losses import CalledLoss, LossCalls, called_loss_of, overwrites_logits
 from graphs.capture.captured_step import Capture, Source
@@ -36,6 +35,7 @@ from graphs.capture.refuse import (
     refuse_replaced_forwards,
     shared_storages,
 )
+from graphs.capture.rehearsal import Rehearsed
 from graphs.capture.shell import leaves_of
 from graphs.capture.tensor_parallel import MeshError, has_parallel_style
 from graphs.capture.traced_calls import is_backward, is_random

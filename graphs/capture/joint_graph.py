@@ -34,7 +34,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import annotate
 
 from graphs.capture.as_eager import eager_branches, eager_kernels, no_cache, refuse_fast_path
-from graphs.capture.backward_rehearsal import Rehearsed, compare_backward, saved_by_functions
 from graphs.capture.captured_step import Capture, read_joint
 from graphs.capture.checkpoints import call_checkpoints_directly
 from graphs.capture.eager_calls import EagerCalls
@@ -45,7 +44,6 @@ from graphs.capture.filled_once import (
     attributes_filled,
     find_filled_attributes,
 )
-from graphs.capture.forward_rehearsal import held_by_variables
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_dominant_part, with_opaque_parts
 from graphs.capture.own_failure import failures_not_logged
 from graphs.capture.refuse import (
@@ -55,6 +53,12 @@ from graphs.capture.refuse import (
     refuse_parametrization_cache,
 )
 from graphs.capture.refused_trace import as_trace_error
+from graphs.capture.rehearsal import (
+    Rehearsed,
+    compare_backward,
+    held_by_variables,
+    saved_by_functions,
+)
 from graphs.capture.same_program import StepDescription, describe
 from graphs.capture.same_steps import StepRecorder, are_same_steps
 from graphs.capture.shell import Shell
@@ -170,9 +174,9 @@ def rehearse(
 ) -> Rehearsed:
     """Run the captured step in eager mode on fake tensors, to see what it overwrites and holds.
 
-    See `graphs.capture.forward_rehearsal` and `backward_rehearsal`. Returns an empty `Rehearsed` if
-    the step cannot be run like that: with opaque parts, with DTensors (whose operators run within
-    other operators), or if it raises a TraceError.
+    See `graphs.capture.rehearsal`. Returns an empty `Rehearsed` if the step cannot be run like
+    that: with opaque parts, with DTensors (whose operators run within other operators), or if it
+    raises a TraceError.
 
     layout: the nodes and tensors of the captured step.
     """

@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.costs.attention_seeds import with_real_seeds
 from graphs.costs.cache import CostCache
 from graphs.costs.collectives import Collective, is_collective, is_wait
 from graphs.costs.cuda_workspace import cuda_workspace_bytes
@@ -25,9 +23,9 @@ from graphs.costs.loops import loop_cost, row_loop
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.costs.observed import observed_run
 from graphs.costs.operators import Cost, OpCall, aten, bytes_moved, dtype_of, flops_of
+from graphs.costs.real_calls import runner
 from graphs.costs.workspace import cpu_workspace_bytes
 from graphs.hardware import Hardware, HostCopies, Link, card_called, link_between, link_named, named
-from graphs.model_calls import strided_like
 
 DISPATCH_S = 5e-6
 """Seconds in which eager PyTorch dispatches one operator, however small: `torch.ops.aten.add` of
@@ -231,7 +229,7 @@ class Measured:
         needed = call.made_bytes() + sum(t.untyped_storage().nbytes() for t in call.inputs())
         if needed > free_bytes(self.device):
             raise MemoryError(f"{call.target} needs {needed} bytes")
-        run = _runner(call, self.device)
+        run = runner(call, self.device)
         self._seconds(run)
         times_s = [self._seconds(run)]
         while len(times_s) < self._n_runs and sum(times_s) < TIME_PER_CALL_S:
@@ -281,93 +279,6 @@ def hardware_of(costs: CostModel | None) -> Hardware | None:
     if isinstance(costs, Measured):
         return costs.roofline.hardware
     return costs.hardware if isinstance(costs, Roofline) else None
-
-
-def _runner(call: OpCall, device: torch.device) -> Callable[[], Any]:
-    """A function that runs the call on real tensors of the same shapes, strides and dtypes."""
-    index_limits = _index_limits(call)
-    is_product = call.packet in _PRODUCTS
-    args, kwargs = pytree.tree_map_only(
-        torch.Tensor,
-        lambda tensor: _real_tensor_like(
-            tensor, device, below=index_limits.get(id(tensor), 1), is_normal=is_product
-        ),
-        (call.args, dict(call.kwargs)),
-    )
-    args = with_real_seeds(call.target, args)
-    if call.packet is aten._grouped_mm:
-        args, kwargs = _with_equal_groups(*args, **kwargs)
-    return lambda: call.target(*args, **kwargs)
-
-
-_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-
-
-def _real_tensor_like(
-    tensor: torch.Tensor, device: torch.device, *, below: int, is_normal: bool = False
-) -> torch.Tensor:
-    """A real tensor of the same shape, strides and dtype; integers are from 0 to `below` - 1.
-
-    Scalars on the host (random seeds, step counts) stay there.
-    """
-    stays_on_host = tensor.device.type == "cpu" and tensor.dim() == 0
-    where = tensor.device if stays_on_host else device
-    new = strided_like(tensor, where)
-    storage = torch.empty(0, dtype=tensor.dtype, device=where).set_(new.untyped_storage())
-    if tensor.dtype.is_floating_point and tensor.element_size() > 1:
-        _ = storage.normal_() if is_normal else storage.uniform_()
-    elif tensor.dtype in (torch.int32, torch.int64):
-        storage.random_(0, below)
-    else:
-        storage.zero_()
-    return new
-
-
-def _with_equal_groups(
-    one: torch.Tensor,
-    other: torch.Tensor,
-    ends: torch.Tensor | None = None,
-    *rest: Any,
-    **more: Any,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a grouped product, with equal groups filled into `ends`. (It was filled with
-    zeros; with every group ending at 0, nothing would be multiplied.)"""
-    ends = more.pop("offs", ends)
-    if ends is not None:
-        by_rows = one.dim() == 2 and other.dim() == 3
-        size = one.shape[0] if by_rows else other.shape[-1] if one.dim() == 3 else one.shape[-1]
-        n_groups = ends.numel()
-        group_ends = [size * (n + 1) // n_groups for n in range(n_groups)]
-        ends.copy_(torch.tensor(group_ends, dtype=ends.dtype))
-    return (one, other, ends, *rest), more
-
-
-def _index_limits(call: OpCall) -> dict[int, int]:
-    """id() of each index tensor -> how many positions its indices can refer to.
-
-    Indices are drawn from all of these: with equal ones, scatter-adds would wait for each other,
-    which they do not in real training.
-    """
-    args = call.args
-    packet = call.packet
-    if packet is not None and row_loop(call):  # F.linear_cross_entropy: input, weight, target
-        return {id(args[2]): args[1].shape[0]}
-    if packet is aten.embedding:
-        return {id(args[1]): args[0].shape[0]}
-    if packet is aten.embedding_dense_backward:
-        return {id(args[1]): args[2]}
-    forward = packet in (aten.nll_loss_forward, aten.nll_loss2d_forward)
-    if forward or packet in (aten.nll_loss_backward, aten.nll_loss2d_backward):
-        x, target = args[:2] if forward else args[1:3]  # after the gradient
-        return {id(target): x.shape[min(1, x.dim() - 1)]}
-    if packet in (aten.gather, aten.index_select, aten.scatter, aten.scatter_add, aten.index_add):
-        return {id(args[2]): args[0].shape[args[1]] if args[0].dim() else 1}
-    if packet in (aten.index, aten.index_put):
-        pairs = zip(args[1], args[0].shape, strict=False)
-        return {id(index): size for index, size in pairs if index is not None}
-    if packet is aten.max_pool2d_with_indices_backward:
-        return {id(args[7]): args[1].shape[-1] * args[1].shape[-2]}
-    return {}
 
 
 def _hardware_of_device(device: torch.device) -> Hardware:

@@ -7,7 +7,7 @@ functions   The backward pass runs whole functions, each of one or more operator
             reads, and its intermediate results (`grad * (2 * self.pow(1))` for a square), stay
             live until it returns: C++ temporaries live as long as their expression, and the engine
             holds the incoming gradients and the saved tensors meanwhile. Tensors that are known to
-            be dropped earlier (`graphs.capture.backward_rehearsal`) count only until then.
+            be dropped earlier (`graphs.capture.rehearsal`) count only until then.
 saved       What autograd saves for a function stays live until the function has run, even if it
             does not read it. What a variable of `forward` holds stays live until the variable is
             reassigned or its function returns.

@@ -21,16 +21,14 @@ from graphs.model_calls.forms import (
     input_forms,
     parameter_forms,
 )
-from graphs.model_calls.local_parts import (
-    distributed_as,
-    is_distributed,
-    is_distributed_class,
-    local_part,
-)
 from graphs.model_calls.names import named_state, tensor_names
 from graphs.model_calls.tensors import (
     autograd_functions,
     dense_storage_key,
+    distributed_as,
+    is_distributed,
+    is_distributed_class,
+    local_part,
     named_arguments,
     same_strides,
     storage_key,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from graphs.model_calls.call import Call, device_of
-from graphs.model_calls.local_parts import is_distributed, local_part
 from graphs.model_calls.names import plain_arguments, tensor_names
+from graphs.model_calls.tensors import is_distributed, local_part
 
 FROZEN = ", frozen"
 """The suffix of the form of a parameter that requires no gradient."""

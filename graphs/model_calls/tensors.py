@@ -1,7 +1,8 @@
-"""Tensors without their values: form and storage, arguments of operators, the autograd graph."""
+"""Tensors apart from their values: form, storage, autograd graph, a rank's part of a DTensor."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,3 +65,36 @@ def autograd_functions(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
             seen.add(function)
             yield function
             stack += [before for before, _ in function.next_functions]
+
+
+def is_distributed(tensor: object) -> bool:
+    """Whether the object is a DTensor."""
+    return is_distributed_class(type(tensor))
+
+
+def is_distributed_class(kind: type) -> bool:
+    """Whether this is DTensor or a subclass. Does not import torch's module, which takes a second:
+    if that is not imported, nothing is a DTensor."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, sharing its memory; a plain tensor is returned itself."""
+    if not is_distributed(tensor):
+        return tensor
+    distributed: Any = tensor
+    with torch.no_grad():
+        local: torch.Tensor = distributed.to_local()
+    return local
+
+
+def distributed_as(spec: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor with this local part, and the mesh, placements, shape and strides of a spec."""
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        made: torch.Tensor = DTensor.from_local(
+            local, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride
+        )
+    return made

@@ -4,6 +4,5 @@ from graphs.model_calls import TraceError
 from graphs.trace.entry_point import trace, trace_variants
 from graphs.trace.layers import Layer, StageOf, read_layers
 from graphs.trace.mesh_of_absent_ranks import fake_mesh
-from graphs.trace.module_step import loss_index, rehearsed, trace_module
-from graphs.trace.step_variants import CapturedStep
+from graphs.trace.module_step import CapturedStep, loss_index, rehearsed, trace_module
 from graphs.trace.traced_device import refuse_meta_batch

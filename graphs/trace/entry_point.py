@@ -34,8 +34,7 @@ from graphs.passes import Passes, PassesError, with_passes
 from graphs.pipeline import Pipeline, with_pipeline
 from graphs.rewrites import STOCK, StockVariants, Variants, allowed_variants, variants_of
 from graphs.trace.mixed_precision import in_precision_of, with_stored_dtypes
-from graphs.trace.module_step import loss_index, rehearsed, trace_module
-from graphs.trace.step_variants import CapturedStep
+from graphs.trace.module_step import CapturedStep, loss_index, rehearsed, trace_module
 from graphs.trace.traced_device import traced_device
 from graphs.trace.zero_rank import engine_figures
 from graphs.training_step import (

@@ -18,7 +18,7 @@ from benchmarks.gpu.picture import draw
 from benchmarks.zoo import SMALL
 from graphs.capture import is_random
 from graphs.capture.as_eager import kernels as eager_kernels
-from graphs.costs import attention_seeds as seeds
+from graphs.costs.real_calls import SEEDED_BACKWARD, with_real_seeds
 from solver import solve
 from tests.support.paths import ROOT
 
@@ -230,7 +230,7 @@ def test_the_seeds_of_attention_are_taken_from_where_they_are_made(monkeypatch):
         is_cuda = True
 
     x = torch.rand(2)
-    for name in seeds.BACKWARD:
+    for name in SEEDED_BACKWARD:
         operator = getattr(torch.ops.aten, name).default
         read = [a.name for a in operator._schema.arguments if not a.kwarg_only]
         given = {key: x.as_subclass(OnCuda) if key == "query" else object() for key in read}
@@ -239,7 +239,7 @@ def test_the_seeds_of_attention_are_taken_from_where_they_are_made(monkeypatch):
         forward = mock.Mock(_schema=schema, return_value=tuple(made.values()))
         packet = mock.Mock(default=forward)
         monkeypatch.setattr(torch.ops.aten, name.removesuffix("_backward"), packet)
-        found = dict(zip(read, seeds.with_real_seeds(operator, tuple(given.values())), strict=True))
+        found = dict(zip(read, with_real_seeds(operator, tuple(given.values())), strict=True))
         in_flash = "flash" in name
         seed, offset = ("rng_state", "unused") if in_flash else ("philox_seed", "philox_offset")
         assert found == given | {"philox_seed": made[seed], "philox_offset": made[offset]}
@@ -248,7 +248,7 @@ def test_the_seeds_of_attention_are_taken_from_where_they_are_made(monkeypatch):
         options = {key: given[key] for key in asked}
         options |= {} if in_flash else {"compute_log_sumexp": True}
         assert forward.call_args == mock.call(**options)
-    assert seeds.with_real_seeds(torch.ops.aten.add.Tensor, (x, x)) == (x, x)
+    assert with_real_seeds(torch.ops.aten.add.Tensor, (x, x)) == (x, x)
 
 
 def test_fused_attention_on_cuda_is_random_with_dropout_alone():

@@ -6,8 +6,8 @@ card:
 
 - `device_guard`: autograd asks for CUDA's device guard; a build without CUDA has none and aborts
   the process;
-- `engine`: autograd's engine asks for the card's current stream;
-- `no_accelerator`: in a build with CUDA, the engine asks the driver too;
+- `engine`: autograd's engine asks for the card's current stream and, in a build with CUDA, the
+  driver;
 - `operators`: PyTorch picks some operators by asking the card or cuDNN (attention, batch norm,
   recurrent layers, autocast to bfloat16); they are picked by the rules of its source code instead
   (`attention_choice`).
@@ -23,8 +23,7 @@ from torch import nn
 
 from graphs.capture.absent_card.attention_choice import AttentionCall, attention_of
 from graphs.capture.absent_card.device_guard import has_device_guard
-from graphs.capture.absent_card.engine import without_streams
-from graphs.capture.absent_card.no_accelerator import can_have_no_accelerator
+from graphs.capture.absent_card.engine import can_have_no_accelerator, without_streams
 from graphs.capture.absent_card.operators import operators_of
 from graphs.capture.tensor_parallel import has_distributed
 from graphs.model_calls import TraceError

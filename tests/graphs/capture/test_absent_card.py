@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphs.capture.absent_card import AttentionCall, attention_of, can_trace_absent
-from graphs.capture.absent_card.no_accelerator import no_accelerator
+from graphs.capture.absent_card.engine import no_accelerator
 from graphs.capture.absent_card.operators import _FUSED_ON_CUDA
 from graphs.costs import Roofline
 from graphs.graph import Graph
