@@ -1,6 +1,6 @@
 """Traces a module into the graph of its own step, without optimizer and loss of the caller.
 
-The result is a `CapturedStep`, from which other variants of the step are made without tracing again.
+The result is a `CapturedStep`, which gives other variants of the step without tracing again.
 `graphs.capture.joint_graph` records the module on fake tensors, `graphs.capture.extraction` folds
 views into their storages, `graphs.costs.models` gives the cost of each operator.
 """

@@ -29,12 +29,12 @@ from graphs.costs.models import (
     Measured,
     OpCall,
     Roofline,
-    _runner,
     bytes_moved,
     flops_of,
     from_description,
 )
 from graphs.costs.operators import FLOPS
+from graphs.costs.real_calls import runner
 from graphs.hardware import DEVICES, named
 
 aten = torch.ops.aten
@@ -317,7 +317,7 @@ def test_grouped_products_are_measured_with_groups_that_hold_something(
     product = call(
         aten._grouped_mm.default, empty(*one, dtype=half), empty(*other, dtype=half), ends
     )
-    assert (_runner(product, torch.device("cpu"))() > 0).all()
+    assert (runner(product, torch.device("cpu"))() > 0).all()
 
 
 def test_every_operator_of_a_step_can_be_measured(calls: list[OpCall]) -> None:
