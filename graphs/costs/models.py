@@ -1,12 +1,14 @@
 """Cost models: seconds and workspace bytes of one operator call.
 
 `Roofline` computes seconds from FLOPs and bytes moved for a known device. `Measured` runs each
-distinct call on the device of this machine. Both have the method `cost(call)`.
+distinct call on the device of this machine. Both have the method `cost(call)`. `NodeCosts` adds up
+the costs of a traced program.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -14,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphs.costs.cache import CostCache
+from graphs.costs.cache import CostCache, default_cache_file
 from graphs.costs.collectives import Collective, is_collective, is_wait
 from graphs.costs.cuda_workspace import cuda_workspace_bytes
 from graphs.costs.device_memory import CudaPeaks, free_bytes
@@ -25,7 +27,10 @@ from graphs.costs.observed import observed_run
 from graphs.costs.operators import Cost, OpCall, aten, bytes_moved, dtype_of, flops_of
 from graphs.costs.real_calls import runner
 from graphs.costs.workspace import cpu_workspace_bytes
+from graphs.files import FormatError
 from graphs.hardware import Hardware, HostCopies, Link, card_called, link_between, link_named, named
+
+logger = logging.getLogger(__name__)
 
 DISPATCH_S = 5e-6
 """Seconds in which eager PyTorch dispatches one operator, however small: `torch.ops.aten.add` of
@@ -274,16 +279,85 @@ def from_description(
     return Measured(here, fallback=fallback)
 
 
-def hardware_of(costs: CostModel | None) -> Hardware | None:
-    """The hardware that the costs are for; None if the model does not say."""
-    if isinstance(costs, Measured):
-        return costs.roofline.hardware
-    return costs.hardware if isinstance(costs, Roofline) else None
-
-
 def _hardware_of_device(device: torch.device) -> Hardware:
     """The known hardware of a device: a generic CPU, or its card (an unknown one: an H100)."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return named("cpu")
     card = torch.cuda.get_device_properties(device)
     return card_called(card.name, capacity_bytes=card.total_memory) or named("h100")
+
+
+def default_costs(device: torch.device) -> CostModel:
+    """Measured costs on a CUDA device, where a roofline does not know the workspace of cuDNN's
+    convolutions; on the CPU, the roofline of a generic CPU."""
+    return measured(device) if device.type == "cuda" else Roofline(named("cpu"))
+
+
+def measured(device: torch.device, *, fallback: Hardware | None = None) -> Measured:
+    """A model that measures on this device; on CUDA it starts from the costs that earlier processes
+    saved.
+
+    fallback: as in `Measured`.
+    """
+    cache = None
+    if device.type == "cuda":
+        try:
+            cache = CostCache(default_cache_file(device), device)
+        except FormatError as error:  # the cache is implicit: a corrupt file must not fail
+            logger.warning("measured costs will not be saved: %s", error)
+    return Measured(device, fallback=fallback, cache=cache)
+
+
+def finish_measuring(costs: CostModel) -> None:
+    """Save measured costs to the file, and empty PyTorch's CUDA allocator cache.
+
+    The allocator has cached blocks of all sizes that were measured. A step that runs afterwards
+    would allocate its own besides, and the process would exceed the budget.
+    """
+    if not isinstance(costs, Measured):
+        return
+    try:
+        costs.save()
+    except OSError as error:
+        logger.warning("measured costs were not saved: %s", error)
+    if costs.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class NodeCosts:
+    """Gives the cost of each fx node; adds up measured times and, for comparison, the roofline's.
+
+    costs: the cost model; None: every node costs nothing.
+    """
+
+    def __init__(self, costs: CostModel | None) -> None:
+        self._costs = costs
+        self._measured_s = 0.0
+        self._roofline_s = 0.0
+
+    def __call__(self, node: torch.fx.Node) -> Cost:
+        if self._costs is None:
+            return Cost(time_s=0.0)
+        call = OpCall.from_node(node)
+        cost = self._costs.cost(call)
+        if isinstance(self._costs, Measured):
+            self._measured_s += cost.time_s
+            self._roofline_s += self._costs.roofline.cost(call).time_s
+        return cost
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The hardware that the costs are for; None if the model does not say."""
+        if isinstance(self._costs, Measured):
+            return self._costs.roofline.hardware
+        return self._costs.hardware if isinstance(self._costs, Roofline) else None
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The cost model's description; for measured costs, also the sums over all operators."""
+        if self._costs is None:
+            return {}
+        described = dict(self._costs.description)
+        if isinstance(self._costs, Measured):
+            described |= {"measured_s": self._measured_s, "roofline_s": self._roofline_s}
+        return described

@@ -10,10 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.costs import defaults as default_costs
-from graphs.costs.cache import CostCache
-from graphs.costs.defaults import finish_measuring
-from graphs.costs.models import Measured, Roofline, from_description
+from graphs.costs.cache import CostCache, default_cache_file
+from graphs.costs.models import (
+    Measured,
+    Roofline,
+    default_costs,
+    finish_measuring,
+    from_description,
+    measured,
+)
 from graphs.trace import trace
 from scheduler_runtime import apply
 from scheduler_runtime.by_submodule import observe
@@ -82,7 +87,7 @@ def test_in_python_a_card_is_measured_too(cards):
         assert target.costs.device == torch.device("cuda:1")
         assert target.hardware.capacity_bytes == 2 * 10**9
     assert isinstance(find_target("cuda", "roofline").costs, Roofline)
-    assert isinstance(default_costs.default_costs(torch.device("cuda")), Measured)
+    assert isinstance(default_costs(torch.device("cuda")), Measured)
 
 
 @pytest.mark.parametrize("name", ["mps", "xpu", "mps:0"])
@@ -125,10 +130,10 @@ def test_measured_costs_are_saved_and_their_memory_released(tmp_path, monkeypatc
 
 
 def test_a_corrupt_cost_file_is_only_warned_of(cards, caplog):
-    path = default_costs.default_cache_file("cuda")
+    path = default_cache_file("cuda")
     path.parent.mkdir(parents=True)
     path.write_text("{}")
-    assert isinstance(default_costs.measured(torch.device("cuda")), Measured)
+    assert isinstance(measured(torch.device("cuda")), Measured)
     assert "not a file of measured costs" in caplog.text
 
 
