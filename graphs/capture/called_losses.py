@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
+from graphs.capture.traced_calls import annotations_of
 from graphs.model_calls import is_distributed
 
 _SIGNATURE = inspect.signature(F.cross_entropy)
@@ -97,13 +98,13 @@ class _LossCall:
 
 def called_loss_of(node: fx.Node) -> int | None:
     """The number of the call that a forward or backward node belongs to; None: it is in no call."""
-    call: _LossCall | None = (node.meta.get("custom") or {}).get(_CALL)
+    call: _LossCall | None = annotations_of(node).get(_CALL)
     return None if call is None else call.number
 
 
 def overwrites_logits(node: fx.Node) -> bool:
     """Whether `forward` writes into the logits after the call that a node belongs to."""
-    call: _LossCall | None = (node.meta.get("custom") or {}).get(_CALL)
+    call: _LossCall | None = annotations_of(node).get(_CALL)
     return call is not None and call.is_written
 
 

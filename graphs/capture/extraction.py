@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from graphs.capture.buffer_writes import Write, part_writes
 from graphs.capture.captured_step import Capture
 from graphs.capture.opaque import OpaqueForward
-from graphs.capture.traced_calls import is_backward, is_random
+from graphs.capture.traced_calls import annotations_of, is_backward, is_random
 from graphs.costs import Cost
 from graphs.graph import RANDOM_STATE, Kind, Node, Phase, Tensor
 from graphs.model_calls import TraceError
@@ -206,7 +206,7 @@ class _Extraction:
         phase: Phase = "backward" if is_backward(node) else "forward"
         self.layout.calls[node.name] = node
         # Facts about eager mode that the functional graph of single operators does not show.
-        annotations, number = _annotations(node), node.meta.get("seq_nr")
+        annotations, number = annotations_of(node), node.meta.get("seq_nr")
         if phase == "forward":
             if annotations.get("in_place"):
                 self.layout.in_place.append(node.name)
@@ -351,12 +351,6 @@ class _Extraction:
         if self._n_random and device == "cpu":
             self.sizes[RANDOM_STATE] = CPU_RANDOM_STATE_BYTES * self._n_random
             self.kinds[RANDOM_STATE] = "buffer"
-
-
-def _annotations(node: torch.fx.Node) -> dict[str, Any]:
-    """What was annotated (`torch.fx.traceback.annotate`) while the node was traced."""
-    custom = node.meta.get("custom")
-    return custom if isinstance(custom, dict) else {}
 
 
 def _device_of(node: torch.fx.Node) -> str:

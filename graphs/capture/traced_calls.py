@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from graphs.model_calls import named_arguments
@@ -10,6 +12,11 @@ from graphs.model_calls import named_arguments
 def is_backward(node: torch.fx.Node) -> bool:
     """Whether the node runs in the backward pass, by the tag that PyTorch's partitioners use."""
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def annotations_of(node: torch.fx.Node) -> dict[str, Any]:
+    """What was annotated (`torch.fx.traceback.annotate`) while the node was traced."""
+    return node.meta.get("custom") or {}
 
 
 _CUDA_ATTENTION = (
