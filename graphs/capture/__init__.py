@@ -38,5 +38,5 @@ from graphs.capture.refuse import (
 from graphs.capture.rehearsal import Rehearsed
 from graphs.capture.shell import leaves_of
 from graphs.capture.tensor_parallel import MeshError, has_parallel_style
+from graphs.capture.threads import one_at_a_time
 from graphs.capture.traced_calls import is_backward, is_random
-from graphs.capture.tracing_lock import one_at_a_time

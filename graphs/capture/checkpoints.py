@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
-from graphs.capture.tracing_lock import TRACING
+from graphs.capture.threads import TRACING, in_this_thread
 
 
 @contextlib.contextmanager
@@ -51,19 +50,17 @@ def call_checkpoints_directly() -> Iterator[None]:
 
     An `at_each_checkpoint` around this context is still notified.
     """
-    here = threading.get_ident()
     original: Any = CheckpointFunction.apply
     notice: Callable[[], None] = getattr(original, "notice", lambda: None)
 
-    def call(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if threading.get_ident() != here:
-            return original(function, preserve_rng_state, *args)
+    def call_directly(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
         notice()
         # If no argument of a checkpoint requires a gradient, the parameters inside get none either.
         needs_gradient = any(isinstance(item, torch.Tensor) and item.requires_grad for item in args)
         with torch.set_grad_enabled(needs_gradient and torch.is_grad_enabled()):
             return function(*args)
 
-    call.notice = notice  # type: ignore[attr-defined]
+    call = in_this_thread(call_directly, original)
+    call.notice = notice
     with mock.patch.object(CheckpointFunction, "apply", call):
         yield

@@ -24,7 +24,7 @@ from graphs.capture.opaque import OpaqueForward
 from graphs.capture.traced_calls import annotations_of, is_backward, is_random
 from graphs.costs import Cost
 from graphs.graph import RANDOM_STATE, Kind, Node, Phase, Tensor
-from graphs.model_calls import TraceError
+from graphs.model_calls import TraceError, strided_like
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of torch.get_rng_state() on the CPU; on CUDA it is 16 bytes, on the host."""
@@ -168,9 +168,7 @@ class _Extraction:
             if kind == "tangent":
                 # A gradient has its output's strides but a storage of its own, while the storage of
                 # the output of a CPU kernel may be larger (`as_eager.fake_kernels`).
-                steps = zip(value.shape, value.stride(), strict=True)
-                last = sum((n - 1) * step for n, step in steps)
-                n_bytes = int(last + 1) * value.element_size() if value.numel() else 0
+                n_bytes = strided_like(value, "meta").untyped_storage().nbytes()
             if not isinstance(n_bytes, int):
                 raise TraceError(
                     f"the size of {node.name} ({node.target}) depends on the data ({n_bytes}); "

@@ -63,8 +63,8 @@ from graphs.capture.same_program import StepDescription, describe
 from graphs.capture.same_steps import StepRecorder, are_same_steps
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import forget_placements, has_distributed, meshes_on
+from graphs.capture.threads import one_at_a_time
 from graphs.capture.traced_calls import is_backward
-from graphs.capture.tracing_lock import one_at_a_time
 from graphs.model_calls import Call, TraceError, strided_like
 
 _R = TypeVar("_R")

@@ -141,10 +141,10 @@ def trace_variants(
     tries_both = isinstance(fsdp, Sharding) and fsdp.reshard_after_forward is None
     if tries_both and options.get("pipeline") is None:
         assert isinstance(fsdp, Sharding)
-        fixed = replace(fsdp, reshard_after_forward=True)
-        resharded = trace_variants(model, batch, rewrites=rewrites, fsdp=fixed, **options)
-        fixed = replace(fsdp, reshard_after_forward=False)
-        kept_whole = trace_variants(model, batch, rewrites=rewrites, fsdp=fixed, **options)
+        both = [replace(fsdp, reshard_after_forward=reshards) for reshards in (True, False)]
+        resharded, kept_whole = (
+            trace_variants(model, batch, rewrites=rewrites, fsdp=each, **options) for each in both
+        )
         return replace(resharded, planned=(*resharded.planned, *kept_whole.planned))
     planned = variants_of(rewrites, sharded=fsdp is not None)
     if fsdp is not None and options.get("pipeline") is not None:
@@ -362,9 +362,7 @@ def _completed_step(
     own_checkpoints: bool,
 ) -> Graph:
     """The step of the module, completed with ZeRO, optimizer, pipeline and passes."""
-    graph = with_zero(graph, zero)
-    if optimizer is not None:
-        graph = with_optimizer(graph, optimizer)
+    graph = with_optimizer(with_zero(graph, zero), optimizer)
     graph = with_passes(with_pipeline(graph, pipeline), passes)
     if own_checkpoints:
         graph = replace(graph, meta=replace(graph.meta, own_checkpoints=True))

@@ -10,7 +10,6 @@ part, which runs in eager mode.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,6 +17,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from graphs.capture.threads import in_this_thread
 from graphs.model_calls import TraceError
 
 _FUSED = (
@@ -30,15 +30,6 @@ _FUSED = (
 @contextlib.contextmanager
 def refuse_fast_path() -> Iterator[None]:
     """While inside, raise TraceError in this thread if eager mode would take the fast path."""
-    here = threading.get_ident()
-
-    def in_this_thread(
-        original: Callable[..., Any], replacement: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (replacement if threading.get_ident() == here else original)(*args, **kwargs)
-
-        return call
 
     def returns_false(*_args: Any) -> bool:
         return False
@@ -50,7 +41,7 @@ def refuse_fast_path() -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in replacements:
-            new = in_this_thread(getattr(owner, name), replacement)
+            new = in_this_thread(replacement, getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, new))
         yield
 

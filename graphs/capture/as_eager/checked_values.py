@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from graphs.capture.as_eager.known_values import is_unknown
+from graphs.capture.threads import in_this_thread
 
 
 class CheckError(RuntimeError):
@@ -47,25 +47,24 @@ def record_checks(results: list[torch.Tensor]) -> Iterator[None]:
     results: the operators' results are appended here. The traced function must return them, or the
         operators would be removed from the program as unused.
     """
-    here, original = threading.get_ident(), torch._is_all_true
+    original_all, original_any = torch._is_all_true, torch.any
 
     def assume_all_true(values: torch.Tensor) -> Any:
-        if threading.get_ident() != here or not is_unknown(values):
-            return original(values)
-        results.append(_CHECK(original(values)))
+        if not is_unknown(values):
+            return original_all(values)
+        results.append(_CHECK(original_all(values)))
         return True
 
     def assume_none_is_negative(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_code  # forward's own `torch.any` is no check
-        is_check = caller is F.gaussian_nll_loss.__code__ and threading.get_ident() == here
-        if not is_check or not is_unknown(values):
+        # The caller of `in_this_thread`'s function: forward's own `torch.any` is no check.
+        caller = sys._getframe(2).f_code
+        if caller is not F.gaussian_nll_loss.__code__ or not is_unknown(values):
             return original_any(values, *args, **kwargs)
         results.append(_CHECK(~original_any(values)))
         return False
 
-    original_any = torch.any
     with (
-        mock.patch.object(torch, "_is_all_true", assume_all_true),
-        mock.patch.object(torch, "any", assume_none_is_negative),
+        mock.patch.object(torch, "_is_all_true", in_this_thread(assume_all_true, original_all)),
+        mock.patch.object(torch, "any", in_this_thread(assume_none_is_negative, original_any)),
     ):
         yield

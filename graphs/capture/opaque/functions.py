@@ -10,9 +10,8 @@ import contextlib
 import functools
 import importlib
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 
 from graphs.capture.opaque.methods import called_method, is_method
 from graphs.capture.own_failure import frames_of
+from graphs.capture.threads import in_this_thread
 
 _COLON = ":"
 
@@ -42,11 +42,8 @@ class CalledFunction(nn.Module):
     @contextlib.contextmanager
     def called_instead(self) -> Iterator[None]:
         """While inside, calls of the function in this thread call this module instead."""
-        here, original_code = threading.get_ident(), self.function.__code__
-
-        def target(*args: Any, **kwargs: Any) -> Any:
-            function: Callable[..., Any] = self if threading.get_ident() == here else self._plain
-            return function(*args, **kwargs)
+        original_code = self.function.__code__
+        target = in_this_thread(self, self._plain)
 
         def calls(*args: Any, **kwargs: Any) -> Any:
             function: Any = "target"

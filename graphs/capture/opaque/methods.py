@@ -45,7 +45,7 @@ class CalledMethod(nn.Module):
     @contextlib.contextmanager
     def called_instead(self) -> Iterator[None]:
         """While inside, calls of the owner's method call this module instead."""
-        with _attribute_set(self.owner, self.name, self):
+        with attribute_set(self.owner, self.name, self):
             yield
 
 
@@ -111,7 +111,7 @@ def method_that_draws(owner: nn.Module, run: Callable[[], object]) -> str | None
 
     with contextlib.ExitStack() as stack:
         for name in _plain_methods_of(owner):
-            stack.enter_context(_attribute_set(owner, name, watched_method(name)))
+            stack.enter_context(attribute_set(owner, name, watched_method(name)))
         run()
     return found[0] if found else None
 
@@ -150,7 +150,8 @@ def _plain_methods_of(owner: nn.Module) -> dict[str, types.FunctionType]:
 
 
 @contextlib.contextmanager
-def _attribute_set(owner: nn.Module, name: str, value: object) -> Iterator[None]:
+def attribute_set(owner: nn.Module, name: str, value: object) -> Iterator[None]:
+    """While inside, the module has this attribute of its own, which nn.Module does not register."""
     vars(owner)[name] = value
     try:
         yield

@@ -22,7 +22,7 @@ from torch.fx.traceback import annotate
 from graphs.capture.opaque.forms import Form, OpaqueCall
 from graphs.capture.opaque.functions import CalledFunction, is_function, piece_at
 from graphs.capture.opaque.island import GradientRequest, state_of
-from graphs.capture.opaque.methods import CalledMethod, is_method
+from graphs.capture.opaque.methods import CalledMethod, attribute_set, is_method
 from graphs.capture.traced_calls import is_backward
 from graphs.model_calls import Call, TraceError, storage_key
 
@@ -172,15 +172,11 @@ def replaced_by_stand_ins(
 @contextlib.contextmanager
 def called_instead(module: nn.Module, function: Any) -> Iterator[None]:
     """While inside, calls of the module call the function instead, and not the module's hooks."""
-    vars(module)["_compiled_call_impl"] = function
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attribute_set(module, "_compiled_call_impl", function))
         if isinstance(module, CalledFunction | CalledMethod):
-            with module.called_instead():
-                yield
-        else:
-            yield
-    finally:
-        vars(module).pop("_compiled_call_impl", None)
+            stack.enter_context(module.called_instead())
+        yield
 
 
 def saved_bytes(graph: fx.Graph) -> int:

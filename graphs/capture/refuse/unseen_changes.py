@@ -17,7 +17,6 @@ what forward does.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -29,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from graphs.capture.refuse.side_effects import SideEffectError
+from graphs.capture.threads import in_this_thread
 from graphs.model_calls import autograd_functions, nested, storage_key
 
 _CHECKPOINTS = torch.utils.checkpoint.__name__
@@ -76,14 +76,13 @@ def _refusing_wrapper(why: Callable[..., str | None], original: Callable[..., An
 
     why: called with the same arguments; returns the error's message, or None to allow the call.
     """
-    here = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == here and (message := why(*args, **kwargs)) is not None:
+        if (message := why(*args, **kwargs)) is not None:
             raise SideEffectError(message)
         return original(*args, **kwargs)
 
-    return call
+    return in_this_thread(call, original)
 
 
 @contextlib.contextmanager

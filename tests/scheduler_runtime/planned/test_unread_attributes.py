@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.capture.tracing_lock import TRACING
+from graphs.capture.threads import TRACING
 from graphs.model_calls import Call
 from graphs.trace import CapturedStep
 from scheduler_runtime import fit, plan_ahead, plans_of
