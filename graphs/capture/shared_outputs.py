@@ -22,19 +22,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from graphs.capture.own_operators import define
 from graphs.model_calls import TraceError, nested, storage_key, strided_like
 
-_library: Any = torch.library.Library("checkpoint_solver", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("returned(Tensor output) -> Tensor")
-_library.impl("returned", strided_like, "Meta")
-_library.define("arrives_as(Tensor gradient, SymInt[] strides) -> Tensor")
-_library.impl(
-    "arrives_as",
-    lambda gradient, strides: strided_like(gradient, strides=strides),
-    "Meta",
+_returned = define("returned(Tensor output) -> Tensor", Meta=strided_like)
+_arrives_as = define(
+    "arrives_as(Tensor gradient, SymInt[] strides) -> Tensor",
+    Meta=lambda gradient, strides: strided_like(gradient, strides=strides),
 )
-_returned = torch.ops.checkpoint_solver.returned.default
-_arrives_as = torch.ops.checkpoint_solver.arrives_as.default
 
 
 class _OutputWithOwnMemory(torch.autograd.Function):

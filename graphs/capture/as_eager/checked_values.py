@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from graphs.capture.as_eager.known_values import is_unknown
+from graphs.capture.own_operators import define
 from graphs.capture.threads import in_this_thread
 
 
@@ -32,12 +33,7 @@ def _check(is_true: torch.Tensor) -> torch.Tensor:
     return is_true.clone()
 
 
-_library: Any = torch.library.Library("checkpoint_solver", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("check(Tensor is_true) -> Tensor")
-_library.impl("check", torch.empty_like, "Meta")
-for _device in ("CPU", "CUDA"):
-    _library.impl("check", _check, _device)
-_CHECK = torch.ops.checkpoint_solver.check.default
+_CHECK = define("check(Tensor is_true) -> Tensor", CPU=_check, CUDA=_check, Meta=torch.empty_like)
 
 
 @contextlib.contextmanager

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from graphs.capture.own_operators import define
 from graphs.model_calls import TraceError
 
 aten = torch.ops.aten
-_library: Any = torch.library.Library("checkpoint_solver", "FRAGMENT")  # type: ignore[no-untyped-call]
-_ours = torch.ops.checkpoint_solver
 _AUTOGRAD_KEYS = (
     DispatchKey.AutogradFunctionality,
     DispatchKey.AutogradOther,
@@ -92,17 +91,11 @@ def _fixed_layout_meta(name: str, gradient: torch.Tensor, tensor: torch.Tensor) 
     return _contiguous_meta(gradient, tensor)
 
 
-def _define(schema: str, run: Kernel, meta: Kernel) -> Any:
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    _library.impl(name, meta, "Meta")
-    return getattr(_ours, name).default
-
-
 _PRODUCTS = {
-    operator: _define(
-        f"{name}(Tensor gradient, Tensor self{rest}) -> Tensor", _eager_gradient_of(operator), meta
+    operator: define(
+        f"{name}(Tensor gradient, Tensor self{rest}) -> Tensor",
+        CompositeExplicitAutograd=_eager_gradient_of(operator),
+        Meta=meta,
     )
     for operator, name, rest, meta in (
         (aten.prod.default, "prod_gradient", "", _product_gradient_meta),
@@ -110,24 +103,24 @@ _PRODUCTS = {
     )
 }
 _COMPLEX_ONLY = {
-    aten.cumprod.default: _define(
+    aten.cumprod.default: define(
         "cumprod_gradient(Tensor gradient, Tensor self, int dim) -> Tensor",
-        _eager_gradient_of(aten.cumprod.default),
-        lambda gradient, tensor, _dim: _fixed_layout_meta("torch.cumprod", gradient, tensor),
+        CompositeExplicitAutograd=_eager_gradient_of(aten.cumprod.default),
+        Meta=lambda gradient, tensor, _dim: _fixed_layout_meta("torch.cumprod", gradient, tensor),
     ),
 }
 _SELECTIONS = {
-    getattr(aten, name).default: _define(
+    getattr(aten, name).default: define(
         f"{name}_gradient(Tensor gradient, Tensor self) -> Tensor",
-        _eager_gradient_of(getattr(aten, name).default),
-        _contiguous_meta,
+        CompositeExplicitAutograd=_eager_gradient_of(getattr(aten, name).default),
+        Meta=_contiguous_meta,
     )
     for name in ("max", "min", "median", "nanmedian")
 }
-_sum_of_selected = _define(
+_sum_of_selected = define(
     "sum_of_selected(Tensor gradient, Tensor mask) -> Tensor",
-    lambda gradient, mask: gradient.masked_select(mask).sum(),
-    lambda gradient, _mask: gradient.new_empty(()),
+    CompositeExplicitAutograd=lambda gradient, mask: gradient.masked_select(mask).sum(),
+    Meta=lambda gradient, _mask: gradient.new_empty(()),
 )
 
 

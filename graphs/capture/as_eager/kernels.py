@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.capture.as_eager import rnn
 from graphs.capture.as_eager.gradients import eager_gradient_kernels
+from graphs.capture.own_operators import define
 from graphs.capture.refuse import own_generator_error
 from graphs.model_calls import strided_like
 
@@ -52,20 +53,6 @@ _SHRINKS = ("softshrink", "hardshrink")
 """Eager mode saves their input for backward; their decompositions save a mask."""
 
 
-_library = torch.library.Library("checkpoint_solver", "DEF")
-
-
-def _define_random_operator(schema: str, **kernels: Callable[..., object]) -> None:
-    """Define a random operator, tagged so that recomputation replays its random state.
-
-    kernels: dispatch key -> kernel.
-    """
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.nondeterministic_seeded,))
-    for key, kernel in kernels.items():
-        _library.impl(name, kernel, key)
-
-
 def _dropout_noise(
     size: Sequence[int],
     stride: Sequence[int],
@@ -79,23 +66,13 @@ def _dropout_noise(
     return noise if noise.is_meta else noise.bernoulli_(1 - p).div_(1 - p)
 
 
-_define_random_operator(
-    # It takes no tensor, so it can be recomputed after dropout's input has been freed.
+# It takes no tensor, so it can be recomputed after dropout's input has been freed.
+_NOISE = define(
     "dropout_noise(int[] size, int[] stride, float p, *, ScalarType dtype, Device device)"
     " -> Tensor",
+    is_random=True,
     CompositeExplicitAutograd=_dropout_noise,
 )
-_FILLING: dict[str, Callable[..., object]] = {
-    "bernoulli_fill(Tensor like, float p)": torch.Tensor.bernoulli_,
-    "normal_fill(Tensor like, float mean, float std)": torch.Tensor.normal_,
-    "random_fill(Tensor like, int low, int? high)": torch.Tensor.random_,
-}
-for _schema, _filling in _FILLING.items():
-    _define_random_operator(
-        f"{_schema} -> Tensor",
-        CPU=lambda like, *args, filling=_filling: filling(strided_like(like), *args),
-        Meta=lambda like, *_: strided_like(like),
-    )
 
 
 def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -112,9 +89,7 @@ def _eager_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     with _disable_current_modes():  # the strides of `empty_like`, without a call that is traced
         form = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
         strides = torch.empty_like(form).stride()
-    noise: torch.Tensor = torch.ops.checkpoint_solver.dropout_noise(
-        tensor.shape, strides, p, dtype=tensor.dtype, device=tensor.device
-    )
+    noise: torch.Tensor = _NOISE(tensor.shape, strides, p, dtype=tensor.dtype, device=tensor.device)
     return tensor * noise
 
 
@@ -150,15 +125,27 @@ def _fill_kernel(
     return fill
 
 
-_ours = torch.ops.checkpoint_solver
+def _define_fill(schema: str, fill: Callable[..., object]) -> Any:
+    """Define an operator that returns a tensor of the given form, filled in place."""
+    return define(
+        f"{schema} -> Tensor",
+        is_random=True,
+        CPU=lambda like, *args: fill(strided_like(like), *args),
+        Meta=lambda like, *_: strided_like(like),
+    )
+
+
+_BERNOULLI_FILL = _define_fill("bernoulli_fill(Tensor like, float p)", torch.Tensor.bernoulli_)
+_NORMAL_FILL = _define_fill("normal_fill(Tensor like, float mean, float std)", torch.Tensor.normal_)
+_RANDOM_FILL = _define_fill("random_fill(Tensor like, int low, int? high)", torch.Tensor.random_)
 _bernoulli = torch.ops.aten.bernoulli_.float
 _normal = torch.ops.aten.normal_.default
 _random = getattr(torch.ops.aten.random_, "from")
 _FILLS: Mapping[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
-    _bernoulli: _fill_kernel(_bernoulli, _ours.bernoulli_fill, {"p": 0.5}),
-    _normal: _fill_kernel(_normal, _ours.normal_fill, {"mean": 0.0, "std": 1.0}),
+    _bernoulli: _fill_kernel(_bernoulli, _BERNOULLI_FILL, {"p": 0.5}),
+    _normal: _fill_kernel(_normal, _NORMAL_FILL, {"mean": 0.0, "std": 1.0}),
     # PyTorch's functional form is called `from`, a keyword that breaks its own generated code
-    _random: _fill_kernel(_random, _ours.random_fill, {"from": None, "to": None}, as_traced=False),
+    _random: _fill_kernel(_random, _RANDOM_FILL, {"from": None, "to": None}, as_traced=False),
 }
 
 

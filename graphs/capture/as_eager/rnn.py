@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.traceback import annotate
 
+from graphs.capture.own_operators import LIBRARY, define
 from graphs.model_calls import TraceError, strided_like
 
 Tensor = torch.Tensor
@@ -41,14 +42,14 @@ hidden state."""
 aten = torch.ops.aten
 _calls = itertools.count()
 _ONEDNN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_library = torch.library.Library("checkpoint_solver", "FRAGMENT")
 
-
-_library.define("laid_out(Tensor self, SymInt[] strides) -> Tensor")
-_library.impl("laid_out", lambda t, strides: strided_like(t, strides=strides).copy_(t), "CPU")
-_library.impl("laid_out", lambda t, strides: strided_like(t, strides=strides), "Meta")
+_laid_out: Callable[[Tensor, Sequence[int]], Tensor] = define(
+    "laid_out(Tensor self, SymInt[] strides) -> Tensor",
+    CPU=lambda tensor, strides: strided_like(tensor, strides=strides).copy_(tensor),
+    Meta=lambda tensor, strides: strided_like(tensor, strides=strides),
+)
 torch.library.register_autograd(
-    "checkpoint_solver::laid_out", lambda _ctx, gradient: (gradient, None), lib=_library
+    "checkpoint_solver::laid_out", lambda _ctx, gradient: (gradient, None), lib=LIBRARY
 )
 
 
@@ -58,11 +59,10 @@ def _gru_step(
     """One step of a GRU; see `Cell`."""
     in_reset, in_update, in_new = gates.unsafe_chunk(3, 1)
     reset, update, new = from_hidden(hidden).unsafe_chunk(3, 1)
-    laid_out: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.checkpoint_solver.laid_out
     # Eager mode sums in place: a sum has the strides of a slice of a row of three gates.
     with annotate({"in_place": True, **annotation}):
-        reset = laid_out(reset + in_reset, reset.stride()).sigmoid()
-        update = laid_out(update + in_update, update.stride()).sigmoid()
+        reset = _laid_out(reset + in_reset, reset.stride()).sigmoid()
+        update = _laid_out(update + in_update, update.stride()).sigmoid()
     # Eager mode overwrites this slice by the product, so autograd saves a copy of it, and does not
     # keep the whole row alive.
     new_copy = new.clone()

@@ -23,17 +23,9 @@ from graphs.capture.opaque.forms import Form, OpaqueCall
 from graphs.capture.opaque.functions import CalledFunction, is_function, piece_at
 from graphs.capture.opaque.island import GradientRequest, state_of
 from graphs.capture.opaque.methods import CalledMethod, attribute_set, is_method
+from graphs.capture.own_operators import define
 from graphs.capture.traced_calls import is_backward
 from graphs.model_calls import Call, TraceError, storage_key
-
-_library: Any = torch.library.Library("checkpoint_solver", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "opaque_forward(Tensor[] tensors, int call, bool draws) -> Tensor[]",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-_library.define(
-    "opaque_backward(Tensor saved, Tensor?[] known, Tensor?[] gradients, int call) -> Tensor[]"
-)
 
 _TANGENT_STRIDES: dict[int, dict[int, tuple[int, ...]]] = {}
 """Number of a call whose backward pass has been traced -> `GradientRequest.tangent_strides`."""
@@ -55,10 +47,15 @@ def _fake_backward(saved: torch.Tensor, _known: Any, _gradients: Any, number: in
     return [form.empty(saved.device) for form in _CALLS[number].gradients]
 
 
-_library.impl("opaque_forward", _fake_forward, "Meta")
-_library.impl("opaque_backward", _fake_backward, "Meta")
-FORWARD = torch.ops.checkpoint_solver.opaque_forward.default
-BACKWARD = torch.ops.checkpoint_solver.opaque_backward.default
+FORWARD = define(
+    "opaque_forward(Tensor[] tensors, int call, bool draws) -> Tensor[]",
+    is_random=True,
+    Meta=_fake_forward,
+)
+BACKWARD = define(
+    "opaque_backward(Tensor saved, Tensor?[] known, Tensor?[] gradients, int call) -> Tensor[]",
+    Meta=_fake_backward,
+)
 
 
 class _OpaqueCallFunction(torch.autograd.Function):
