@@ -156,18 +156,14 @@ class _MaskedFill(torch.autograd.Function):
 
 def _kernel_with_gradient(operator: Any, gradient: Any) -> Kernel:
     """The kernel of `operator` while tracing; `gradient` is its backward, if one is needed."""
-    n_arguments = len(gradient._schema.arguments) - 1
-    defaults = [argument.default_value for argument in operator._schema.arguments]
+    options = operator._schema.arguments[1 : len(gradient._schema.arguments) - 1]
 
     def kernel(tensor: torch.Tensor, *args: Any, dtype: Any = None, **named: Any) -> torch.Tensor:
         needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
         if not needs_gradient or (operator in _COMPLEX_ONLY and not tensor.is_complex()):
             dtype_argument = {} if dtype is None else {"dtype": dtype}
             return operator._op_dk(DispatchKey.Autograd, tensor, *args, **named, **dtype_argument)  # type: ignore[no-any-return]
-        names = [
-            argument.name for argument in operator._schema.arguments[1 + len(args) : n_arguments]
-        ]
-        arguments = dict(zip(names, defaults[1 + len(args) : n_arguments], strict=True)) | named
+        arguments = {each.name: each.default_value for each in options[len(args) :]} | named
         tensor = tensor if dtype is None else tensor.to(dtype)
         apply: Any = _WithGradientOperator.apply
         return apply(operator, gradient, tensor, *args, *arguments.values())  # type: ignore[no-any-return]

@@ -98,21 +98,29 @@ _AUTOGRAD = DispatchKey.AutogradCPU
 
 def _fill_kernel(
     operator: torch._ops.OpOverload,
-    fill_operator: Any,
-    defaults: Mapping[str, float | None],
+    schema: str,
+    fill: Callable[..., object],
     *,
     as_traced: bool = True,
 ) -> Callable[..., torch.Tensor]:
-    """A kernel for an in-place random operator that calls `fill_operator`.
+    """A kernel for an in-place random operator. It calls an operator of ours, which fills a tensor
+    of the same form in the order of eager mode.
 
-    That one fills in the order of eager mode.
-
-    defaults: default values of the operator's arguments, by name (None: required).
+    schema: of that operator.
+    fill: fills a tensor in place.
     as_traced: whether contiguous tensors are filled as PyTorch traces the operator, which takes
         one tensor less.
     """
+    filled = define(
+        f"{schema} -> Tensor",
+        is_random=True,
+        CPU=lambda like, *args: fill(strided_like(like), *args),
+        Meta=lambda like, *_: strided_like(like),
+    )
+    *options, _generator = operator._schema.arguments[1:]
+    defaults = {option.name: option.default_value for option in options}
 
-    def fill(
+    def kernel(
         tensor: torch.Tensor, *args: Any, generator: torch.Generator | None = None, **named: Any
     ) -> torch.Tensor:
         if generator is not None:
@@ -120,32 +128,28 @@ def _fill_kernel(
         if as_traced and tensor.is_contiguous():
             return operator._op_dk(_AUTOGRAD, tensor, *args, **named)  # type: ignore[no-any-return]
         arguments = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
-        return tensor.copy_(fill_operator(tensor.detach(), *arguments.values()))
+        return tensor.copy_(filled(tensor.detach(), *arguments.values()))
 
-    return fill
-
-
-def _define_fill(schema: str, fill: Callable[..., object]) -> Any:
-    """Define an operator that returns a tensor of the given form, filled in place."""
-    return define(
-        f"{schema} -> Tensor",
-        is_random=True,
-        CPU=lambda like, *args: fill(strided_like(like), *args),
-        Meta=lambda like, *_: strided_like(like),
-    )
+    return kernel
 
 
-_BERNOULLI_FILL = _define_fill("bernoulli_fill(Tensor like, float p)", torch.Tensor.bernoulli_)
-_NORMAL_FILL = _define_fill("normal_fill(Tensor like, float mean, float std)", torch.Tensor.normal_)
-_RANDOM_FILL = _define_fill("random_fill(Tensor like, int low, int? high)", torch.Tensor.random_)
 _bernoulli = torch.ops.aten.bernoulli_.float
 _normal = torch.ops.aten.normal_.default
 _random = getattr(torch.ops.aten.random_, "from")
 _FILLS: Mapping[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
-    _bernoulli: _fill_kernel(_bernoulli, _BERNOULLI_FILL, {"p": 0.5}),
-    _normal: _fill_kernel(_normal, _NORMAL_FILL, {"mean": 0.0, "std": 1.0}),
+    _bernoulli: _fill_kernel(
+        _bernoulli, "bernoulli_fill(Tensor like, float p)", torch.Tensor.bernoulli_
+    ),
+    _normal: _fill_kernel(
+        _normal, "normal_fill(Tensor like, float mean, float std)", torch.Tensor.normal_
+    ),
     # PyTorch's functional form is called `from`, a keyword that breaks its own generated code
-    _random: _fill_kernel(_random, _RANDOM_FILL, {"from": None, "to": None}, as_traced=False),
+    _random: _fill_kernel(
+        _random,
+        "random_fill(Tensor like, int low, int? high)",
+        torch.Tensor.random_,
+        as_traced=False,
+    ),
 }
 
 
