@@ -246,9 +246,10 @@ def card_called(torch_name: str, *, capacity_bytes: int) -> Hardware | None:
     ]
     if not candidates:
         return None
-    return min(candidates, key=lambda c: (-c[0], abs((c[1].capacity_bytes or 0) - capacity_bytes)))[
-        1
-    ]
+    _, best = min(
+        candidates, key=lambda c: (-c[0], abs((c[1].capacity_bytes or 0) - capacity_bytes))
+    )
+    return best
 
 
 def is_cuda(costs: Mapping[str, object]) -> bool:

@@ -13,7 +13,6 @@ from graphs.capture.refuse.mixed_dtypes import RefusingMixedDtypes, refuse_mixed
 from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replaced_forwards
 from graphs.capture.refuse.side_effects import (
     HOOKS,
-    MODULE_ATTRIBUTES,
     DrawError,
     HookError,
     SideEffectError,
@@ -28,4 +27,5 @@ from graphs.capture.refuse.side_effects import (
     refuse_parametrization_cache,
     refuse_replaced_buffers,
 )
+from graphs.capture.refuse.tensors_in_attributes import MODULE_ATTRIBUTES
 from graphs.capture.refuse.unseen_changes import no_unseen_changes, no_untraced_calls

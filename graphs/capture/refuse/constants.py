@@ -19,8 +19,6 @@ from graphs.capture.refuse.side_effects import SideEffectError
 from graphs.costs import tensors_in
 from graphs.model_calls import TraceError, nested, storage_key
 
-_NOT_DIFFERENTIATED = (torch.ops.aten.detach.default,)
-
 
 @dataclass(frozen=True, eq=False)
 class HeldTensor:
@@ -59,7 +57,7 @@ class ReadTensors:
             if isinstance(item, FakeTensor):
                 continue
             if item.requires_grad and torch.is_grad_enabled():
-                if operator in _NOT_DIFFERENTIATED:
+                if operator is torch.ops.aten.detach.default:
                     continue
                 raise TraceError(
                     f"forward reads a tensor of shape {tuple(item.shape)} that requires a gradient "

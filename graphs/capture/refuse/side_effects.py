@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from graphs.capture.refuse.generators import generators_of, restore_state, state_of
-from graphs.capture.refuse.tensors_in_attributes import tensors_restored
+from graphs.capture.refuse.tensors_in_attributes import MODULE_ATTRIBUTES, tensors_restored
 from graphs.capture.refuse.traced_hooks import (
     capturing_hooks_removed,
     computed_weights,
@@ -365,8 +365,6 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
         raise found[0]
 
 
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes of every module: its tensors, submodules and hooks."""
 _MISSING = object()
 _RNN_BOOKKEEPING = ("_flat_weights", "_flat_weight_refs")
 """nn.LSTM, nn.GRU and nn.RNN list their weights here, and rebuild the list whenever one is set."""

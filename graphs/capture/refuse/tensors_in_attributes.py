@@ -14,6 +14,9 @@ from torch import nn
 
 from graphs.model_calls import nested, storage_key
 
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes of every module: its tensors, submodules and hooks."""
+
 
 @contextlib.contextmanager
 def tensors_restored(model: nn.Module) -> Iterator[list[tuple[nn.Module, str, Any]]]:
@@ -40,10 +43,9 @@ def tensors_restored(model: nn.Module) -> Iterator[list[tuple[nn.Module, str, An
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """The tensors in plain attributes, each storage once; no views of parameters or buffers."""
     seen = {storage_key(t) for t in (*model.parameters(), *model.buffers()) if _is_plain(t)}
-    module_attributes = {*vars(nn.Module())}
     for module in model.modules():
         for attribute, value in vars(module).items():
-            for tensor in () if attribute in module_attributes else nested.tensors(value):
+            for tensor in () if attribute in MODULE_ATTRIBUTES else nested.tensors(value):
                 if _is_plain(tensor) and storage_key(tensor) not in seen:
                     seen.add(storage_key(tensor))
                     yield module, attribute, tensor
