@@ -246,10 +246,12 @@ def card_called(torch_name: str, *, capacity_bytes: int) -> Hardware | None:
     ]
     if not candidates:
         return None
-    _, best = min(
-        candidates, key=lambda c: (-c[0], abs((c[1].capacity_bytes or 0) - capacity_bytes))
-    )
-    return best
+
+    def distance(candidate: tuple[int, Hardware]) -> tuple[int, int]:
+        n_common, hardware = candidate
+        return -n_common, abs((hardware.capacity_bytes or 0) - capacity_bytes)
+
+    return min(candidates, key=distance)[1]
 
 
 def is_cuda(costs: Mapping[str, object]) -> bool:
