@@ -9,7 +9,7 @@ from torch import nn
 from graphs.capture import Layout, Rehearsed
 from graphs.graph import Graph, Node, Tensor
 from graphs.trace import trace
-from graphs.training_step.loss_layout import LossLayout
+from graphs.training_step.outside_loss import LossLayout
 
 
 def layout(*, reader_of_s: str = "mul", outputs: tuple[str, ...] = ("m",)) -> Layout:
