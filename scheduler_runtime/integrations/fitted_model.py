@@ -34,6 +34,11 @@ class FittedModel:
         fit(model, optimizer=optimizer, **self._options)
         self._model = model
 
+    def expect_backward(self, expected: bool) -> None:
+        """Whether backward passes follow the next forward passes."""
+        if self._model is not None:
+            self._model.forward.expect_backward(expected)
+
     def end(self) -> None:
         if self._model is not None:
             self._plans = self.plans
