@@ -1,5 +1,5 @@
-"""Numbers and strings in attributes that the training loop changes, and `forward` does not read: a
-count of steps, the best loss so far.
+"""Numbers, strings and containers in attributes that the training loop changes, and `forward` does
+not read: a count of steps, the best loss so far, a list or dict of metrics.
 
 Until one changes, nothing is known of it. Then the step is traced again, and the attributes that
 have changed are watched meanwhile. A program that is made from a trace that reads none of them is
