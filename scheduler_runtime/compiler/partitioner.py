@@ -161,7 +161,7 @@ def _save_copies(forward: fx.GraphModule, overwritten: Collection[str], *, n_out
     The inputs themselves have their new values by then, and other versions after a second forward
     pass, which autograd refuses. PyTorch's own partition may read them, too.
     """
-    output = forward.graph.output_node()
+    output: Any = forward.graph.output_node()
     returned, saved = output.args[0][:n_outputs], output.args[0][n_outputs:]
     # functionalisation puts all writes at the end
     writes = forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)

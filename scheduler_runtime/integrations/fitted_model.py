@@ -36,8 +36,9 @@ class FittedModel:
 
     def expect_backward(self, expected: bool) -> None:
         """Whether backward passes follow the next forward passes."""
-        if self._model is not None:
-            self._model.forward.expect_backward(expected)
+        forward = None if self._model is None else self._model.__dict__.get("forward")
+        if isinstance(forward, FittedForward):
+            forward.expect_backward(expected)
 
     def end(self) -> None:
         if self._model is not None:

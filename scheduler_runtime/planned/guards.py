@@ -43,7 +43,7 @@ MAX_ENTRIES = 1000
 """
 LARGE_BYTES = 2**20
 """Largest array in an attribute whose content is compared; a larger one is compared by identity."""
-_COMMON = frozenset({bool, int, str, types.NoneType})
+_COMMON: frozenset[type] = frozenset({bool, int, str, types.NoneType})
 """The most common plain types, compared with `==`; looking in a set is faster than in `_PLAIN`."""
 _PLAIN = (
     *(bool, int, str, bytes, float, complex, types.NoneType),

@@ -82,7 +82,7 @@ def _parameters_restored(model: nn.Module) -> Iterator[None]:
             data.copy_(values)
 
 
-class _KeptValues(TorchDispatchMode):
+class _KeptValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies a parameter when an operator is about to write it: copies of all of them would take
     as much memory as the parameters.
 
@@ -90,7 +90,7 @@ class _KeptValues(TorchDispatchMode):
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._unwritten: dict[int, list[torch.Tensor]] = defaultdict(list)  # by storage
         for data in parameters:
