@@ -107,8 +107,8 @@ class FittedForward(PlanningPart):
         return self._model.training and self.expects_backward
 
     def unplanned(self, *args: Any, **kwargs: Any) -> Any:
-        if self.watch is not None and self._model.training:
-            self.watch.note_pass_without_gradients()
+        if self.watch is not None and (self._model.training or torch.is_grad_enabled()):
+            self.watch.note_unplanned_pass()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.expects_backward):
             return super().unplanned(*args, **kwargs)
 

@@ -41,10 +41,10 @@ class UncalledWatch:
             hook.remove()
         self._hooks = []
 
-    def note_pass_without_gradients(self) -> None:
-        """Called when the module runs in training mode without gradients."""
+    def note_unplanned_pass(self) -> None:
+        """Called when the module runs without a plan: without gradients, or in evaluation mode."""
         if self._last_backward == -1:
-            self._n_awaited = 2
+            self._n_awaited = 1 if torch.is_grad_enabled() else 2
 
     def _on_gradient(self, _parameter: torch.Tensor) -> None:
         backward = torch._C._current_graph_task_id()
