@@ -33,6 +33,7 @@ class Joined:
     n_outputs: how many of these outputs are the forward half's.
     saved: the values that the forward half saves for backward, as the compiler chose them.
     tangents: the placeholders of incoming gradients.
+    overwritten: names of the inputs that the step overwrites: buffers.
     graph: the Graph to plan.
     layout: the fx node or storage for each name in the graph.
     """
@@ -41,6 +42,7 @@ class Joined:
     n_outputs: int
     saved: tuple[fx.Node, ...]
     tangents: tuple[fx.Node, ...]
+    overwritten: frozenset[str]
     graph: Graph
     layout: Layout
 
@@ -70,8 +72,9 @@ def join(
     """
     halves = _Halves(forward, backward, n_outputs=n_outputs)
     _separate_storages(halves.graph)
+    capture = _as_capture(halves, set(static_inputs))
     layout = extract(
-        _as_capture(halves, set(static_inputs)),
+        capture,
         cost=lambda node: costs.cost(OpCall.from_node(node)),
     )
 
@@ -92,8 +95,15 @@ def join(
         outputs=tuple(layout.outputs),
         meta=GraphMeta(model="compiled", costs=dict(costs.description)),
     )
-    saved, tangents = tuple(halves.saved), tuple(halves.tangents)
-    return Joined(halves.module, n_outputs, saved, tangents, graph, layout)
+    return Joined(
+        module=halves.module,
+        n_outputs=n_outputs,
+        saved=tuple(halves.saved),
+        tangents=tuple(halves.tangents),
+        overwritten=frozenset(node.name for node in capture.mutations),
+        graph=graph,
+        layout=layout,
+    )
 
 
 class _Halves:

@@ -10,7 +10,7 @@ around the partitioner, which measures.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +131,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         assert solution.schedule is not None
         if solution.simulation is not None and solution.simulation.n_recomputed:
             forward, backward, saved_bytes = split(joined, solution.schedule)
+        saved_bytes += _save_copies(forward, joined.overwritten, n_outputs=n_outputs)
         self.partitions.append(Partition(solution, saved_bytes))
         return forward, backward
 
@@ -151,6 +152,28 @@ class BudgetPartitioner(CustomPartitionerFn):
                 reached_bytes=None if obstacle is None else obstacle.reached_bytes,
             )
         return solution
+
+
+def _save_copies(forward: fx.GraphModule, overwritten: Collection[str], *, n_outputs: int) -> int:
+    """Save copies of the inputs that the forward pass overwrites, if the backward pass reads them.
+    Returns their bytes.
+
+    The inputs themselves have their new values by then, and other versions after a second forward
+    pass, which autograd refuses. PyTorch's own partition may read them, too.
+    """
+    output: Any = forward.graph.output_node()
+    returned, saved = output.args[0][:n_outputs], output.args[0][n_outputs:]
+    # functionalisation puts all writes at the end
+    writes = forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    copies: dict[fx.Node, fx.Node] = {}
+    with forward.graph.inserting_before(next(iter(writes), output)):
+        for node in saved:
+            if isinstance(node, fx.Node) and node.name in overwritten:
+                copies[node] = forward.graph.call_function(torch.ops.aten.clone.default, (node,))
+                copies[node].meta["val"] = node.meta["val"]
+    output.args = ((*returned, *(copies.get(node, node) for node in saved)),)
+    forward.recompile()
+    return sum(node.meta["val"].nbytes for node in copies)
 
 
 def _default_costs(gm: fx.GraphModule) -> FusedCosts:

@@ -257,8 +257,10 @@ class CheckpointedForward(ExportedForward):
 
 
 class AsInForward(contextlib.AbstractContextManager[None]):
-    """The context, in which parameters and buffers are the tensors that they are now: those of
-    `torch.func.functional_call` are gone when the backward pass recomputes.
+    """The context, in which parameters and buffers are the tensors that they are now, and plain
+    attributes of modules (`eps`, `training`) have their values of now: tensors of
+    `torch.func.functional_call` are gone when the backward pass recomputes, and the training may
+    have changed attributes.
 
     On leaving it, `changed_buffers` of the module have their earlier values. It may be entered
     again: with `retain_graph` each backward pass recomputes.
@@ -275,23 +277,24 @@ class AsInForward(contextlib.AbstractContextManager[None]):
         parts: Iterable[nn.Module] | None = None,
     ) -> None:
         self._context, self._module, self._changed = context, module, changed_buffers
-        self._now: list[tuple[dict[str, Any], str, torch.Tensor]] = [
-            (held, name, tensor)
+        self._now: list[tuple[dict[str, Any], str, Any]] = [
+            (held, name, value)
             for part in ((module,) if parts is None else parts)
             for each in part.modules()
-            for held in (each._parameters, each._buffers)
-            for name, tensor in held.items()
-            if tensor is not None
+            # other tensors in attributes may be activations, which this would hold
+            for held in (each._parameters, each._buffers, vars(each))
+            for name, value in held.items()
+            if held is not vars(each) or isinstance(value, bool | int | float | str | None)
         ]
         self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            for held, name, tensor in self._now:
-                other = held.get(name)
-                if other is not tensor and other is not None and not _are_sharded(tensor, other):
+            for held, name, value in self._now:
+                other = held.get(name, value)
+                if other is not value and not _are_sharded(value, other):
                     stack.callback(held.__setitem__, name, other)
-                    held[name] = tensor
+                    held[name] = value
             stack.enter_context(_with_buffers_kept(self._context, self._module, self._changed))
             self._entered.append(stack.pop_all())
 
@@ -299,9 +302,9 @@ class AsInForward(contextlib.AbstractContextManager[None]):
         self._entered.pop().__exit__(*raised)
 
 
-def _are_sharded(*tensors: torch.Tensor) -> bool:
+def _are_sharded(*values: Any) -> bool:
     """FSDP2 itself puts whole parameters in the place of these, and back."""
-    return any(is_distributed_class(type(tensor)) for tensor in tensors)
+    return any(is_distributed_class(type(value)) for value in values)
 
 
 @contextlib.contextmanager

@@ -29,9 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 class FittedForward(PlanningPart):
-    """Plans each kind of call, in training mode. whole, parts: as in `CalledPart`."""
+    """Plans each kind of call, in training mode. whole, parts: as in `CalledPart`.
+
+    expects_backward: whether backward passes follow; if not, the module's own forward runs, without
+        gradients.
+    """
 
     made_by = "fit"
+    expects_backward = True
     _parts: tuple[FittedForward, ...]
 
     @property
@@ -39,6 +44,11 @@ class FittedForward(PlanningPart):
         """The plans of this module and of the parts that the training may call, oldest first."""
         forwards = (self, *self._parts)
         return tuple(plan for each in forwards for plan in each._history.plans)
+
+    def expect_backward(self, expected: bool) -> None:
+        """Set `expects_backward`, also for the parts."""
+        for each in (self, *self._parts):
+            each.expects_backward = expected
 
     def __getstate__(self) -> dict[str, Any]:
         """The optimizer and the plans belong to the original, not to a copy of the module."""
@@ -94,7 +104,13 @@ class FittedForward(PlanningPart):
         super().begin()
 
     def covers(self) -> bool:
-        return self._model.training
+        return self._model.training and self.expects_backward
+
+    def unplanned(self, *args: Any, **kwargs: Any) -> Any:
+        if self.watch is not None and (self._model.training or torch.is_grad_enabled()):
+            self.watch.note_unplanned_pass()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.expects_backward):
+            return super().unplanned(*args, **kwargs)
 
     def situation(self) -> Any:
         buckets = buckets_of(self._model)

@@ -19,12 +19,17 @@ from torch import nn
 class UncalledWatch:
     """Reports once, at the end of the first backward pass that reaches the module, unless ended.
 
+    If the module has run without gradients, that may be a loss on its outputs (GradCache computes
+    them once more, by chunks, with gradients), so the second backward pass counts.
+
     tell: called with the message.
     """
 
     def __init__(self, model: nn.Module, tell: Callable[[str], None]) -> None:
         self._model = weakref.ref(model)  # the hooks hold this object, and must not hold the model
         self._tell = tell
+        self._n_awaited = 1  # backward passes
+        self._last_backward = -1
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
             for parameter in model.parameters()
@@ -36,11 +41,20 @@ class UncalledWatch:
             hook.remove()
         self._hooks = []
 
+    def note_unplanned_pass(self) -> None:
+        """Called when the module runs without a plan: without gradients, or in evaluation mode."""
+        if self._last_backward == -1:
+            self._n_awaited = 1 if torch.is_grad_enabled() else 2
+
     def _on_gradient(self, _parameter: torch.Tensor) -> None:
-        if self._hooks:
-            self.end()
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._report)  # at its end, all gradients have arrived
+        backward = torch._C._current_graph_task_id()
+        if self._hooks and backward != self._last_backward:
+            self._last_backward = backward
+            self._n_awaited -= 1
+            if not self._n_awaited:
+                self.end()
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._report)  # at its end, all gradients have arrived
 
     def _report(self) -> None:
         model = self._model()

@@ -34,6 +34,12 @@ class FittedModel:
         fit(model, optimizer=optimizer, **self._options)
         self._model = model
 
+    def expect_backward(self, expected: bool) -> None:
+        """Whether backward passes follow the next forward passes."""
+        forward = None if self._model is None else self._model.__dict__.get("forward")
+        if isinstance(forward, FittedForward):
+            forward.expect_backward(expected)
+
     def end(self) -> None:
         if self._model is not None:
             self._plans = self.plans

@@ -64,8 +64,14 @@ class FitCallback(Callback):
         """Free the gradients of the last step before the next forward pass.
 
         Lightning frees them after the forward pass, so they would take memory during it.
+
+        In its last epoch, StochasticWeightAveraging runs forward passes only, for batch norm. The
+        optimizer then makes one more step with the last gradients, so they are not freed.
         """
-        if pl_module.automatic_optimization and trainer.global_step != self._n_steps:
+        is_automatic = pl_module.automatic_optimization
+        has_backward = not (is_automatic and trainer.fit_loop._skip_backward)
+        self._fitted.expect_backward(has_backward)
+        if is_automatic and has_backward and trainer.global_step != self._n_steps:
             for optimizer in trainer.optimizers:
                 pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
         self._n_steps = trainer.global_step

@@ -41,7 +41,7 @@ from scheduler_runtime.execute import (
     has_checkpoints,
     restore_forward,
 )
-from scheduler_runtime.planned.guards import ignoring_attributes, kind_of
+from scheduler_runtime.planned.guards import kind_of
 from scheduler_runtime.planned.program_cache import ProgramCache
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks
 from scheduler_runtime.planned.unread_attributes import UnreadAttributes
@@ -235,11 +235,10 @@ class PlannedForward(ReplacedForward):
 
         Attributes that the program sets before it reads them, or never reads, may have any value.
         """
-        of_call, situation = self.kind(call)  # again: tracing may have set attributes
         if not isinstance(program, BoundProgram):
-            return of_call, situation
+            return self.kind(call)  # again: tracing may have set attributes
         unread = program.sets_unread | self._unread.unread_by(program.captured)
-        return ignoring_attributes(of_call, self._model, unread), situation
+        return kind_of(self._model, call, ignored=unread), self.situation()
 
     def constants(self) -> Iterator[torch.Tensor]:
         for _, program in self._programs.programs:

@@ -43,7 +43,7 @@ MAX_ENTRIES = 1000
 """
 LARGE_BYTES = 2**20
 """Largest array in an attribute whose content is compared; a larger one is compared by identity."""
-_COMMON = frozenset({bool, int, str, types.NoneType})
+_COMMON: frozenset[type] = frozenset({bool, int, str, types.NoneType})
 """The most common plain types, compared with `==`; looking in a set is faster than in `_PLAIN`."""
 _PLAIN = (
     *(bool, int, str, bytes, float, complex, types.NoneType),
@@ -54,10 +54,10 @@ _CODE = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodT
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
-def kind_of(model: nn.Module, call: Call) -> Any:
+def kind_of(model: nn.Module, call: Call, *, ignored: Collection[tuple[str, str]] = ()) -> Any:
     """What a program for this call depends on: equal for calls that can share a program.
 
-    Compare as `planned == here`: the comparison is not symmetric (see `_GrowingList`).
+    ignored: attributes that may have any value, as pairs of a module's path and a name.
     """
     modules = list(model.modules())
     parameters = {
@@ -85,7 +85,7 @@ def kind_of(model: nn.Module, call: Call) -> Any:
         torch.are_deterministic_algorithms_enabled(),
         tuple(map(_form, parameters)),
         tuple(map(_form, buffers)),
-        settings_of(model, modules),
+        settings_of(model, modules, ignored),
     )
 
 
@@ -126,7 +126,7 @@ def changed_setting(planned: Any, here: Any, model: nn.Module) -> str | None:
 
 def changed_values(planned: Any, here: Any, model: nn.Module) -> set[tuple[str, str]]:
     """Path of the module and name of each attribute in which two `kind_of` this model differ, and
-    which is a number, a string or None in both."""
+    which is a number, a string, None or a container in both."""
     if len(planned) != len(here) or len(planned[-1]) != len(here[-1]):
         return set()
     found: set[tuple[str, str]] = set()
@@ -144,9 +144,11 @@ def changed_values(planned: Any, here: Any, model: nn.Module) -> set[tuple[str, 
 
 
 def _is_value(setting: Any) -> bool:
-    """Of a plain value itself, and not of something that contains some."""
-    is_pair = isinstance(setting, tuple) and len(setting) == 2
-    return is_pair and setting[0] in (float, *_COMMON)
+    """Of a number, a string, None or a container, and not of an object or of code."""
+    kind = setting[0] if isinstance(setting, tuple) and len(setting) == 2 else None
+    if isinstance(kind, tuple):  # a tuple of plain values
+        return True
+    return isinstance(kind, type) and issubclass(kind, (float, *_COMMON, *_CONTAINERS))
 
 
 def _describe_change(planned: Any, here: Any) -> str:
@@ -166,9 +168,13 @@ def _describe_change(planned: Any, here: Any) -> str:
     return f"is {values[0]}, planned for {values[1]}" if len(values) == 2 else "has changed"
 
 
-def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
+def settings_of(
+    model: nn.Module, modules: list[nn.Module], ignored: Collection[tuple[str, str]] = ()
+) -> tuple[Any, ...]:
     """The Python state of each of these modules of the model, as described above."""
-    seen: set[int] = set()
+    seen: set[int] = set()  # what is in an ignored attribute counts where else it is found
+    at = dict(model.named_modules()) if ignored else {}
+    ignored_here = {(id(at.get(path)), name) for path, name in ignored}
     of_class = {kind: _class_settings(kind) for kind in {type(module) for module in modules}}
     return tuple(
         (
@@ -178,30 +184,13 @@ def settings_of(model: nn.Module, modules: list[nn.Module]) -> tuple[Any, ...]:
             module.training,
             tuple(len(getattr(module, hooks)) for hooks in HOOKS),
             tuple(
-                (name, (type(value) is list and _GrowingList.of(value)) or _setting(value, seen))
+                (name, _ANY if (id(module), name) in ignored_here else _setting(value, seen))
                 for name, value in vars(module).items()
                 # the model's own `forward` is the plan itself
                 if name not in MODULE_ATTRIBUTES and not (name == "forward" and module is model)
             ),
         )
         for module in modules
-    )
-
-
-def ignoring_attributes(
-    kind: Any, model: nn.Module, attributes: Collection[tuple[str, str]]
-) -> Any:
-    """A `kind_of` that equals those of calls with any value in these attributes.
-
-    attributes: pairs of a module's path and the attribute's name.
-    """
-    if not attributes:
-        return kind
-    *others, settings = kind
-    paths = (path for path, _ in model.named_modules())
-    return *others, tuple(
-        (*of_module, tuple((n, _ANY if (path, n) in attributes else v) for n, v in own))
-        for path, (*of_module, own) in zip(paths, settings, strict=True)
     )
 
 
@@ -226,45 +215,6 @@ def _argument(value: Any) -> Any:
     """An argument that is not a tensor, for comparison; the numbers of an array are constants of
     the program, so they are compared whatever its size."""
     return _array(value) if isinstance(value, np.ndarray) else _setting(value, set())
-
-
-class _GrowingList:
-    """A list of numbers or tensors, equal to any list that begins with the same items.
-
-    So a list that only grows, such as a record of losses, does not count as a changed setting.
-    """
-
-    def __init__(self, items: tuple[Any, ...]) -> None:
-        self._items = items
-
-    @classmethod
-    def of(cls, value: list[Any]) -> _GrowingList | None:
-        """The record of this list. None: it has other items than numbers and tensors."""
-        head = value[:MAX_ENTRIES]
-        if not all(map(_is_recorded, head)):
-            return None
-        return cls(tuple(map(_record, head)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _GrowingList) and other._items[: len(self._items)] == self._items
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _is_recorded(item: Any) -> bool:
-    """A number, a tensor, or several with a tensor among them: log-probability and value of an
-    action (actor-critic)."""
-    if isinstance(item, tuple):
-        has_tensor = any(isinstance(each, torch.Tensor) for each in item)
-        return has_tensor and all(isinstance(i, int | float | torch.Tensor) for i in item)
-    return isinstance(item, int | float | torch.Tensor) and type(item) is not bool
-
-
-def _record(item: Any) -> Any:
-    """An item of a record, for comparison: any tensor is as any other, and numbers are compared."""
-    if isinstance(item, tuple):
-        return tuple(map(_record, item))
-    return _plain(item) if isinstance(item, int | float) else torch.Tensor
 
 
 class _ByIdentity:

@@ -66,3 +66,45 @@ def test_the_least_budget_has_the_bits_of_plain_training() -> None:
 def test_other_writes_to_data_are_refused(how: str, why: str) -> None:
     with pytest.raises(TraceError, match=why):
         trace(*made(how))
+
+
+class Branching(nn.Module):
+    """Cannot be traced, so it runs for real while it is planned, and the model around it too."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.layer, self.writes = nn.Linear(16, 16), writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.layer.weight.clamp_(max=0.1)
+        return self.layer(x if x.mean() < 10 else x / 2)
+
+
+class AroundBranching(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.part = Branching(writes=how == "part")
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(how != "frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how != "part":
+            with torch.no_grad():
+                self.other.weight.mul_(0.9).add_(self.one.weight, alpha=0.1)
+        return self.part(self.one(x) + self.other(x)).square().mean()
+
+
+def test_planning_leaves_parameters_that_are_written_in_place() -> None:
+    """A frozen parameter changes once in a step, and others not at all where they are refused."""
+    torch.manual_seed(0)
+    plain, batch = AroundBranching("frozen"), torch.randn(8, 16)
+    fitted = fit(copy.deepcopy(plain), budget="1MB", optimizer=[])
+    assert_same_bits(plain, fitted, batch)
+    for how in ("trained", "part"):
+        model = AroundBranching(how)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(TraceError):
+            fit(model, budget="1MB", optimizer=[])(batch)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

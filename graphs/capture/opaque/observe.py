@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.capture.opaque.bench import MARGIN, Bench, Bytes
 from graphs.capture.opaque.forms import Form, OpaqueCall, RandomSources
@@ -122,7 +123,12 @@ class _Watch:
                 Bench(island, tensors, random).forward()
                 # A function may change objects of the model that it is given.
                 where = self.model if is_function(self.path) else self._self_module
-                with attributes_unchanged(where), objects_unchanged(where):
+                with (
+                    attributes_unchanged(where),
+                    objects_unchanged(where),
+                    # some operators take other memory while a mode is active
+                    _disable_current_modes(),
+                ):
                     call, outs = self._measured_call(island, tensors, random)
         except SideEffectError as error:
             raise self._error(str(error)) from error

@@ -122,6 +122,69 @@ def test_the_budget_is_kept_and_the_bits_are_those_without_one(kind):
     assert measured_bytes <= budget_bytes < before_bytes
 
 
+class RunningScale(nn.Module):
+    """Reads a buffer, in a form that is cheap to recompute, before it overwrites it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for linear in self.linears:
+            y = linear(x)
+            x = F.gelu(y * self.scale.rsqrt()) * y.sigmoid()
+            with torch.no_grad():
+                self.scale.mul_(0.5).add_(y.abs().mean(0))
+        return x.square().mean()
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+
+
+def recomputing(model: nn.Module, batch: torch.Tensor) -> nn.Module:
+    """The model, compiled with aot_eager for a budget at which it has to recompute."""
+    compile(model, batch, budget="1GB", reserve=0, backend="aot_eager")
+    (free,) = compile_reports(model)
+    budget_bytes = free.chosen.measured_bytes - free.chosen.partition.saved_bytes // 4
+    compile(uncompile(model), batch, budget=budget_bytes, reserve=0, backend="aot_eager")
+    assert compile_reports(model)[0].chosen.partition.n_recomputed > 0
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_passes", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "reference"), [(Convolutions, plainly), (RunningScale, lambda model, _: model)]
+)
+def test_recomputations_read_buffers_as_they_were_in_the_forward_pass(kind, reference, n_passes):
+    """torch.compile itself recomputes `rsqrt` from the new values, or fails after two passes."""
+    torch.manual_seed(0)
+    plain, batch = kind(), kind.batch()
+    model = recomputing(copy.deepcopy(plain), batch)
+    results = []
+    for each, call in ((plain, reference(plain, "aot_eager")), (model, model)):
+        sum(call(batch + n) for n in range(n_passes)).backward()
+        results.append([*(p.grad for p in each.parameters()), *each.buffers()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.slow
+def test_a_second_backward_pass_needs_the_setting_that_torch_compile_needs():
+    torch.manual_seed(0)
+    model, batch = Convolutions(), Convolutions.batch()
+    loss = recomputing(copy.deepcopy(model), batch)(batch)
+    with pytest.raises(RuntimeError, match="donated_buffer=False"):
+        loss.backward(retain_graph=True)
+    with torch._functorch.config.patch(donated_buffer=False):
+        loss = recomputing(model, batch)(batch)
+        loss.backward(retain_graph=True)
+        once = [p.grad.clone() for p in model.parameters()]
+        loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
+
+
 @pytest.mark.slow
 def test_inductor_keeps_the_budget():
     torch.manual_seed(0)

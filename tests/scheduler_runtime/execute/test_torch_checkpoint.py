@@ -52,7 +52,18 @@ def with_other_parameters(model: nn.Module) -> list[torch.Tensor | None]:
     return [*(p.grad for p in model.parameters()), *model.buffers()]
 
 
-@pytest.mark.parametrize("step", [backward_twice, with_other_parameters])
+def with_other_attributes(model: nn.Module) -> list[torch.Tensor | None]:
+    """They are set after the forward pass: for an evaluation, say, before the backward pass."""
+    torch.manual_seed(1)
+    output = model(torch.randn(4, 8))
+    model.eval()
+    model[1].eps, model[2].approximate = 0.5, "tanh"
+    output.square().mean().backward()
+    assert (model[1].training, model[1].eps, model[2].approximate) == (False, 0.5, "tanh")
+    return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("step", [backward_twice, with_other_parameters, with_other_attributes])
 @pytest.mark.parametrize("checkpointed", [whole, in_segments])
 def test_as_without_checkpoints(
     step: Callable[[nn.Module], list[torch.Tensor | None]],

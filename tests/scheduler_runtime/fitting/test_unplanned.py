@@ -179,3 +179,41 @@ def test_frozen_parameters_beside_the_part_are_counted() -> None:
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match="unplanned is 'silent'; one of warn, error"):
         fitted(Tower(1), unplanned="silent")
+
+
+class Scaled(nn.Module):
+    """The loss, which is outside, reads a parameter of the model as well (CLIP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 10)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def loss_of_representations(model: Scaled, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The gradient of a loss of outputs that were computed without gradients, as in GradCache."""
+    with torch.no_grad():
+        outputs = model(x)
+    outputs.requires_grad_()
+    F.cross_entropy(outputs * model.scale, y).backward()
+    return outputs.grad
+
+
+def test_a_loss_of_outputs_without_gradients_does_not_count_as_training() -> None:
+    model = fitted(Scaled(), unplanned="error")
+    x, y = numbers(64)
+    for _ in range(2):
+        gradient = loss_of_representations(model, x, y)
+        for part, of_part in zip(x.split(32), gradient.split(32), strict=True):
+            model(part).backward(of_part)
+    assert plans_of(model)
+
+
+def test_a_training_that_only_calls_it_without_gradients_is_told() -> None:
+    model = fitted(Scaled(), unplanned="error")
+    loss_of_representations(model, *numbers(64))
+    with pytest.raises(FitError, match="The gradients are those of its own parameters"):
+        loss_of_representations(model, *numbers(64))

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from scheduler_runtime import FitError, plans_of
@@ -67,7 +69,7 @@ class InTurn(WithoutForward):
 
 def train(module: Whole, callbacks: list[Callback], **options: Any) -> list[torch.Tensor]:
     trainer = Trainer(
-        max_steps=3,
+        max_steps=options.pop("max_steps", 3),
         accelerator="cpu",
         callbacks=callbacks,
         logger=False,
@@ -204,3 +206,21 @@ def test_a_step_that_is_short_of_memory_runs_again() -> None:
     got, expected = train(ShortOfMemory(), [callback]), train(Whole(), [])
     assert all(map(torch.equal, expected, got))
     assert len(callback.plans) == 2
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("make", [Whole, InPart])
+def test_the_epoch_that_updates_batch_norm_is_not_planned(make: Any) -> None:
+    """Each of its batches has another momentum, which is a number in the program."""
+
+    def trained(callbacks: list[Callback]) -> list[torch.Tensor]:
+        module = make()
+        module.model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), module.model)
+        averaging = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
+        losses = train(module, [averaging, *callbacks], max_steps=-1, max_epochs=2)
+        return [*losses, *module.buffers()]
+
+    callback = FitCallback(budget="1.2MB")
+    expected, got = trained([]), trained([callback])
+    assert len(callback.plans) == 1
+    assert all(map(torch.equal, expected, got))

@@ -1,9 +1,10 @@
-"""Numbers and strings that a training loop changes in every step, as attributes of the model."""
+"""Numbers, strings and containers that a training loop changes in attributes of the model."""
 
 from __future__ import annotations
 
 import copy
 import threading
+from collections import deque
 from unittest import mock
 
 import pytest
@@ -27,6 +28,10 @@ class Counting(nn.Module):
         self.best: float | None = None
         self.inner = nn.Linear(4, 4)
         self.title = ""
+        self.history: list[object] = []
+        self.metrics: dict[str, list[float]] = {"loss": []}
+        self.last: dict[str, float] = {}
+        self.recent: deque[float] = deque(maxlen=3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).square().mean()
@@ -38,6 +43,28 @@ class FromThird(Counting):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
         return (y * 2 if self.n_steps > 2 else y).square().mean()
+
+
+class ByLength(Counting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * (2 if len(self.history) > 2 else 1)).square().mean()
+
+
+class ByEntry(Counting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * (2 if self.last.get("n_steps", 0) > 2 else 1)).square().mean()
+
+
+class ByAnotherName(Counting):
+    """The list that it reads is in two attributes, of which one is not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.config = {"history": self.history}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = len(self.inner.config["history"])
+        return (self.inner(x) * (2 if n > 2 else 1)).square().mean()
 
 
 class ByItsVars(Counting):
@@ -84,6 +111,10 @@ def trained(model: Counting, n_steps: int) -> list[torch.Tensor | None]:
         model.n_steps += 1
         model.best = loss.item()
         model.title = f"run {step}"
+        model.history += [loss.item(), loss.detach(), {"loss": loss.item()}]
+        model.metrics["loss"].append(loss.item())
+        model.last.update(loss=loss.item(), n_steps=step)
+        model.recent.append(loss.item())
     return found
 
 
@@ -92,6 +123,9 @@ def trained(model: Counting, n_steps: int) -> list[torch.Tensor | None]:
     [
         (Counting, 2),
         (FromThird, 5),
+        (ByLength, 5),
+        (ByEntry, 5),
+        (ByAnotherName, 5),
         (ByItsVars, 5),
         (ByItsVarsIfThere, 5),
         (ByAllItsVars, 5),
