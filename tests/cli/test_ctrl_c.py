@@ -107,7 +107,6 @@ def interrupted(
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
-        assert process.stderr is not None
         said = next((text for text in process.stderr if text == f"{line}\n"), None)
         assert said is not None, "it ended before"
         time.sleep(INSIDE_S)

@@ -154,7 +154,6 @@ def test_the_measured_peak_is_the_predicted_one(device, name, finding):
     optimizer = optimizer_of(model)
     solution = tight_plan(model, batch, optimizer=optimizer)
     scheduler_runtime.apply(model, solution)
-    assert solution.simulation is not None
     predicted = solution.simulation.peak_bytes
     figures = measure_step(step_of(model, batch, optimizer), model, batch, optimizer, n_timed=2)
     finding(f"predicted {predicted}, {figures}")

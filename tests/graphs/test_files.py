@@ -277,7 +277,6 @@ def test_a_schedule_is_judged_again_when_it_is_read(tmp_path):
     graph = Graph.from_json(a_graph())
     path = written(tmp_path, a_schedule() | {"peak_bytes": 1, "time_s": 0.0})
     loaded = Solution.load(path, graph=graph)
-    assert loaded.simulation is not None
     assert loaded.simulation.peak_bytes == 10 + 100 + 100 + 4 + 10
     assert loaded.simulation.time_s == 4.0
 

@@ -105,7 +105,6 @@ def test_every_method_gives_the_same_bits(method: str) -> None:
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = peak_bytes if method == "none" else (peak_bytes * 85) // 100
     solution = answer(graph, Request(budget_bytes, method=method, time_limit_s=600))
-    assert solution.simulation is not None
     assert (solution.simulation.n_recomputed > 0) == (method != "none")
     planned = apply(copy.deepcopy(model), solution)
     assert_same_bits(model, planned, batch)

@@ -59,5 +59,4 @@ def test_the_peak_of_a_plan_is_the_predicted_one(
     model, x = Assigns(write), torch.randn(2048, 128)
     solution = solve(model, x, budget="1GB", rewrites="none")
     apply(model, solution)
-    assert solution.simulation is not None
     assert measure(model, x, n_steps=1).peak_bytes == solution.simulation.peak_bytes

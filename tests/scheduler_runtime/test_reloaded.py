@@ -56,7 +56,6 @@ def test_a_chunked_plan_keeps_the_baseline_of_the_plain_step(tmp_path: Path) -> 
     for name in ("overhead", "lower_bound_overhead", "gap", "status"):
         assert getattr(loaded, name) == getattr(planned, name)
     changed = rewritten(planned)
-    assert changed is not None
     assert rewritten(loaded) == dataclasses.replace(
         changed, saved_bytes=(), overheads=()
     )  # one graph is known

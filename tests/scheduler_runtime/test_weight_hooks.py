@@ -54,7 +54,6 @@ def test_the_least_budget_has_the_bits_of_plain_training(name: str) -> None:
     assert least_bytes is not None
     assert applied.layers[0].weight is weight  # no fake tensor is left there
     solution = solve(applied, batch, budget=least_bytes)
-    assert solution.simulation is not None
     assert solution.simulation.peak_bytes < solution.baseline.peak_bytes
     apply(applied, solution)
     fit(fitted, budget="1MB", optimizer=[])

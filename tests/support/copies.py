@@ -13,7 +13,6 @@ def judged_s(graph: Graph, *, budget_bytes: int, places: Places) -> float:
     proposal = module.with_copies(
         graph, budget_bytes=budget_bytes, time_limit_s=6000, places=places
     )
-    assert proposal.schedule is not None
     simulation = simulate(graph, proposal.schedule, places=places)
     assert simulation.peak_bytes <= budget_bytes
     assert proposal.lower_bound_s <= simulation.time_s + 1e-12

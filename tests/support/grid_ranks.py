@@ -60,7 +60,6 @@ def plans(case: str) -> list[Solution]:
         graph = trace(model, batch(0), optimizer=torch.optim.AdamW, fsdp=N_FSDP)
     refused = solve(graph, budget=1)
     least_bytes, plain_bytes = refused.minimum_budget_bytes, refused.baseline.peak_bytes
-    assert least_bytes is not None
     return [
         solve(graph, budget=int(least_bytes + share * (plain_bytes - least_bytes)))
         for share in CASES[case].shares

@@ -52,7 +52,6 @@ def plan(stage: nn.Module, place: Pipeline) -> Solution:
     plan (1)."""
     refused = solved(stage, place, SHAPE, budget=1)
     least_bytes, plain_bytes = refused.minimum_budget_bytes, refused.baseline.peak_bytes
-    assert least_bytes is not None
     budget = least_bytes + int(SHAPE.share * (plain_bytes - least_bytes))
     return solved(stage, place, SHAPE, budget=budget)
 
@@ -67,7 +66,6 @@ def work(rank: int, *, schedules: Sequence[str]) -> None:
             on_all_ranks, functools.partial(plan, stage, place), group=group
         )
         solution = on_all_ranks(of_column, group=mesh.get_group("tp"), model=stage)
-        assert solution.simulation is not None
         plain_bytes, planned_bytes = solution.baseline.peak_bytes, solution.simulation.peak_bytes
         plain, plain_measured = trained([copy.deepcopy(stage)], [place], SHAPE, plain_bytes, group)
         got, measured = trained([apply(stage, solution)], [place], SHAPE, planned_bytes, group)

@@ -159,7 +159,6 @@ def test_a_tensor_that_is_read_several_times_keeps_its_bits_in_a_plan() -> None:
     planned = apply(copy.deepcopy(model), keeping_nothing(trace(model, x)))
     planned(x).backward()
     for found, known in zip(planned.parameters(), expected.parameters(), strict=True):
-        assert found.grad is not None
         assert torch.equal(found.grad, known.grad)
 
 

@@ -146,7 +146,6 @@ def test_a_backward_pass_that_calls_the_model_leaves_its_buffers() -> None:
 def calls_backward(self: Doing, x: torch.Tensor) -> torch.Tensor:
     d = torch.zeros_like(x).requires_grad_()
     self.layer(x + d).sum().backward()
-    assert d.grad is not None
     return self.layer(x + d.grad)
 
 

@@ -318,7 +318,6 @@ def alone() -> Iterator[DeviceMesh]:
 
 def groups(graph: Graph) -> tuple[str, ...]:
     sharding = sharding_of(graph.meta.environment)
-    assert sharding is not None
     return sharding.groups or ()
 
 

@@ -159,7 +159,6 @@ def test_masks_come_back_with_every_bit(seed: int) -> None:
     torch.manual_seed(seed)
     mask = torch.rand(8 * (1 + 7777 * seed)) < seed / 4
     code = Code.of("bits", dtype=mask.dtype, n_elements=mask.numel())
-    assert code is not None
     assert torch.equal(there_and_back(code, mask), mask)
 
 
@@ -329,7 +328,6 @@ def test_errors_are_measured_and_the_class_is_named(model: nn.Module) -> None:
     assert found.largest_error.startswith("median 2")
     assert "e-03, largest " in found.largest_error
     changed = rewritten(solution)
-    assert changed is not None
     assert changed.results == "lossy"
 
 
@@ -380,12 +378,10 @@ def test_a_part_is_chosen_where_all_would_cost_more() -> None:
     found = solve(Wide(), wide, budget="42MB", rewrites="bf16")
     assert "waiting_in_bf16_half" in found.graph.meta.rewrites
     assert found.status == "optimal"
-    assert found.variants is not None
     for graph in found.variants.planned:  # what is proven holds for every choice
         bound_s = lower_bound_s(graph, budget_bytes=42_000_000)
         assert found.lower_bound_s <= bound_s * (1 + 1e-6)
         if "waiting_in_bf16" in graph.meta.rewrites:
-            assert found.simulation is not None
             assert found.simulation.time_s < bound_s
 
 

@@ -33,7 +33,6 @@ def test_the_sum_of_several_losses_has_the_same_gradients() -> None:
     batches = [torch.randn(512, 64) for _ in range(3)]
     peak_bytes = solve(model, batches[0], budget="1GB").baseline.peak_bytes
     solution = solve(model, batches[0], budget=int(0.5 * peak_bytes))
-    assert solution.schedule is not None
     order = solution.schedule.order
     again = {node.op for node in solution.graph.nodes if order.count(node.name) > 1}
     assert BATCH_NORM in again

@@ -124,7 +124,6 @@ def test_what_it_says() -> None:
 @pytest.mark.slow
 def test_what_was_recomputed_stays_saved() -> None:
     tight = planned(recompute=True)
-    assert tight.simulation is not None
     assert tight.simulation.n_recomputed
     with pytest.raises(ExportError, match="hooks of saved tensors recompute nothing"):
         to_saved_tensors_hooks(Net(), tight)

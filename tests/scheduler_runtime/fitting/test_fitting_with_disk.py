@@ -53,7 +53,6 @@ def plain(batches: list[Any]) -> list[torch.Tensor]:
 
 def assert_spills(model: nn.Module) -> None:
     for plan in plans_of(model):
-        assert plan.solution.simulation is not None
         assert plan.solution.simulation.disk_peak_bytes > 0
         assert plan.solution.simulation.host_peak_bytes <= HOST_BYTES
 

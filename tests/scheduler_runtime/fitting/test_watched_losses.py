@@ -222,7 +222,6 @@ def test_the_watch_and_copies_to_the_host_and_accumulation() -> None:
             each.optimizer.step()
     assert same(plain.model, training.model)
     for plan in plans_of(training.model):
-        assert plan.solution.simulation is not None
         assert plan.solution.simulation.peak_bytes <= BUDGET_BYTES
         assert plan.solution.simulation.host_peak_bytes <= 10**6
 

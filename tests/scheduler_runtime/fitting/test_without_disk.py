@@ -97,7 +97,6 @@ def test_the_step_runs_again_wherever_the_disk_fails(
     more = plans_of(model)[n_plans:]
     assert len(more) in (1, 2)  # more room is left before gradients have left
     for plan in more:
-        assert plan.solution.simulation is not None
         assert plan.solution.simulation.disk_peak_bytes == 0
         assert plan.solution.simulation.peak_bytes <= plan.solution.request.available_bytes
 

@@ -46,7 +46,6 @@ def gradient(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(1)
     model(x).backward()
     weight = next(model.parameters())
-    assert weight.grad is not None
     return weight.grad.clone()
 
 
@@ -101,8 +100,6 @@ def test_hooks_of_all_modules_run_once_for_each_module(
     finally:
         handle.remove()
     for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
         assert torch.equal(one.grad, other.grad)
 
 

@@ -193,8 +193,6 @@ def larger_dag(seed: int) -> Graph:
 
 def as_large_as(places: Places, used: Simulation) -> Places:
     """The same links, and room for what the schedule takes."""
-    assert places.host is not None
-    assert places.disk is not None
     host = replace(places.host, capacity_bytes=max(1, used.host_peak_bytes))
     disk = replace(places.disk, capacity_bytes=max(1, used.disk_peak_bytes))
     return Places(host, disk)

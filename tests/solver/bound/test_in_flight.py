@@ -66,7 +66,6 @@ def some_positions(graph: Graph, rng: random.Random) -> tuple[int, ...]:
 
 
 def judged(graph: Graph, truth: Truth) -> Schedule:
-    assert truth.ops is not None
     ops = tuple(Compute(x) if kind == "compute" else Free(x) for kind, x in truth.ops)
     return Schedule(ops, graph.graph_id)
 
@@ -196,7 +195,6 @@ def test_gradients_that_are_there_count_for_what_is_recomputed_before_the_first_
     assert graph.accumulated
     truth = fastest_in_flight(graph, budget_bytes=budget_bytes)
     found = METHODS["ilp"](graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0)
-    assert found.schedule is not None
     assert simulate(graph, found.schedule).time_s == pytest.approx(truth.time_s)
 
 
@@ -226,7 +224,6 @@ def test_a_search_that_is_ended_early_proves_no_more_than_is_true() -> None:
 def test_the_least_budget_is_between_what_is_proven_and_the_truth(seed: int) -> None:
     for graph in map(small, range(seed, seed + 5)):
         obstacle = find_obstacle(graph)
-        assert obstacle.schedule is not None
         assert simulate(graph, obstacle.schedule).peak_bytes == obstacle.reached_bytes
         below_bytes = obstacle.proven_bytes - 1
         assert fastest_in_flight(graph, budget_bytes=below_bytes).ops is None

@@ -29,7 +29,6 @@ def tiny(seed: int) -> Graph:
 
 
 def judged(graph: Graph, truth: Truth) -> Schedule:
-    assert truth.ops is not None
     ops = tuple(Compute(x) if kind == "compute" else Free(x) for kind, x in truth.ops)
     return Schedule(ops, graph.graph_id)
 

@@ -46,5 +46,4 @@ def test_bound_and_eviction_obey_the_span() -> None:
     assert lower_bound_s(GRAPH, budget_bytes=least_bytes) <= truth.time_s
     assert lower_bound_s(GRAPH, budget_bytes=least_bytes) > 8.99
     schedule, _ = evict(FOLDED, budget_bytes=least_bytes)
-    assert schedule is not None
     assert simulate(GRAPH, schedule).time_s == truth.time_s

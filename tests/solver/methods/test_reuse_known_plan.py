@@ -54,13 +54,10 @@ def test_a_shorter_step_is_as_good_as_searched(
 ) -> None:
     graph = other_length(gpt2, share)
     found = reuse_plan(Variants.of(graph), known, Request(budget_bytes))
-    assert found is not None
-    assert found.schedule is not None
     simulation = simulate(graph, found.schedule)
     assert simulation == found.simulation
     assert simulation.peak_bytes <= budget_bytes
     searched = solve(graph, budget=budget_bytes)
-    assert searched.simulation is not None
     assert found.lower_bound_s <= searched.simulation.time_s
     lost = (simulation.time_s - searched.simulation.time_s) / graph.baseline_time_s
     assert lost <= known.gap + REUSE_LOSS
@@ -85,7 +82,6 @@ def test_a_plan_that_recomputes_far_too_much_is_not_reused(gpt2: Graph, budget_b
 def test_what_fits_as_it_is_recomputes_nothing(gpt2: Graph) -> None:
     peak_bytes = simulate(gpt2, baseline(gpt2)).peak_bytes
     found = reuse_plan(Variants.of(gpt2), WITHOUT_RECOMPUTATION, Request(peak_bytes))
-    assert found is not None
     assert found.overhead == found.lower_bound_overhead == 0.0
     assert found.status == "optimal"
     assert reuse_plan(Variants.of(gpt2), WITHOUT_RECOMPUTATION, Request(peak_bytes - 1)) is None

@@ -60,7 +60,6 @@ def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: in
         places = host(rate, max(1, int(rng.choice((0.5, 2)) * total_bytes)), rng.choice((0, 0.1)))
         least_bytes = int(StorageGraph.of(graph, may_offload=True).least_bytes.max())
         budget_bytes = least_bytes + int(rng.random() * total_bytes)
-        assert places.host is not None
         placed = place_copies(folded, order, gaps, budget_bytes=budget_bytes, places=places)
         simulation = simulate(graph, placed.schedule, places=places)
         assert simulation.time_s == pytest.approx(placed.time_s, rel=1e-9, abs=1e-12)
@@ -115,7 +114,6 @@ def test_what_goes_on_to_the_disk_is_legal_and_as_fast_and_as_large_as_said(
 
 def found(graph: Graph, proposal: Proposal, places: Places) -> float:
     """Seconds of the proposed schedule, which has to be legal."""
-    assert proposal.schedule is not None
     return simulate(graph, proposal.schedule, places=places).time_s
 
 
@@ -189,9 +187,7 @@ def test_a_fast_link_makes_recomputation_needless() -> None:
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     options = {"budget_bytes": int(0.7 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
     alone, beside = auto(graph, **options), auto(graph, places=host(1e14), **options)
-    assert alone.schedule is not None
     assert simulate(graph, alone.schedule).n_recomputed > 0
-    assert beside.schedule is not None
     simulation = simulate(graph, beside.schedule, places=host(1e14))
     assert simulation.n_recomputed == 0
     assert simulation.peak_bytes <= options["budget_bytes"]
@@ -203,7 +199,6 @@ def test_a_slow_link_is_left_alone_and_proven_not_to_help() -> None:
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     options = {"budget_bytes": peak_bytes - 7000, "time_limit_s": 60.0, "seed": 0}
     proposal = auto(graph, places=host(1.0), **options)
-    assert proposal.schedule is not None
     assert not proposal.schedule.has_copies
     assert found(graph, proposal, host(1.0)) == pytest.approx(107.0)
     assert proposal.lower_bound_s == pytest.approx(107.0, abs=2e-2)
@@ -256,7 +251,6 @@ def test_the_host_is_not_overfilled() -> None:
     options = {"budget_bytes": int(0.7 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
     places = host(1e14, capacity_bytes=most_bytes)
     proposal = auto(graph, places=places, **options)
-    assert proposal.schedule is not None
     simulation = simulate(graph, proposal.schedule, places=places)
     assert 0 < simulation.host_peak_bytes <= most_bytes
     assert simulation.n_recomputed > 0
@@ -277,7 +271,6 @@ def test_a_fast_host_costs_no_time_where_many_positions_overflow() -> None:
     budget_bytes = least_bytes + (peak_bytes - least_bytes) // 20
     rate = 8 * (peak_bytes - budget_bytes) / graph.baseline_time_s
     proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0, places=host(rate))
-    assert proposal.schedule is not None
     simulation = simulate(graph, proposal.schedule, places=host(rate))
     assert simulation.peak_bytes <= budget_bytes
     assert simulation.time_s < 1.001 * graph.baseline_time_s
@@ -292,7 +285,6 @@ def test_copies_fit_side_by_side(share: float, monkeypatch: pytest.MonkeyPatch) 
     peak_bytes = simulate(graph, baseline(graph)).peak_bytes
     budget_bytes = int(resident_bytes + 0.6 * (peak_bytes - resident_bytes))
     free = auto(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0, places=host(2e10))
-    assert free.schedule is not None
     most_bytes = simulate(graph, free.schedule, places=host(2e10)).host_peak_bytes
     excesses = []
 
@@ -304,7 +296,6 @@ def test_copies_fit_side_by_side(share: float, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(copy_placement, "copy_layout", recorded)
     places = host(2e10, int(share * most_bytes))
     found = auto(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0, places=places)
-    assert found.schedule is not None
     assert not copy_layout(graph, found.schedule, places).excess(places)
     assert any(excesses)
 
@@ -343,7 +334,6 @@ def test_copies_take_the_place_of_recomputation_where_that_alone_was_best() -> N
     times_s = []
     for beside in (None, places):
         proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0, places=beside)
-        assert proposal.schedule is not None
         times_s.append(simulate(graph, proposal.schedule, places=beside).time_s)
     assert times_s[1] <= 1.1905 * graph.baseline_time_s < times_s[0]
     assert proposal.schedule.has_copies
@@ -365,8 +355,6 @@ def test_copies_alone_are_found_wherever_the_clock_ends_the_search(monkeypatch, 
     budget_bytes = plain.peak_bytes * 6 // 10
     alone = auto(graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
     found = auto(graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0, places=places)
-    assert found.schedule is not None
-    assert alone.schedule is not None
     step = simulate(graph, found.schedule, places=places)
     assert step.peak_bytes <= budget_bytes
     assert step.time_s < simulate(graph, alone.schedule).time_s

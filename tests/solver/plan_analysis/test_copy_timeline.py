@@ -57,17 +57,14 @@ def test_where_a_storage_is_when() -> None:
     # its bytes are given up when g has run and the copy has ended, at 3 s; h runs until 4 s
     assert (trip.out_s, trip.back_s) == ((1.0, 3.0), (4.0, 8.0))
     assert (trip.from_s, trip.until_s) == (1.0, 8.0)
-    assert trip.reader is not None
     assert trip.reader.name == "k"
 
 
 def test_what_waits_for_what() -> None:
     first, second = by_hand().stalls
     assert (first.start_s, first.end_s, first.storage) == (2.0, 3.0, "a")
-    assert first.node is not None
     assert first.node.name == "h"
     assert (second.start_s, second.end_s, second.storage) == (4.0, 8.0, "a")
-    assert second.node is not None
     assert second.node.name == "k"
     texts = dict(copy_rows.stall_rows(by_hand()))
     assert texts["waiting"] == "5.00 s in 2 stalls"
@@ -105,8 +102,6 @@ def test_everything_adds_up_to_what_the_simulator_says(seed) -> None:
     places = random_places(rng)
     solution = planned(graph, schedule, places)
     found, simulation = copies(solution), solution.simulation
-    assert found is not None
-    assert simulation is not None
     busy_s = {s.name: s.busy_s for s in found.streams if s.name != "compute"}
     assert busy_s == pytest.approx(dict(simulation.busy_s))
     stalled_s = math.fsum(stall.time_s for stall in found.stalls)

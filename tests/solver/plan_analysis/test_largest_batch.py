@@ -70,9 +70,7 @@ def test_it_finds_what_a_scan_of_all_sizes_finds(shown, first, method):
     assert fits == list(range(1, fits[-1] + 1))  # what the search assumes
     asked: list[int] = []
     found = largest(planner(peak_bytes(shown), method=method, asked=asked), first=first)
-    assert found.largest is not None
     assert found.largest.size == fits[-1] >= shown
-    assert found.beyond is not None
     assert found.beyond.size == fits[-1] + 1
     assert len(set(asked)) == len(asked) <= 14  # none twice
     assert [c.size for c in found.candidates] == sorted(asked)
@@ -97,7 +95,6 @@ def plans_on_a_line(sizes: list[int]):
 def test_bytes_that_grow_by_a_line_are_not_bisected():
     sizes: list[int] = []
     found = largest(plans_on_a_line(sizes))
-    assert found.largest is not None
     assert found.largest.size == 1000
     assert sizes == [1, 4, 16, 64, 256, 1000, 1001]
 
@@ -115,8 +112,6 @@ def test_near_a_line_that_promises_a_little_too_much_the_search_goes_down(
     )
     sizes: list[int] = []
     found = largest(plans_on_a_line(sizes))
-    assert found.largest is not None
-    assert found.beyond is not None
     assert (found.largest.size, found.beyond.size) == (1000, 1001)
     assert len(sizes) == len({*sizes}) == n_tried, sizes
 
@@ -126,14 +121,12 @@ def test_nothing_fits():
     assert found.largest is None
     assert found.saturation is None
     assert [c.size for c in found.candidates] == [1, 3, 6]
-    assert found.beyond is not None
     assert found.beyond.size == 1
 
 
 def test_it_stops_growing(monkeypatch):
     monkeypatch.setattr(solver.plan_analysis.largest_batch, "MAX_SIZE", 16)
     found = largest(planner(2**50))
-    assert found.largest is not None
     assert found.largest.size == 16
     assert found.beyond is None
 
@@ -144,9 +137,7 @@ def test_a_length_is_found_to_a_64th():
     plan = planner(peak_bytes(1000), method="none")
     exact = largest(plan, first=128)
     rough = largest(plan, size="seq_length")
-    assert exact.largest is not None
     assert exact.largest.size == 1000
-    assert rough.largest is not None
     assert 1000 * (1 - 1 / 64) <= rough.largest.size <= 1000
     assert len(rough.candidates) < len(exact.candidates)
 
@@ -163,7 +154,6 @@ def test_a_size_that_cannot_be_made_counts_as_one_that_does_not_fit():
         return planner(2**50)(n)
 
     found = largest(plan)
-    assert found.largest is not None
     assert found.largest.size == 6
     assert found.refused[0] == (7, "7 is too long")
     assert all(size > 6 for size, _ in found.refused)
@@ -176,7 +166,6 @@ def test_where_more_stops_paying():
     found = largest(planner(peak_bytes(6), method="auto"))
     rates = {c.size: c.rate_per_s for c in found.candidates if c.rate_per_s is not None}
     best = max(rates.values())
-    assert found.saturation is not None
     assert found.saturation.size == min(n for n, rate in rates.items() if rate >= 0.99 * best)
     size, solution = found.largest.size, found.largest.solution
     growing, ended = (
@@ -202,7 +191,6 @@ def test_ctrl_c_gives_the_largest_so_far():
 
     found = largest(plan)
     assert found.interrupted
-    assert found.largest is not None
     assert found.largest.size == 4
 
     def plan_with_one_more(n: int) -> Solution:
@@ -214,7 +202,6 @@ def test_ctrl_c_gives_the_largest_so_far():
     with ctrl_c_ends_searches():
         found = largest(plan_with_one_more)
     assert found.interrupted
-    assert found.largest is not None
     assert found.largest.size == 16
 
     def never(n: int) -> Solution:

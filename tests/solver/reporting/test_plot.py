@@ -55,7 +55,6 @@ def test_memory_is_the_judges_line(planned):
     highest = max(max(data.values) for data in stairs)
     assert highest * 1e9 == pytest.approx(PEAK_BYTES) or highest * 1e6 == pytest.approx(PEAK_BYTES)
     widths = sorted({data.edges[-1] for data in stairs})
-    assert planned.simulation is not None
     assert widths[1] / widths[0] == pytest.approx(
         planned.simulation.time_s / planned.baseline.time_s
     )
@@ -130,7 +129,6 @@ def test_before_and_after_are_on_the_same_scales(planned):
     above, below = plot.before_and_after(planned)
     assert above.get_xlim() == below.get_xlim()
     assert above.get_ylim() == below.get_ylim()
-    assert planned.simulation is not None
     assert stack(above)[-1].values.max() / stack(below)[-1].values.max() == pytest.approx(
         PEAK_BYTES / planned.simulation.peak_bytes
     )

@@ -160,7 +160,6 @@ def test_an_answer_without_a_plan_says_what_is_in_the_way(graph):
     assert "infeasible" in words
     assert "minimum budget found: " in words
     assert ", proven to be the least" in words
-    assert solution.obstacle is not None
     less = dataclasses.replace(solution.obstacle, proven_bytes=solution.obstacle.proven_bytes - 1)
     assert ", proven: at least " in repr(dataclasses.replace(solution, obstacle=less))
     assert "bottleneck op: " in words

@@ -134,7 +134,6 @@ def test_before_the_first_op_only_what_is_resident_counts(gpt2):
 
 def test_the_op_of_the_peak(gpt2):
     node = node_at(gpt2, baseline(gpt2), simulate(gpt2, baseline(gpt2)))
-    assert node is not None
     assert describe_op(node) == (
         "_log_softmax_backward_data (aten._log_softmax_backward_data.default, backward)"
     )
@@ -177,7 +176,6 @@ def test_a_comparison_cuts_no_name_and_no_figure(planned, width):
 
 def test_the_answer_says_all_there_is_to_say(planned):
     text = shown(report_of(planned))
-    assert planned.simulation is not None
     for words in (
         "Answer  feasible",
         "every_block",
@@ -393,7 +391,6 @@ def by_dtype(shares: dict[str, float]) -> Solution:
 def test_dtypes_add_up_to_the_activations_of_the_table():
     solution = by_dtype({"int64": 0.3, "bfloat16": 0.7})
     table = dtype_table(solution)
-    assert table is not None
     activations = next(row for row in memory_table(solution).rows if row[0] == "activations")
     assert (table.rows[-1][1], table.rows[-1][3]) == (activations[1], activations[3])
     for run in solution.peaks:

@@ -65,7 +65,6 @@ def replayed(value: dict) -> tuple[int, dict[int, int]]:
 @pytest.mark.parametrize("name", PLANS)
 def test_the_most_at_once_is_the_predicted_peak(name) -> None:
     solution = PLANS[name]
-    assert solution.simulation is not None
     value = snapshot(solution)
     most, live = replayed(value)
     assert most == solution.simulation.peak_bytes

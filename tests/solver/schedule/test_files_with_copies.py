@@ -69,7 +69,6 @@ def test_a_plan_with_copies_comes_back(copied: Solution, tmp_path: Path) -> None
             "link": {"out_bytes_per_s": 6e9, "in_bytes_per_s": 7e9, "latency_s": 0.0},
         },
     }
-    assert copied.simulation is not None
     assert value["host_peak_bytes"] == copied.simulation.host_peak_bytes > 0
     assert {word for word, _ in value["ops"]} == {"compute", "free", "store", "fetch", "drop"}
 
@@ -116,7 +115,6 @@ def test_wrong_places_are_named(copied: Solution, tmp_path: Path, case: str) -> 
 
 
 def test_what_does_not_fit_is_refused(copied: Solution, tmp_path: Path) -> None:
-    assert copied.simulation is not None
     n_bytes = copied.simulation.host_peak_bytes
     path = tmp_path / "schedule.json"
     for capacity_bytes in (n_bytes, n_bytes - 1):
@@ -146,8 +144,6 @@ def test_a_request_says_what_is_too_much(copied: Solution) -> None:
 
 def test_analysis_knows_copies(copied: Solution) -> None:
     graph, schedule, simulation = copied.graph, copied.schedule, copied.simulation
-    assert schedule is not None
-    assert simulation is not None
     found = occupancy(graph, schedule, places=PLACES)
     assert found.edges_s[-1] == pytest.approx(simulation.time_s)
     assert max(found.total_bytes) <= simulation.peak_bytes
@@ -169,7 +165,6 @@ def test_the_command_explains_and_draws_copies(
     path = tmp_path / "schedule.json"
     copied.save(path)
     assert main(["explain", str(path), str(STEP)]) == Exit.SOLVED
-    assert copied.schedule is not None
     order = copied.schedule.order
     name = next(name for name in order if order.count(name) > 1)
     assert main(["explain", str(path), str(STEP), "--op", name]) == Exit.SOLVED

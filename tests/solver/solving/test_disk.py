@@ -66,8 +66,6 @@ def test_rates_are_measured_in_the_directory(
 ) -> None:
     monkeypatch.setattr("solver.solving.disk.MEASURED_BYTES", 2**23)
     places = with_disk(HOST, f"500GB:{tmp_path}", "measured")
-    assert places is not None
-    assert places.disk is not None
     assert min(places.disk.link.out_bytes_per_s, places.disk.link.in_bytes_per_s) > 1e5
     assert not any(tmp_path.iterdir())
     with pytest.raises(BudgetError, match="measured in its directory, and none is given"):
@@ -85,7 +83,6 @@ def test_behind_a_host_with_room_for_all_the_host_alone_is_planned() -> None:
     options = {"budget": BUDGET, "host_budget": 2 * PEAK, "host_link": 1e9}
     alone = solve(NET, **options)
     behind = solve(NET, **options, disk_budget="500GB", disk_rate="nvme4")
-    assert behind.request.places is not None
     assert behind.request.places.disk is not None
     assert behind.schedule == alone.schedule
     assert behind.lower_bound_s == alone.lower_bound_s
@@ -136,8 +133,6 @@ def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_the_host_has_no_room_for_goes_to_the_disk(tmp_path: Path) -> None:
     beside = solve(NET, budget=BUDGET, **FAST)
     behind = solve(NET, budget=BUDGET, **FAST, disk_budget=f"500GB:{tmp_path}", disk_rate="100TB/s")
-    assert beside.simulation is not None
-    assert behind.simulation is not None
     assert behind.simulation.time_s < beside.simulation.time_s - 1e-3 * NET.baseline_time_s
     assert behind.simulation.disk_peak_bytes > 0
     assert behind.simulation.host_peak_bytes <= PEAK // 10
@@ -146,7 +141,6 @@ def test_what_the_host_has_no_room_for_goes_to_the_disk(tmp_path: Path) -> None:
     read = Solution.load(tmp_path / "schedule.json", graph=NET)
     assert read.simulation == behind.simulation
     assert read.request == behind.request
-    assert read.request.places is not None
     assert read.request.places.disk_directory == str(tmp_path)
 
 
@@ -176,7 +170,6 @@ def test_the_command_says_what_is_on_the_disk(tmp_path: Path, capsys) -> None:
     assert " on the host, " in repr(solution)
     assert f"{format_size(solution.simulation.disk_peak_bytes)} on the disk; " in repr(solution)
     found = copies(solution)
-    assert found is not None
     assert any("from the disk" in row for row in trip_table(found).rows)
     assert max(n for _, n in found.disk_bytes()) == solution.simulation.disk_peak_bytes
     assert max(n for _, n in found.host_bytes()) == solution.simulation.host_peak_bytes

@@ -79,7 +79,6 @@ def test_simulator_and_referee_agree(seed: int) -> None:
     away = with_state_on_host(
         graph, out_s=link.out_s, in_s=link.in_s, parameters=host_parameters(graph)
     )
-    assert away is not None
     for _ in range(10):
         agree(away, random_copies(away, baseline(away), rng), random_places(rng))
 

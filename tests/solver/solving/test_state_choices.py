@@ -93,7 +93,6 @@ def test_simulator_and_referee_agree(seed: int) -> None:
     graph = with_some_state(random_dag(seed=seed, n_forward=5, n_later=4), rng, most_bytes=6)
     link = Link(rng.choice((0.5, 2.0)), rng.choice((0.5, 2.0)), rng.choice((0.0, 0.5)))
     away = with_state_on_host(graph, out_s=link.out_s, in_s=link.in_s)
-    assert away is not None
     for _ in range(10):
         agree(away, random_copies(away, baseline(away), rng), random_places(rng))
 
@@ -110,7 +109,6 @@ def test_the_optimizer_waits_for_the_link() -> None:
     graph = with_state(graph, [StateBucket(1, 4, 0, 1.0)], time_s=1.0)
     link = Link(1.0, 1.0)
     away = with_state_on_host(graph, out_s=link.out_s, in_s=link.in_s)
-    assert away is not None
     schedule = plan(away, "f store:a b optimizer_step")
     to = Places(host=Place(100, link))
     # f 0-1, the copy 1-9, b 1-2; the state 9-13, stepped 13-14, back 14-18
@@ -125,11 +123,9 @@ def test_it_is_chosen_where_it_pays() -> None:
     budget_bytes = graph.resident_bytes - 100 * MB
     assert planned(graph, budget_bytes, None).simulation is None
     found = planned(graph, budget_bytes, places(50e9))
-    assert found.simulation is not None
     assert found.graph.host_state_bytes == 400 * MB
     assert found.simulation.peak_bytes <= budget_bytes
     assert found.simulation.host_peak_bytes >= 400 * MB
-    assert found.overhead is not None
     assert found.overhead >= found.lower_bound_overhead > 0
 
 
@@ -137,8 +133,6 @@ def test_it_is_not_chosen_where_the_link_is_slow() -> None:
     graph = big_step()
     budget_bytes = tight(graph, 0.6)
     alone, slow = planned(graph, budget_bytes, None), planned(graph, budget_bytes, places(1e6))
-    assert alone.simulation is not None
-    assert slow.simulation is not None
     assert slow.graph.host_state_bytes == 0
     assert slow.simulation.time_s <= alone.simulation.time_s
     # the bound is for both: below the plan, and not below what each can do
@@ -151,8 +145,6 @@ def test_it_is_not_chosen_where_there_is_no_room_for_it() -> None:
     budget_bytes = graph.resident_bytes - 100 * MB
     assert planned(graph, budget_bytes, places(50e9, 399 * MB)).simulation is None
     full = planned(graph, budget_bytes, places(50e9, 400 * MB))
-    assert full.schedule is not None
-    assert full.simulation is not None
     assert not full.schedule.has_copies
     assert full.simulation.host_peak_bytes == 400 * MB
 
@@ -160,7 +152,6 @@ def test_it_is_not_chosen_where_there_is_no_room_for_it() -> None:
 def test_the_host_is_shared_with_copies() -> None:
     graph = big_step()
     least = planned(graph, tight(graph, 0.0) - 300 * MB, places(1e12, 450 * MB))
-    assert least.simulation is not None
     assert least.graph.host_state_bytes == 400 * MB
     assert least.simulation.host_peak_bytes <= 450 * MB
 
@@ -202,7 +193,6 @@ def test_a_saved_plan_says_where_the_state_is(tmp_path: Path) -> None:
 
 def test_a_graph_that_cannot_have_its_state_back() -> None:
     graph = with_state_on_host(big_step(), out_s=lambda _: 0.0, in_s=lambda _: 0.0)
-    assert graph is not None
     bare = dataclasses.replace(graph, meta=dataclasses.replace(graph.meta, environment={}))
     with pytest.raises(BudgetError, match=r"400\.0 MB.*more than the 0 B given"):
         planned(bare, 10**12, None)

@@ -40,14 +40,12 @@ def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> 
     folded, budget_bytes = StorageGraph.of(graph), budget_at(graph, share)
     base, lost_share = binding_cut(folded, budget_bytes=budget_bytes, gap=1e-3).ranked_positions[0]
     alone = solve_cuts(folded, positions=[base], budget_bytes=budget_bytes, as_milp=True)
-    assert alone.kept is not None
     assert (
         simulate(graph, schedule_from_cuts(folded, {base: alone.kept[0]})).peak_bytes > budget_bytes
     )
     search = Search(folded, budget_bytes=budget_bytes, time_limit_s=600)
     search.prove(lost_share)
     offer_anchored(search, base=base)
-    assert search.best is not None
     assert search.best[1].peak_bytes <= budget_bytes
     assert search.gap <= gap
 
@@ -57,12 +55,10 @@ def test_the_time_limit_leaves_a_known_schedule(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(stages, "_fallback_after_time_limit", lambda *_, **__: None)
     budget_bytes = budget_at(RECURRENT, 0.5)
     known = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=600, seed=0).schedule
-    assert known is not None
     cold = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=0.0, seed=0)
     assert cold.schedule is None
     hurried = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=0.0, seed=0, starts=[known])
     assert hurried.timed_out
-    assert hurried.schedule is not None
     assert simulate(RECURRENT, hurried.schedule).time_s <= simulate(RECURRENT, known).time_s
 
 

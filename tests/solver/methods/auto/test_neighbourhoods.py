@@ -64,7 +64,6 @@ def nodes_of(middle: neighbourhoods._Middle) -> Sequence[int]:
 
 
 def plan_of(search: Search) -> neighbourhoods._Plan:
-    assert search.best is not None
     large = large_units_only(search.folded, search.budget_bytes)
     return neighbourhoods._Plan(search.folded, large, *search.best)
 
@@ -77,7 +76,6 @@ def test_plans_get_better_and_fit() -> None:
         before, gap_before = search.best_share, search.gap
         search_neighbourhoods(search)
         assert search.lost_share - 1e-6 <= search.best_share <= before
-        assert search.best is not None
         assert simulate(graph, search.best[0]).peak_bytes <= search.budget_bytes
         left[name] = search.gap / gap_before
     assert all(left[name] < most for name, most in LEFT.items()), left
@@ -87,13 +85,11 @@ def test_plans_get_better_and_fit() -> None:
 def test_middles_begin_where_the_plan_recomputes_and_are_as_long_as_they_may(name: str) -> None:
     search = searched(NETS[name])
     plan = plan_of(search)
-    assert search.best is not None
     recomputed = fold_simulation(search.folded, search.best[0]).recomputed
     assert plan.recompute_at == sorted({p for _, p in recomputed if p < search.folded.n_nodes})
     for first in plan.recompute_at:
         middles = [plan._longest_middle(first, size) for size in range(len(MAX_ENTRIES))]
         for most, middle, larger in zip(MAX_ENTRIES, middles, [*middles[1:], None], strict=True):
-            assert middle is not None
             menu_at = middle.menu_positions
             assert menu_at[0] == first
             assert {*plan.recompute_at} & {*range(first, menu_at[-1] + 1)} <= {*menu_at}
@@ -115,14 +111,12 @@ def test_middles_begin_where_the_plan_recomputes_and_are_as_long_as_they_may(nam
 def test_near_a_middle_only_what_the_plan_recomputes_may_be_recomputed(name: str) -> None:
     search = searched(NETS[name])
     plan = plan_of(search)
-    assert search.best is not None
     recomputed: dict[int, set[int]] = defaultdict(set)
     for n, p in fold_simulation(search.folded, search.best[0]).recomputed:
         recomputed[p].add(n)
     for size, n_near in enumerate(N_NEAR):
         for first in plan.recompute_at:
             middle = plan._longest_middle(first, size)
-            assert middle is not None
             stretch = middle.stretch
             before = [p for p in plan.recompute_at if p < first]
             after = [p for p in plan.recompute_at if p > middle.menu_positions[-1]]
@@ -160,7 +154,6 @@ def tried(
         return Program(n_columns), {} if len(middles) - 1 == gain_at else None
 
     def offer(search: Search, *_: object) -> None:
-        assert search.best is not None
         search.best = dataclasses.replace(search.best[0]), search.best[1]
 
     monkeypatch.setattr(neighbourhoods, "run_in_parallel", lambda calls: [call() for call in calls])
@@ -226,7 +219,6 @@ def test_the_plan_does_not_depend_on_the_number_of_processors(
         search = searched(NETS["residual"])
         before = search.best_share
         search_neighbourhoods(search)
-        assert search.best is not None
         assert search.best_share < before
         orders.append(search.best[0].order)
     assert orders[0] == orders[1]
@@ -235,7 +227,6 @@ def test_the_plan_does_not_depend_on_the_number_of_processors(
 def test_refining_ends_at_once_where_the_gap_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbourhoods, "search_neighbourhoods", lambda *_: pytest.fail("searched"))
     search = searched(NETS["residual"])
-    assert search.best is not None
     schedule, simulation = search.best
     proposal = refine(
         search.graph,
@@ -250,7 +241,6 @@ def test_refining_ends_at_once_where_the_gap_is_small(monkeypatch: pytest.Monkey
 
 def test_no_time_leaves_what_is_known() -> None:
     search = searched(NETS["residual"])
-    assert search.best is not None
     proposal = refine(
         search.graph,
         budget_bytes=search.budget_bytes,
@@ -279,7 +269,6 @@ def test_strange_steps_are_refined_without_a_crash(
         refined = refine(
             graph, budget_bytes=budget_bytes, time_limit_s=math.inf, start=start, proven_s=0.0
         )
-        assert refined.schedule is not None
         simulation = simulate(graph, refined.schedule)
         assert simulation.peak_bytes <= budget_bytes
         assert simulation.time_s <= simulate(graph, start).time_s

@@ -71,7 +71,6 @@ def test_the_replay_loses_no_more_than_the_cuts_counted(name: str) -> None:
     cuts = solve_cuts(
         folded, positions=positions, budget_bytes=budget_bytes, as_milp=True, gap=1e-3
     )
-    assert cuts.kept is not None
     guide = dict(zip(cuts.positions, cuts.kept, strict=True))
     lost_s = (
         fold_simulation(folded, schedule_from_cuts(folded, guide)).simulation.time_s
@@ -104,7 +103,6 @@ def searched(graph: Graph, share: float) -> tuple[Search, int]:
     search = Search(folded, budget_bytes=budget(graph, share), time_limit_s=math.inf)
     binding = binding_cut(folded, budget_bytes=search.budget_bytes)
     search.prove(binding.lost_share)
-    assert binding.cuts is not None
     guide = offer_several_cuts(search, binding.cuts)
     for patience in (0.5, 1.0, 2.0):
         for chosen in (guide, {}):
@@ -124,7 +122,6 @@ def test_the_menu_gives_no_worse_than_what_made_it(name: str) -> None:
     nodes = {n for menu in search.menus for n, _ in menu}
     recombine(search, base=base)
     assert search.lost_share - 1e-6 <= search.best_share <= before
-    assert search.best is not None
     assert simulate(NETS[name], search.best[0]).peak_bytes <= search.budget_bytes
     assert {n for n, _ in fold_simulation(search.folded, search.best[0]).recomputed} <= nodes
 
@@ -144,7 +141,6 @@ def test_menus_grow_from_what_the_best_schedule_recomputes(monkeypatch: pytest.M
     schedule, _ = evict(folded, budget_bytes=search.budget_bytes, patience=1.0)
     assert schedule is not None
     found = search.offer(schedule)
-    assert found is not None
     n_best = len(found.recomputed)
     for n in range(n_best):
         search.menus[frozenset({(n, 1000), (n, 1001), (n, 1002)})] = None
@@ -185,7 +181,6 @@ def menus_tried(
 def test_all_that_was_seen_comes_first_where_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short menus alone lead astray; a long one would take half a minute."""
     search, _ = searched(NETS["pyramid"], 0.15)
-    assert search.best is not None
     best = fold_simulation(search.folded, search.best[0]).recomputed
     everything = best.union(*search.menus)
     whole, rest = (
@@ -205,7 +200,6 @@ def test_the_linear_program_of_all_menus_picks_what_it_needs(
     search, _ = searched(NETS[name], 0.15)
     everything = frozenset().union(*search.menus)
     tried = menus_tried(search, monkeypatch, _menus_of_similar_schedules=lambda _: ())
-    assert search.best is not None
     best = fold_simulation(search.folded, search.best[0]).recomputed
     assert tried
     assert len(set(tried)) == len(tried)

@@ -24,7 +24,6 @@ def found(seed: int, *, proven_besides: float) -> tuple[Guide, float]:
     search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=math.inf)
     with search:
         stages.single_cut(search)
-        assert search.binding.cuts is not None
         search.prove(search.binding.lost_share + proven_besides)
         return offer_several_cuts(search, search.binding.cuts), search.best_share
 

@@ -108,7 +108,6 @@ def test_it_is_never_worse_and_fits(name: str) -> None:
     n = len(graph.nodes)
     for first in range(planned.folded.n_forward, n, 5):
         found = planned.solution(planned.program(first, min(first + 6, n - 1)))
-        assert found is not None
         assert simulate(graph, found).peak_bytes <= planned.budget_bytes
         assert planned.lost_share(found) <= planned.lost_share(planned.schedule) + 3e-4
 
@@ -119,7 +118,6 @@ def test_the_whole_step_as_one_stretch_is_planned_as_by_the_integer_program(shar
     for graph in (chain(n_blocks=4), residual(n_blocks=2)):
         planned = Planned(graph, share=share)
         found = planned.solution(planned.program(1, len(graph.nodes) - 1))
-        assert found is not None
         assert simulate(graph, found).peak_bytes <= planned.budget_bytes
         best = ilp(graph, budget_bytes=planned.budget_bytes, time_limit_s=60.0, seed=0)
         assert best.schedule is not None
@@ -130,7 +128,6 @@ def test_nothing_that_loses_as_much_is_returned() -> None:
     planned = Planned(chain(n_blocks=4), share=0.1)
     program = planned.program(planned.folded.n_forward, len(planned.graph.nodes) - 1)
     best = planned.solution(program)
-    assert best is not None
     lost_share = planned.lost_share(best)
     assert lost_share > 0.0
     assert planned.solution(program, below=lost_share - 1e-3) is None
@@ -145,8 +142,6 @@ def test_stretches_that_do_not_overlap_are_spliced_in_one_after_the_other() -> N
         for first in range(planned.folded.n_forward, len(graph.nodes) - 8, 4):
             early, late = planned.program(first, first + 3), planned.program(first + 4, first + 7)
             alone, kept = planned.solution(early), late.find_kept(below=math.inf)
-            assert alone is not None
-            assert kept is not None
             both = late.splice_into(kept, Runs(planned.folded, alone.order))
             if simulate(graph, both).peak_bytes <= planned.budget_bytes:
                 second = late.splice_into(kept, planned.runs)
