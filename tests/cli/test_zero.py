@@ -47,8 +47,7 @@ def config(tmp_path: Path) -> str:
 
 def answer(capsys: Any, *words: str) -> dict[str, Any]:
     assert main([*WORDS, "--json", *words]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.slow

@@ -27,9 +27,9 @@ class _Model(nn.Module):
 
 def _observed() -> nn.Module:
     model = _Model().train()
-    model.qconfig = quantization.get_default_qat_qconfig("x86")  # type: ignore[assignment]
+    model.qconfig = quantization.get_default_qat_qconfig("x86")
     with pytest.warns(DeprecationWarning, match="torch.ao.quantization is deprecated"):
-        return quantization.prepare_qat(model)  # type: ignore[no-untyped-call,no-any-return]
+        return quantization.prepare_qat(model)
 
 
 @pytest.mark.slow

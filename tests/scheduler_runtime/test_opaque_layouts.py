@@ -33,8 +33,7 @@ class Lstm(nn.Module):
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(x)[0]
-        return out
+        return self.lstm(x)[0]
 
 
 class Between(nn.Module):

@@ -44,8 +44,7 @@ class Body(nn.Module):
         self.chain = Chain(lambda _model, x, _target: x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.chain(x, None)
-        return output
+        return self.chain(x, None)
 
 
 def numbers() -> torch.Tensor:
@@ -239,8 +238,7 @@ def _gathered(x: torch.Tensor, name: str) -> torch.Tensor:
     """Rows added up along the edges of a ring, to themselves and to their neighbours."""
     edges = torch.arange(4 * len(x)) % len(x)
     index = edges[:, None].expand(-1, x.shape[1]) if name.startswith("scatter") else edges
-    added: torch.Tensor = getattr(torch.zeros_like(x), name)(0, index, x[edges])
-    return added
+    return getattr(torch.zeros_like(x), name)(0, index, x[edges])
 
 
 @pytest.mark.slow(sample=1)

@@ -159,7 +159,7 @@ def _settled(clocks: Clocks) -> tuple[Clocks, list[float]]:
     return Clocks(*settled), flat
 
 
-def _ops(came: dict, label: tuple[State, Clocks]) -> Ops:  # type: ignore[type-arg]
+def _ops(came: dict, label: tuple[State, Clocks]) -> Ops:
     ops = []
     while label in came:
         label, op = came[label]

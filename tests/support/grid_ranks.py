@@ -81,8 +81,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, row: int) -> lis
 
 
 def part(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local()
-    return local
+    return tensor.to_local()
 
 
 def work(rank: int, *, solutions: Mapping[str, Sequence[Solution]]) -> None:

@@ -38,8 +38,7 @@ class PlannerProcess:
         """The object that `solve --json` prints, with `exit_code`."""
         assert self._process.stdin is not None
         print(json.dumps(["--json", *arguments]), file=self._process.stdin, flush=True)
-        found: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return found
+        return json.loads(self._process.stdout.readline())
 
     def end(self) -> None:
         self._process.communicate()

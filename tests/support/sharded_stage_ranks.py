@@ -183,8 +183,7 @@ def trained(stage: nn.Module, case: Case, mesh: DeviceMesh) -> tuple[list[torch.
 
 
 def part(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def work(rank: int, *, solutions: Mapping[str, Sequence[Sequence[Solution]]]) -> None:

@@ -34,7 +34,7 @@ def assert_same_gradients(model: nn.Module, batch: Any, **options: Any) -> None:
         loss.backward()
     for (name, mine), plain in zip(planned.named_parameters(), model.parameters(), strict=True):
         assert mine.grad is not None, name
-        assert torch.equal(mine.grad, plain.grad), name  # type: ignore[arg-type]
+        assert torch.equal(mine.grad, plain.grad), name
 
 
 class Repeats(nn.Module):
@@ -139,7 +139,7 @@ def test_autocast_entered_inside_the_module(outer: Callable[[], Any]) -> None:
         with outer():
             loss = each(batch)
         loss.backward()
-    assert torch.equal(planned.inner.weight.grad, model.inner.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(planned.inner.weight.grad, model.inner.weight.grad)
 
 
 def test_every_operator_that_autocast_lowers_is_known() -> None:
@@ -147,7 +147,7 @@ def test_every_operator_that_autocast_lowers_is_known() -> None:
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     for name, run in {"mm": torch.mm, "matmul": torch.matmul, "softmax": torch.softmax}.items():
         with bf16():
-            low = run(x, 0 if name == "softmax" else w).dtype == torch.bfloat16  # type: ignore[arg-type]
+            low = run(x, 0 if name == "softmax" else w).dtype == torch.bfloat16
         assert low == (name in LOW_PRECISION)
 
 
@@ -192,6 +192,6 @@ def test_modules_under_two_names_are_left_as_they_were() -> None:
     for each in (model, plain):
         each(batch).backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+        assert torch.equal(mine.grad, theirs.grad)
     for name, buffer in plain.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name

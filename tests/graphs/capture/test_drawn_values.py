@@ -14,11 +14,11 @@ from graphs.capture.as_eager.drawn_values import Draws
 ATEN = torch.ops.aten
 
 
-class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Made(TorchDispatchMode):
     """Refers to what operators return."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.refs: list[Any] = []
 
     def __torch_dispatch__(

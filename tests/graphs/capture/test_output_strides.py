@@ -53,7 +53,7 @@ def test_the_gradients_are_those_of_the_plain_model(
     for model in (plain, planned):
         loss(model(x), None).backward()
     for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        assert torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.slow

@@ -59,9 +59,9 @@ def test_what_a_graph_answers(step: Graph) -> None:
 
 def test_frozen(step: Graph) -> None:
     with pytest.raises(FrozenInstanceError):
-        step.nodes[0].time_s = 0.0  # type: ignore[misc]
+        step.nodes[0].time_s = 0.0
     with pytest.raises(FrozenInstanceError):
-        step.outputs = ()  # type: ignore[misc]
+        step.outputs = ()
 
 
 def test_an_empty_graph_is_a_graph() -> None:

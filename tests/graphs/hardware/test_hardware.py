@@ -136,7 +136,7 @@ def test_unknown_names_are_answered_with_those_that_there_are(name: str) -> None
 )
 def test_illegal_hardware_figures_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(DEVICES["t4"], **change)  # type: ignore[arg-type]
+        dataclasses.replace(DEVICES["t4"], **change)
 
 
 def test_it_needs_no_torch() -> None:

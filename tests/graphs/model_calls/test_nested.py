@@ -190,7 +190,7 @@ def test_flatten_and_back() -> None:
 
 def test_a_dataclass_that_holds_itself_does_not_go_round_for_ever() -> None:
     ring = Hidden(torch.ones(2))
-    ring.mask = ring  # type: ignore[assignment]
+    ring.mask = ring
     assert len(nested.leaves(ring)) == 2
 
 

@@ -91,9 +91,8 @@ def by_disk(graph: Graph, schedule: Schedule, seed: int = 0) -> Schedule:
 
 
 def layout_of(model: nn.Module) -> CopyLayout:
-    ((_, bound),) = model.forward._programs.programs  # type: ignore[union-attr]
-    layout: CopyLayout = bound.program.copy_layout
-    return layout
+    ((_, bound),) = model.forward._programs.programs
+    return bound.program.copy_layout
 
 
 @pytest.mark.slow(keep=8)
@@ -319,7 +318,7 @@ def test_a_recorded_step_cannot_copy() -> None:
     graph = trace(model, batch)
     planned = apply(model, solution_of(graph, all_away(graph, baseline(graph))))
     planned(batch)
-    ((_, bound),) = planned.forward._programs.programs  # type: ignore[union-attr]
+    ((_, bound),) = planned.forward._programs.programs
     assert isinstance(bound, BoundProgram)
     with pytest.raises(CudaGraphError, match="copies tensors to host memory"):
         check_program(bound)

@@ -52,7 +52,7 @@ def saving(
     model.load_state_dict(plain.state_dict())
     n_calls = dict.fromkeys(saved, 1) | {"aten.addmm.default": 2}
     calls = SavedCalls("", saved, {}, skipped, n_calls)
-    model.forward = CheckpointedForward(model, saved=calls)  # type: ignore[method-assign]
+    model.forward = CheckpointedForward(model, saved=calls)
     return plain, model
 
 

@@ -404,7 +404,7 @@ def test_what_cannot_be_exported_is_refused_by_name() -> None:
     with pytest.raises(ExportError, match="differs from this NormAndDropout"):
         to_torch_checkpoint(NormAndDropout(), solution)
     with pytest.raises(ValueError, match="on_excess is 'warn'"):
-        to_torch_checkpoint(model, solution, on_excess="warn")  # type: ignore[arg-type]
+        to_torch_checkpoint(model, solution, on_excess="warn")
     bare = dataclasses.replace(solution, graph=dataclasses.replace(solution.graph, meta={}))
     with pytest.raises(ExportError, match="a graph file that no module was traced into"):
         to_torch_checkpoint(model, bare)
@@ -436,7 +436,7 @@ def test_swapped_arguments_are_told() -> None:
     model, solution = small_gpt2(), solution_within("gpt2", 0.35)
     words = r"the plan first and the GPT2 second; .* to_torch_checkpoint\(model, solution\)"
     with pytest.raises(TypeError, match=words):
-        to_torch_checkpoint(solution, model)  # type: ignore[arg-type]
+        to_torch_checkpoint(solution, model)
     for wrong in (None, model, "schedule.json"):
         with pytest.raises(TypeError, match=r"to_torch_checkpoint\(\) was given"):
-            to_torch_checkpoint(model, wrong)  # type: ignore[arg-type]
+            to_torch_checkpoint(model, wrong)

@@ -111,7 +111,7 @@ def test_what_it_says() -> None:
         op.storage for op in (solution.schedule or exported.schedule).ops if type(op) is Store
     }
     assert set(exported.storages) <= copied
-    assert exported.overhead > solution.overhead  # type: ignore[operator]
+    assert exported.overhead > solution.overhead
     assert "longer waits for copies than in the plan" in str(exported)
     assert f"{len(exported.storages)} tensors" in str(exported)
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_what_was_recomputed_stays_saved() -> None:
 def test_what_is_refused() -> None:
     solution, model = planned(recompute=True), Net()
     with pytest.raises(ValueError, match="on_excess is 'most'"):
-        to_saved_tensors_hooks(model, solution, on_excess="most")  # type: ignore[arg-type]
+        to_saved_tensors_hooks(model, solution, on_excess="most")
     alone = solve(model, batch(), budget="1GB", rewrites="none")
     with pytest.raises(ExportError, match="copies nothing to the host"):
         to_saved_tensors_hooks(model, alone)

@@ -126,7 +126,7 @@ def test_each_shape_is_planned_and_all_share_one_block(
     blocks = [pool.host.numel() for pool in made_pools]
     assert len(blocks) in (1, 2)  # a larger takes the place of a smaller
     assert blocks == sorted(blocks)
-    assert len(fitted.forward._pools._free) == 1  # type: ignore[union-attr]
+    assert len(fitted.forward._pools._free) == 1
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_the_measured_peak_is_within_the_prediction(share: float) -> None:
     gc.collect()
     measured_bytes = measure(model, batch, optimizer=optimizer, **OUTSIDE).peak_bytes
     assert_copied(model)
-    assert measured_bytes <= min(p.solution.simulation.peak_bytes for p in plans_of(model))  # type: ignore[union-attr]
+    assert measured_bytes <= min(p.solution.simulation.peak_bytes for p in plans_of(model))
 
 
 def test_after_the_training_has_replaced_the_optimizer_plans_have_no_state_on_the_host() -> None:
@@ -202,7 +202,7 @@ def test_gradients_of_other_outputs_than_planned() -> None:
         for _ in range(2):
             model(batch)[0].square().sum().backward()
     for one, other in zip(plain.parameters(), fitted.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        assert torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.parametrize(

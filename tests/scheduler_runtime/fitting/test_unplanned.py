@@ -132,7 +132,7 @@ def test_what_is_never_called_is_told_at_the_first_gradients(run: Any, words: st
         model = fitted(Whole(tower=Tower(2), head=Head()), unplanned=unplanned)
         go = run(model)
         check = pytest.warns if unplanned == "warn" else pytest.raises
-        with check(expected, match=words):  # type: ignore[operator]
+        with check(expected, match=words):
             step(model, go)
         assert not plans_of(model)
         with warnings.catch_warnings():

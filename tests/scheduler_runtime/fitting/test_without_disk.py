@@ -130,7 +130,7 @@ def test_with_plans_for_less_memory(tmp_path: Path) -> None:
     with failing_disk("preadv", 1):
         assert_equal(expected, second_micro_batch(model))
     shortage = Shortage(torch.OutOfMemoryError("no memory"), "backward pass")
-    for _, ladder in model.forward._programs.programs:  # type: ignore[union-attr]
+    for _, ladder in model.forward._programs.programs:
         with pytest.raises(torch.OutOfMemoryError, match="no memory"):
             ladder.tighter(object(), shortage)
 

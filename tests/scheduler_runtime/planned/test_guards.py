@@ -67,11 +67,11 @@ class Settable(nn.Module):
         self.config = type("Config", (), {"by": 1.0})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.act(self.linear(x)) * self.table["a"] * self.table["inner"]["b"]  # type: ignore[index]
+        x = self.act(self.linear(x)) * self.table["a"] * self.table["inner"]["b"]
         x = x * self.scale.by * self.scale.inner.extra * self.row[0] * self.by
         x = x * self.slotted.by * self.queue[0] * float(self.number)
         x = x * torch.from_numpy(self.numbers) * float(self.many_numbers[0])
-        x = self.leaky(self.scaling(x)) * self.config.by  # type: ignore[attr-defined]
+        x = self.leaky(self.scaling(x)) * self.config.by
         return (-x if "negative" in self.names else x).pow(2).sum()
 
 
@@ -103,12 +103,12 @@ def _swap_class(model: Settable) -> None:
 
 def _own_forward(model: Settable) -> None:
     linear = model.linear
-    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)  # type: ignore[method-assign]
+    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)
 
 
 CHANGES: dict[str, Callable[[Settable], object]] = {
     "dict": lambda m: m.table.__setitem__("a", 0.5),
-    "dict in a dict": lambda m: m.table["inner"].__setitem__("b", 0.5),  # type: ignore[attr-defined]
+    "dict in a dict": lambda m: m.table["inner"].__setitem__("b", 0.5),
     "dataclass": lambda m: setattr(m.scale, "by", 0.5),
     "object in a dataclass": lambda m: setattr(m.scale.inner, "extra", 0.5),
     "list": lambda m: m.row.__setitem__(0, 0.5),
@@ -143,7 +143,7 @@ def test_a_change_is_seen_and_planned(change: Callable[[Settable], object]) -> N
         each.zero_grad()
         each(batch).backward()
     assert before != settings(model)
-    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)
 
 
 def test_an_attribute_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,27 +159,27 @@ def test_what_is_no_setting_changes_nothing() -> None:
     model.trainer.model, model.trainer.lock, model.trainer.step = model, threading.Lock(), 0
     model.table["nan"] = math.nan
     model.table["itself"] = model.table
-    model.losses = []  # type: ignore[assignment]
+    model.losses = []
     before = settings(model)
     assert before == settings(model)
     model.trainer.step = 1  # an object that holds more than settings is the same
     for step in range(3):  # a record
-        model.losses.append(0.5 * step)  # type: ignore[operator, union-attr]
-        model.losses.append(torch.tensor(1.0))  # type: ignore[operator, union-attr]
-        model.losses.append((torch.tensor(1.0), 0.5))  # type: ignore[operator, union-attr]
+        model.losses.append(0.5 * step)
+        model.losses.append(torch.tensor(1.0))
+        model.losses.append((torch.tensor(1.0), 0.5))
         assert before == settings(model)
-    model.losses.clear()  # type: ignore[operator, union-attr]
+    model.losses.clear()
     assert before == settings(model)
 
 
 def test_numbers_in_a_record_of_tuples_are_settings() -> None:
     model = Settable()
-    model.losses = [(torch.ones(2), 0.5)]  # type: ignore[assignment]
+    model.losses = [(torch.ones(2), 0.5)]
     before = settings(model)
-    model.losses = [(torch.zeros(2), 0.5), (torch.ones(2), 1.0)]  # type: ignore[assignment]
+    model.losses = [(torch.zeros(2), 0.5), (torch.ones(2), 1.0)]
     assert before == settings(model)
     for other in ((torch.ones(2), 0.7), (torch.ones(2), 0.5, 1), torch.ones(2)):
-        model.losses = [other]  # type: ignore[assignment]
+        model.losses = [other]
         assert before != settings(model)
 
 
@@ -199,7 +199,7 @@ def test_a_list_that_is_rewritten_is_a_setting() -> None:
     for change in (
         lambda: model.row.__setitem__(0, 3.0),
         lambda: model.row.pop(),
-        lambda: model.row.append("name"),  # type: ignore[arg-type]
+        lambda: model.row.append("name"),
     ):
         change()
         seen.append(settings(model))

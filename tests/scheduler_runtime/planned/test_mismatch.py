@@ -358,12 +358,12 @@ def test_swapped_and_wrong_arguments_of_apply_are_told() -> None:
     with pytest.raises(
         TypeError, match=r"first and the Scaled second; write apply\(model, solution\)"
     ):
-        apply(solution, model)  # type: ignore[arg-type]
+        apply(solution, model)
     for wrong in (None, model, 3, [None]):
         with pytest.raises(TypeError, match=r"apply\(\) was given .* as the plan; pass what solve"):
-            apply(model, wrong)  # type: ignore[arg-type]
+            apply(model, wrong)
     with pytest.raises(TypeError, match=r"the model is .*Solution, .*: remove\(model\)"):
-        remove(solution)  # type: ignore[arg-type]
+        remove(solution)
     apply(model, solution)
     with pytest.raises(ValueError, match=r"already has a plan, .* remove\(model\) first"):
         compile(model, scaled_batch(), budget="1GB", backend="aot_eager")

@@ -107,7 +107,7 @@ def test_each_rule_is_enforced(step: Graph, text: str, position: int | None, rea
 
 
 def test_something_else_than_an_op_is_refused(step: Graph) -> None:
-    schedule = Schedule(ops=("f",), graph_id=step.graph_id)  # type: ignore[arg-type]
+    schedule = Schedule(ops=("f",), graph_id=step.graph_id)
     with pytest.raises(IllegalScheduleError, match="'f' is not an op of a schedule"):
         simulate(step, schedule)
 

@@ -35,7 +35,7 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(graph: Graph, budget_bytes: int, to: Places | None, **options: str) -> Solution:
     options = {"parameters": "auto", **options}
-    request = Request(budget_bytes=budget_bytes, places=to, time_limit_s=600, **options)  # type: ignore[arg-type]
+    request = Request(budget_bytes=budget_bytes, places=to, time_limit_s=600, **options)
     return answer(graph, request)
 
 

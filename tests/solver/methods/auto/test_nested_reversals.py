@@ -35,8 +35,8 @@ def test_auto_proves_and_finds_more_near_the_least_budget_of_a_deep_chain() -> N
         graph, reversal_to_schedule(graph, split_into_blocks(graph), 3)
     ).peak_bytes
     limits = {"budget_bytes": budget_bytes, "time_limit_s": 600.0, "seed": 0}
-    by_revolve = revolve(graph, **limits).schedule  # type: ignore[arg-type]
-    found = auto(graph, **limits)  # type: ignore[arg-type]
+    by_revolve = revolve(graph, **limits).schedule
+    found = auto(graph, **limits)
     time_s = simulate(graph, found.schedule).time_s
     assert time_s < simulate(graph, by_revolve).time_s
     # Cuts see one forward pass, a third of the step, recomputed.
