@@ -19,8 +19,8 @@ from solver.methods.ilp_variables import TooLargeError
 from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
 from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
 from solver.schedule.solution import Solution
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.command import failed, without_progress
 from tests.support.paths import GPT2 as GPT2_PATH
 from tests.support.paths import ROOT
@@ -61,8 +61,7 @@ def test_every_file_is_written_and_named(tmp_path, capsys):
     schedule, graph, memory, curve = (str(out_place / name) for name in names)
     given = residual(n_blocks=6)
     given.save(tmp_path / "given.json")
-    peak_bytes = simulate(given, baseline(given)).peak_bytes
-    budget_bytes = int(0.8 * peak_bytes)
+    budget_bytes = int(0.8 * baseline_peak_bytes(given))
     options = ["-o", schedule, "--graph-out", graph, "--plot", memory, "--pareto", curve]
     options += ["--budget", str(budget_bytes), "--method", "sqrt"]
     assert main([*options, str(tmp_path / "given.json")]) == 0
@@ -384,7 +383,7 @@ def test_help_and_version(capsys):
 def test_methods_side_by_side_share_the_best_bound(tmp_path, capsys):
     graph = residual(n_blocks=6)
     graph.save(tmp_path / "g.json")
-    budget_bytes = int(0.8 * simulate(graph, baseline(graph)).peak_bytes)
+    budget_bytes = int(0.8 * baseline_peak_bytes(graph))
     # less than a second, so that it ends the integer program: `tests/support/time_limits.py`
     options = ["--budget", str(budget_bytes), "--compare", "--json", "--time-limit", "0.9"]
     assert main([*options, str(tmp_path / "g.json")]) == 0

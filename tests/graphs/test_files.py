@@ -273,7 +273,7 @@ def test_a_schedule_without_a_field_is_refused(field, tmp_path):
         SavedSchedule.load(written(tmp_path, schedule))
 
 
-def test_a_schedule_is_judged_again_when_it_is_read(tmp_path):
+def test_a_schedule_is_simulated_again_when_it_is_read(tmp_path):
     graph = Graph.from_json(a_graph())
     path = written(tmp_path, a_schedule() | {"peak_bytes": 1, "time_s": 0.0})
     loaded = Solution.load(path, graph=graph)

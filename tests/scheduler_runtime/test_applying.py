@@ -24,15 +24,16 @@ from solver.schedule.recompute import baseline, keep, keep_order, missing_comput
 from solver.schedule.simulator import IllegalScheduleError, simulate
 from solver.schedule.solution import Request
 from solver.solving import answer
-from tests.support.models import Classifier, TiedLanguageModel
-from tests.support.same_bits import (
+from tests.support.bitwise import (
     MODELS,
+    assert_bitwise_identical,
     assert_equal,
-    assert_same_bits,
     one_step,
     solution_of,
     traced,
 )
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.models import Classifier, TiedLanguageModel
 
 
 @pytest.mark.slow(sample=1)
@@ -43,7 +44,7 @@ def test_keeping_nothing_gives_the_same_bits(make: Any, gradients: str) -> None:
     schedule = keep(graph, set())
     assert simulate(graph, schedule).n_recomputed > 0
     planned = apply(copy.deepcopy(model), solution_of(graph, schedule))
-    assert_same_bits(model, planned, batch, getattr(make, "loss", None))
+    assert_bitwise_identical(model, planned, batch, getattr(make, "loss", None))
 
 
 @pytest.mark.slow(sample=1)
@@ -54,7 +55,7 @@ def test_random_sets_of_kept_tensors_give_the_same_bits(make: Any, seed: int) ->
     choice = random.Random(seed)
     kept = {t.name for t in graph.tensors if choice.random() < 0.5}
     planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, kept)))
-    assert_same_bits(model, planned, batch, getattr(make, "loss", None))
+    assert_bitwise_identical(model, planned, batch, getattr(make, "loss", None))
 
 
 @pytest.mark.slow(sample=1)
@@ -75,7 +76,7 @@ def test_recomputing_again_and_again_gives_the_same_bits(make: Any) -> None:
     runs = simulate(graph, schedule).n_recomputed
     assert runs >= len(order) // 3
     planned = apply(copy.deepcopy(model), solution_of(graph, schedule))
-    assert_same_bits(model, planned, batch, getattr(make, "loss", None))
+    assert_bitwise_identical(model, planned, batch, getattr(make, "loss", None))
 
 
 class Tower(nn.Module):
@@ -102,12 +103,12 @@ class Tower(nn.Module):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_same_bits(method: str) -> None:
     model, batch, graph = traced(Tower)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     budget_bytes = peak_bytes if method == "none" else (peak_bytes * 85) // 100
     solution = answer(graph, Request(budget_bytes, method=method, time_limit_s=600))
     assert (solution.simulation.n_recomputed > 0) == (method != "none")
     planned = apply(copy.deepcopy(model), solution)
-    assert_same_bits(model, planned, batch)
+    assert_bitwise_identical(model, planned, batch)
 
 
 class WrittenOutAttention(nn.Module):
@@ -310,11 +311,11 @@ def test_a_schedule_file_runs_in_a_model_made_anew(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     solution_of(graph, keep(graph, set())).save(path)
     planned = apply(copy.deepcopy(model), path)
-    assert_same_bits(model, planned, batch)
+    assert_bitwise_identical(model, planned, batch)
 
 
 @pytest.mark.slow
-def test_an_illegal_schedule_file_is_refused_by_the_judge(tmp_path: Path) -> None:
+def test_an_illegal_schedule_file_is_refused_by_the_simulator(tmp_path: Path) -> None:
     model, batch, graph = traced(TiedLanguageModel)
     path = tmp_path / "schedule.json"
     order = keep_order(graph, set())

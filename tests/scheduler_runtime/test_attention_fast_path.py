@@ -76,7 +76,7 @@ def planned_pieces(solution: Solution) -> int:
     return sum(node.op.startswith("opaque_forward") for node in solution.graph.nodes)
 
 
-def assert_same_bits(plain: Frozen, model: Frozen, batch: tuple[Tensor, ...]) -> None:
+def assert_bitwise_identical(plain: Frozen, model: Frozen, batch: tuple[Tensor, ...]) -> None:
     losses = [each(*batch) for each in (plain, model)]
     assert torch.equal(*losses)
     for loss in losses:
@@ -93,7 +93,7 @@ def test_the_fast_path_runs_in_a_plan(name: str) -> None:
     solution = solve(model, batch, budget="1GB")
     assert planned_pieces(solution) == FEATURES[name][0]
     apply(model, solution)
-    assert_same_bits(plain, model, batch)
+    assert_bitwise_identical(plain, model, batch)
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_the_fast_path_runs_where_gradients_are_off() -> None:
     solution = solve(model, batch, budget="1GB")
     assert planned_pieces(solution) == 2
     apply(model, solution)
-    assert_same_bits(plain, model, batch)
+    assert_bitwise_identical(plain, model, batch)
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_without_the_fast_path_attention_is_traced() -> None:
     solution = solve(model, batch, budget="1GB")
     assert planned_pieces(solution) == 0
     apply(model, solution)
-    assert_same_bits(plain, model, batch)
+    assert_bitwise_identical(plain, model, batch)
 
 
 @pytest.mark.slow

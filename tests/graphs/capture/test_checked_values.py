@@ -15,7 +15,7 @@ from torch.distributions import Distribution, Independent, Normal, StudentT, kl_
 from scheduler_runtime import apply, fit
 from scheduler_runtime.execute.cuda_graph import CudaGraphError, check_program
 from solver import solve
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 
 @pytest.fixture(autouse=True)

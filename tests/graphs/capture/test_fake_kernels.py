@@ -15,7 +15,7 @@ from benchmarks.same_bits import keeping_nothing
 from graphs.capture.as_eager.known_values import KnowingMode
 from graphs.trace import trace
 from scheduler_runtime import apply
-from tests.support.same_bits import assert_equal, one_step
+from tests.support.bitwise import assert_equal, one_step
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

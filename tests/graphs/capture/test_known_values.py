@@ -22,7 +22,7 @@ from scheduler_runtime.measuring import measure
 from scheduler_runtime.planned.program_cache import ProgramCache
 from solver import solve
 from solver.schedule.recompute import keep
-from tests.support.same_bits import one_step, solution_of
+from tests.support.bitwise import one_step, solution_of
 
 WIDTH = 16
 

@@ -13,7 +13,7 @@ from torch import nn
 from graphs.trace import trace
 from scheduler_runtime import apply
 from solver.schedule.recompute import keep
-from tests.support.same_bits import solution_of
+from tests.support.bitwise import solution_of
 
 OUTPUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "image of rows": lambda h: h.view(2, 4, 4, 6).permute(0, 3, 1, 2),

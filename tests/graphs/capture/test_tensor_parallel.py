@@ -29,7 +29,7 @@ from graphs.model_calls import TraceError
 from graphs.trace import trace
 from scheduler_runtime.applying import CudaGraphError, apply
 from solver import solve
-from solver.schedule import baseline, simulate
+from tests.support.budgets import baseline_peak_bytes
 
 ROWS, LENGTH, WIDTH = 4, 16, 32
 
@@ -142,7 +142,7 @@ def test_a_plan_repeats_a_collective_only_where_that_pays(mesh: DeviceMesh) -> N
     once = replace(graph, nodes=tuple(nodes))
     least, least_once = (solve(each, budget=1).minimum_budget_bytes for each in (graph, once))
     assert least <= least_once
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     for share in (0.0, 0.3, 0.6, 1.0):
         budget_bytes = int(least_once + share * (peak_bytes - least_once))
         may, may_not = (solve(each, budget=budget_bytes) for each in (graph, once))

@@ -28,6 +28,7 @@ from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import BudgetError
 from tests.scheduler_runtime.export.test_export import small_gpt2, tokens
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.paths import GPT2
 from tests.support.ranks import ranks_of
 
@@ -284,8 +285,7 @@ def test_gradients_that_accumulate_are_shards():
 def test_a_plan_for_one_rank_is_reported_and_exported_but_not_applied(tmp_path, capsys):
     model, batch = small_gpt2(0.0), tokens()
     plain = trace(model, batch, fsdp=N)
-    peak_bytes = simulate(plain, baseline(plain)).peak_bytes
-    solution = solve(model, batch, budget=int(0.8 * peak_bytes), fsdp=N)
+    solution = solve(model, batch, budget=int(0.8 * baseline_peak_bytes(plain)), fsdp=N)
     assert "per rank of 2, FSDP2" in repr(solution)
     report(solution)
     printed = " ".join(capsys.readouterr().out.split())

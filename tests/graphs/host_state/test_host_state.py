@@ -16,8 +16,8 @@ from graphs.host_state import (
     with_state_on_host,
 )
 from solver.schedule import Compute, Schedule, baseline, simulate
-from tests.support.builders import make, op
 from tests.support.optimizers import with_some_state, with_state
+from tests.support.small_graphs import make, op
 
 
 def seconds(rate: float, latency_s: float = 0.0):

@@ -17,8 +17,8 @@ from graphs.host_state import (
     with_state_on_host,
 )
 from solver.schedule import Compute, Free, Schedule, baseline, simulate
-from tests.support.builders import make, op
 from tests.support.optimizers import with_parameters
+from tests.support.small_graphs import make, op
 
 SIZES = {"x": 10, "v": 6, "w": 8, "u": 4, "small": 0, "a": 8, "b": 2, "ga": 3, "gw": 8, "gv": 6}
 

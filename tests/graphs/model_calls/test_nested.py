@@ -97,7 +97,7 @@ def sum_of(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([part.sum() for part in parts]).sum()
 
 
-def assert_same_bits(
+def assert_bitwise_identical(
     plain: nn.Module,
     model: nn.Module,
     batch: Any,
@@ -128,10 +128,10 @@ def test_what_a_model_returns_keeps_its_form_and_the_gradients_their_bits(kind: 
     solution = keeping_nothing(trace(model, x, loss=lambda out, _batch: sum_of(parts(out))))
     assert solution.simulation.n_recomputed > 4
     apply(model, solution)
-    assert_same_bits(plain, model, x, parts)
+    assert_bitwise_identical(plain, model, x, parts)
     plain.zero_grad()
     fit(fitted, budget="1GB", loss_outputs=parts)
-    assert_same_bits(plain, fitted, x, parts)
+    assert_bitwise_identical(plain, fitted, x, parts)
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_batch_may_be_a_dataclass_and_each_shape_is_planned() -> None:
         batch = Batch(torch.randn(n_rows, 16), Setting(), [torch.randn(16)])
         plain.zero_grad()
         model.zero_grad()
-        assert_same_bits(plain, model, batch)
+        assert_bitwise_identical(plain, model, batch)
     assert batch.setting == Setting()
     traced = trace(plain, batch)
     assert sum(t.size_bytes for t in traced.resident if t.kind == "input") == 4 * (3 * 16 + 16)
@@ -171,7 +171,7 @@ def test_submodules_of_a_model_that_returns_a_dataclass_are_planned() -> None:
     with pytest.raises(TraceError):
         trace(plain, x, loss=lambda out, _batch: sum_of(parts(out)))
     apply(model, plan_chain(model, x, budget="1GB", loss=lambda out, _batch: sum_of(parts(out))))
-    assert_same_bits(plain, model, x, parts)
+    assert_bitwise_identical(plain, model, x, parts)
 
 
 def test_flatten_and_back() -> None:

@@ -37,14 +37,15 @@ from solver.schedule import (
     keep,
     simulate,
 )
-from tests.support import same_bits
-from tests.support.copying import away, gaps
-from tests.support.judges import agree
-from tests.support.same_bits import assert_equal
+from tests.support import bitwise
+from tests.support.bitwise import assert_equal
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.plain_simulator import assert_simulators_agree
+from tests.support.schedules_with_copies import copy_away, unused_gaps
 
 WIDTH, N_ROWS = 64, 512
 PLACES = Places(host=Place(10**9, Link(1e9, 1e9)))
-solution_of = partial(same_bits.solution_of, places=PLACES)
+solution_of = partial(bitwise.solution_of, places=PLACES)
 EVERYTHING = ("packed_masks", "waiting_in_int8", "in_place")
 
 
@@ -128,8 +129,8 @@ def with_plan(model: nn.Module, graph: Graph, schedule: Schedule) -> list[torch.
 
 
 def all_away(graph: Graph, schedule: Schedule) -> Schedule:
-    chosen = [gap for gap in gaps(graph, schedule) if gap.stop - gap.start > 6]
-    return away(graph, schedule, chosen)
+    chosen = [gap for gap in unused_gaps(graph, schedule) if gap.stop - gap.start > 6]
+    return copy_away(graph, schedule, chosen)
 
 
 def there_and_back(code: Code, numbers: torch.Tensor) -> torch.Tensor:
@@ -206,7 +207,7 @@ def test_packed_masks_keep_every_bit(model: nn.Module) -> None:
     assert {graph.tensor_by_name[node.outputs[0]].size_bytes for node in packs} == {
         N_ROWS * WIDTH // 8
     }
-    peaks = [simulate(each, baseline(each)).peak_bytes for each in (plain, graph)]
+    peaks = [baseline_peak_bytes(each) for each in (plain, graph)]
     assert peaks[1] < peaks[0]
     expected = results(model)
     for schedule in (baseline(graph), keep(graph, set()), all_away(graph, baseline(graph))):
@@ -258,14 +259,16 @@ def test_on_the_way_out_fewer_bytes_are_copied(model: nn.Module) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_simulator_and_referee_agree(seed: int, model: nn.Module) -> None:
+def test_both_simulators_agree(seed: int, model: nn.Module) -> None:
     rng = random.Random(seed)
     graph = trace(model, batch(), rewrites=EVERYTHING)
     roots = sorted({graph.root(name) for name in graph.producer})
     schedule = keep(graph, rng.sample(roots, rng.randint(0, len(roots))))
-    assert agree(graph, schedule, PLACES)
-    chosen = [gap for gap in gaps(graph, schedule) if rng.random() < 0.5 and not gap.overwritten]
-    agree(graph, away(graph, schedule, chosen), PLACES)
+    assert assert_simulators_agree(graph, schedule, PLACES)
+    chosen = [
+        gap for gap in unused_gaps(graph, schedule) if rng.random() < 0.5 and not gap.overwritten
+    ]
+    assert_simulators_agree(graph, copy_away(graph, schedule, chosen), PLACES)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from scheduler_runtime.by_submodule.planning import FallbackError, plan_chain
 from scheduler_runtime.measuring import measure
 from solver.schedule.simulator import simulate
 from solver.solving import solve
-from tests.support.same_bits import assert_equal, one_step
+from tests.support.bitwise import assert_equal, one_step
 
 
 class Exponential(torch.autograd.Function):

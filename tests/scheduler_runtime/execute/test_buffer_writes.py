@@ -16,7 +16,7 @@ from scheduler_runtime import FitError, apply, fit
 from scheduler_runtime.measuring import measure
 from solver import report, solve
 from solver.schedule.recompute import baseline, keep
-from tests.support.same_bits import solution_of
+from tests.support.bitwise import solution_of
 
 N = 16
 

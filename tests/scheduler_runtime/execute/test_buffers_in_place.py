@@ -12,7 +12,7 @@ from benchmarks.same_bits import solution_of
 from graphs.trace import trace
 from scheduler_runtime import apply
 from solver.schedule import baseline, keep
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 
 class Normed(nn.Module):

@@ -24,7 +24,7 @@ from scheduler_runtime.execute import cuda_graph
 from scheduler_runtime.execute.random_in_graphs import RandomInGraphs
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 from solver import solve
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 CPU = torch.device("cpu")
 

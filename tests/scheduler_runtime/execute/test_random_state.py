@@ -18,7 +18,7 @@ from graphs.trace import TraceError, trace
 from scheduler_runtime import apply
 from solver.schedule.recompute import keep
 from solver.schedule.simulator import simulate
-from tests.support.same_bits import one_step, solution_of
+from tests.support.bitwise import one_step, solution_of
 
 N_ROWS, N_COLUMNS = 40, 24
 Draw = Callable[[torch.Tensor], torch.Tensor]

@@ -13,7 +13,7 @@ from torch import nn
 from scheduler_runtime import fit
 from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.measuring import absolute_peak_bytes, resident_tensors
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 from tests.support.word_language import (
     CellLanguageModel,
     RecurrentLanguageModel,

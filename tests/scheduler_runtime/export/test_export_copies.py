@@ -23,8 +23,9 @@ from checkpoint_solver.export import ExportError, to_saved_tensors_hooks, to_tor
 from scheduler_runtime.execute import saved_on_host
 from scheduler_runtime.execute.torch_checkpoint import CountMismatchError
 from scheduler_runtime.measuring import measure
-from solver.schedule import Solution, Store, baseline, simulate
-from tests.support.judges import agree
+from solver.schedule import Solution, Store
+from tests.support.budgets import budget_above_resident
+from tests.support.plain_simulator import assert_simulators_agree
 
 HOST: dict[str, Any] = {"host_budget": "1GB", "host_link": "10GB/s"}
 SLOW = {**HOST, "host_link": "0.5GB/s"}
@@ -58,8 +59,7 @@ def planned(*, recompute: bool) -> Solution:
     """At half of the activations, with copies alone or with both."""
     model = Net()
     graph = trace(model, batch())
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget = (graph.resident_bytes + peak_bytes) // 2
+    budget = budget_above_resident(graph, 0.5)
     if recompute:
         return solve(model, batch(), budget=budget, rewrites="none", **SLOW)
     nodes = tuple(replace(node, recomputable=False) for node in graph.nodes)
@@ -93,8 +93,9 @@ def test_the_same_bits_in_less_memory(recompute: bool, host_apart: None) -> None
     assert exported.storages
     for _ in range(2):
         assert all(map(torch.equal, step(model), step(plain)))
+    places = planned(recompute=recompute).request.places
     graph = planned(recompute=recompute).unplanned
-    assert agree(graph, exported.schedule, planned(recompute=recompute).request.places)
+    assert assert_simulators_agree(graph, exported.schedule, places)
     measured, without = (measure(each, batch()).peak_bytes for each in (model, plain))
     assert measured < without - exported.host_bytes / 2
     assert measured <= exported.peak_bytes + 100_000

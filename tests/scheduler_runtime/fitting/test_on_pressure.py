@@ -19,8 +19,8 @@ from torch import nn
 from scheduler_runtime import attempt, fit, plans_of
 from scheduler_runtime.fitting import pressure, tighter_plans
 from solver.sizes_deadlines_progress import format_size_up
+from tests.support.full_device import FailingOperators, SmallDevice
 from tests.support.paths import ROOT
-from tests.support.short_memory import FailingOperators, SmallDevice
 
 N_ROWS = 64
 

@@ -10,7 +10,7 @@ from torch import nn
 from graphs.training_step import state_buckets
 from scheduler_runtime import fit, plans_of
 from scheduler_runtime.host_memory import host_blocks
-from tests.support.short_memory import FailingOperators
+from tests.support.full_device import FailingOperators
 
 N_ROWS, WIDTH = 256, 64
 IN_FORWARD, IN_BACKWARD = 20, 30

@@ -17,8 +17,8 @@ from scheduler_runtime.execute import Shortage
 from scheduler_runtime.execute.spill_file import DiskError
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
 from solver import solve
+from tests.support.bitwise import assert_equal
 from tests.support.failing_disk import failing_disk
-from tests.support.same_bits import assert_equal
 
 
 class Net(nn.Module):

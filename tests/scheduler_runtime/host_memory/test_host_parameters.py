@@ -42,7 +42,7 @@ from tests.scheduler_runtime.host_memory.test_planned_host_state import (
     sgd,
     train,
 )
-from tests.support.copying import random_copies
+from tests.support.schedules_with_copies import random_copies
 
 TIGHT = WEIGHT_BYTES * 5 // 2
 

@@ -22,8 +22,8 @@ from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from scheduler_runtime.measuring import measure
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
 from tests.scheduler_runtime.export.test_export import planned, put, small_gpt2, tokens
+from tests.support.bitwise import assert_equal, one_step
 from tests.support.paths import INSTALLED, ROOT
-from tests.support.same_bits import assert_equal, one_step
 
 
 @pytest.mark.slow

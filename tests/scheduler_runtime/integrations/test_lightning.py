@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from scheduler_runtime import FitError, plans_of
 from scheduler_runtime.integrations.lightning import FitCallback
 from tests.scheduler_runtime.fitting.test_fitting import Tower, numbers
-from tests.support.short_memory import FailingOperators
+from tests.support.full_device import FailingOperators
 
 
 class Whole(LightningModule):

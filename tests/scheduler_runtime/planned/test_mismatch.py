@@ -20,8 +20,8 @@ from graphs.pipeline import Pipeline
 from scheduler_runtime import PlanMismatchError, apply, compile, remove
 from solver import solve
 from solver.schedule.recompute import keep
+from tests.support.bitwise import one_step, solution_of, traced
 from tests.support.models import Classifier, TiedLanguageModel
-from tests.support.same_bits import one_step, solution_of, traced
 
 
 def planned(make: Any = Classifier) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from solver.chain import (
     periodic_disk_revolve,
 )
 from solver.chain.levels import period
-from tests.support.chain_levels_truth import Slots, least_cost, replayed
+from tests.support.brute_force_chain_levels import Slots, least_cost, replayed
 from tests.support.paths import DATA
 
 PUBLISHED = json.loads((DATA / "storage_levels.json").read_text())

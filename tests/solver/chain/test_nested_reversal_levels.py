@@ -6,7 +6,7 @@ import pytest
 
 from solver.bound import StorageGraph
 from solver.chain.nested_reversal_levels import Levels, Stretch, divide
-from tests.support.builders import make, op
+from tests.support.small_graphs import make, op
 
 
 def one_state(width_bytes: int, *, far: str = "f") -> Levels:

@@ -28,7 +28,7 @@ from solver.chain.problem import (
     simulate_chain,
 )
 from solver.chain.rotor import solve_chain
-from tests.support.chain_truth import brute_force, plain_recurrence
+from tests.support.brute_force_chains import brute_force, plain_recurrence
 from tests.support.paths import DATA
 
 PUBLISHED = json.loads((DATA / "rotor_author_tests.json").read_text())

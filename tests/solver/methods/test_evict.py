@@ -9,8 +9,8 @@ from solver.methods.early_recompute import Gate, gates_for
 from solver.methods.evict import evict
 from solver.schedule import simulate
 from tests.support.brute_force import least_peak_bytes
-from tests.support.builders import make, op
-from tests.support.nets import random_dag
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import random_dag
 
 
 def wide_blocks() -> Graph:

@@ -11,11 +11,11 @@ from solver.bound import StorageGraph
 from solver.methods.ilp import ilp, solve_stages
 from solver.methods.ilp_variables import Stages, TooLargeError
 from solver.schedule.ops import Schedule
-from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import Deadline
 from tests.support.brute_force import fastest, least_peak_bytes
-from tests.support.nets import chain, random_dag, residual
+from tests.support.budgets import budget_above_resident
+from tests.support.synthetic_graphs import chain, random_dag, residual
 
 
 def solve_once(graph: Graph, *, budget_bytes: int, n_sweeps: int = 1) -> Schedule | None:
@@ -87,8 +87,7 @@ def wrong_order() -> Graph:
     ids=["chain", "residual"],
 )
 def test_program_meets_the_bound_on_every_schedule(graph: Graph, share: float) -> None:
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = int(graph.resident_bytes + share * (peak_bytes - graph.resident_bytes))
+    budget_bytes = budget_above_resident(graph, share)
     schedule = solve_once(graph, budget_bytes=budget_bytes)
     simulation = simulate(graph, schedule)
     bound_s = ilp(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0).lower_bound_s

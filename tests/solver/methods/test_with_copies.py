@@ -29,10 +29,11 @@ from solver.schedule import (
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 from tests.support.aliasing import aliasing_dag
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
-from tests.support.builders import make, op
-from tests.support.copying import leaving
-from tests.support.nets import chain, random_dag, residual
+from tests.support.budgets import baseline_peak_bytes, budget_above_resident
 from tests.support.overwriting import overwriting_dag
+from tests.support.schedules_with_copies import output_storages
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import chain, random_dag, residual
 
 
 def host(bytes_per_s: float, capacity_bytes: int = 10**18, latency_s: float = 0.0) -> Places:
@@ -66,7 +67,7 @@ def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: in
         assert (simulation.peak_bytes <= budget_bytes) == (not placed.over_bytes)
         assert simulation.host_peak_bytes <= places.host.capacity_bytes
         stored = {op.storage for op in placed.schedule.ops if isinstance(op, Store)}
-        assert stored.isdisjoint(leaving(graph))
+        assert stored.isdisjoint(output_storages(graph))
         n_placed += placed.schedule.has_copies
         n_fit += not placed.over_bytes
     assert n_placed > 60
@@ -124,8 +125,7 @@ def test_bound_truth_and_schedule_are_in_order(first_seed: int) -> None:
         graph = random_dag(seed=seed, n_forward=seed % 3 + 2, n_later=seed % 2 + 2)
         folded = StorageGraph.of(graph, may_offload=True)
         rate = sum(folded.unit_bytes) / (graph.baseline_time_s or 1.0) or 1.0
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-        budget_bytes = (int(folded.least_bytes.max()) + peak_bytes) // 2
+        budget_bytes = (int(folded.least_bytes.max()) + baseline_peak_bytes(graph)) // 2
         options = {"budget_bytes": budget_bytes, "time_limit_s": 60.0, "seed": 0}
         proposal = auto(graph, places=host(rate), **options)
         alone = auto(graph, **options)
@@ -184,7 +184,7 @@ def places_of(to_host: HostLink, to_disk: HostLink) -> Places:
 
 def test_a_fast_link_makes_recomputation_needless() -> None:
     graph = residual(n_blocks=8)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     options = {"budget_bytes": int(0.7 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
     alone, beside = auto(graph, **options), auto(graph, places=host(1e14), **options)
     assert simulate(graph, alone.schedule).n_recomputed > 0
@@ -196,8 +196,7 @@ def test_a_fast_link_makes_recomputation_needless() -> None:
 
 def test_a_slow_link_is_left_alone_and_proven_not_to_help() -> None:
     graph = chain(n_blocks=50)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    options = {"budget_bytes": peak_bytes - 7000, "time_limit_s": 60.0, "seed": 0}
+    options = {"budget_bytes": baseline_peak_bytes(graph) - 7000, "time_limit_s": 60.0, "seed": 0}
     proposal = auto(graph, places=host(1.0), **options)
     assert not proposal.schedule.has_copies
     assert found(graph, proposal, host(1.0)) == pytest.approx(107.0)
@@ -214,8 +213,7 @@ def test_recomputation_alone_is_found_where_the_clock_ends_the_search_for_copies
             raise OutOfTimeError
 
     graph = chain(n_blocks=50)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    options = {"budget_bytes": peak_bytes - 7000, "time_limit_s": 600.0, "seed": 0}
+    options = {"budget_bytes": baseline_peak_bytes(graph) - 7000, "time_limit_s": 600.0, "seed": 0}
     alone = auto(graph, **options)
     monkeypatch.setattr(with_copies, "COPY_STAGES", (takes_all_of_its_time,))
     proposal = auto(graph, places=host(1.0), **options)
@@ -237,7 +235,7 @@ def test_a_large_step_begins_with_recomputation_alone(
     graph = chain(n_blocks=50)
     rate = len(graph.nodes) / 240.0  # 40 % of 600 s
     monkeypatch.setattr(with_copies, "NODES_PER_S", (0.9 if is_large else 1.1) * rate)
-    budget_bytes = simulate(graph, baseline(graph)).peak_bytes - 7000
+    budget_bytes = baseline_peak_bytes(graph) - 7000
     options = {"budget_bytes": budget_bytes, "time_limit_s": 600.0, "seed": 0}
     proposal = auto(graph, places=host(1.0), **options)
     assert begun[0] == ("RECOMPUTE_STAGES" if is_large else "COPY_STAGES")
@@ -246,7 +244,7 @@ def test_a_large_step_begins_with_recomputation_alone(
 
 def test_the_host_is_not_overfilled() -> None:
     graph = residual(n_blocks=8)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     most_bytes = peak_bytes // 10
     options = {"budget_bytes": int(0.7 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
     places = host(1e14, capacity_bytes=most_bytes)
@@ -258,7 +256,7 @@ def test_the_host_is_not_overfilled() -> None:
 
 def test_without_a_host_auto_is_as_before() -> None:
     graph = residual(n_blocks=4)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     options = {"budget_bytes": int(0.8 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
     assert auto(graph, places=Places(), **options) == auto(graph, **options)
 
@@ -266,7 +264,7 @@ def test_without_a_host_auto_is_as_before() -> None:
 @pytest.mark.slow
 def test_a_fast_host_costs_no_time_where_many_positions_overflow() -> None:
     graph = nets.residual(n_blocks=12)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     least_bytes = find_obstacle(graph).reached_bytes
     budget_bytes = least_bytes + (peak_bytes - least_bytes) // 20
     rate = 8 * (peak_bytes - budget_bytes) / graph.baseline_time_s
@@ -281,9 +279,7 @@ def test_a_fast_host_costs_no_time_where_many_positions_overflow() -> None:
 def test_copies_fit_side_by_side(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are refused whose copies leave gaps between them, and others are found."""
     graph = random_dag(seed=3, n_forward=40, n_later=40)
-    resident_bytes = graph.resident_bytes
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = int(resident_bytes + 0.6 * (peak_bytes - resident_bytes))
+    budget_bytes = budget_above_resident(graph, 0.6)
     free = auto(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0, places=host(2e10))
     most_bytes = simulate(graph, free.schedule, places=host(2e10)).host_peak_bytes
     excesses = []
@@ -324,10 +320,7 @@ def test_gradients_that_the_caller_computes_stay() -> None:
 def test_copies_take_the_place_of_recomputation_where_that_alone_was_best() -> None:
     """A graph on which no other stage finds a plan with copies that is faster."""
     graph = random_dag(seed=6, n_forward=12, n_later=8)
-    least_bytes, peak_bytes = (
-        find_obstacle(graph).reached_bytes,
-        simulate(graph, baseline(graph)).peak_bytes,
-    )
+    least_bytes, peak_bytes = find_obstacle(graph).reached_bytes, baseline_peak_bytes(graph)
     budget_bytes = least_bytes + int(0.1 * (peak_bytes - least_bytes))
     total_bytes = sum(StorageGraph.of(graph).unit_bytes)
     places = host(0.3 * total_bytes / graph.baseline_time_s)

@@ -12,8 +12,8 @@ from graphs.synthetic.nets import residual
 from solver.plan_analysis.copy_timeline import Copies, copies, trips_of
 from solver.reporting import copy_rows
 from solver.schedule import Link, Place, Places, Request, Solution, baseline, simulate
-from tests.support.builders import make, op, plan
-from tests.support.copying import random_copies, random_places
+from tests.support.schedules_with_copies import random_copies, random_places
+from tests.support.small_graphs import make, op, plan
 
 HOST = Places(host=Place(1000, Link(1.0, 0.5)))
 GRAPH = make(

@@ -1,4 +1,4 @@
-"""`solve explain`: every sentence is checked against the schedule, or judged again."""
+"""`solve explain`: every sentence is checked against the schedule, or simulated again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution
 from solver.solving import solve
-from tests.support.builders import make, op, plan
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.command import failed, without_progress
 from tests.support.paths import GPT2
+from tests.support.small_graphs import make, op, plan
 
 
-def judged(graph: Graph, text: str, *, spare_bytes: int = 0) -> Solution:
+def solution_from_text(graph: Graph, text: str, *, spare_bytes: int = 0) -> Solution:
     """A schedule in one line, as the answer for just the budget that it needs."""
     schedule = plan(graph, text)
     simulation = simulate(graph, schedule)
@@ -59,7 +60,7 @@ TWICE = "f g -a h -b f g -a bh -c f bg -gb -b -a"
 
 
 def test_why_an_op_runs_again_by_hand():
-    found = why_recomputed(judged(GRAPH, TWICE), "f")
+    found = why_recomputed(solution_from_text(GRAPH, TWICE), "f")
     assert (found.node.name, found.n_runs, found.output_bytes) == ("f", 3, 10)
     first, second = found.recomputations
     assert first.dropped_after.name == "g"
@@ -70,16 +71,16 @@ def test_why_an_op_runs_again_by_hand():
     assert second.reader.name == "bg"
     assert found.last_reader.name == "bg"
     # Kept: f runs once, and is there while bh needs most: 10 bytes more at the peak.
-    assert found.kept.peak_bytes == judged(GRAPH, TWICE).simulation.peak_bytes + 10
-    assert found.kept.time_s == judged(GRAPH, TWICE).simulation.time_s - 2
+    assert found.kept.peak_bytes == solution_from_text(GRAPH, TWICE).simulation.peak_bytes + 10
+    assert found.kept.time_s == solution_from_text(GRAPH, TWICE).simulation.time_s - 2
 
 
 def test_keeping_an_op_saves_what_ran_for_its_sake_alone():
-    found = why_recomputed(judged(GRAPH, "f g -a h -b f g bh -c bg -gb -b -a"), "g")
+    found = why_recomputed(solution_from_text(GRAPH, "f g -a h -b f g bh -c bg -gb -b -a"), "g")
     # Without the second g the second f still serves bg.
     assert (
         found.kept.time_s
-        == judged(GRAPH, "f g -a h -b f g bh -c bg -gb -b -a").simulation.time_s - 2
+        == solution_from_text(GRAPH, "f g -a h -b f g bh -c bg -gb -b -a").simulation.time_s - 2
     )
     only_for_g = make(
         [*GRAPH.nodes[:4], op("bg", "gb b", "ga", phase="backward")],
@@ -87,36 +88,38 @@ def test_keeping_an_op_saves_what_ran_for_its_sake_alone():
         outputs="ga",
     )
     text = "f g -a h -b f g -a bh -c bg -gb -b"
-    found = why_recomputed(judged(only_for_g, text), "g")
-    assert found.kept.time_s == judged(only_for_g, text).simulation.time_s - 3
+    found = why_recomputed(solution_from_text(only_for_g, text), "g")
+    assert found.kept.time_s == solution_from_text(only_for_g, text).simulation.time_s - 3
     assert found.kept.n_recomputed == 0
 
 
 def test_an_op_that_runs_once():
-    found = why_recomputed(judged(GRAPH, TWICE), "h")
+    found = why_recomputed(solution_from_text(GRAPH, TWICE), "h")
     assert (found.n_runs, found.recomputations, found.kept) == (1, (), None)
     assert found.last_reader.name == "bh"
     with pytest.raises(KeyError):
-        why_recomputed(judged(GRAPH, TWICE), "absent")
+        why_recomputed(solution_from_text(GRAPH, TWICE), "absent")
 
 
 def test_a_run_that_serves_nothing_is_said_to():
-    found = why_recomputed(judged(GRAPH, "f g h bh -c bg -gb -b -a f -a"), "f")
+    found = why_recomputed(solution_from_text(GRAPH, "f g h bh -c bg -gb -b -a f -a"), "f")
     assert [rerun.reader for rerun in found.recomputations] == [None]
 
 
 def test_the_peak_by_hand():
-    found = peak(judged(GRAPH, TWICE))
+    found = peak(solution_from_text(GRAPH, TWICE))
     assert found.node.name == "bh"
     assert (found.position, found.n_ops) == (6, 8)
     assert found.largest == (("c", 1000), ("b", 100), ("gb", 10))
     assert found.memory_bytes["workspace"] == 5000
     assert found.resident_bytes == 1
-    assert sum(found.memory_bytes.values()) == judged(GRAPH, TWICE).simulation.peak_bytes
+    assert (
+        sum(found.memory_bytes.values()) == solution_from_text(GRAPH, TWICE).simulation.peak_bytes
+    )
 
 
 def test_what_runs_again_most_time_first():
-    found = most_recomputed(judged(GRAPH, TWICE))
+    found = most_recomputed(solution_from_text(GRAPH, TWICE))
     assert [(node.name, n) for node, n in found] == [("f", 2), ("g", 1)]
 
 
@@ -149,7 +152,7 @@ def test_the_neighbours_are_on_either_side(planned):
 
 def test_more_is_never_worse_and_less_may_be_nothing():
     """`none` finds nothing below the baseline's peak; the plan that is there serves for more."""
-    solution = judged(GRAPH, TWICE)
+    solution = solution_from_text(GRAPH, TWICE)
     less, more = neighbours(solution, step_bytes=1, time_limit_s=600)
     assert less.schedule is None
     assert more.schedule == solution.schedule
@@ -161,11 +164,9 @@ def test_more_is_never_worse_and_less_may_be_nothing():
 def test_the_step_suits_the_graph(planned):
     above_bytes = planned.baseline.peak_bytes - planned.graph.resident_bytes
     assert step_bytes_for(planned) == above_bytes // 10 < 10**9
-    assert step_bytes_for(judged(GRAPH, TWICE)) == (simulate_peak(GRAPH) - 1) // 10
-
-
-def simulate_peak(graph: Graph) -> int:
-    return simulate(graph, baseline(graph)).peak_bytes
+    assert (
+        step_bytes_for(solution_from_text(GRAPH, TWICE)) == (baseline_peak_bytes(GRAPH) - 1) // 10
+    )
 
 
 # The command.

@@ -24,11 +24,10 @@ from solver.plan_analysis.largest_batch import (
 from solver.reporting import plot
 from solver.reporting.report_data import Report, to_json
 from solver.reporting.size_rows import _rate, saturation_text, size_rows
-from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution
 from solver.sizes_deadlines_progress.deadline import ctrl_c_ends_searches
 from solver.solving import attempt
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.command import failed, write_model
 from tests.support.paths import GPT2
 
@@ -47,7 +46,7 @@ def batch_of(n: int) -> Graph:
 
 
 def peak_bytes(n: int) -> int:
-    return simulate(batch_of(n), baseline(batch_of(n))).peak_bytes
+    return baseline_peak_bytes(batch_of(n))
 
 
 def planner(budget_bytes: int, *, method: str = "every_block", asked: list[int] | None = None):

@@ -22,9 +22,9 @@ from solver.schedule.ops import Schedule
 from solver.schedule.recompute import keep
 from solver.schedule.simulator import IllegalScheduleError, simulate
 from solver.schedule.solution import Request, SavedSchedule, Solution
-from tests.support.copying import Gap, away, gaps
-from tests.support.mutated import mutated
+from tests.support.damaged_json import damaged
 from tests.support.paths import DATA
+from tests.support.schedules_with_copies import Gap, copy_away, unused_gaps
 
 STEP = DATA / "small_step.json"
 LINK = Link(out_bytes_per_s=5e10, in_bytes_per_s=6e10, latency_s=1e-6)
@@ -32,7 +32,7 @@ PLACES = Places(host=Place(10**9, LINK), disk=Place(10**12, Link(6e9, 7e9)))
 
 
 def longest(graph: Graph, schedule: Schedule, n: int) -> list[Gap]:
-    found = sorted(gaps(graph, schedule), key=lambda gap: gap.start - gap.stop)
+    found = sorted(unused_gaps(graph, schedule), key=lambda gap: gap.start - gap.stop)
     return sorted(found[:n], key=lambda gap: gap.stop)
 
 
@@ -43,7 +43,7 @@ def copied() -> Solution:
     solution = solve(graph, budget="1TB")
     roots = sorted({graph.root(name) for name in graph.producer})
     schedule = keep(graph, roots[::2])
-    schedule = away(graph, schedule, longest(graph, schedule, 3))
+    schedule = copy_away(graph, schedule, longest(graph, schedule, 3))
     return dataclasses.replace(
         solution,
         schedule=schedule,
@@ -178,7 +178,7 @@ def test_files_of_strangers(copied: Solution, tmp_path: Path) -> None:
     copied.save(path)
     good, n_read = path.read_text(), 0
     for seed in range(1500):
-        path.write_bytes(mutated(good, random.Random(f"copies {seed}")))
+        path.write_bytes(damaged(good, random.Random(f"copies {seed}")))
         try:
             solution = Solution.load(path, graph=copied.graph)
         except (FormatError, IllegalScheduleError):

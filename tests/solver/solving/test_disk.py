@@ -10,14 +10,15 @@ from graphs.hardware import DISKS
 from solver import solve
 from solver.plan_analysis import copies
 from solver.reporting.copy_rows import trip_table
-from solver.schedule import Link, Place, Places, Solution, baseline, simulate
+from solver.schedule import Link, Place, Places, Solution
 from solver.sizes_deadlines_progress import BudgetError, format_size
 from solver.solving.disk import default_disk_rate, with_disk
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.command import failed
-from tests.support.nets import residual
+from tests.support.synthetic_graphs import residual
 
 NET = residual(n_blocks=5)
-PEAK = simulate(NET, baseline(NET)).peak_bytes
+PEAK = baseline_peak_bytes(NET)
 BUDGET = int(0.7 * PEAK)
 HOST = Places(host=Place(PEAK // 10, Link(1e14, 1e14)))
 FAST = {"host_budget": PEAK // 10, "host_link": 1e14}

@@ -10,14 +10,15 @@ from solver import solve, sweep
 from solver.device_and_costs import host_places
 from solver.plan_analysis import copies
 from solver.reporting.copy_rows import N_TRIPS
-from solver.schedule import Link, Place, Places, Solution, baseline, simulate
+from solver.schedule import Link, Place, Places, Solution
 from solver.sizes_deadlines_progress import BudgetError, describe_op, format_size
-from tests.support.builders import make, op
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.command import failed
-from tests.support.nets import residual
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import residual
 
 NET = residual(n_blocks=8)
-BUDGET = int(0.7 * simulate(NET, baseline(NET)).peak_bytes)
+BUDGET = int(0.7 * baseline_peak_bytes(NET))
 
 
 def test_sizes_and_rates_as_people_write_them() -> None:

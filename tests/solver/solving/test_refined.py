@@ -13,18 +13,19 @@ from graphs.rewrites import Variants
 from solver.methods import METHODS, Proposal
 from solver.schedule import Link, Place, Places, Request, Schedule, baseline, simulate
 from solver.solving import attempt
-from tests.support.nets import chain
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.synthetic_graphs import chain
 
 FIRST, SECOND = chain(n_blocks=5), chain(n_blocks=5, size_bytes=500)
 IN_FLIGHT = dataclasses.replace(FIRST, n_in_flight=2)
-BUDGET_BYTES = simulate(FIRST, baseline(FIRST)).peak_bytes
+BUDGET_BYTES = baseline_peak_bytes(FIRST)
 PLAIN_S = FIRST.baseline_time_s
 
 Asked = list[tuple[Graph, dict[str, Any]]]
 
 
 def slow(graph: Graph, share: float = 0.8) -> Schedule:
-    budget_bytes = int(share * simulate(graph, baseline(graph)).peak_bytes)
+    budget_bytes = int(share * baseline_peak_bytes(graph))
     found = METHODS["revolve"](graph, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0)
     assert found.schedule is not None
     return found.schedule

@@ -23,7 +23,8 @@ from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import deadline
 from solver.sizes_deadlines_progress.sizes import BudgetError, parse_size
-from tests.support.nets import dense, pyramid, residual, u_shape
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.synthetic_graphs import dense, pyramid, residual, u_shape
 
 NETS = {
     "residual": residual(n_blocks=6),
@@ -116,7 +117,7 @@ def test_a_schedule_file_that_is_not_there(path: str) -> None:
 
 def test_what_is_printed_is_short() -> None:
     graph = NETS["u_shape"]
-    solution = solve(graph, budget=int(0.9 * simulate(graph, baseline(graph)).peak_bytes))
+    solution = solve(graph, budget=int(0.9 * baseline_peak_bytes(graph)))
     for value in (solution, graph, solution.schedule, solution.simulation, find_obstacle(graph)):
         assert len(repr(value)) < 3000
     assert "overhead" in repr(solution)
@@ -161,7 +162,7 @@ def test_the_least_budget_that_is_named_is_solved(name: str) -> None:
 def test_a_search_that_the_clock_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = NETS["pyramid"]
     least_bytes = find_obstacle(graph).reached_bytes
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     budget_bytes = least_bytes + (peak_bytes - least_bytes) // 10
     assert not solve(graph, budget=peak_bytes).timed_out
     looks = itertools.count()
@@ -186,8 +187,7 @@ def test_a_search_that_ran_out_of_time_answers_with_the_least_schedule_where_it_
     monkeypatch.setitem(METHODS, "auto", Method(hurried, reaches_least_budget=True))
     graph = residual(n_blocks=30)
     least = find_obstacle(graph)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = (least.reached_bytes + peak_bytes) // 2
+    budget_bytes = (least.reached_bytes + baseline_peak_bytes(graph)) // 2
     found = solve(graph, budget=budget_bytes)
     assert found.simulation.peak_bytes <= budget_bytes
     assert found.status == "feasible"

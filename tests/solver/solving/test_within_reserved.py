@@ -13,9 +13,9 @@ from graphs.graph import Graph
 from solver import Solution, solve
 from solver.schedule import Request, least_capacity_bytes, reserved
 from solver.solving import answer
-from tests.support.builders import make, op
 from tests.support.command import failed
 from tests.support.paths import GPT2
+from tests.support.small_graphs import make, op
 
 MIB = 2**20
 

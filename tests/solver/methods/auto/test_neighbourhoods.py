@@ -26,11 +26,11 @@ from solver.methods.auto.neighbourhoods import (
 )
 from solver.methods.auto.search import Search
 from solver.methods.least_budget import least_schedule
-from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import c_calls
-from tests.support.builders import odd_graph
-from tests.support.nets import dense, pyramid, residual, transformer, u_shape
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.small_graphs import random_step
+from tests.support.synthetic_graphs import dense, pyramid, residual, transformer, u_shape
 
 NETS = {
     "transformer": transformer(n_layers=2),
@@ -51,8 +51,7 @@ def searched(graph: Graph) -> Search:
     folded = StorageGraph.of(graph)
     proven_bytes = proven_least_budget_bytes(folded)[0]
     schedule, reached_bytes = least_schedule(folded, proven_bytes=proven_bytes)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = reached_bytes + (peak_bytes - reached_bytes) // 10
+    budget_bytes = reached_bytes + (baseline_peak_bytes(graph) - reached_bytes) // 10
     search = Search(folded, budget_bytes=budget_bytes, time_limit_s=math.inf)
     search.prove(binding_cut(folded, budget_bytes=budget_bytes).lost_share)
     assert search.offer(schedule) is not None
@@ -260,12 +259,11 @@ def test_strange_steps_are_refined_without_a_crash(
     """Aliases, huge and empty tensors, several outputs: legal, within the budget, no slower."""
     for name, value in {"WORTH_GAP": 0.0, "LEAST_STRETCH_LOSS": 0.0, "MAX_WORK": 10**6}.items():
         monkeypatch.setattr(neighbourhoods, name, value)
-    for graph in (odd_graph(20 * seed + k) for k in range(20)):
+    for graph in (random_step(20 * seed + k) for k in range(20)):
         folded = StorageGraph.of(graph)
         proven_bytes, _ = proven_least_budget_bytes(folded)
         start, reached_bytes = least_schedule(folded, proven_bytes=proven_bytes)
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-        budget_bytes = reached_bytes + (peak_bytes - reached_bytes) // 5
+        budget_bytes = reached_bytes + (baseline_peak_bytes(graph) - reached_bytes) // 5
         refined = refine(
             graph, budget_bytes=budget_bytes, time_limit_s=math.inf, start=start, proven_s=0.0
         )

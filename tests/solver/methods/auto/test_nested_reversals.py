@@ -11,7 +11,7 @@ from solver.methods.auto import auto
 from solver.methods.auto.replay import replay_within
 from solver.methods.revolve import reversal_to_schedule, revolve
 from solver.schedule import baseline, simulate
-from tests.support.nets import random_dag
+from tests.support.synthetic_graphs import random_dag
 
 MAX_WORK = 10**7
 

@@ -16,10 +16,10 @@ from solver.methods.auto.stretch_program import Stretch, StretchMilp
 from solver.methods.ilp import ilp
 from solver.methods.least_budget import least_schedule
 from solver.schedule.ops import Schedule
-from solver.schedule.recompute import baseline
 from solver.schedule.simulation import IllegalScheduleError
 from solver.schedule.simulator import simulate
-from tests.support.nets import chain, dense, random_dag, residual, transformer, u_shape
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.synthetic_graphs import chain, dense, random_dag, residual, transformer, u_shape
 
 NETS = {
     "transformer": transformer(n_layers=2),
@@ -36,7 +36,7 @@ class Planned:
         self.graph, self.folded = graph, StorageGraph.of(graph)
         proven_bytes = proven_least_budget_bytes(self.folded)[0]
         schedule, reached_bytes = least_schedule(self.folded, proven_bytes=proven_bytes)
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        peak_bytes = baseline_peak_bytes(graph)
         self.budget_bytes = reached_bytes + int(share * (peak_bytes - reached_bytes))
         self.schedule = schedule
         self.order = schedule.order

@@ -24,8 +24,8 @@ from solver.module_checkpointing.regions import CheckpointRegion
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.command import failed, write_model
-from tests.support.nets import random_dag
 from tests.support.paths import GPT2, ROOT
+from tests.support.synthetic_graphs import random_dag
 
 CHECKED = ROOT / "benchmarks" / "results" / "emitted_settings.json"
 
