@@ -15,6 +15,7 @@ from graphs import PassesError
 from scheduler_runtime import apply, remove
 from solver import solve
 from solver.schedule import Solution
+from tests.support.bitwise import assert_equal
 from tests.support.passes import WithLoss, blocks, step_peak_bytes, sum_of_losses, trained
 
 WITHIN = 0.01
@@ -62,7 +63,7 @@ def test_the_budget_holds_for_the_whole_step(n: int, n_rows: int, share: float) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         got, peaks = trained(apply(model, solution), sum_of_losses, batches)
-    assert all(map(torch.equal, expected, got))
+    assert_equal(expected, got)
     predicted_bytes = solution.simulation.peak_bytes
     assert predicted_bytes <= solution.request.available_bytes
     assert peaks[-1] == pytest.approx(predicted_bytes, rel=WITHIN)
@@ -110,7 +111,7 @@ def test_smaller_batches_in_the_same_step_have_room_beside_the_planned_ones() ->
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             got, peaks = trained(apply(copy.deepcopy(model), solution), sum_of_losses, batches)
-        assert all(map(torch.equal, expected, got))
+        assert_equal(expected, got)
         assert max(peaks) <= solution.request.available_bytes
 
 

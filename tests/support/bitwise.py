@@ -72,9 +72,17 @@ def one_step(model: nn.Module, batch: Any, seed: int, loss: Any = None) -> list[
 def assert_equal(
     expected: Iterable[torch.Tensor | None], got: Iterable[torch.Tensor | None]
 ) -> None:
-    for one, other in zip(expected, got, strict=True):
+    pairs = [*zip(expected, got, strict=True)]
+    assert pairs, "nothing is compared"
+    for one, other in pairs:
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
+
+
+def assert_same_gradients(plain: nn.Module, planned: nn.Module) -> None:
+    gradients = [[p.grad for p in model.parameters()] for model in (plain, planned)]
+    assert any(gradient is not None for gradient in gradients[0])
+    assert_equal(*gradients)
 
 
 def assert_bitwise_identical(

@@ -1,4 +1,4 @@
-"""Forward passes that change gradients, or what autograd saves, with Python code, and are refused."""
+"""Forward passes that change gradients, or what autograd saves, in ways that are refused."""
 
 from __future__ import annotations
 

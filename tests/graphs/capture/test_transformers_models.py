@@ -12,6 +12,7 @@ from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, remove
 from solver import solve
 from solver.reporting.report_data import step_notes
+from tests.support.bitwise import assert_equal
 
 
 def language_model() -> GPT2LMHeadModel:
@@ -57,7 +58,7 @@ def test_a_plan_runs_with_the_same_bits() -> None:
         output = each(**batch())
         output.loss.backward()
         results.append([output.loss.detach(), *(p.grad for p in each.parameters())])
-    assert all(map(torch.equal, *results))
+    assert_equal(*results)
 
 
 @pytest.mark.slow

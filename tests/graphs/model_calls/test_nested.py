@@ -17,6 +17,7 @@ from graphs.model_calls import nested
 from graphs.trace import TraceError, trace
 from scheduler_runtime import PlanMismatchError, apply, fit
 from scheduler_runtime.by_submodule.planning import plan_chain
+from tests.support.bitwise import assert_same_gradients
 
 
 @dataclasses.dataclass
@@ -114,8 +115,7 @@ def assert_bitwise_identical(
     for one, other in zip(expected, got, strict=True):
         same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
         assert same
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert_same_gradients(plain, model)
 
 
 @pytest.mark.slow

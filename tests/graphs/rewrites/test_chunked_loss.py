@@ -18,6 +18,7 @@ from graphs.trace import trace, trace_variants
 from scheduler_runtime.execute.bound_program import BoundProgram
 from scheduler_runtime.execute.program import build_program
 from solver.schedule import Compute, Schedule, baseline, simulate
+from tests.support.bitwise import assert_equal
 from tests.support.budgets import baseline_peak_bytes
 from tests.support.plain_simulator import assert_simulators_agree
 from tests.support.wide_logits import IGNORED, N_ROWS, Head, batch, captured, results, rows
@@ -179,7 +180,7 @@ def test_every_bit_is_that_of_the_plain_step(dtype, autocast, loss) -> None:
     for step in steps:
         program = BoundProgram(step, build_program(step, baseline(step.graph)))
         got = results(model, lambda: program.run(model, call))  # noqa: B023
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert_equal(got, expected)
     chunked = [any(n.op.startswith("row_chunks") for n in step.graph.nodes) for step in steps]
     assert chunked == [loss not in SOFTMAX_STAYS, True] or loss == "log-softmax is returned"
 
@@ -200,7 +201,7 @@ def test_odd_widths_and_several_threads_change_no_bit(loss, n_classes, dtype, re
             torch.set_num_threads(n)
             expected = results(model, lambda: model(x, y))
             got = results(model, lambda: program.run(model, call))
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            assert_equal(got, expected)
     finally:
         torch.set_num_threads(n_threads)
 
@@ -222,7 +223,7 @@ def test_losses_that_differ_in_a_number_only_are_not_taken_for_one_another() -> 
         program = BoundProgram(step, build_program(step, baseline(step.graph)))
         expected = results(model, lambda: model(x, y))  # noqa: B023
         got = results(model, lambda: program.run(model, call))  # noqa: B023
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert_equal(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_a_row_that_is_left_over_is_added_up_as_among_others() -> None:
             x.mul_(1.3)
             expected = results(model, lambda: model(x, y))
             got = results(model, lambda: program.run(model, call))
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            assert_equal(got, expected)
     finally:
         torch.set_num_threads(n_threads)
 
@@ -415,7 +416,7 @@ def test_the_gradient_is_written_over_the_logits(loss, n_chunks) -> None:
         expected = results(model, lambda: model(x, y))
         program = BoundProgram(step, build_program(step, baseline(graph)))
         run = lambda: results(model, lambda: program.run(model, call))  # noqa: B023, E731
-        assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+        assert_equal(run(), expected)
         model.zero_grad()  # what is freed while it is measured would be subtracted
         gc.collect()
         taken_bytes = cpu_peak_bytes(run).peak_bytes

@@ -17,6 +17,7 @@ from scheduler_runtime import apply
 from solver import solve
 from solver.methods import METHODS, find_obstacle
 from tests.graphs.rewrites.test_chunked_loss import BOTH, LOSSES, small_chunks
+from tests.support.bitwise import assert_equal
 from tests.support.budgets import baseline_peak_bytes
 from tests.support.wide_logits import N_ROWS, Head, batch, captured, results
 
@@ -89,10 +90,7 @@ def test_the_best_variant_is_taken_and_runs_with_the_same_bits() -> None:
     assert solution.lower_bound_s <= solution.simulation.time_s
     expected = results(model, lambda: model(x, y))
     apply(model, solution)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(results(model, lambda: model(x, y)), expected, strict=True)
-    )
+    assert_equal(results(model, lambda: model(x, y)), expected)
     model.zero_grad()  # as below
     gc.collect()
     peak_bytes = cpu_peak_bytes(lambda: results(model, lambda: model(x, y))).peak_bytes

@@ -39,7 +39,7 @@ from solver.schedule import (
 )
 from solver.schedule.simulator import IllegalScheduleError
 from tests.support import bitwise
-from tests.support.bitwise import LARGE, MODELS, assert_bitwise_identical, one_step
+from tests.support.bitwise import LARGE, MODELS, assert_bitwise_identical, assert_equal, one_step
 from tests.support.example_models import small
 from tests.support.pools import made_pools
 from tests.support.schedules_with_copies import copy_away, random_copies, unused_gaps
@@ -198,7 +198,7 @@ def test_low_precision_gives_the_same_bits(dtype: torch.dtype | None) -> None:
             loss = each(batch)
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in each.parameters()), *each.buffers()])
-    assert all(map(torch.equal, *results))
+    assert_equal(*results)
 
 
 class Norms(nn.Module):
@@ -255,7 +255,7 @@ def test_accumulated_gradients_and_several_passes(made_pools: list[copies_module
         for _ in range(2):
             torch.stack([each(batch + i) for i in range(3)]).sum().backward()
         results.append([*(p.grad for p in each.parameters()), *each.buffers()])
-    assert all(map(torch.equal, *results))
+    assert_equal(*results)
     assert len(made_pools) == 3
 
 

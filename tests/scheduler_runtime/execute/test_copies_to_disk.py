@@ -22,7 +22,7 @@ from scheduler_runtime.execute.spill_file import CopyError
 from solver import solve
 from solver.schedule import Solution, baseline, simulate
 from tests.scheduler_runtime.execute.test_copies import Tower, by_disk, solution_of
-from tests.support.bitwise import assert_bitwise_identical, one_step
+from tests.support.bitwise import assert_bitwise_identical, assert_equal, one_step
 from tests.support.paths import ROOT
 
 
@@ -116,7 +116,7 @@ def test_a_full_disk_is_an_error_before_the_step(
         with pytest.raises(CopyError, match=r"No space left on device; nothing was run"):
             planned(batch)
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(map(torch.equal, model.buffers(), planned.buffers()))
+    assert_equal(model.buffers(), planned.buffers())
     assert_bitwise_identical(model, planned, batch)  # once there is room
     assert not list(tmp_path.iterdir())
 

@@ -23,7 +23,12 @@ from scheduler_runtime.export import module_tree, remove_torch_checkpoint, to_to
 from scheduler_runtime.measuring import measure
 from solver import solve
 from solver.module_checkpointing import plan_regions
-from tests.support.bitwise import assert_bitwise_identical, assert_equal, one_step
+from tests.support.bitwise import (
+    assert_bitwise_identical,
+    assert_equal,
+    assert_same_gradients,
+    one_step,
+)
 
 N_ROWS, WIDTH, N_CLASSES = 1024, 32, 4096
 SCALARS_BYTES = 100
@@ -137,8 +142,7 @@ def test_16_bits_and_autocast(dtype: torch.dtype) -> None:
             with torch.autocast("cpu", dtype):
                 loss = each(x, y)
             loss.backward()
-        pairs = zip(plain.parameters(), model.parameters(), strict=True)
-        assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+        assert_same_gradients(plain, model)
 
 
 @pytest.mark.slow
@@ -296,12 +300,12 @@ def test_where_calls_come_from(monkeypatch, variant: Any) -> None:
         expected = _loss_and_gradients(plain, way(plain))
         runs.clear()
         found = _loss_and_gradients(model, way(model))
-        assert all(map(torch.equal, expected, found)), way
+        assert_equal(expected, found)
         assert len(runs) == n_runs, way
     parameters = dict(model.named_parameters())
     by_func = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x, y)))(parameters)
     expected = _loss_and_gradients(plain, plain(x, y))[1:]
-    assert all(map(torch.equal, expected, by_func.values()))
+    assert_equal(expected, by_func.values())
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         model(x, torch.full_like(y, N_CLASSES))
     F.cross_entropy(torch.randn(N_ROWS, N_CLASSES, requires_grad=True), y).backward()

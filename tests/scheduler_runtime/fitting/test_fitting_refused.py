@@ -17,6 +17,7 @@ from scheduler_runtime.fitting.options import nothing_fits
 from solver import report, solve
 from solver.sizes_deadlines_progress.sizes import BudgetError
 from tests.scheduler_runtime.fitting.test_fitting import Tower, adamw, numbers, tower
+from tests.support.bitwise import assert_equal
 
 
 def test_a_budget_without_its_unit_is_refused() -> None:
@@ -185,7 +186,7 @@ def test_a_scripted_submodule_is_planned() -> None:
     output = model(x)
     output.sum().backward()
     assert torch.equal(output, expected)
-    assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+    assert_equal(before, [p.grad for p in model.parameters()])
 
 
 def test_options_that_are_none_are_refused() -> None:

@@ -24,6 +24,7 @@ from tests.scheduler_runtime.fitting.test_fitting_with_host import (
     tower,
     trained,
 )
+from tests.support.bitwise import assert_equal
 from tests.support.paths import ROOT
 
 BATCH = numbers(256)
@@ -60,7 +61,7 @@ def assert_spills(model: nn.Module) -> None:
 @pytest.mark.slow
 def test_the_same_bits(tmp_path: Path) -> None:
     model, optimizer = fitted(tmp_path)
-    assert all(map(torch.equal, plain([BATCH] * 2), trained(model, optimizer, [BATCH] * 2)))
+    assert_equal(plain([BATCH] * 2), trained(model, optimizer, [BATCH] * 2))
     assert_spills(model)
     assert not list(tmp_path.iterdir())
     remove(model)
@@ -82,7 +83,7 @@ def test_the_same_bits_in_other_steps(
 ) -> None:
     model, optimizer = fitted(tmp_path, budget=budget_for(tower(), BATCH, share))
     expected = trained(plain := tower(), adamw(plain.parameters()), batches, **options)
-    assert all(map(torch.equal, expected, trained(model, optimizer, batches, **options)))
+    assert_equal(expected, trained(model, optimizer, batches, **options))
     assert_spills(model)
     assert not list(tmp_path.iterdir())
 
@@ -113,7 +114,7 @@ def test_a_disk_that_is_full_or_gone(
                 model(BATCH[0])
             directory.mkdir()
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(map(torch.equal, plain([BATCH] * 2), trained(model, optimizer, [BATCH] * 2)))
+    assert_equal(plain([BATCH] * 2), trained(model, optimizer, [BATCH] * 2))
     assert_spills(model)
 
 
@@ -134,7 +135,7 @@ def test_a_disk_that_fails_in_a_later_step(
         patched.setattr(os, call, fails)
         with pytest.raises(CopyError, match="the disk in '"):
             trained(model, optimizer, [BATCH])
-    assert all(map(torch.equal, before, model.parameters()))
+    assert_equal(before, model.parameters())
     trained(model, optimizer, [BATCH])
     assert not list(tmp_path.iterdir())
 

@@ -17,6 +17,7 @@ from scheduler_runtime.execute import copies as copies_module
 from solver import solve
 from solver.schedule import Link
 from solver.sizes_deadlines_progress import BudgetError
+from tests.support.bitwise import assert_equal, assert_same_gradients
 from tests.support.pools import made_pools
 
 __all__ = ["made_pools"]
@@ -120,7 +121,7 @@ def test_each_shape_is_planned_and_all_share_one_block(
     batches = [numbers(n) for n in sizes]
     expected = trained(plain, adamw(plain.parameters()), batches)
     got = trained(fitted, optimizer, batches)
-    assert all(map(torch.equal, expected, got))
+    assert_equal(expected, got)
     assert_copied(fitted)
     assert len(plans_of(fitted)) == 3
     blocks = [pool.host.numel() for pool in made_pools]
@@ -143,7 +144,7 @@ def test_a_copy_of_the_module_has_a_block_of_its_own(
 @pytest.mark.slow
 def test_accumulated_gradients() -> None:
     fitted, expected, got = both([numbers(256)] * 6, n_micro=3, share=0.7)
-    assert all(map(torch.equal, expected, got))
+    assert_equal(expected, got)
     assert_copied(fitted)
     assert len(plans_of(fitted)) == 2
 
@@ -151,7 +152,7 @@ def test_accumulated_gradients() -> None:
 @pytest.mark.slow
 def test_autocast() -> None:
     fitted, expected, got = both([numbers(256)] * 2, autocast=True, share=0.4)
-    assert all(map(torch.equal, expected, got))
+    assert_equal(expected, got)
     assert_copied(fitted)
 
 
@@ -201,8 +202,7 @@ def test_gradients_of_other_outputs_than_planned() -> None:
     for model in (plain, fitted):
         for _ in range(2):
             model(batch)[0].square().sum().backward()
-    for one, other in zip(plain.parameters(), fitted.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert_same_gradients(plain, fitted)
 
 
 @pytest.mark.parametrize(

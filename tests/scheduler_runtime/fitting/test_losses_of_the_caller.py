@@ -24,6 +24,7 @@ from scheduler_runtime import fit, measure
 from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.measuring import bytes_of, free_unreferenced
 from solver import solve
+from tests.support.bitwise import assert_equal
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -213,7 +214,7 @@ def test_a_plan_for_a_loss_that_takes_less_becomes_faster(caplog: pytest.LogCapt
 
 @pytest.mark.slow
 def test_losses_and_weights_are_those_of_eager_mode_while_the_loss_is_watched() -> None:
-    assert all(map(torch.equal, _steps(F.mse_loss, SMALL_BUDGET_BYTES), _steps(F.mse_loss, None)))
+    assert_equal(_steps(F.mse_loss, SMALL_BUDGET_BYTES), _steps(F.mse_loss, None))
 
 
 def test_the_watch_ends_at_the_optimizers_step() -> None:
@@ -385,7 +386,7 @@ def _steps(loss: Loss, budget: int | None) -> list[torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("loss", [_of_sparse_rows, _through_mkldnn])
 def test_a_loss_that_cannot_be_counted_runs_as_in_eager_mode(loss: Loss) -> None:
-    assert all(map(torch.equal, _steps(loss, SMALL_BUDGET_BYTES), _steps(loss, None)))
+    assert_equal(_steps(loss, SMALL_BUDGET_BYTES), _steps(loss, None))
 
 
 def _compiled(compiled_graphs: list[fx.GraphModule], loss: Loss) -> Any:

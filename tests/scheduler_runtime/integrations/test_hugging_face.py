@@ -20,6 +20,7 @@ from transformers import (
 
 from scheduler_runtime import CheckpointedAlreadyError, FitError, fit, plans_of, remove
 from scheduler_runtime.integrations.hugging_face import FitCallback
+from tests.support.bitwise import assert_equal
 
 BUDGET, SMALLER_BUDGET = "1.8MB", "1.5MB"
 """Below what a step takes without a plan; the smaller for bfloat16 and for adapters."""
@@ -106,7 +107,7 @@ def test_the_trainer_has_the_same_losses_and_weights(
         results.append((losses.values, list(model.parameters())))
     (expected, parameters), (got, fitted_parameters) = results
     assert got == expected
-    assert all(map(torch.equal, parameters, fitted_parameters))
+    assert_equal(parameters, fitted_parameters)
     assert len(callback.plans) == n_plans
     for plan in callback.plans:
         assert plan.solution.simulation.n_recomputed > 0
@@ -219,7 +220,7 @@ def test_accelerate_has_the_same_losses_and_weights(when: str, mixed_precision: 
             optimizer.step()
             values.append(loss.detach())
         results.append([*values, *inner.parameters()])
-    assert all(map(torch.equal, *results))
+    assert_equal(*results)
     assert not torch.is_autocast_enabled("cpu")
     if when == "after prepare":
         (plan,) = plans_of(inner)

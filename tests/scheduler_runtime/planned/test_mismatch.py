@@ -20,7 +20,7 @@ from graphs.pipeline import Pipeline
 from scheduler_runtime import PlanMismatchError, apply, compile, remove
 from solver import solve
 from solver.schedule.recompute import keep
-from tests.support.bitwise import one_step, solution_of, traced
+from tests.support.bitwise import assert_equal, one_step, solution_of, traced
 from tests.support.models import Classifier, TiedLanguageModel
 
 
@@ -100,7 +100,7 @@ def test_a_planned_module_is_saved_loaded_moved_and_pickled(tmp_path: Path) -> N
     for other in others:
         other.zero_grad()
         got = one_step(other, batch, 0)
-        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert_equal(expected, got)
 
 
 def test_inference_mode_runs_the_module_itself() -> None:
