@@ -113,6 +113,11 @@ def _measured(model: nn.Module, solution: Solution | None, batch: Any, **step: A
     return measure(model, batch, n_steps=1, **step).peak_bytes
 
 
+def _check_without_plan(model: nn.Module, batch: Any, *, within: float = WITHIN_OUTSIDE) -> None:
+    predicted = solve(model, batch, budget="1GB", rewrites="none").baseline.peak_bytes
+    assert predicted == pytest.approx(_measured(model, None, batch), rel=within)
+
+
 def _check(
     model: nn.Module, batch: Any, *, within: float = WITHIN, share: float = 0.8, **step: Any
 ) -> None:
@@ -174,10 +179,7 @@ def test_the_peak_without_a_plan_is_the_predicted_one_with_fourier_transforms(
     """The backward pass of `rfft` writes its gradient into a part of a larger tensor, and autograd
     saves the input, which it does not read."""
     torch.manual_seed(0)
-    model, batch = Chain(LOSSES["square by hand"][0], transform), (numbers(), numbers())
-    plain = solve(model, batch, budget="1GB", rewrites="none")
-    without = _measured(model, None, batch)
-    assert abs(plain.baseline.peak_bytes - without) <= WITHIN_OUTSIDE * without
+    _check_without_plan(Chain(LOSSES["square by hand"][0], transform), (numbers(), numbers()))
 
 
 def _power(waves: torch.Tensor) -> torch.Tensor:
@@ -187,20 +189,14 @@ def _power(waves: torch.Tensor) -> torch.Tensor:
 def test_the_peak_without_a_plan_counts_no_conjugate_that_autograd_saves_as_a_view() -> None:
     """A trace has it computed."""
     model = Chain(lambda _, x, t: _power(torch.complex(x, t).tril()))
-    batch = numbers(), numbers()
-    plain = solve(model, batch, budget="1GB", rewrites="none")
-    without = _measured(model, None, batch)
-    assert abs(plain.baseline.peak_bytes - without) <= WITHIN * without
+    _check_without_plan(model, (numbers(), numbers()), within=WITHIN)
 
 
 def test_the_peak_without_a_plan_is_the_predicted_one_with_temporaries_written_in_place() -> None:
     """The backward pass of `renorm` overwrites a part of an expression, and drops it then."""
     torch.manual_seed(0)
-    model, batch = Chain(LOSSES["square by hand"][0], lambda x: torch.renorm(x, 2, 0, 1.0)), numbers
-    given = (batch(), batch())
-    plain = solve(model, given, budget="1GB", rewrites="none")
-    without = _measured(model, None, given)
-    assert abs(plain.baseline.peak_bytes - without) <= WITHIN_OUTSIDE * without
+    model = Chain(LOSSES["square by hand"][0], lambda x: torch.renorm(x, 2, 0, 1.0))
+    _check_without_plan(model, (numbers(), numbers()))
 
 
 @pytest.mark.slow(sample=1)
@@ -211,10 +207,7 @@ def test_the_peak_without_a_plan_counts_noise_once_that_is_drawn_in_place(loss: 
     torch.manual_seed(0)
     losses = {**LOSSES, "sum": (lambda _, x, _t: x.sum(), numbers)}
     model = Chain(losses[loss][0], lambda x: F.rrelu(x, training=True))
-    batch = numbers(), numbers()
-    plain = solve(model, batch, budget="1GB", rewrites="none")
-    without = _measured(model, None, batch)
-    assert abs(plain.baseline.peak_bytes - without) <= 0.005 * without
+    _check_without_plan(model, (numbers(), numbers()), within=0.005)
 
 
 @pytest.mark.slow
@@ -228,10 +221,7 @@ def test_the_peak_without_a_plan_counts_what_matrix_exp_takes_while_it_runs(
     model = Chain(
         lambda _, x, _t: x.mean(), lambda x: torch.matrix_exp(0.1 * x.view(shape)).view_as(x)
     )
-    batch = numbers(), numbers()
-    plain = solve(model, batch, budget="1GB", rewrites="none")
-    without = _measured(model, None, batch)
-    assert abs(plain.baseline.peak_bytes - without) <= WITHIN_OUTSIDE * without
+    _check_without_plan(model, (numbers(), numbers()))
 
 
 def _gathered(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -246,11 +236,8 @@ def _gathered(x: torch.Tensor, name: str) -> torch.Tensor:
 def test_the_peak_without_a_plan_counts_what_operators_in_place_save(name: str) -> None:
     """`index_add_` saves the rows that it adds, which its backward pass does not read."""
     torch.manual_seed(0)
-    loss = LOSSES["square by hand"][0]
-    model, batch = Chain(loss, lambda x: _gathered(x, name)), (numbers(), numbers())
-    plain = solve(model, batch, budget="1GB", rewrites="none")
-    without = _measured(model, None, batch)
-    assert abs(plain.baseline.peak_bytes - without) <= WITHIN_OUTSIDE * without
+    model = Chain(LOSSES["square by hand"][0], lambda x: _gathered(x, name))
+    _check_without_plan(model, (numbers(), numbers()))
 
 
 class Cells(nn.Module):
@@ -393,10 +380,7 @@ UNPLANNED: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]]
 def test_the_peak_without_a_plan_is_what_eager_mode_takes(name: str) -> None:
     torch.manual_seed(0)
     build, target = UNPLANNED[name]
-    model, batch = build(), (numbers(), target())
-    plain = solve(model, batch, budget="1GB", rewrites="none")
-    measured = _measured(model, None, batch)
-    assert plain.baseline.peak_bytes == pytest.approx(measured, rel=0.002)
+    _check_without_plan(build(), (numbers(), target()), within=0.002)
 
 
 @pytest.mark.slow
