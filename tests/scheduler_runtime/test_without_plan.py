@@ -84,10 +84,7 @@ LOSSES: dict[str, tuple[Loss, Callable[[], torch.Tensor]]] = {
     "kl_div": (lambda _, x, t: F.kl_div(F.log_softmax(x, -1), t, reduction="sum"), shares),
     "cross_entropy": (lambda _, x, t: F.cross_entropy(x, t), labels),
     "nll": (lambda _, x, t: F.nll_loss(F.log_softmax(x, -1), t), labels),
-    "logsumexp": (
-        lambda _, x, t: (x.logsumexp(-1) - x.gather(1, t[:, None])[:, 0]).mean(),
-        labels,
-    ),
+    "logsumexp": (lambda _, x, t: (x.logsumexp(-1) - x.gather(1, t[:, None])[:, 0]).mean(), labels),
     "two losses": (lambda _, x, t: F.mse_loss(x, t) + 0.1 * F.l1_loss(x, t), numbers),
     "weight decay": (_decayed, numbers),
     "logits beside the loss": (lambda _, x, t: (F.cross_entropy(x, t), x), labels),

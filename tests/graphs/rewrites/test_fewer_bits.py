@@ -27,16 +27,7 @@ from scheduler_runtime.verifying import run_both_steps
 from solver import solve
 from solver.bound import lower_bound_s
 from solver.reporting.report_data import rewritten
-from solver.schedule import (
-    Link,
-    Place,
-    Places,
-    Schedule,
-    Store,
-    baseline,
-    keep,
-    simulate,
-)
+from solver.schedule import Link, Place, Places, Schedule, Store, baseline, keep, simulate
 from tests.support import bitwise
 from tests.support.bitwise import assert_equal
 from tests.support.budgets import baseline_peak_bytes

@@ -13,10 +13,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import cpu_peak_bytes

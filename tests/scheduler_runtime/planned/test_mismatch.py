@@ -50,10 +50,7 @@ def shallower(model: Classifier) -> None:
             r"'layers.0.weight' is float32 \[32, 8\], frozen, planned for .* \[32, 8\], trained",
         ),
         (deeper, r"has 8 parameters, planned for 6: 'layers.5.weight' \(and 1 more\) is not"),
-        (
-            shallower,
-            r"has 4 parameters, planned for 6: 'layers.3.weight' \(and 1 more\) is in",
-        ),
+        (shallower, r"has 4 parameters, planned for 6: 'layers.3.weight' \(and 1 more\) is in"),
     ],
 )
 @pytest.mark.parametrize("after_a_step", [False, True])
@@ -72,9 +69,8 @@ def test_another_model_is_told_by_its_parameters(
 def test_another_dtype_of_a_parameter_is_told() -> None:
     model, batch = planned()
     model.double()
-    with pytest.raises(
-        PlanMismatchError, match="argument x has dtype float64, planned for float32"
-    ):
+    words = "argument x has dtype float64, planned for float32"
+    with pytest.raises(PlanMismatchError, match=words):
         model(batch[0].double(), batch[1])
     language, tokens = planned(TiedLanguageModel)
     language.double()
@@ -181,6 +177,11 @@ def scaled_batch() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return torch.ones(4, 8), {"values": torch.zeros(4, 8)}
 
 
+def planned_scaled() -> tuple[Scaled, torch.Tensor, dict[str, torch.Tensor]]:
+    model, (rows, targets) = Scaled(), scaled_batch()
+    return apply(model, solve(model, (rows, targets), budget="1MB")), rows, targets
+
+
 def as_doubles(model: Scaled) -> None:
     model.scale = model.scale.double()
 
@@ -197,10 +198,7 @@ def as_doubles(model: Scaled) -> None:
             lambda m, x, y: m(x, targets={"values": y["values"].double()}),
             r"argument targets\['values'\] has dtype float64, planned for float32",
         ),
-        (
-            lambda m, x, y: m(x, y, weight=x),
-            "argument weight is a tensor in this call only",
-        ),
+        (lambda m, x, y: m(x, y, weight=x), "argument weight is a tensor in this call only"),
         (
             lambda m, x, y: m(x, y, rounded=True),
             "argument rounded is True, planned for its default",
@@ -217,9 +215,7 @@ def as_doubles(model: Scaled) -> None:
     ],
 )
 def test_what_is_wrong_with_a_call_has_its_name_in_the_code(call: Any, words: str) -> None:
-    model = Scaled()
-    rows, targets = scaled_batch()
-    apply(model, solve(model, (rows, targets), budget="1MB"))
+    model, rows, targets = planned_scaled()
     with pytest.raises(PlanMismatchError, match=words) as raised:
         call(model, rows, targets)
     assert "primals" not in str(raised.value)
@@ -243,9 +239,7 @@ def test_what_is_wrong_with_a_call_has_its_name_in_the_code(call: Any, words: st
 def test_what_the_module_refuses_itself_is_its_own_error_with_a_note(
     call: Any, error: type[Exception], words: str
 ) -> None:
-    model = Scaled()
-    rows, targets = scaled_batch()
-    apply(model, solve(model, (rows, targets), budget="1MB"))
+    model, rows, targets = planned_scaled()
     with pytest.raises(error) as raised:
         call(model, rows, targets)
     assert words in raised.value.__notes__[0]
@@ -344,20 +338,17 @@ def test_a_file_with_a_gradient_of_an_output_that_there_is_not(index: int, tmp_p
 
 
 def test_a_call_that_forward_does_not_take_is_pythons_own_error() -> None:
-    model = Scaled()
-    apply(model, solve(model, scaled_batch(), budget="1MB"))
-    with pytest.raises(
-        TypeError, match=r"Scaled\.forward\(.*missing a required argument: 'targets'"
-    ):
-        model(scaled_batch()[0])
+    model, rows, _ = planned_scaled()
+    missing = r"Scaled\.forward\(.*missing a required argument: 'targets'"
+    with pytest.raises(TypeError, match=missing):
+        model(rows)
 
 
 def test_swapped_and_wrong_arguments_of_apply_are_told() -> None:
     model = Scaled()
     solution = solve(model, scaled_batch(), budget="1MB")
-    with pytest.raises(
-        TypeError, match=r"first and the Scaled second; write apply\(model, solution\)"
-    ):
+    swapped = r"first and the Scaled second; write apply\(model, solution\)"
+    with pytest.raises(TypeError, match=swapped):
         apply(solution, model)
     for wrong in (None, model, 3, [None]):
         with pytest.raises(TypeError, match=r"apply\(\) was given .* as the plan; pass what solve"):

@@ -362,10 +362,7 @@ def test_ctrl_c_reports_the_largest_so_far(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_size_that_the_model_refuses_is_told(tmp_path, capsys):
-    model = write_model(
-        tmp_path,
-        ("return torch", "assert batch_size <= 5\n    return torch"),
-    )
+    model = write_model(tmp_path, ("return torch", "assert batch_size <= 5\n    return torch"))
     found = run_json(capsys, "--max-batch", "--budget", "1MB", model)
     assert found["sizes"]["largest"] == 5
     assert any("Size 6 could not be traced" in note for note in found["notes"])
