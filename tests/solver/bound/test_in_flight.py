@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 from pathlib import Path
@@ -28,6 +27,7 @@ from solver.schedule import Solution, baseline, simulate
 from solver.sizes_deadlines_progress import OutOfTimeError
 from tests.support.brute_force_in_flight import fastest_in_flight
 from tests.support.budgets import baseline_peak_bytes
+from tests.support.command import json_of
 from tests.support.small_graphs import make, op, plan
 from tests.support.synthetic_graphs import random_dag
 
@@ -288,8 +288,7 @@ def test_the_command_plans_several_micro_batches(
     found = Solution.load(written, graph=graph)
     assert found.simulation == simulate(graph, found.schedule)
     assert found.simulation.peak_bytes <= budget_bytes
-    assert main([*options, "--json"]) == Exit.SOLVED
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of(capsys, *options)
     assert answer["exit_code"] == 0
 
 

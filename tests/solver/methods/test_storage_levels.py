@@ -156,8 +156,7 @@ def test_the_front_doors(tmp_path, capsys) -> None:
     path = str(tmp_path / "graph.json")
     graph.save(path)
     budget = ["--budget", str(budget_bytes)]
-    code, line = failed(capsys, *budget, "--method", "multistage", path)
-    assert code == 2
+    line = failed(capsys, *budget, "--method", "multistage", path, code=2)
     assert "--method multistage is for host memory and disks" in line
     host = ["--host", "8000B", "--host-link", "1MB/s"]
     disk = ["--disk", f"1MB:{tmp_path}", "--disk-rate", "1MB/s"]

@@ -1,7 +1,5 @@
 """A host beside the device, from the front doors: sizes and links, refusals, reports, files."""
 
-import json
-
 import pytest
 
 from checkpoint_solver.cli.command import main
@@ -13,7 +11,7 @@ from solver.reporting.copy_rows import N_TRIPS
 from solver.schedule import Link, Place, Places, Solution
 from solver.sizes_deadlines_progress import BudgetError, describe_op, format_size
 from tests.support.budgets import baseline_peak_bytes
-from tests.support.command import failed
+from tests.support.command import failed, json_of
 from tests.support.small_graphs import make, op
 from tests.support.synthetic_graphs import residual
 
@@ -109,7 +107,7 @@ def test_a_host_of_bytes_where_gigabytes_were_meant(tmp_path, capsys) -> None:
         solve(graph, budget="16GB", host_budget="64", host_link="50GB/s")
     graph.save(tmp_path / "graph.json")
     options = ["--budget", "16GB", "--host", "64", "--host-link", "50GB/s"]
-    _, line = failed(capsys, *options, str(tmp_path / "graph.json"))
+    line = failed(capsys, *options, str(tmp_path / "graph.json"), code=2)
     assert "invalid host budget '64': 64 bytes" in line
     assert host_places(1024, 5e10, hardware=None, resident_bytes=10**9) == host_places(
         "1024B", 5e10, hardware=None, resident_bytes=10**9
@@ -205,8 +203,7 @@ def test_explaining_a_plan_with_copies(tmp_path, capsys) -> None:
     assert f"{describe_op(trip.maker)}, back for {trip.reader.name}" in text
     assert f"copied out {format_size(trip.size_bytes)}, in " in text
     assert f"on, for {describe_op(trip.reader)}" in text
-    assert main(["explain", *files, "--json"]) == 0
-    (first, *_) = json.loads(capsys.readouterr().out)["copies"]
+    (first, *_) = json_of(capsys, "explain", *files)["copies"]
     assert first["storage"] == trip.storage
     assert tuple(first["out_s"]) == trip.out_s
 
@@ -222,12 +219,10 @@ def test_the_command_refuses_what_copies_nothing(tmp_path, capsys) -> None:
     path = str(tmp_path / "graph.json")
     NET.save(path)
     options = ["--budget", str(BUDGET), "--host", "64GB", "--host-link", "1GB/s", path]
-    code, line = failed(capsys, "--method=sqrt", *options)
-    assert code == 2
+    line = failed(capsys, "--method=sqrt", *options, code=2)
     assert line == (
         "solve: --host: method sqrt copies nothing to the host; leave out --method, or name one of "
         "auto, disk_revolve, periodic_disk_revolve, hrevolve, multistage"
     )
-    code, line = failed(capsys, "--emit", "megatron", *options)
-    assert code == 2
+    line = failed(capsys, "--emit", "megatron", *options, code=2)
     assert "other systems have no setting for copies" in line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from graphs.graph import Graph
 from solver import Solution, solve
 from solver.schedule import Request, least_capacity_bytes, reserved
 from solver.solving import answer
-from tests.support.command import failed
+from tests.support.command import failed, json_of
 from tests.support.paths import GPT2
 from tests.support.small_graphs import make, op
 
@@ -111,8 +110,7 @@ def test_other_words_are_refused():
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]):
     arguments = [str(GPT2), "--budget", "4GB", "--budget-of", "reserved"]
-    assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["budget_of"] == "reserved"
+    assert json_of(capsys, *arguments)["budget_of"] == "reserved"
     assert main(arguments) == 0
     assert "4.00 GB (3.73 GiB), of reserved memory" in capsys.readouterr().out
 
@@ -129,13 +127,10 @@ def test_stages_with_several_micro_batches_in_flight_are_refused(
 ):
     graph = dataclasses.replace(Graph.load(GPT2), n_in_flight=4)
     graph.save(tmp_path / "stage.json")
-    code, message = failed(capsys, str(tmp_path / "stage.json"), "--budget", "8GB", *words)
-    assert code == 2
+    message = failed(capsys, str(tmp_path / "stage.json"), "--budget", "8GB", *words, code=2)
     assert f"{what}: not planned for a step with 4 micro-batches or passes in flight" in message
 
 
 def test_the_cpu_has_no_such_allocator(capsys: pytest.CaptureFixture[str]):
     arguments = [str(GPT2), "--budget", "4GB", "--budget-of", "reserved", "--device", "cpu"]
-    code, message = failed(capsys, *arguments)
-    assert code == 2
-    assert "name a card (--device h100" in message
+    assert "name a card (--device h100" in failed(capsys, *arguments, code=2)
