@@ -92,9 +92,11 @@ def test_the_same_question_has_the_same_answer(name: str) -> None:
 @pytest.mark.parametrize("name", ON_BLOCKS)
 def test_a_time_limit_leaves_a_legal_answer_or_none(name: str) -> None:
     graph = synthetic_graphs.recurrent(n_steps=40)
-    proposal = run(name, graph, budget_above_resident(graph, 0.5), time_limit_s=0.0)
-    simulation = simulated(graph, proposal)
-    assert simulation is None or simulation.peak_bytes <= budget_above_resident(graph, 0.5)
+    for share in (0.5, 1.0):  # at 1, revolve and dp have an answer at once
+        budget_bytes = budget_above_resident(graph, share)
+        simulation = simulated(graph, run(name, graph, budget_bytes, time_limit_s=0.0))
+        assert simulation is None or simulation.peak_bytes <= budget_bytes
+        assert (simulation is not None) == (share == 1.0 and name in ("revolve", "dp"))
 
 
 SHAPES = {
