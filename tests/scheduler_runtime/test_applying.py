@@ -142,7 +142,7 @@ def test_autocast_gives_the_same_bits(make: Any) -> None:
             loss = each(batch)
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in each.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_equal(*results)
 
 
 @pytest.mark.slow
@@ -150,8 +150,7 @@ def test_accumulation_over_micro_batches_gives_the_same_bits() -> None:
     model, batch, graph = traced(TiedLanguageModel, gradients="accumulate")
     planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
     for seed in range(3):
-        expected, got = one_step(model, batch, seed), one_step(planned, batch, seed)
-        assert_equal(expected, got)
+        assert_equal(one_step(model, batch, seed), one_step(planned, batch, seed))
 
 
 @pytest.mark.slow
@@ -170,8 +169,7 @@ def test_frozen_parameters_and_inputs_that_need_gradients() -> None:
         each.loss(each(x, label), (x, label)).backward()
         gradients.append([x.grad, *(p.grad for p in each.parameters())])
     assert gradients[1][1] is None
-    for expected, got in zip(*gradients, strict=True):
-        assert expected is got is None or torch.equal(expected, got)
+    assert_equal(*gradients)
 
 
 def planned_language_model() -> tuple[nn.Module, Any, Graph]:
@@ -251,8 +249,7 @@ def test_copies_of_a_planned_module_run_by_themselves() -> None:
     twin = copy.deepcopy(model)
     twin.zero_grad()
     model.zero_grad()
-    got = one_step(twin, batch, 0)
-    assert_equal(expected, got)
+    assert_equal(expected, one_step(twin, batch, 0))
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -281,18 +278,8 @@ def test_frozen_parameters_that_forward_updates() -> None:
     model, batch, graph = traced(MomentumEncoder)
     planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
     for seed in range(3):
-        expected, got = one_step(model, batch, seed), one_step(planned, batch, seed)
-        assert all(a is b or torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert_equal(one_step(model, batch, seed), one_step(planned, batch, seed))
         assert_equal(model.parameters(), planned.parameters())
-
-
-@pytest.mark.slow
-def test_a_second_backward_is_refused() -> None:
-    model, batch, _ = planned_language_model()
-    loss = model(batch)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second time"):
-        loss.backward()
 
 
 @pytest.mark.slow
@@ -318,9 +305,7 @@ def test_a_schedule_file_runs_in_a_model_made_anew(tmp_path: Path) -> None:
 def test_an_illegal_schedule_file_is_refused_by_the_simulator(tmp_path: Path) -> None:
     model, batch, graph = traced(TiedLanguageModel)
     path = tmp_path / "schedule.json"
-    order = keep_order(graph, set())
-    solution = solution_of(graph, free_after_last_use(graph, order))
-    solution.save(path)
+    solution_of(graph, free_after_last_use(graph, keep_order(graph, set()))).save(path)
     path.write_text(path.read_text().replace('"compute",\n   "gelu"', '"compute",\n   "addmm"', 1))
     with pytest.raises(IllegalScheduleError):
         apply(model, path)(batch)
@@ -330,8 +315,7 @@ def test_an_illegal_schedule_file_is_refused_by_the_simulator(tmp_path: Path) ->
 def test_a_solution_without_schedule_cannot_be_applied() -> None:
     _, _, graph = traced(TiedLanguageModel)
     nothing = answer(graph, Request(budget_bytes=1000, method="none"))
-    said = r"no schedule to apply: .* infeasible, .* minimum budget found"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=r"no schedule to apply: .* infeasible, .* minimum budget"):
         apply(TiedLanguageModel(), nothing)
 
 
@@ -358,22 +342,20 @@ class Linear(nn.Module):
         return {"loss": y.sum(), "logits": y, "extra": None}
 
 
-def planned_linear() -> tuple[nn.Module, nn.Module, torch.Tensor]:
+def planned_linear() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     plain, x = Linear(), torch.randn(3, 4)
     graph = trace(plain, x)
-    planned = copy.deepcopy(plain)
-    apply(planned, solution_of(graph, keep(graph, set())), on_mismatch="replan")
-    return plain, planned, x
+    return apply(plain, solution_of(graph, keep(graph, set())), on_mismatch="replan"), x
 
 
 def test_nothing_among_the_outputs_stays_nothing() -> None:
-    _, planned, x = planned_linear()
+    planned, x = planned_linear()
     assert planned(x)["extra"] is None
 
 
 def test_a_weight_read_through_a_view_and_changed_is_refused() -> None:
-    _, planned, x = planned_linear()
+    planned, x = planned_linear()
     loss = planned(x)["loss"]
     with torch.no_grad():
         planned.layers[2].weight.add_(1.0)
@@ -382,14 +364,14 @@ def test_a_weight_read_through_a_view_and_changed_is_refused() -> None:
 
 
 def test_a_gradient_that_nobody_planned_for_is_refused() -> None:
-    _, planned, x = planned_linear()
+    planned, x = planned_linear()
     output = planned(x)
     with pytest.raises(RuntimeError, match="receives a gradient that the plan does not expect"):
         (output["loss"] + output["logits"].sum()).backward()
 
 
 def test_differentiating_twice_is_refused() -> None:
-    _, planned, x = planned_linear()
+    planned, x = planned_linear()
     x.requires_grad_(True)
     loss = planned(x)["loss"]
     with pytest.raises(RuntimeError, match="can be differentiated once"):
@@ -417,8 +399,7 @@ def test_parts_of_a_buffer_that_changes_are_not_read_again() -> None:
     model, batch, graph = traced(_Buffered)
     planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
     for seed in range(2):
-        expected, got = one_step(model, batch, seed), one_step(planned, batch, seed)
-        assert_equal(expected, got)
+        assert_equal(one_step(model, batch, seed), one_step(planned, batch, seed))
 
 
 class Summed(nn.Module):
