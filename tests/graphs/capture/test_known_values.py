@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphs.capture.as_eager import Leaf, Recipe, evaluate
 from graphs.trace import TraceError, trace
@@ -23,6 +22,7 @@ from scheduler_runtime.planned.program_cache import ProgramCache
 from solver import solve
 from solver.schedule.recompute import keep
 from tests.support.bitwise import assert_equal, one_step, solution_of
+from tests.support.tiny_transformers import tiny_llama
 
 WIDTH = 16
 
@@ -201,16 +201,7 @@ def test_the_programs_of_a_module_are_bounded() -> None:
 
 
 def padded_llama(n_padded: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(config)
+    model = tiny_llama(n_layers=1)
     tokens = torch.randint(50, (3, 24))
     mask = torch.ones_like(tokens)
     mask[0, 24 - n_padded :] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -21,25 +20,13 @@ from transformers import (
 from scheduler_runtime import CheckpointedAlreadyError, FitError, fit, plans_of, remove
 from scheduler_runtime.integrations.hugging_face import FitCallback
 from tests.support.bitwise import assert_equal
+from tests.support.tiny_transformers import tiny_gpt2
 
 BUDGET, SMALLER_BUDGET = "1.8MB", "1.5MB"
 """Below what a step takes without a plan; the smaller for bfloat16 and for adapters."""
 
 
-def language_model() -> Any:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=1,
-            n_embd=32,
-            n_head=2,
-            n_positions=64,
-            vocab_size=100,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
-    )
+language_model = functools.partial(tiny_gpt2, use_cache=False)
 
 
 def adapted_model() -> Any:
