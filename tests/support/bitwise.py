@@ -79,6 +79,14 @@ def assert_equal(
         assert one is None or torch.equal(one, other)
 
 
+def are_equal(expected: Iterable[torch.Tensor | None], got: Iterable[torch.Tensor | None]) -> bool:
+    try:
+        assert_equal(expected, got)
+    except (AssertionError, ValueError):
+        return False
+    return True
+
+
 def assert_same_gradients(plain: nn.Module, planned: nn.Module) -> None:
     gradients = [[p.grad for p in model.parameters()] for model in (plain, planned)]
     assert any(gradient is not None for gradient in gradients[0])

@@ -26,6 +26,7 @@ from graphs.trace import fake_mesh, trace
 from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.fsdp import shard
 from solver import Solution, solve
+from tests.support.bitwise import are_equal
 from tests.support.tensor_ranks import ROWS, Transformer, colwise, sequence
 
 N_TENSOR, N_FSDP, N_BLOCKS, N_TOKENS, LENGTH = 2, 2, 3, 128, 64
@@ -104,7 +105,7 @@ def work(rank: int, *, solutions: Mapping[str, Sequence[Solution]]) -> None:
                     model, optimizer, batch(row), predicted_bytes=exported.peak_bytes
                 ),
                 "predicted_bytes": exported.peak_bytes,
-                "same": len(got) == len(expected) and all(map(torch.equal, expected, got)),
+                "same": are_equal(expected, got),
             }
             os.write(1, f"{json.dumps(found)}\n".encode())  # in one write: lines do not mix
 

@@ -24,6 +24,7 @@ from examples.integrations.two_processes import run
 from graphs import Pipeline
 from scheduler_runtime import apply, on_all_ranks
 from solver import Solution
+from tests.support.bitwise import are_equal
 from tests.support.pipeline_ranks import N_MICROBATCHES, Shape, solved, trained
 from tests.support.tensor_ranks import N_HEADS, Block, colwise
 
@@ -75,7 +76,7 @@ def work(rank: int, *, schedules: Sequence[str]) -> None:
             "n_in_flight": solution.graph.n_in_flight,
             "n_recomputed": solution.simulation.n_recomputed,
             "n_results": len(got),
-            "same": len(plain) == len(got) and all(map(torch.equal, plain, got)),
+            "same": are_equal(plain, got),
             "plain_measured_bytes": plain_measured,
             "plain_predicted_bytes": plain_bytes,
             "measured_bytes": measured,

@@ -152,7 +152,7 @@ from pathlib import Path
 import torch
 from scheduler_runtime import apply
 from tests.scheduler_runtime.execute.test_copies_to_disk import spilling
-from tests.support.bitwise import one_step
+from tests.support.bitwise import assert_equal, one_step
 directory, seed, killed = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "killed"
 model, planned, batch, solution = spilling(directory)
 apply(planned, solution, disk_directory=directory)
@@ -161,7 +161,7 @@ if killed:
     print(len(os.listdir(directory)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 plain, found = one_step(model, batch + seed, seed), one_step(planned, batch + seed, seed)
-assert all(map(torch.equal, plain, found))
+assert_equal(plain, found)
 print("same")
 """
 
