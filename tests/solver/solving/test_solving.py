@@ -122,6 +122,7 @@ def test_what_is_printed_is_short() -> None:
     for value in (solution, graph, solution.schedule, solution.simulation, find_obstacle(graph)):
         assert len(repr(value)) < 3000
     assert "overhead" in repr(solution)
+    assert solution.trace is solution.simulation  # its former name
     assert len(repr(solution)) < 300
 
 
