@@ -342,20 +342,22 @@ class Linear(nn.Module):
         return {"loss": y.sum(), "logits": y, "extra": None}
 
 
-def planned_linear() -> tuple[nn.Module, torch.Tensor]:
+def planned_linear() -> tuple[nn.Module, nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     plain, x = Linear(), torch.randn(3, 4)
     graph = trace(plain, x)
-    return apply(plain, solution_of(graph, keep(graph, set())), on_mismatch="replan"), x
+    planned = copy.deepcopy(plain)
+    apply(planned, solution_of(graph, keep(graph, set())), on_mismatch="replan")
+    return plain, planned, x
 
 
 def test_nothing_among_the_outputs_stays_nothing() -> None:
-    planned, x = planned_linear()
+    _, planned, x = planned_linear()
     assert planned(x)["extra"] is None
 
 
 def test_a_weight_read_through_a_view_and_changed_is_refused() -> None:
-    planned, x = planned_linear()
+    _, planned, x = planned_linear()
     loss = planned(x)["loss"]
     with torch.no_grad():
         planned.layers[2].weight.add_(1.0)
@@ -364,14 +366,14 @@ def test_a_weight_read_through_a_view_and_changed_is_refused() -> None:
 
 
 def test_a_gradient_that_nobody_planned_for_is_refused() -> None:
-    planned, x = planned_linear()
+    _, planned, x = planned_linear()
     output = planned(x)
     with pytest.raises(RuntimeError, match="receives a gradient that the plan does not expect"):
         (output["loss"] + output["logits"].sum()).backward()
 
 
 def test_differentiating_twice_is_refused() -> None:
-    planned, x = planned_linear()
+    _, planned, x = planned_linear()
     x.requires_grad_(True)
     loss = planned(x)["loss"]
     with pytest.raises(RuntimeError, match="can be differentiated once"):
