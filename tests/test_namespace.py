@@ -41,6 +41,7 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize("home", HOMES)
 def test_every_public_name_is_the_same_object(home):
     package = importlib.import_module(home)
+    assert {*package.__all__} <= {*dir(package)}  # before each is loaded
     for name in package.__all__:
         assert getattr(checkpoint_solver, name) is getattr(package, name), name
 

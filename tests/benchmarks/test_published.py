@@ -152,10 +152,7 @@ UNSEEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "distill_cosine_loss": (DISTILLED, {"BT": "1024"}),
     "fused_linear_cpo_loss": (HEADS, {"B": "2"}),
     "fused_linear_simpo_loss": (HEADS, {"B": "2"}),
-    "fused_linear_grpo_loss_token": (
-        {**HEADS, "importance_sampling_level": "token"},
-        {"B": "2"},
-    ),
+    "fused_linear_grpo_loss_token": ({**HEADS, "importance_sampling_level": "token"}, {"B": "2"}),
     "fused_linear_grpo_loss_sequence": (
         {**HEADS, "importance_sampling_level": "sequence"},
         {"B": "2"},

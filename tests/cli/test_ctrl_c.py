@@ -20,7 +20,7 @@ import pytest
 
 from checkpoint_solver.cli.command import main
 from solver.schedule.solution import Solution
-from tests.support import nets
+from tests.support import synthetic_graphs
 from tests.support.command import without_progress, write_model
 from tests.support.paths import ROOT
 
@@ -107,7 +107,6 @@ def interrupted(
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
-        assert process.stderr is not None
         said = next((text for text in process.stderr if text == f"{line}\n"), None)
         assert said is not None, "it ended before"
         time.sleep(INSIDE_S)
@@ -121,7 +120,7 @@ def interrupted(
 @pytest.fixture
 def graph(tmp_path: Path) -> str:
     path = tmp_path / "graph.json"
-    nets.recurrent(n_steps=3).save(path)
+    synthetic_graphs.recurrent(n_steps=3).save(path)
     return str(path)
 
 

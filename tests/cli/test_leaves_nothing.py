@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from solver.schedule.solution import Solution
-from tests.support import nets
+from tests.support import synthetic_graphs
 from tests.support.command import write_model
 from tests.support.paths import ROOT
 
@@ -66,7 +66,7 @@ def called(program: str, *argv: str) -> dict[str, object]:
 @pytest.fixture
 def graph(tmp_path: Path) -> str:
     path = tmp_path / "graph.json"
-    nets.recurrent(n_steps=3).save(path)
+    synthetic_graphs.recurrent(n_steps=3).save(path)
     return str(path)
 
 

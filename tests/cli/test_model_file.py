@@ -13,7 +13,9 @@ import pytest
 
 from checkpoint_solver.cli.command import main
 from solver.reporting import Verification
-from tests.support.command import MODEL, failed, write_model
+from tests.support.command import MODEL, failed, json_of, write_model
+
+PLAN = ("--budget", "1MB", "--device", "cpu")
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def model_file(tmp_path: Path) -> Callable[..., str]:
 def test_a_model_file_is_traced_and_planned(model_file, tmp_path, capsys):
     schedule = str(tmp_path / "s.json")
     path = model_file()
-    assert main(["--budget", "1MB", "--device", "cpu", "-o", schedule, path]) == 0
+    assert main([*PLAN, "-o", schedule, path]) == 0
     out = capsys.readouterr().out
     assert "(Net)" in out
     assert "generic CPU" in out
@@ -34,15 +36,12 @@ def test_a_model_file_is_traced_and_planned(model_file, tmp_path, capsys):
 
 def test_autocast_is_part_of_the_step(model_file, tmp_path):
     schedule = tmp_path / "s.json"
-    options = ["--budget", "1MB", "--device", "cpu", "--autocast", "bf16", "--quiet"]
-    assert main([*options, "-o", str(schedule), model_file()]) == 0
+    assert main([*PLAN, "--autocast", "bf16", "--quiet", "-o", str(schedule), model_file()]) == 0
     assert json.loads(schedule.read_text())["environment"]["autocast"] == "bfloat16"
 
 
 def test_accumulated_gradients_are_there_from_the_start(model_file, capsys):
-    options = ["--budget", "1MB", "--device", "cpu", "--accumulate", "--json"]
-    assert main([*options, model_file()]) == 0
-    baseline = json.loads(capsys.readouterr().out)["baseline"]
+    baseline = json_of(capsys, *PLAN, "--accumulate", model_file())["baseline"]
     assert baseline["memory_bytes"]["gradients"] >= baseline["memory_bytes"]["parameters"]
 
 
@@ -50,24 +49,22 @@ def test_sizes_reach_the_functions_that_take_them(model_file, capsys):
     path = model_file(
         ("def get_model():", "def get_model(seq_length=7):\n    assert seq_length == 9")
     )
-    options = ["--budget", "1MB", "--device", "cpu", "--json"]
-    assert main([*options, "--batch-size", "16", "--seq-length", "9", path]) == 0
-    assert json.loads(capsys.readouterr().out)["baseline"]["memory_bytes"]["batch"] == 16 * 32 * 4
+    assert (
+        json_of(capsys, *PLAN, "--batch-size", "16", "--seq-length", "9", path)["baseline"][
+            "memory_bytes"
+        ]["batch"]
+        == 16 * 32 * 4
+    )
 
 
 def test_a_size_that_nobody_takes_is_wrong_usage(model_file, capsys):
-    code, line = failed(
-        capsys, "--budget", "1MB", "--device", "cpu", "--seq-length", "9", model_file()
-    )
-    assert code == 2
+    line = failed(capsys, *PLAN, "--seq-length", "9", model_file(), code=2)
     assert "--seq-length 9 has no effect: neither get_model nor get_batch" in line
 
 
 def test_a_size_that_is_needed_is_wrong_usage(model_file, capsys):
     path = model_file(("batch_size=64", "batch_size"))
-    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
-    assert code == 2
-    assert "needs batch_size: give --batch-size" in line
+    assert "needs batch_size: give --batch-size" in failed(capsys, *PLAN, path, code=2)
 
 
 def test_another_factory_and_a_loss_outside(model_file, capsys):
@@ -82,8 +79,7 @@ def test_another_factory_and_a_loss_outside(model_file, capsys):
         return torch.optim.SGD(model.parameters(), lr=0.1)
     """
     path = model_file(add=add)
-    assert main(["--budget", "1MB", "--device", "cpu", "--json", f"{path}:small"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json_of(capsys, *PLAN, f"{path}:small")
     assert report["problem"].endswith("model.py:small (Linear)")
     assert report["baseline"]["memory_bytes"]["optimizer"] == 0  # SGD keeps nothing
 
@@ -105,9 +101,7 @@ INPUTS = """
 
 
 def test_targets_are_for_the_loss(model_file, capsys):
-    options = ["--budget", "1MB", "--device", "cpu", "--json", "--verify"]
-    assert main([*options, model_file(add=SUPERVISED + INPUTS)]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json_of(capsys, *PLAN, "--verify", model_file(add=SUPERVISED + INPUTS))
     assert report["baseline"]["memory_bytes"]["batch"] == 64 * 32 * 4 + 64 * 8
     assert report["verification"]["passed"]
     assert report["verification"]["n_timed_steps"] == 3
@@ -119,16 +113,14 @@ def test_targets_are_for_the_loss(model_file, capsys):
 )
 def test_get_inputs_that_fails_is_told_in_one_line(model_file, capsys, wrong, reason):
     path = model_file(add=SUPERVISED + INPUTS.replace("batch[0]", wrong))
-    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
-    assert code == 4
+    line = failed(capsys, *PLAN, path, code=4)
     assert reason in line
     assert f"{path}, line " in line
 
 
 def test_targets_without_get_inputs_are_told_what_to_write(model_file, capsys):
     path = model_file(add=SUPERVISED)
-    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", path)
-    assert code == 4
+    line = failed(capsys, *PLAN, path, code=4)
     assert "Linear.forward" in line
     assert "get_inputs(batch)" in line
 
@@ -140,12 +132,11 @@ def test_a_loss_that_only_picks_the_models_own_is_inside(model_file, capsys):
     def get_loss(output, batch):
         return output['loss']
     """
-    schedules = []
-    for path in (model_file(changes), model_file(changes, add=add)):
-        options = ["--budget", "1MB", "--device", "cpu", "--json"]
-        assert main([*options, path]) == 0
-        schedules.append(json.loads(capsys.readouterr().out)["schedule"])
-    assert schedules[0] == schedules[1]
+    first, second = (
+        json_of(capsys, *PLAN, path)["schedule"]
+        for path in (model_file(changes), model_file(changes, add=add))
+    )
+    assert first == second
 
 
 @pytest.fixture
@@ -164,27 +155,23 @@ def package(tmp_path, monkeypatch):
 @pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("source", ["net", "net:get_model", "other:make_other"])
 def test_a_module_to_import(package, source):
-    options = ["--budget", "1MB", "--device", "cpu", "--quiet"]
-    assert main([*options, f"some_package.{source}"]) == 0
+    assert main([*PLAN, "--quiet", f"some_package.{source}"]) == 0
     assert str(package) not in sys.path
 
 
 def test_a_module_without_get_model_is_told_to_name_its_factory(package, capsys):
-    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "some_package.other")
-    assert code == 4
+    line = failed(capsys, *PLAN, "some_package.other", code=4)
     assert "add the function that creates the model: some_package.other:factory" in line
     assert "make_other" in line
 
 
 def test_a_file_of_another_kind_is_no_module(package, capsys):
-    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "some_package.txt")
-    assert code == 4
-    assert "expected model.py" in line
+    assert "expected model.py" in failed(capsys, *PLAN, "some_package.txt", code=4)
 
 
 def test_what_a_model_file_prints_stays_out_of_the_report(model_file, capsys):
     path = model_file(("return Net()", "print('hello'); return Net()"), add="print('loading')")
-    assert main(["--budget", "1MB", "--device", "cpu", "--json", path]) == 0
+    assert main([*PLAN, "--json", path]) == 0
     printed = capsys.readouterr()
     json.loads(printed.out)
     assert "loading" in printed.err
@@ -198,7 +185,7 @@ def test_no_weights_are_allocated(model_file):
 
 def test_a_model_that_reads_values_is_built_for_real(model_file, capsys):
     path = model_file(("return Net()", "assert torch.ones(2).sum().item() == 2; return Net()"))
-    assert main(["--budget", "1MB", "--device", "cpu", path]) == 0
+    assert main([*PLAN, path]) == 0
     assert "The model was built in real memory" in capsys.readouterr().out
 
 
@@ -214,18 +201,15 @@ def test_a_card_that_is_not_here_is_a_forecast(model_file, capsys, monkeypatch):
 
 def test_cuda_that_is_not_here_is_wrong_usage(model_file, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, line = failed(capsys, "--budget", "1GB", "--device", "cuda", model_file())
-    assert code == 2
+    line = failed(capsys, "--budget", "1GB", "--device", "cuda", model_file(), code=2)
     assert "no CUDA device is available" in line
 
 
 def test_measured_costs_are_of_this_machine(model_file, capsys):
     options = ("--budget", "1GB", "--costs", "measured")
-    code, line = failed(capsys, *options, "--device", "h100", model_file())
-    assert code == 2
+    line = failed(capsys, *options, "--device", "h100", model_file(), code=2)
     assert "cannot be measured for 'h100'" in line
-    assert main([*options, "--device", "cpu", "--json", model_file()]) == 0
-    costs = json.loads(capsys.readouterr().out)["costs"]
+    costs = json_of(capsys, *options, "--device", "cpu", model_file())["costs"]
     assert costs.startswith("measured")
     assert "times the roofline's" in costs
 
@@ -271,16 +255,14 @@ def test_measured_costs_are_of_this_machine(model_file, capsys):
 )
 def test_a_model_file_that_fails(changes, add, reason, model_file, capsys):
     path = model_file(*changes, add="\n" + add if add else "")
-    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "--quiet", path)
-    assert code == 4
+    line = failed(capsys, *PLAN, "--quiet", path, code=4)
     assert reason in line
     assert "model.py" in line
 
 
 def test_the_largest_batch_of_a_file_without_a_batch(model_file, capsys):
     path = model_file(("def get_batch", "def make_batch"))
-    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", "--max-batch", path)
-    assert code == 4
+    line = failed(capsys, *PLAN, "--max-batch", path, code=4)
     assert "defines no get_batch(); a model file" in line
 
 
@@ -297,8 +279,7 @@ def test_the_search_for_the_largest_batch_where_the_model_refuses_one_sample(mod
     assert "Expected more than 1 value per channel" in note
     assert "submodules" not in printed.out + printed.err
     assert "weights" not in printed.err
-    code, line = failed(capsys, *options, "--max-batch", "--batch-size", "1", path)
-    assert code == 4
+    line = failed(capsys, *options, "--max-batch", "--batch-size", "1", path, code=4)
     assert "Net fails on this batch: ValueError: Expected more than 1 value" in line
     assert "submodules" not in line
 
@@ -306,8 +287,7 @@ def test_the_search_for_the_largest_batch_where_the_model_refuses_one_sample(mod
 def test_a_file_that_is_no_python(tmp_path, capsys):
     path = tmp_path / "model.py"
     path.write_bytes(bytes(range(256)))
-    code, line = failed(capsys, "--budget", "1MB", "--device", "cpu", str(path))
-    assert code == 4
+    line = failed(capsys, *PLAN, str(path), code=4)
     assert line.startswith(f"solve: {path}")
 
 
@@ -325,11 +305,9 @@ READS_ITS_MASK = (
 def test_a_model_that_reads_its_batch_is_planned_for_the_values_that_it_has(
     mask, model_file, capsys
 ):
-    options = ["--budget", "1MB", "--device", "cpu", "--json", "--verify"]
     batch = "return torch.randn(batch_size, 32)"
     path = model_file(*READS_ITS_MASK, (batch, f"{batch}, {mask}"))
-    assert main([*options, path]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of(capsys, *PLAN, "--verify", path)
     assert answer["verification"]["passed"]
     assert answer["n_ops"] > 20
     assert any("forward reads values of " in note for note in answer["notes"])
@@ -337,14 +315,13 @@ def test_a_model_that_reads_its_batch_is_planned_for_the_values_that_it_has(
 
 def test_a_batch_too_large_to_build_is_planned_without_its_values(model_file, capsys, monkeypatch):
     monkeypatch.setattr("checkpoint_solver.cli.traced_step.MOST_BATCH_BYTES", 0)
-    assert main(["--budget", "1MB", "--device", "cpu", model_file()]) == 0
+    assert main([*PLAN, model_file()]) == 0
     assert "was not allocated" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_verify_runs_the_step_both_ways(model_file, capsys):
-    options = ["--budget", "1MB", "--device", "cpu", "--method", "every_block", "--verify"]
-    assert main([*options, model_file()]) == 0
+    assert main([*PLAN, "--method", "every_block", "--verify", model_file()]) == 0
     out, err = capsys.readouterr()
     assert "verifying: memory and time without and with the plan in turns, 10 steps" in err
     assert "Verification  passed" in out
@@ -392,7 +369,7 @@ def test_verify_that_fails(changes, printed, line, model_file, capsys, monkeypat
     monkeypatch.setattr(
         "scheduler_runtime.verifying.run_both_steps", lambda *_, **__: found(**changes)
     )
-    assert main(["--budget", "1MB", "--device", "cpu", "--verify", model_file()]) == 5
+    assert main([*PLAN, "--verify", model_file()]) == 5
     output = capsys.readouterr()
     assert "Verification  FAILED" in output.out
     assert printed in output.out
@@ -410,7 +387,7 @@ def test_the_report_is_there_before_the_steps_run(model_file, tmp_path, capsys, 
 
     monkeypatch.setattr("scheduler_runtime.verifying.run_both_steps", verify)
     page = tmp_path / "page.html"
-    options = ["--budget", "1MB", "--device", "cpu", "--verify"]
+    options = [*PLAN, "--verify"]
     assert main([*options, "--report", str(page), model_file()]) == 0
     after = capsys.readouterr().out
     assert "Answer  optimal" in before[0].out
@@ -430,7 +407,7 @@ def test_the_report_is_there_before_the_steps_run(model_file, tmp_path, capsys, 
 def test_verify_warns_of_a_peak_that_is_not_the_predicted_one(model_file, capsys, monkeypatch):
     other = found(available_bytes=2 * 10**6, baseline_measured_peak_bytes=12 * 10**5)
     monkeypatch.setattr("scheduler_runtime.verifying.run_both_steps", lambda *_, **__: other)
-    assert main(["--budget", "1MB", "--device", "cpu", "--verify", model_file()]) == 0
+    assert main([*PLAN, "--verify", model_file()]) == 0
     words = "without the plan the measured peak is 1.20 MB, 33.33 % above the predicted 900.0 KB"
     assert f"solve: warning: --verify: {words}" in capsys.readouterr().err
 
@@ -440,7 +417,7 @@ def test_verify_that_cannot_run(model_file, capsys, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr("scheduler_runtime.verifying.run_both_steps", out_of_memory)
-    assert main(["--budget", "1MB", "--device", "cpu", "--verify", model_file()]) == 5
+    assert main([*PLAN, "--verify", model_file()]) == 5
     output = capsys.readouterr()
     assert "can't allocate memory" in " ".join(output.out.split())
     assert "can't allocate memory" in output.err

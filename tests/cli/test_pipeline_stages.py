@@ -9,6 +9,7 @@ import pytest
 
 from checkpoint_solver.cli.command import main
 from solver import Solution
+from tests.support.command import json_of
 
 FILE = """
 import torch
@@ -67,8 +68,7 @@ def test_another_schedule(file, capsys) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("budget", "n_stages"), [("20kB", 1), ("12kB", 2)])
 def test_as_few_stages_as_fit(budget: str, n_stages: int, file: str, capsys) -> None:
-    assert main(["--budget", budget, *AUTO, "--batch-size", "1", "--json", file]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json_of(capsys, "--budget", budget, *AUTO, "--batch-size", "1", file)
     assert f"stage 0 of {n_stages})" in report["problem"]
     said = "No division into fewer stages (1) fits (proven)."
     assert (said in report["notes"]) == (n_stages > 1)
@@ -78,8 +78,7 @@ def test_as_few_stages_as_fit(budget: str, n_stages: int, file: str, capsys) -> 
 def test_stages_of_which_a_rank_has_a_shard(file, capsys) -> None:
     """Of the first stage, of two layers: all parameters, and once more their shards; the state of
     the optimizer for shards alone."""
-    assert main(["--budget", "1MB", *PIPELINE, "--fsdp", "2", "--stage", "0", "--json", file]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json_of(capsys, "--budget", "1MB", *PIPELINE, "--fsdp", "2", "--stage", "0", file)
     layer_bytes, memory = (16 * 16 + 16) * 4, report["baseline"]["memory_bytes"]
     assert memory["parameters"] == 2 * layer_bytes + layer_bytes
     n_parameters = 4
@@ -89,8 +88,7 @@ def test_stages_of_which_a_rank_has_a_shard(file, capsys) -> None:
 @pytest.mark.slow
 def test_each_stage_has_its_file(file, tmp_path, capsys) -> None:
     written = ["-o", str(tmp_path / "plan.json"), "--graph-out", str(tmp_path / "graph.json")]
-    assert main(["--budget", "1MB", *PIPELINE, "--json", *written, file]) == 0
-    files = json.loads(capsys.readouterr().out)["files"]
+    files = json_of(capsys, "--budget", "1MB", *PIPELINE, *written, file)["files"]
     assert set(files) == {"schedule", "schedule of stage 1", "graph", "graph of stage 1"}
     assert files["schedule"] == str(tmp_path / "plan.stage0.json")
     for stage in range(2):
@@ -141,8 +139,7 @@ def test_where_nothing_fits_a_stage_of_the_equal_division_says_why(file, capsys)
     "words", [AUTO, PIPELINE, ["--fsdp", "2", "--device", "cpu"], [*PIPELINE, "--fsdp", "2"]]
 )
 def test_the_largest_batch(words: list[str], file: str, capsys) -> None:
-    assert main(["--budget", "100kB", *words, "--max-batch", "--json", file]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json_of(capsys, "--budget", "100kB", *words, "--max-batch", file)
     largest = int(report["problem"].split("batch size ")[1].split(",")[0].rstrip(")"))
     for size, code in ((largest, 0), (largest + 1, 3)):
         options = ["--budget", "100kB", *words, "--batch-size", str(size), "--quiet"]

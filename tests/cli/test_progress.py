@@ -22,8 +22,7 @@ from checkpoint_solver.cli.command import main
 from checkpoint_solver.cli.progress import Progress
 from graphs.synthetic.nets import residual
 from solver.plan_analysis.pareto import sweep
-from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.command import write_model
 from tests.support.paths import GPT2 as GPT2_PATH
 from tests.support.paths import ROOT
@@ -182,7 +181,7 @@ def test_a_real_ctrl_c_in_the_sweep_keeps_the_plan(tmp_path):
 def test_ctrl_c_in_the_sweep_draws_the_points_that_are_there(tmp_path, capsys, monkeypatch):
     graph = residual(n_blocks=5)
     graph.save(tmp_path / "g.json")
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
 
     def interrupted(graph, **options):
         curve = sweep(graph, **{**options, "budgets": [peak_bytes]})

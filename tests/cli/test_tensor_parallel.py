@@ -58,8 +58,7 @@ def file(tmp_path: Path) -> str:
 def answer(capsys: Any, *words: str) -> dict[str, Any]:
     assert main([*WORDS, *words]) == 0
     assert not dist.is_initialized()
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return json.loads(capsys.readouterr().out)
 
 
 def parameter_bytes(report: dict[str, Any]) -> int:

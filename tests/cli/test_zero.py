@@ -10,6 +10,7 @@ import pytest
 
 from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
+from tests.support.command import json_of
 
 FILE = """
 import torch
@@ -46,9 +47,7 @@ def config(tmp_path: Path) -> str:
 
 
 def answer(capsys: Any, *words: str) -> dict[str, Any]:
-    assert main([*WORDS, "--json", *words]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return json_of(capsys, *WORDS, *words)
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ def check_budget(device: torch.device, backend: str, finding: Callable[[object],
     (report,) = scheduler_runtime.compile_reports(model)
     model(*batch).backward()
     finding(report)
-    assert report.chosen.measured_bytes is not None
     assert report.chosen.measured_bytes <= budget
 
 

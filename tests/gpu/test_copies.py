@@ -15,15 +15,15 @@ from benchmarks.zoo import tiny
 from graphs.trace import trace
 from scheduler_runtime.verifying import differences
 from solver.schedule import Link, Place, Places, baseline, keep, simulate
-from tests.support.copying import away, gaps
+from tests.support.schedules_with_copies import copy_away, unused_gaps
 
 PLACES = Places(host=Place(10**12, Link(2e10, 2e10, 1e-5)))
 
 
 def with_copies(graph, schedule):
     """Whatever lies idle for long is on the host meanwhile."""
-    chosen = [gap for gap in gaps(graph, schedule) if gap.stop - gap.start > 6]
-    copied = away(graph, schedule, chosen)
+    chosen = [gap for gap in unused_gaps(graph, schedule) if gap.stop - gap.start > 6]
+    copied = copy_away(graph, schedule, chosen)
     plain = solution_of(graph, schedule)
     return dataclasses.replace(
         plain,

@@ -27,7 +27,7 @@ from solver.schedule import baseline
 
 N_EAGER = 8
 """Runs of eager mode that show which values have no fixed bits."""
-COMPARED = ("attention", "norm", "dropout", "convolution", "rnn")
+COMPARED = ("attention", "softmax", "bmm", "norm", "dropout", "convolution", "rnn")
 
 
 class Counted(TorchDispatchMode):
@@ -58,8 +58,9 @@ def test_traced_operators_are_those_of_eager_mode(device, name, finding):
     graph = trace(model, batch, costs=Measured(device).roofline)
     planned = Counter(kind_of(node.op) for node in graph.nodes)
     compared = {k: n for k, n in eager.counts.items() if any(word in k for word in COMPARED)}
+    assert compared
     assert {kind: planned[kind] for kind in compared} == compared
-    finding(", ".join(sorted(compared)) or "none of these")
+    finding(", ".join(sorted(compared)))
 
 
 @pytest.mark.slow
@@ -154,7 +155,6 @@ def test_the_measured_peak_is_the_predicted_one(device, name, finding):
     optimizer = optimizer_of(model)
     solution = tight_plan(model, batch, optimizer=optimizer)
     scheduler_runtime.apply(model, solution)
-    assert solution.simulation is not None
     predicted = solution.simulation.peak_bytes
     figures = measure_step(step_of(model, batch, optimizer), model, batch, optimizer, n_timed=2)
     finding(f"predicted {predicted}, {figures}")

@@ -200,14 +200,6 @@ def test_ten_million_ops_are_refused_before_one_is_looked_at(tmp_path):
         SavedSchedule.load(path)
 
 
-def test_a_file_of_gigabytes_is_refused_without_reading_it(tmp_path):
-    path = tmp_path / "graph.json"
-    with path.open("wb") as file:
-        file.truncate(2**37)  # a hole: takes no disk, and would not fit into memory
-    with pytest.raises(FormatError, match="files above"):
-        Graph.load(path)
-
-
 def a_schedule() -> dict:
     return {
         "format": "schedule/1",
@@ -273,11 +265,10 @@ def test_a_schedule_without_a_field_is_refused(field, tmp_path):
         SavedSchedule.load(written(tmp_path, schedule))
 
 
-def test_a_schedule_is_judged_again_when_it_is_read(tmp_path):
+def test_a_schedule_is_simulated_again_when_it_is_read(tmp_path):
     graph = Graph.from_json(a_graph())
     path = written(tmp_path, a_schedule() | {"peak_bytes": 1, "time_s": 0.0})
     loaded = Solution.load(path, graph=graph)
-    assert loaded.simulation is not None
     assert loaded.simulation.peak_bytes == 10 + 100 + 100 + 4 + 10
     assert loaded.simulation.time_s == 4.0
 
@@ -349,11 +340,12 @@ def test_permissions_are_those_that_people_expect(tmp_path):
         os.umask(mask)
 
 
-def test_a_file_too_large_to_parse_safely_is_refused_unread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_bytes", [MAX_FILE_BYTES + 1, 2**37])  # the latter is above memory
+def test_a_file_too_large_to_parse_safely_is_refused_unread(n_bytes: int, tmp_path: Path) -> None:
     path = tmp_path / "large.json"
     with path.open("wb") as file:
-        file.truncate(MAX_FILE_BYTES + 1)
-    with pytest.raises(FormatError, match="are refused"):
+        file.truncate(n_bytes)  # a hole: takes no disk
+    with pytest.raises(FormatError, match=r"files above .* are refused"):
         Graph.load(path)
 
 

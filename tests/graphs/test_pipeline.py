@@ -226,7 +226,7 @@ def test_the_report_and_the_files_say_it(tmp_path, capsys) -> None:
     with pytest.raises(PipelineError, match="fields of Pipeline"):
         pipeline_of(environment)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        pipeline.stage = 2  # type: ignore[misc]
+        pipeline.stage = 2
 
 
 def test_what_stands_beside_a_stage_has_the_dtype_of_its_outputs(

@@ -15,12 +15,18 @@ from graphs.trace import trace
 from scheduler_runtime import PlanMismatchError, ReplanError, apply
 from scheduler_runtime.measuring import measure
 from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
 from solver.schedule.solution import Solution
 from solver.solving import solve
 from tests.scheduler_runtime.test_applying import planned_language_model, planned_linear
+from tests.support.bitwise import (
+    assert_bitwise_identical,
+    assert_equal,
+    one_step,
+    solution_of,
+    traced,
+)
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.models import Classifier, TiedLanguageModel
-from tests.support.same_bits import assert_same_bits, one_step, solution_of, traced
 
 
 @pytest.mark.slow
@@ -59,8 +65,7 @@ def test_replan_makes_a_plan_for_the_new_shape() -> None:
     plain = copy.deepcopy(model)
     apply(model, solution, on_mismatch="replan")
     for each in (batch, batch[:2], batch[:, :7], batch):
-        expected, got = one_step(plain, each, 0), one_step(model, each, 0)
-        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert_equal(one_step(plain, each, 0), one_step(model, each, 0))
 
 
 @pytest.mark.slow
@@ -68,8 +73,7 @@ def test_replan_says_when_nothing_fits() -> None:
     model = TiedLanguageModel()
     batch = model.batch()
     graph = trace(model, batch)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    solution = solve(model, batch, budget=peak_bytes)
+    solution = solve(model, batch, budget=baseline_peak_bytes(graph))
     apply(model, solution, on_mismatch="replan")
     with pytest.raises(ReplanError, match="no schedule for it fits"):
         model(batch.repeat(50, 1))
@@ -89,7 +93,7 @@ def test_replan_with_a_loss_outside_for_a_smaller_batch() -> None:
     model, planned, solution = planned_classifier(on_mismatch="replan")
     x, label = model.batch()
     for n_rows in (7, 3, 1):
-        assert_same_bits(model, planned, (x[:n_rows], label[:n_rows]), Classifier.loss)
+        assert_bitwise_identical(model, planned, (x[:n_rows], label[:n_rows]), Classifier.loss)
     measured = measure(planned, (x[:3], label[:3]), loss=Classifier.loss)
     assert measured.peak_bytes <= solution.request.available_bytes
 
@@ -109,7 +113,7 @@ def test_replan_from_a_file_knows_the_loss(tmp_path: Path) -> None:
     solution.save(path)
     planned = apply(copy.deepcopy(model), path, on_mismatch="replan")
     x, label = model.batch()
-    assert_same_bits(model, planned, (x[:3], label[:3]), Classifier.loss)
+    assert_bitwise_identical(model, planned, (x[:3], label[:3]), Classifier.loss)
     measured = measure(planned, (x[:3], label[:3]), loss=Classifier.loss)
     assert measured.peak_bytes <= solution.request.available_bytes
     saved = json.loads(path.read_text())
@@ -128,7 +132,7 @@ def test_several_plans_for_batches_of_several_shapes() -> None:
     second = solve(model, larger, budget=10**6, loss=model.loss)
     planned = apply(copy.deepcopy(model), [first, second])
     for batch in ((x, label), larger, (x, label)):
-        assert_same_bits(model, planned, batch, Classifier.loss)
+        assert_bitwise_identical(model, planned, batch, Classifier.loss)
     with pytest.raises(PlanMismatchError, match="has shape"):
         planned(*(torch.cat([each, each]) for each in larger))
 

@@ -45,8 +45,7 @@ class Assigns(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.layers
-        loss: torch.Tensor = second(self.write(first(x) * 1.0)).square().sum()
-        return loss
+        return second(self.write(first(x) * 1.0)).square().sum()
 
 
 @pytest.mark.slow(sample=1)
@@ -59,5 +58,4 @@ def test_the_peak_of_a_plan_is_the_predicted_one(
     model, x = Assigns(write), torch.randn(2048, 128)
     solution = solve(model, x, budget="1GB", rewrites="none")
     apply(model, solution)
-    assert solution.simulation is not None
     assert measure(model, x, n_steps=1).peak_bytes == solution.simulation.peak_bytes

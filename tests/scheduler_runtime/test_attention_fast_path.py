@@ -76,7 +76,13 @@ def planned_pieces(solution: Solution) -> int:
     return sum(node.op.startswith("opaque_forward") for node in solution.graph.nodes)
 
 
-def assert_same_bits(plain: Frozen, model: Frozen, batch: tuple[Tensor, ...]) -> None:
+def check(name: str, n_pieces: int, *, frozen: bool = True) -> None:
+    """A plan has this many opaque pieces and the bits of eager mode."""
+    plain, batch = case(name, frozen=frozen)
+    model = copy.deepcopy(plain)
+    solution = solve(model, batch, budget="1GB")
+    assert planned_pieces(solution) == n_pieces
+    apply(model, solution)
     losses = [each(*batch) for each in (plain, model)]
     assert torch.equal(*losses)
     for loss in losses:
@@ -88,35 +94,20 @@ def assert_same_bits(plain: Frozen, model: Frozen, batch: tuple[Tensor, ...]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 def test_the_fast_path_runs_in_a_plan(name: str) -> None:
-    plain, batch = case(name)
-    model = copy.deepcopy(plain)
-    solution = solve(model, batch, budget="1GB")
-    assert planned_pieces(solution) == FEATURES[name][0]
-    apply(model, solution)
-    assert_same_bits(plain, model, batch)
+    check(name, FEATURES[name][0])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_fast_path")
 def test_the_fast_path_runs_where_gradients_are_off() -> None:
-    plain, batch = case("layers", frozen=False)
-    model = copy.deepcopy(plain)
-    solution = solve(model, batch, budget="1GB")
-    assert planned_pieces(solution) == 2
-    apply(model, solution)
-    assert_same_bits(plain, model, batch)
+    check("layers", 2, frozen=False)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_fast_path")
 def test_without_the_fast_path_attention_is_traced() -> None:
     torch.backends.mha.set_fastpath_enabled(False)
-    plain, batch = case("layers")
-    model = copy.deepcopy(plain)
-    solution = solve(model, batch, budget="1GB")
-    assert planned_pieces(solution) == 0
-    apply(model, solution)
-    assert_same_bits(plain, model, batch)
+    check("layers", 0)
 
 
 @pytest.mark.slow

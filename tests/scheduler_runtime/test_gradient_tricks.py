@@ -16,14 +16,15 @@ from graphs.trace import TraceError
 from scheduler_runtime import apply, fit, remove
 from solver import Solution, solve
 from solver.solving import answer
+from tests.support.bitwise import assert_equal
 from tests.support.gradient_tricks import (
     PARTS_ONLY,
-    REFUSED,
-    SAME,
+    PLANNED_TRICKS,
     TrickyNet,
     batch,
     checkpointed_with_dropout,
 )
+from tests.support.refused_gradient_tricks import REFUSED_TRICKS
 
 SHARES = (1.0, 0.8, 0.6)
 """Of what lies between the memory that is resident and the peak without a plan."""
@@ -50,13 +51,6 @@ def trained(model: TrickyNet) -> list[Tensor | None]:
     return found
 
 
-def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    return len(one) == len(other) and all(
-        a is b if a is None or b is None else torch.equal(a, b)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 def at_shares(model: TrickyNet) -> list[Solution]:
     free = solve(model, batch(), budget="1GB")
     assert free.variants is not None
@@ -68,9 +62,9 @@ def at_shares(model: TrickyNet) -> list[Solution]:
 
 @pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("inside", [False, True], ids=["model", "submodule"])
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", PLANNED_TRICKS)
 def test_same_as_eager_mode(name: str, inside: bool) -> None:
-    plain = TrickyNet(SAME[name], inside=inside)
+    plain = TrickyNet(PLANNED_TRICKS[name], inside=inside)
     model, state = copy.deepcopy(plain), copy.deepcopy(plain.state_dict())
     if name in PARTS_ONLY and not inside:
         message = r"cannot be (traced|planned) .*gradient_tricks\.py, line"
@@ -82,17 +76,17 @@ def test_same_as_eager_mode(name: str, inside: bool) -> None:
         if solution.schedule is not None:
             model.load_state_dict(state)
             apply(model, solution)
-            assert same(trained(model), wanted)
+            assert_equal(trained(model), wanted)
             remove(model)
             n_run += 1
     assert n_run >= 1
 
 
 @pytest.mark.slow(sample=2)
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_TRICKS)
 @pytest.mark.parametrize("inside", [False, True], ids=["model", "submodule"])
 def test_refused_with_the_line(name: str, inside: bool) -> None:
-    trick, why = REFUSED[name]
+    trick, why = REFUSED_TRICKS[name]
     model = TrickyNet(trick, inside=inside)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(TraceError, match=why) as refused:
@@ -113,24 +107,25 @@ def test_a_checkpoint_that_draws_other_numbers_is_planned_as_one_that_draws_the_
         for p in (True, False)
     )
     wanted = trained(preserving)
-    assert not same(trained(copy.deepcopy(other)), wanted)
+    with pytest.raises(AssertionError):
+        assert_equal(trained(copy.deepcopy(other)), wanted)
     for solution in at_shares(other):
         if solution.schedule is not None:
             apply(other, solution)
-            assert same(trained(other), wanted)
+            assert_equal(trained(other), wanted)
             remove(other)
 
 
 def test_hooks_of_saved_tensors_around_a_planned_module() -> None:
-    model = TrickyNet(SAME["tensor_hook"], inside=False)
+    model = TrickyNet(PLANNED_TRICKS["tensor_hook"], inside=False)
     apply(model, solve(model, batch(), budget="1GB"))
     wanted = trained(model)
     with save_on_cpu():
-        assert same(trained(model), wanted)
+        assert_equal(trained(model), wanted)
     halved = saved_tensors_hooks(lambda t: t.detach() / 2, lambda t: t)
     with halved, pytest.raises(RuntimeError, match=r"called inside of .*saved_tensors_hooks"):
         model(batch())
-    assert same(trained(model), wanted)
+    assert_equal(trained(model), wanted)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -150,4 +145,4 @@ def test_a_checkpoint_around_a_module_that_is_planned_inside_of_it(*, reentrant:
             batch = torch.randn(4, 8, requires_grad=True)
             checkpoint(scaled, batch, use_reentrant=reentrant).square().mean().backward()
         gradients.append([p.grad for p in net.parameters()])
-    assert same(*gradients)
+    assert_equal(*gradients)

@@ -15,6 +15,7 @@ from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit, plans_of
 from solver.schedule import Solution
 from solver.solving import solve
+from tests.support.bitwise import assert_equal
 
 WIDTH = 16
 
@@ -68,23 +69,16 @@ def train(model: nn.Module, batch: Tensor, *, n_steps: int = 6) -> list[Any]:
     return seen
 
 
-def same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(
-        a is b if a is None or b is None else torch.equal(a, b)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["scalar", "vector", "item"])
 def test_each_choice_has_a_plan_and_the_bits_of_plain_training(how: str) -> None:
     plain, batch = made(how)
     fitted = fit(copy.deepcopy(plain), budget="1MB", optimizer=[])
     expected = train(plain, batch)
-    assert same(expected, train(fitted, batch))
+    assert_equal(expected, train(fitted, batch))
     n_plans = len(plans_of(fitted))
     assert 1 < n_plans < 5  # several choices came, and one that came again was not planned again
-    assert same(train(plain, batch), train(fitted, batch))
+    assert_equal(train(plain, batch), train(fitted, batch))
     assert len(plans_of(fitted)) == n_plans
 
 
@@ -110,7 +104,7 @@ def test_a_plan_of_one_choice_is_followed_by_plans_of_the_others() -> None:
     torch.manual_seed(5)
     solution: Solution = solve(plain, batch, budget="1MB")
     planned = apply(copy.deepcopy(plain), solution)
-    assert same(train(plain, batch), train(planned, batch))
+    assert_equal(train(plain, batch), train(planned, batch))
 
 
 def test_planning_draws_nothing() -> None:

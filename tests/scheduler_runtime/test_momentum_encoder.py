@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit
 from solver import solve
-from tests.support.same_bits import assert_same_bits
+from tests.support.bitwise import assert_bitwise_identical
 
 
 def encoder() -> nn.Sequential:
@@ -50,8 +50,8 @@ def test_the_least_budget_has_the_bits_of_plain_training() -> None:
     assert least_bytes is not None
     apply(applied, solve(applied, batch, budget=least_bytes))
     fit(fitted, budget="1MB", optimizer=[])
-    assert_same_bits(copy.deepcopy(plain), applied, batch)
-    assert_same_bits(plain, fitted, batch)
+    assert_bitwise_identical(copy.deepcopy(plain), applied, batch)
+    assert_bitwise_identical(plain, fitted, batch)
 
 
 @pytest.mark.slow(sample=2)

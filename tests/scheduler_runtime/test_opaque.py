@@ -20,6 +20,7 @@ from scheduler_runtime import FitError, apply, fit
 from scheduler_runtime.measuring import measure
 from solver.schedule import Solution, simulate
 from solver.solving import solve
+from tests.support.bitwise import assert_equal
 from tests.support.opaque_models import (
     PARTS,
     ROWS,
@@ -33,7 +34,6 @@ from tests.support.opaque_models import (
     WithTable,
     network,
 )
-from tests.support.same_bits import assert_equal
 
 ADAMW = torch.optim.AdamW
 

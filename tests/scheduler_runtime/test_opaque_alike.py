@@ -18,7 +18,7 @@ from graphs.model_calls import Call
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply
 from solver.solving import solve
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 WIDTH = 4
 N_LSTMS = search.MOST_TRACES + 1

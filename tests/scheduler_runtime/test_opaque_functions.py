@@ -18,7 +18,7 @@ from scheduler_runtime import apply, fit
 from scheduler_runtime.measuring import measure
 from solver.solving import solve
 from tests.scheduler_runtime.test_opaque import half_of_activations, opaque_nodes, train
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 N_CLASSES, WIDTH = 12, 32
 

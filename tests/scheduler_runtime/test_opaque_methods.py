@@ -15,7 +15,7 @@ from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit
 from scheduler_runtime.measuring import measure
 from tests.scheduler_runtime.test_opaque import half_of_activations, opaque_nodes, train
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 WIDTH, ROWS = 32, 256
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from checkpoint_solver import apply, fit, remove, solve
 from checkpoint_solver.export import to_torch_checkpoint
+from tests.support.bitwise import assert_equal
 
 WIDTH, N_ROWS = 16, 64
 
@@ -140,7 +141,7 @@ def test_the_plan_goes_on_after_an_export() -> None:
         torch.manual_seed(0)
         model(x).sum().backward()
         gradients.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *gradients))
+    assert_equal(*gradients)
 
 
 @pytest.mark.slow(sample=1)

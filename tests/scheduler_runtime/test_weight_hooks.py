@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scheduler_runtime import apply, fit
 from solver import solve
-from tests.support.same_bits import assert_same_bits
+from tests.support.bitwise import assert_bitwise_identical
 
 NORMS: dict[str, Any] = {
     "weight norm": nn.utils.weight_norm,
@@ -54,12 +54,11 @@ def test_the_least_budget_has_the_bits_of_plain_training(name: str) -> None:
     assert least_bytes is not None
     assert applied.layers[0].weight is weight  # no fake tensor is left there
     solution = solve(applied, batch, budget=least_bytes)
-    assert solution.simulation is not None
     assert solution.simulation.peak_bytes < solution.baseline.peak_bytes
     apply(applied, solution)
     fit(fitted, budget="1MB", optimizer=[])
     for planned in (applied, fitted):
         plain, _ = made(name)
-        assert_same_bits(plain, planned, batch)
+        assert_bitwise_identical(plain, planned, batch)
         with torch.no_grad():  # with the weights of now
             assert torch.equal(plain.eval()(batch), planned.eval()(batch))

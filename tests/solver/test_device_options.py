@@ -134,4 +134,4 @@ def test_a_class_in_the_place_of_a_module_is_refused():
 
 def test_a_function_in_the_place_of_a_module_is_refused():
     with pytest.raises(TypeError, match=r"an object of type function; give a torch\.nn\.Module"):
-        solve(lambda x: x.sum(), torch.ones(1), budget="1GB")  # type: ignore[arg-type]
+        solve(lambda x: x.sum(), torch.ones(1), budget="1GB")

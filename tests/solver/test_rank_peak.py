@@ -27,7 +27,6 @@ def planned(stage: int, *, n_layers: int = 2, n_stages: int = 4, **options: Any)
 
 def test_of_equal_stages_it_is_the_peak_of_each() -> None:
     one, other = (planned(stage, n_stages=6) for stage in (1, 4))
-    assert one.simulation is not None
     assert one.simulation == other.simulation
     assert rank_peak_bytes([one, other]) == one.simulation.peak_bytes
 
@@ -35,7 +34,6 @@ def test_of_equal_stages_it_is_the_peak_of_each() -> None:
 def replayed_bytes(solutions: list[Solution]) -> int:
     """Beside what is resident, by the list of what torch's schedule runs on this rank."""
     place = pipeline_of(solutions[0].environment)
-    assert place is not None
     torchs = object.__new__(ScheduleInterleaved1F1B)
     torchs.pp_group_size, torchs.n_local_stages = place.n_ranks, place.stages_per_rank
     torchs._n_microbatches = place.n_microbatches
@@ -47,7 +45,6 @@ def replayed_bytes(solutions: list[Solution]) -> int:
             continue
         of_stage = solutions[action.stage_index // place.n_ranks]
         found, graph = of_stage.simulation, of_stage.graph
-        assert found is not None
         others_bytes = (graph.n_in_flight - 1) * found.saved_bytes
         here = action.stage_index, action.microbatch_index
         held.pop(here, None)

@@ -1,9 +1,10 @@
 """Tiny random graphs in which nodes make several tensors and tensors share storages.
 
-`random_dag` (`tests.support.nets`) makes such nodes only now and then, and only small whole sizes.
-Here half of the nodes make two or three outputs. An output may share the storage of another output
-or of an older tensor, whether the node reads that or not, and at no cost like a view or at a cost
-like an op that overwrites it. Sizes and times within a graph may differ by orders of magnitude.
+`random_dag` (`tests.support.synthetic_graphs`) makes such nodes only now and then, and only small
+whole sizes. Here half of the nodes make two or three outputs. An output may share the storage of
+another output or of an older tensor, whether the node reads that or not, and at no cost like a view
+or at a cost like an op that overwrites it. Sizes and times within a graph may differ by orders of
+magnitude.
 """
 
 from __future__ import annotations

@@ -123,5 +123,4 @@ def look(browser: str, page: str, directory: Path, *, width: int, dark: bool) ->
     )
     found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found is not None, done.stderr
-    value: dict[str, Any] = json.loads(html.unescape(found.group(1)))
-    return value
+    return json.loads(html.unescape(found.group(1)))

@@ -10,26 +10,32 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from graphs.graph import Graph
+from solver.schedule.ops import WORDS, Schedule
 
 Ops = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Truth:
-    """The optimum. time_s: time of the fastest schedule within the budget (inf: none fits). ops:
-    one such schedule."""
+class Optimum:
+    """time_s: time of the fastest schedule within the budget (inf: none fits). ops: one such
+    schedule."""
 
     time_s: float
     ops: Ops | None
 
+    def schedule(self, graph: Graph) -> Schedule:
+        """Only to be called if a schedule fits."""
+        return Schedule(tuple(WORDS[word](name) for word, name in self.ops), graph.graph_id)
 
-def fastest(graph: Graph, *, budget_bytes: int) -> Truth:
+
+def fastest(graph: Graph, *, budget_bytes: int) -> Optimum:
     """The least time over all legal schedules whose peak is within the budget."""
-    states = _States(graph)
+    states = States(graph)
     best = {states.start: 0.0}
     came: dict[tuple[int, int], tuple[tuple[int, int], tuple[str, str]]] = {}
     queue = [(0.0, states.start)]
@@ -38,19 +44,19 @@ def fastest(graph: Graph, *, budget_bytes: int) -> Truth:
         if time_s > best[state]:
             continue
         if states.is_end(state):
-            return Truth(time_s, _ops(came, state))
+            return Optimum(time_s, ops_to(came, state))
         for op, after, peak_bytes, cost_s in states.moves(state):
             total_s = time_s + cost_s
             if peak_bytes <= budget_bytes and total_s < best.get(after, math.inf):
                 best[after] = total_s
                 came[after] = (state, op)
                 heapq.heappush(queue, (total_s, after))
-    return Truth(math.inf, None)
+    return Optimum(math.inf, None)
 
 
 def least_peak_bytes(graph: Graph) -> int:
     """The least peak of any legal schedule, by Dijkstra on the peak so far."""
-    states = _States(graph)
+    states = States(graph)
     first = graph.resident_bytes
     best = {states.start: first}
     queue = [(first, states.start)]
@@ -68,9 +74,8 @@ def least_peak_bytes(graph: Graph) -> int:
     raise AssertionError("a graph can always run with unbounded memory")
 
 
-def _ops(
-    came: dict[tuple[int, int], tuple[tuple[int, int], tuple[str, str]]], state: tuple[int, int]
-) -> Ops:
+def ops_to(came: Mapping[Any, tuple[Any, tuple[str, str]]], state: Any) -> Ops:
+    """The ops on the way to a state. came: state -> the state before it, and the op."""
     ops = []
     while state in came:
         state, op = came[state]
@@ -78,7 +83,7 @@ def _ops(
     return tuple(reversed(ops))
 
 
-class _States:
+class States:
     """The states of a graph, (number of first runs done, bit mask of live tensors that nodes made),
     and the moves between them."""
 

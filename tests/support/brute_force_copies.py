@@ -18,8 +18,7 @@ from operator import le
 from typing import NamedTuple
 
 from graphs.graph import Graph
-
-Ops = tuple[tuple[str, str], ...]
+from tests.support.brute_force import Optimum, ops_to
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,6 @@ class TooManyStatesError(Exception):
     """The graph is too large for the search."""
 
 
-@dataclass(frozen=True)
-class Truth:
-    """The optimum. time_s: time of the fastest schedule within budget, host and disk (inf: none
-    fits). ops: one such schedule."""
-
-    time_s: float
-    ops: Ops | None
-
-
 def fastest(
     graph: Graph,
     *,
@@ -95,7 +85,7 @@ def fastest(
     host: HostLink,
     disk: HostLink | None = None,
     max_labels: int = 40_000,
-) -> Truth:
+) -> Optimum:
     """The least time over all legal schedules with copies.
 
     Raises TooManyStatesError after more than `max_labels` pairs of state and clocks.
@@ -104,7 +94,7 @@ def fastest(
     host_bytes = host.capacity_bytes - graph.host_state_bytes
     disk_bytes = 0 if disk is None else disk.capacity_bytes
     if host_bytes < 0:
-        return Truth(math.inf, None)
+        return Optimum(math.inf, None)
     none = (0.0,) * len(step.roots)
     start = (State(0, 0, 0, 0), Clocks(0.0, 0.0, 0.0, 0.0, *[none] * 6))
     known: dict[State, dict[Clocks, list[float]]] = {start[0]: {start[1]: []}}
@@ -116,7 +106,7 @@ def fastest(
         if clocks not in known[state]:
             continue
         if step.is_end(state, clocks):
-            return Truth(_end_s(clocks), _ops(came, (state, clocks)))
+            return Optimum(_end_s(clocks), ops_to(came, (state, clocks)))
         for op, after, times, peak_bytes in step.moves(state, clocks):
             if peak_bytes > budget_bytes or step.host_bytes(after.host) > host_bytes:
                 continue
@@ -137,7 +127,7 @@ def fastest(
             # A*: in the order of a lower bound on the end, with all nodes that have not run yet
             least_s = max(_end_s(times), times.compute + step.left_s[after.done])
             heapq.heappush(queue, (least_s, n_labels, (after, times)))
-    return Truth(math.inf, None)
+    return Optimum(math.inf, None)
 
 
 def _end_s(clocks: Clocks) -> float:
@@ -157,14 +147,6 @@ def _settled(clocks: Clocks) -> tuple[Clocks, list[float]]:
             settled.append(value if value > now else now)
             flat.append(settled[-1])
     return Clocks(*settled), flat
-
-
-def _ops(came: dict, label: tuple[State, Clocks]) -> Ops:  # type: ignore[type-arg]
-    ops = []
-    while label in came:
-        label, op = came[label]
-        ops.append(op)
-    return tuple(reversed(ops))
 
 
 def _set(values: tuple[float, ...], i: int, value: float) -> tuple[float, ...]:

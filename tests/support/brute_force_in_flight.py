@@ -14,10 +14,10 @@ import math
 from typing import Any
 
 from graphs.graph import Graph
-from tests.support.brute_force import Truth, _ops, _States
+from tests.support.brute_force import Optimum, States, ops_to
 
 
-def fastest_in_flight(graph: Graph, *, budget_bytes: int) -> Truth:
+def fastest_in_flight(graph: Graph, *, budget_bytes: int) -> Optimum:
     """The least time over all legal schedules whose peak is within the budget."""
     room_bytes = budget_bytes - graph.resident_bytes
     most_bytes = max(room_bytes // graph.n_in_flight, min(room_bytes, graph.others_bytes))
@@ -30,10 +30,10 @@ def fastest_in_flight(graph: Graph, *, budget_bytes: int) -> Truth:
     # every possible number of saved bytes: at most what fits, and what forward makes
     savings = range(min(most_bytes, max(made_bytes, graph.others_bytes)) + 1)
     found = [_fastest(graph, budget_bytes, saved_bytes) for saved_bytes in savings]
-    return min(found, key=lambda truth: truth.time_s, default=Truth(math.inf, None))
+    return min(found, key=lambda truth: truth.time_s, default=Optimum(math.inf, None))
 
 
-def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Truth:
+def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Optimum:
     """The fastest schedule that saves at most these bytes, if each of the others holds as much."""
     each_bytes = max(most_saved_bytes, graph.others_bytes)
     others_bytes = (graph.n_in_flight - 1) * each_bytes
@@ -42,13 +42,13 @@ def _fastest(graph: Graph, budget_bytes: int, most_saved_bytes: int) -> Truth:
 
 def fastest_beside(
     graph: Graph, budget_bytes: int, most_saved_bytes: int, others_bytes: int
-) -> Truth:
+) -> Optimum:
     """The fastest schedule that saves at most `most_saved_bytes`, if the others in flight hold
     `others_bytes` together.
 
-    A state is one of `_States`, and whether anything was computed after the forward pass.
+    A state is one of `States`, and whether anything was computed after the forward pass.
     """
-    states, n_forward = _States(graph), len(graph.forward_nodes)
+    states, n_forward = States(graph), len(graph.forward_nodes)
     each_bytes = max(most_saved_bytes, graph.others_bytes)
     phases = [node.phase for node in graph.nodes]
     best: dict[Any, float] = {(states.start, False): 0.0}
@@ -61,7 +61,7 @@ def fastest_beside(
             continue
         saves_too_much = states.live_bytes(live) - states.resident_bytes > most_saved_bytes
         if states.is_end(state) and (has_turned or not saves_too_much):
-            return Truth(time_s, _ops(came, here))
+            return Optimum(time_s, ops_to(came, here))
         for op, after, peak_bytes, cost_s in states.moves(state):
             turned = has_turned
             if op[0] == "compute":
@@ -83,7 +83,7 @@ def fastest_beside(
                 best[after, turned] = total_s
                 came[after, turned] = (here, op)
                 heapq.heappush(queue, (total_s, (after, turned)))
-    return Truth(math.inf, None)
+    return Optimum(math.inf, None)
 
 
 def _awaited_bytes(graph: Graph, n_done: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,13 +47,19 @@ def write_model(
     return str(path)
 
 
-def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    """Run the command, which must fail, and return its exit code and the last line on stderr.
+def json_of(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> Any:
+    """Run the command with `--json`, which must end with this exit code, and return the answer."""
+    assert main([*argv, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def failed(capsys: pytest.CaptureFixture[str], *argv: str, code: int) -> str:
+    """Run the command, which must end with this exit code, and return the last line on stderr.
 
     Before that line, only these are allowed: that the model cannot be traced, and progress of the
     search for the largest size.
     """
-    code = main(argv)
+    assert main(argv) == code
     printed = capsys.readouterr()
     lines = without_progress(printed.err).strip().splitlines()
     *told, last = lines
@@ -59,7 +67,7 @@ def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     assert all(line.startswith(begins) for line in told), printed.err
     assert last.startswith("solve: ")
     assert "Traceback" not in printed.err
-    return code, last
+    return last
 
 
 def without_progress(err: str) -> str:

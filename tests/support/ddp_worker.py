@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphs.graph import Graph
 from scheduler_runtime import fit, plans_of
-from tests.support.short_memory import FailingOperators
+from tests.support.full_device import FailingOperators
 
 N_PROCESSES = 2
 

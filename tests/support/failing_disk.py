@@ -41,8 +41,7 @@ class FailingDisk:
     def __call__(self, *arguments: Any) -> int:
         index, self.n = self.n, self.n + 1  # reads and writes each have one thread, so no lock
         if self._fails_at is None or index < self._fails_at:
-            done: int = self._plain(*arguments)
-            return done
+            return self._plain(*arguments)
         if self._late is not None and index == self._fails_at:
             self._late.wait(N_S)
         if self._short:

@@ -31,6 +31,7 @@ from scheduler_runtime.fsdp import shard
 from solver.schedule import Request
 from solver.schedule.solution import Solution, simulate_unplanned
 from solver.solving import answer
+from tests.support.bitwise import are_equal
 
 SIZES = {"batch_size": 4, "seq_length": 64, "n_tokens": 512}
 
@@ -148,8 +149,7 @@ class Summing(nn.Module):
         for _ in range(2):
             self.sharded(*batch).backward()
         self.sharded.set_requires_gradient_sync(True)
-        loss: torch.Tensor = self.sharded(*batch)
-        return loss
+        return self.sharded(*batch)
 
 
 def sharding_of_case(case: str, *, n_ranks: int) -> Sharding:
@@ -216,7 +216,7 @@ def work(rank: int, *, n_ranks: int, solutions: dict[str, Sequence[Solution]]) -
                     planned, optimizer, batch, predicted_bytes=exported.peak_bytes
                 ),
                 "predicted_bytes": exported.peak_bytes,
-                "same": all(map(torch.equal, expected, results)),
+                "same": are_equal(expected, results),
             }
             os.write(1, f"{json.dumps(found)}\n".encode())  # in one write: lines do not mix
 

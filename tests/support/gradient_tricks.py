@@ -1,4 +1,4 @@
-"""Forward passes that change gradients, or what autograd saves, with Python code.
+"""Forward passes that change gradients, or what autograd saves, with Python code, and are planned.
 
 Each trick is a function of a layer's input and the layer. `TrickyNet` calls it for every layer,
 either in the model's own forward or in the layer's.
@@ -54,46 +54,18 @@ def batch() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def _halved(tensor: Tensor) -> Tensor:
+def halved(tensor: Tensor) -> Tensor:
     return tensor.detach() / 2
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def unchanged(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def saved_halved(x: Tensor, _layer: Layer) -> Tensor:
-    with graph.saved_tensors_hooks(_halved, _as_it_is):
-        return torch.exp(0.1 * x).sin()
-
-
-def saved_halved_for_many_operators(x: Tensor, layer: Layer) -> Tensor:
-    with graph.saved_tensors_hooks(_halved, _as_it_is):
-        return layer.up(x).tanh()[:, :WIDTH]
-
-
-def saved_in_half_precision(x: Tensor, _layer: Layer) -> Tensor:
-    with graph.saved_tensors_hooks(lambda t: t.detach().half(), lambda t: t.float()):
-        return torch.exp(0.1 * x).sin()
-
-
-def saved_on_cpu(x: Tensor, _layer: Layer) -> Tensor:
-    with graph.save_on_cpu():
-        return torch.exp(0.1 * x).sin()
-
-
-def saved_by_push(x: Tensor, _layer: Layer) -> Tensor:
-    torch._C._autograd._push_saved_tensors_default_hooks(_halved, _as_it_is)
-    try:
-        return torch.exp(0.1 * x).sin()
-    finally:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def saved_of_one_node(x: Tensor, _layer: Layer) -> Tensor:
     out = torch.exp(0.1 * x)
     if out.grad_fn is not None:
-        out.grad_fn._raw_saved_result.register_hooks(_halved, _as_it_is)
+        out.grad_fn._raw_saved_result.register_hooks(halved, unchanged)
     return out.sin()
 
 
@@ -132,70 +104,6 @@ def node_prehook(x: Tensor, _layer: Layer) -> Tensor:
     return out
 
 
-def hook_on_parameter(x: Tensor, layer: Layer) -> Tensor:
-    if layer.up.weight.requires_grad and torch.is_grad_enabled():
-        layer.up.weight.register_hook(lambda gradient: gradient * 0.5)
-    return x
-
-
-def hook_after_accumulation(x: Tensor, layer: Layer) -> Tensor:
-    layer.up.weight.register_post_accumulate_grad_hook(_halve_gradient)
-    return x
-
-
-def _halve_gradient(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
-
-
-def multi_grad_hook(x: Tensor, layer: Layer) -> Tensor:
-    a, b = torch.exp(0.1 * x), torch.sin(x)
-    if a.requires_grad and b.requires_grad:
-        graph.register_multi_grad_hook((a, b), lambda _gradients: layer.count.add_(1))
-    return a + b
-
-
-def multi_grad_hook_any(x: Tensor, layer: Layer) -> Tensor:
-    a, b = torch.exp(0.1 * x), torch.sin(x)
-    if a.requires_grad and b.requires_grad:
-        graph.register_multi_grad_hook((a, b), lambda _g: layer.count.add_(1), mode="any")
-    return a + b
-
-
-def multi_grad_hook_of_parameters(x: Tensor, layer: Layer) -> Tensor:
-    graph.register_multi_grad_hook(
-        (layer.up.weight, layer.down.weight), lambda _gradients: layer.count.add_(1)
-    )
-    return x
-
-
-def full_backward_hook_in_forward(x: Tensor, layer: Layer) -> Tensor:
-    handle = layer.up.register_full_backward_hook(
-        lambda _module, made, _given: tuple(m if m is None else m / 2 for m in made)
-    )
-    out = layer.up(x).tanh()[:, :WIDTH]
-    handle.remove()
-    return out
-
-
-class _WritesBuffer(torch.autograd.Function):
-    """Adds to a buffer in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, count: Tensor) -> Tensor:
-        ctx.count = count
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.count.add_(1)
-        return gradients[0] * 3, None
-
-
-def function_that_writes_a_buffer(x: Tensor, layer: Layer) -> Tensor:
-    return _WritesBuffer.apply(x, layer.count)
-
-
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -222,12 +130,6 @@ def straight_through_no_grad(x: Tensor, _layer: Layer) -> Tensor:
     return x + rest
 
 
-def straight_through_data(x: Tensor, _layer: Layer) -> Tensor:
-    out = 1.0 * x
-    out.data = torch.round(4 * out.data)
-    return out
-
-
 def data_changed_in_place(x: Tensor, _layer: Layer) -> Tensor:
     out = torch.exp(0.1 * x)
     out.data.mul_(2.0)
@@ -252,21 +154,6 @@ def set_to_other_memory(x: Tensor, _layer: Layer) -> Tensor:
     with torch.no_grad():
         out.set_(torch.round(4 * out))
     return out
-
-
-def parameter_data(x: Tensor, layer: Layer) -> Tensor:
-    layer.up.weight.data = layer.up.weight.data * 0.99
-    return x
-
-
-def gradient_of_parameter_read(x: Tensor, layer: Layer) -> Tensor:
-    gradient = layer.up.weight.grad
-    return x if gradient is None else x * gradient.abs().mean()
-
-
-def gradient_of_parameter_set(x: Tensor, layer: Layer) -> Tensor:
-    layer.up.weight.grad = torch.ones_like(layer.up.weight)
-    return x
 
 
 def grad_switched(x: Tensor, _layer: Layer) -> Tensor:
@@ -321,7 +208,6 @@ def backward_inside(x: Tensor, _layer: Layer) -> Tensor:
     with torch.enable_grad():
         y = x.detach().requires_grad_()
         torch.exp(0.1 * y).sum().backward()
-    assert y.grad is not None
     return x * y.grad
 
 
@@ -411,7 +297,7 @@ def checkpointed_with_dropout(*, preserve_rng_state: bool) -> Trick:
     return trick
 
 
-SAME: dict[str, Trick] = {
+PLANNED_TRICKS: dict[str, Trick] = {
     function.__name__: function
     for function in (
         saved_of_one_node,
@@ -456,27 +342,4 @@ PARTS_ONLY = (
     "requires_grad_toggled",
     "checkpointed_with_other_recomputation",
 )
-"""Tricks of SAME that can only be planned in a submodule, which then is one piece of the plan."""
-
-REFUSED: dict[str, tuple[Trick, str]] = {
-    function.__name__: (function, why)
-    for function, why in (
-        (saved_halved, r"hooks of saved tensors"),
-        (saved_halved_for_many_operators, r"hooks of saved tensors"),
-        (saved_in_half_precision, r"hooks of saved tensors"),
-        (saved_on_cpu, r"hooks of saved tensors"),
-        (saved_by_push, r"hooks of saved tensors"),
-        (hook_on_parameter, r"registers a hook on a parameter"),
-        (hook_after_accumulation, r"register_post_accumulate_grad_hook"),
-        (multi_grad_hook, r"register_multi_grad_hook"),
-        (multi_grad_hook_any, r"register_multi_grad_hook"),
-        (multi_grad_hook_of_parameters, r"register_multi_grad_hook"),
-        (full_backward_hook_in_forward, r"changes the attribute '_is_full_backward_hook'"),
-        (function_that_writes_a_buffer, r"changes buffer 'layers\.\d\.count' in place"),
-        (straight_through_data, r"assigns to the .data"),
-        (parameter_data, r"assigns to the .data"),
-        (gradient_of_parameter_read, r"the \.grad of a parameter"),
-        (gradient_of_parameter_set, r"the \.grad of a parameter"),
-    )
-}
-"""Tricks that are refused, with a pattern of the error message."""
+"""Tricks that can only be planned in a submodule, which then is one piece of the plan."""

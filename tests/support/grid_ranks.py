@@ -26,6 +26,7 @@ from graphs.trace import fake_mesh, trace
 from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.fsdp import shard
 from solver import Solution, solve
+from tests.support.bitwise import are_equal
 from tests.support.tensor_ranks import ROWS, Transformer, colwise, sequence
 
 N_TENSOR, N_FSDP, N_BLOCKS, N_TOKENS, LENGTH = 2, 2, 3, 128, 64
@@ -60,7 +61,6 @@ def plans(case: str) -> list[Solution]:
         graph = trace(model, batch(0), optimizer=torch.optim.AdamW, fsdp=N_FSDP)
     refused = solve(graph, budget=1)
     least_bytes, plain_bytes = refused.minimum_budget_bytes, refused.baseline.peak_bytes
-    assert least_bytes is not None
     return [
         solve(graph, budget=int(least_bytes + share * (plain_bytes - least_bytes)))
         for share in CASES[case].shares
@@ -82,8 +82,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, row: int) -> lis
 
 
 def part(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local()
-    return local
+    return tensor.to_local()
 
 
 def work(rank: int, *, solutions: Mapping[str, Sequence[Solution]]) -> None:
@@ -106,7 +105,7 @@ def work(rank: int, *, solutions: Mapping[str, Sequence[Solution]]) -> None:
                     model, optimizer, batch(row), predicted_bytes=exported.peak_bytes
                 ),
                 "predicted_bytes": exported.peak_bytes,
-                "same": len(got) == len(expected) and all(map(torch.equal, expected, got)),
+                "same": are_equal(expected, got),
             }
             os.write(1, f"{json.dumps(found)}\n".encode())  # in one write: lines do not mix
 

@@ -75,7 +75,7 @@ class _InNumpy(torch.autograd.Function):
         return torch.from_numpy(np.tanh(x.detach().numpy()))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return torch.from_numpy(gradient.numpy() * (1 - np.tanh(x.detach().numpy()) ** 2))
 

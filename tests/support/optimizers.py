@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from graphs.graph import Graph, Node, Tensor
 from graphs.host_state import StateBucket
-from tests.support.nets import random_dag
+from tests.support.synthetic_graphs import random_dag
 
 
 def with_state(

@@ -38,6 +38,7 @@ from graphs.costs import cpu_peak_bytes
 from scheduler_runtime import apply
 from scheduler_runtime.measuring import no_garbage
 from solver import Solution, rank_peak_bytes, share_rank_budget, solve
+from tests.support.bitwise import are_equal
 
 SCHEDULES = {
     "1f1b": Schedule1F1B,
@@ -210,7 +211,7 @@ def work(rank: int, *, schedule: str, n_ranks: int, shape: Shape) -> None:
         got, planned_bytes = trained(planned, pipelines, shape, rank_peak_bytes(solutions))
     found = {
         "stage": rank,
-        "same": len(plain) == len(got) and all(map(torch.equal, plain, got)),
+        "same": are_equal(plain, got),
         "n_results": len(plain),
         "n_in_flight": solutions[0].graph.n_in_flight,
         "n_recomputed": min(each.n_recomputed for each in simulations),

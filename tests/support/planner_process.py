@@ -37,10 +37,8 @@ class PlannerProcess:
     def solve(self, *arguments: str) -> dict[str, Any]:
         """The object that `solve --json` prints, with `exit_code`."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         print(json.dumps(["--json", *arguments]), file=self._process.stdin, flush=True)
-        found: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return found
+        return json.loads(self._process.stdout.readline())
 
     def end(self) -> None:
         self._process.communicate()

@@ -30,6 +30,7 @@ from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.fsdp import shard
 from scheduler_runtime.measuring import no_garbage
 from solver import Solution, solve
+from tests.support.bitwise import are_equal
 
 N_STAGES, N_SHARDS = 2, 2
 N_TOKENS, WIDTH, N_HEADS, ROWS, LENGTH, N_BLOCKS = 128, 64, 4, 4, 32, 1
@@ -183,8 +184,7 @@ def trained(stage: nn.Module, case: Case, mesh: DeviceMesh) -> tuple[list[torch.
 
 
 def part(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def work(rank: int, *, solutions: Mapping[str, Sequence[Sequence[Solution]]]) -> None:
@@ -206,7 +206,7 @@ def work(rank: int, *, solutions: Mapping[str, Sequence[Sequence[Solution]]]) ->
                 "share": share,
                 "n_in_flight": solution.graph.n_in_flight,
                 "n_modules": len(exported.modules),
-                "same": len(got) == len(expected) and all(map(torch.equal, expected, got)),
+                "same": are_equal(expected, got),
                 "measured_bytes": measured_bytes,
                 "predicted_bytes": exported.peak_bytes,
             }

@@ -84,7 +84,6 @@ def batch_of(length: int = LENGTH) -> torch.Tensor:
 def planned(mesh: DeviceMesh, share: float) -> Solution:
     model = model_on(mesh)
     refused = solve(model, batch_of(), budget=1)
-    assert refused.minimum_budget_bytes is not None
     above_bytes = refused.baseline.peak_bytes - refused.minimum_budget_bytes
     return solve(model, batch_of(), budget=int(refused.minimum_budget_bytes + share * above_bytes))
 
@@ -100,7 +99,6 @@ def other_exports(rank: int, mesh: DeviceMesh) -> None:
     model = parallelize_module(Blocks(), mesh, styles)
     refused = solve(model, batch_of(), budget=1)
     plain_bytes, least_bytes = refused.baseline.peak_bytes, refused.minimum_budget_bytes
-    assert least_bytes is not None
     budget = plain_bytes if rank else (plain_bytes + least_bytes) // 2
     solution = solve(model, batch_of(), budget=budget)
     try:
@@ -181,7 +179,6 @@ def other_costs(rank: int, mesh: DeviceMesh) -> str:
     model = fit(model_on(mesh), budget=budget, costs=Slower(20.0 if rank else 1.0))
     model(batch_of()).backward()
     (plan,) = plans_of(model)
-    assert plan.solution.schedule is not None
     return repr(plan.solution.schedule.ops)
 
 

@@ -24,6 +24,7 @@ from examples.integrations.two_processes import run
 from graphs import Pipeline
 from scheduler_runtime import apply, on_all_ranks
 from solver import Solution
+from tests.support.bitwise import are_equal
 from tests.support.pipeline_ranks import N_MICROBATCHES, Shape, solved, trained
 from tests.support.tensor_ranks import N_HEADS, Block, colwise
 
@@ -52,7 +53,6 @@ def plan(stage: nn.Module, place: Pipeline) -> Solution:
     plan (1)."""
     refused = solved(stage, place, SHAPE, budget=1)
     least_bytes, plain_bytes = refused.minimum_budget_bytes, refused.baseline.peak_bytes
-    assert least_bytes is not None
     budget = least_bytes + int(SHAPE.share * (plain_bytes - least_bytes))
     return solved(stage, place, SHAPE, budget=budget)
 
@@ -67,7 +67,6 @@ def work(rank: int, *, schedules: Sequence[str]) -> None:
             on_all_ranks, functools.partial(plan, stage, place), group=group
         )
         solution = on_all_ranks(of_column, group=mesh.get_group("tp"), model=stage)
-        assert solution.simulation is not None
         plain_bytes, planned_bytes = solution.baseline.peak_bytes, solution.simulation.peak_bytes
         plain, plain_measured = trained([copy.deepcopy(stage)], [place], SHAPE, plain_bytes, group)
         got, measured = trained([apply(stage, solution)], [place], SHAPE, planned_bytes, group)
@@ -77,7 +76,7 @@ def work(rank: int, *, schedules: Sequence[str]) -> None:
             "n_in_flight": solution.graph.n_in_flight,
             "n_recomputed": solution.simulation.n_recomputed,
             "n_results": len(got),
-            "same": len(plain) == len(got) and all(map(torch.equal, plain, got)),
+            "same": are_equal(plain, got),
             "plain_measured_bytes": plain_measured,
             "plain_predicted_bytes": plain_bytes,
             "measured_bytes": measured,

@@ -21,12 +21,11 @@ from graphs.trace import loss_index, trace, trace_module
 from scheduler_runtime import apply
 from scheduler_runtime.measuring import measure
 from solver import split_pipeline
-from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, Solution
 from solver.solving import answer
+from tests.support.bitwise import assert_equal, one_step
+from tests.support.budgets import baseline_peak_bytes, budget_above_resident
 from tests.support.example_models import EXAMPLES, SIZES, load, optimizer_of, small
-from tests.support.same_bits import assert_equal, one_step
 
 MIB = 2**20
 SHARES = (0.7, 0.85, 1.0)
@@ -59,8 +58,7 @@ def measured_graph(name: str) -> Graph:
 @functools.cache
 def solution(name: str, share: float) -> Solution:
     graph = measured_graph(name)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget = int(graph.resident_bytes + share * (peak_bytes - graph.resident_bytes))
+    budget = budget_above_resident(graph, share)
     found = answer(graph, Request(budget, method="auto", time_limit_s=600))
     assert found.schedule is not None, f"{name} at {share}: {found.status}"
     return found
@@ -72,7 +70,7 @@ def test_the_plain_step_takes_what_the_baseline_says(name: str) -> None:
     model, batch = small(name)
     graph = measured_graph(name)
     taken = measure(model, batch, optimizer=optimizer_of(name, model), n_steps=1)
-    difference = abs(taken.peak_bytes - simulate(graph, baseline(graph)).peak_bytes)
+    difference = abs(taken.peak_bytes - baseline_peak_bytes(graph))
     assert difference <= max(MIB, 0.02 * taken.peak_bytes)
 
 
@@ -89,7 +87,6 @@ def test_gradients_are_the_same_bits_within_the_budget(name: str, share: float) 
         assert_equal(one_step(plain, batch, seed), one_step(planned, batch, seed))
     planned.zero_grad()
     taken = measure(planned, batch, optimizer=optimizer_of(name, planned), n_steps=1)
-    assert found.simulation is not None
     assert taken.peak_bytes <= found.request.budget_bytes
     difference = abs(taken.peak_bytes - found.simulation.peak_bytes)
     assert difference <= max(MIB, 0.02 * taken.peak_bytes)
@@ -100,7 +97,6 @@ def test_gradients_are_the_same_bits_within_the_budget(name: str, share: float) 
 def test_exactly_the_planned_operators_run_again(name: str) -> None:
     """FLOPs of the planned step = FLOPs of the plain one + those of what the plan runs again."""
     found = solution(name, SHARES[0])
-    assert found.schedule is not None
     plain, batch = small(name)
     args, kwargs = as_call(batch)
     traced = trace_module(
@@ -114,7 +110,6 @@ def test_exactly_the_planned_operators_run_again(name: str) -> None:
     flops = {n: flops_of(OpCall.from_node(node)) for n, node in traced.layout.calls.items()}
     order = found.schedule.order
     again = sum(flops.get(node, 0) * (order.count(node) - 1) for node in set(order))
-    assert found.simulation is not None
     assert found.simulation.n_recomputed == len(order) - len(set(order)) > 0
 
     def counted(model: nn.Module) -> int:
@@ -150,11 +145,9 @@ def test_gpt2_takes_about_11_gb_without_checkpointing() -> None:
     with torch.device("meta"):
         model, batch = module.get_model(), module.get_batch()
     graph = trace(model, batch, optimizer=torch.optim.AdamW(model.parameters()))
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    assert 10.5e9 < peak_bytes < 11.5e9
+    assert 10.5e9 < baseline_peak_bytes(graph) < 11.5e9
     found = answer(graph, Request(budget_bytes=8 * 10**9))
     assert found.status == "optimal"
-    assert found.simulation is not None
     assert found.simulation.peak_bytes <= 8 * 10**9
 
 

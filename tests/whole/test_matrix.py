@@ -53,9 +53,7 @@ def row_keeping_nothing(name: str, style: str, **options: Any) -> dict[str, Any]
     so its bytes are not judged here.
     """
     subject = prepare(ZOO[name], STYLES[style], **options)
-    assert subject is not None
     solution = keeping_nothing(subject.rewritten)
-    assert solution.simulation is not None
     assert solution.simulation.n_recomputed > 0
     return run_solution(subject, solution)
 
@@ -81,7 +79,6 @@ def test_steps_as_people_write_them_train_the_same_bits(name: str, style: str) -
 @pytest.mark.parametrize("name", ["VGG", "U-Net", "several losses"])
 def test_plans_for_a_budget_train_the_same_bits_within_it(name: str, share: float) -> None:
     subject = prepare(ZOO[name], STYLES["plain"], costs=Measured(torch.device("cpu")))
-    assert subject is not None
     row = run_budget(subject, share, time_limit_s=600.0)
     assert row["n_recomputed"] > 0
     assert faults(row) == []
@@ -91,7 +88,6 @@ def test_plans_for_a_budget_train_the_same_bits_within_it(name: str, share: floa
 @pytest.mark.parametrize("name", ["several losses", "VGG", "U-Net", "GPT-2", "Llama"])
 def test_outputs_in_place_of_inputs_take_the_memory_that_is_predicted(name: str) -> None:
     subject = prepare(ZOO[name], STYLES["plain"], costs=Measured(torch.device("cpu")))
-    assert subject is not None
     graph = subject.rewritten
     assert any(node.overwrites for node in graph.nodes)
     row = run_solution(subject, solution_of(graph, baseline(graph)))
@@ -104,7 +100,6 @@ def test_outputs_in_place_of_inputs_take_the_memory_that_is_predicted(name: str)
 @pytest.mark.parametrize("style", ["optimizer in backward", "hooks, clipping"])
 def test_what_the_loop_takes_itself_is_all_that_the_plan_does_not_know(style: str) -> None:
     subject = prepare(ZOO[QUICK], STYLES[style], costs=Measured(torch.device("cpu")))
-    assert subject is not None
     row = run_budget(subject, 0.4, time_limit_s=600.0)
     assert faults(row) == []
     assert row["measured_peak_bytes"] <= row["predicted_peak_bytes"] + row["own_bytes"]

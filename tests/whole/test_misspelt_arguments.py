@@ -56,4 +56,4 @@ def test_a_callback_says_so_when_it_is_made() -> None:
 
 def test_a_plan_is_verified_from_what_solve_returned() -> None:
     with pytest.raises(TypeError, match=r"an object of type str; give .*Solution\.load"):
-        verify("schedule.json", model=list, batch=list)  # type: ignore[arg-type]
+        verify("schedule.json", model=list, batch=list)

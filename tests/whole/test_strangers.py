@@ -16,10 +16,10 @@ from checkpoint_solver.cli.command import Exit, main
 from graphs.files import FormatError
 from graphs.graph import Graph, GraphError
 from solver import solve
-from solver.schedule.recompute import baseline
-from solver.schedule.simulator import IllegalScheduleError, simulate
+from solver.schedule.simulator import IllegalScheduleError
 from solver.schedule.solution import SavedSchedule, Solution
-from tests.support.mutated import mutated
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.damaged_json import damaged
 from tests.support.paths import DATA
 
 STEP = DATA / "small_step.json"
@@ -56,7 +56,7 @@ def test_graphs(
     path, good = tmp_path / "graph.json", STEP.read_text()
     survivors = []
     for i in range(seed, seed + CHUNK):
-        path.write_bytes(mutated(good, random.Random(i)))
+        path.write_bytes(damaged(good, random.Random(i)))
         graph = read_graph(path)
         if graph is not None:
             survivors.append((path.read_bytes(), graph))
@@ -65,8 +65,7 @@ def test_graphs(
     options = PAGE if seed % (20 * CHUNK) == CHUNK else rng.choice(WAYS)
     content, graph = rng.choice(survivors)
     path.write_bytes(content)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget = f"{min(2**60, max(1, int(rng.choice((0.5, 0.9, 1.0)) * peak_bytes)))}B"
+    budget = f"{min(2**60, max(1, int(rng.choice((0.5, 0.9, 1.0)) * baseline_peak_bytes(graph))))}B"
     code = main(["graph.json", "--budget", budget, "-o", "schedule.json", *options])
     emits_nothing = code == Exit.USAGE and "--emit" in options
     assert code in (Exit.SOLVED, Exit.INFEASIBLE) or emits_nothing
@@ -80,11 +79,11 @@ def test_graphs(
 def test_schedules(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph = Graph.load(STEP)
     path = tmp_path / "schedule.json"
-    solve(graph, budget=simulate(graph, baseline(graph)).peak_bytes).save(path)
+    solve(graph, budget=baseline_peak_bytes(graph)).save(path)
     good = path.read_text()
     survivors = []
     for i in range(seed, seed + CHUNK):
-        path.write_bytes(mutated(good, random.Random(i)))
+        path.write_bytes(damaged(good, random.Random(i)))
         try:
             solution = Solution.load(path, graph=graph)
         except (FormatError, IllegalScheduleError):
@@ -141,7 +140,7 @@ def test_what_was_nested_too_deeply_could_not_be_written(tmp_path: Path) -> None
 def test_a_huge_budget_in_a_schedule_is_refused(tmp_path: Path) -> None:
     graph = Graph.load(STEP)
     file = tmp_path / "schedule.json"
-    solve(graph, budget=simulate(graph, baseline(graph)).peak_bytes).save(file)
+    solve(graph, budget=baseline_peak_bytes(graph)).save(file)
     value = json.loads(file.read_text())
     file.write_text(json.dumps({**value, "budget_bytes": 10**400}))
     with pytest.raises(FormatError, match=r"'budget_bytes' is 1000.*expected an integer from 0 to"):

@@ -16,6 +16,7 @@ from graphs.capture.as_eager.autocast import LOW_PRECISION, casts_once
 from graphs.trace import trace
 from scheduler_runtime import apply
 from solver.solving import solve
+from tests.support.bitwise import assert_same_gradients
 
 LARGE = 10**12
 
@@ -24,7 +25,7 @@ def bf16(**options: Any) -> Any:
     return torch.autocast("cpu", torch.bfloat16, **options)
 
 
-def assert_same_gradients(model: nn.Module, batch: Any, **options: Any) -> None:
+def assert_trains_alike(model: nn.Module, batch: Any, **options: Any) -> None:
     planned = copy.deepcopy(model)
     with bf16(**options):
         apply(planned, solve(planned, batch, budget=LARGE))
@@ -34,7 +35,7 @@ def assert_same_gradients(model: nn.Module, batch: Any, **options: Any) -> None:
         loss.backward()
     for (name, mine), plain in zip(planned.named_parameters(), model.parameters(), strict=True):
         assert mine.grad is not None, name
-        assert torch.equal(mine.grad, plain.grad), name  # type: ignore[arg-type]
+        assert torch.equal(mine.grad, plain.grad), name
 
 
 class Repeats(nn.Module):
@@ -89,18 +90,18 @@ def test_weights_used_more_than_once(inner: nn.Module, shape: tuple[int, ...]) -
     if isinstance(inner, nn.TransformerEncoderLayer):
         inner.eval()  # without dropout; its gradients are asked for as in training
         model.training = True
-    assert_same_gradients(model, torch.randn(shape))
+    assert_trains_alike(model, torch.randn(shape))
 
 
 def test_weights_tied_with_an_embedding() -> None:
     torch.manual_seed(0)
-    assert_same_gradients(Tied(), torch.randint(29, (4, 6)))
+    assert_trains_alike(Tied(), torch.randint(29, (4, 6)))
 
 
 @pytest.mark.slow
 def test_without_autocasts_memory_each_use_is_cast() -> None:
     torch.manual_seed(0)
-    assert_same_gradients(Repeats(nn.Linear(16, 16)), torch.randn(8, 16), cache_enabled=False)
+    assert_trains_alike(Repeats(nn.Linear(16, 16)), torch.randn(8, 16), cache_enabled=False)
     counts = []
     for options in ({}, {"cache_enabled": False}):
         with bf16(**options):
@@ -139,7 +140,7 @@ def test_autocast_entered_inside_the_module(outer: Callable[[], Any]) -> None:
         with outer():
             loss = each(batch)
         loss.backward()
-    assert torch.equal(planned.inner.weight.grad, model.inner.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(planned.inner.weight.grad, model.inner.weight.grad)
 
 
 def test_every_operator_that_autocast_lowers_is_known() -> None:
@@ -147,7 +148,7 @@ def test_every_operator_that_autocast_lowers_is_known() -> None:
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     for name, run in {"mm": torch.mm, "matmul": torch.matmul, "softmax": torch.softmax}.items():
         with bf16():
-            low = run(x, 0 if name == "softmax" else w).dtype == torch.bfloat16  # type: ignore[arg-type]
+            low = run(x, 0 if name == "softmax" else w).dtype == torch.bfloat16
         assert low == (name in LOW_PRECISION)
 
 
@@ -191,7 +192,6 @@ def test_modules_under_two_names_are_left_as_they_were() -> None:
         assert torch.equal(after[name], value), name
     for each in (model, plain):
         each(batch).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    assert_same_gradients(model, plain)
     for name, buffer in plain.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name

@@ -17,6 +17,7 @@ from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit
 from scheduler_runtime.fitting import plans_of
 from solver import solve
+from tests.support.bitwise import assert_equal
 from tests.support.word_language import TransformerLanguageModel
 
 N_TOKENS = 60
@@ -50,7 +51,7 @@ def train(model: nn.Module, lengths: list[int]) -> list[torch.Tensor]:
 def test_fit_fills_the_mask_as_the_first_call_does() -> None:
     plain = transformer()
     fitted = fit(copy.deepcopy(plain), budget="5MB")
-    assert all(map(torch.equal, train(plain, [8, 8, 6, 6]), train(fitted, [8, 8, 6, 6])))
+    assert_equal(train(plain, [8, 8, 6, 6]), train(fitted, [8, 8, 6, 6]))
     assert torch.equal(plain.src_mask, fitted.src_mask)
     assert len(plans_of(fitted)) == 2
 
@@ -61,7 +62,7 @@ def test_planning_leaves_the_mask_to_the_first_call() -> None:
     solution = solve(plain, tokens(), budget="5MB", loss=loss)
     assert plain.src_mask is None
     planned = apply(copy.deepcopy(plain), solution)
-    assert all(map(torch.equal, train(plain, [8, 8]), train(planned, [8, 8])))
+    assert_equal(train(plain, [8, 8]), train(planned, [8, 8]))
     assert len(planned.forward._programs.programs) == 1
 
 
@@ -201,7 +202,7 @@ def test_a_number_that_each_call_leaves_is_left_by_planned_steps() -> None:
     fitted = fit(copy.deepcopy(plain), budget="5MB", optimizer=[])
     expected = steps(plain, x)
     assert plain.part.pooled == 2
-    assert all(map(torch.equal, expected, steps(fitted, x)))
+    assert_equal(expected, steps(fitted, x))
     assert len(plans_of(fitted)) == 1
 
 

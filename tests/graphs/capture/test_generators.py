@@ -17,6 +17,7 @@ from benchmarks.same_bits import keeping_nothing
 from graphs.capture.refuse import generators_of
 from graphs.trace import trace
 from scheduler_runtime import apply, fit
+from tests.support.bitwise import assert_equal
 
 NUMPYS = np.random.default_rng(0)
 
@@ -134,7 +135,7 @@ def test_planned_steps_draw_what_plain_training_draws(kind: type[Scaling]) -> No
             model.zero_grad()
             model(batch).sum().backward()
             seen.append([p.grad.clone() for p in model.parameters()])
-    assert all(map(torch.equal, seen[0] + seen[1], seen[2] + seen[3]))
+    assert_equal(seen[0] + seen[1], seen[2] + seen[3])
     assert not torch.equal(seen[0][0], seen[1][0])
 
 
@@ -187,7 +188,7 @@ def test_a_piece_draws_from_its_own_generator_as_in_plain_training(
             loss.backward()
             seen.append([loss, *(p.grad for p in model.parameters())])
     for expected, got in zip(seen[:3], seen[3:], strict=True):
-        assert all(map(torch.equal, expected, got))
+        assert_equal(expected, got)
 
 
 def test_torchs_default_generator_in_an_attribute_is_none_of_them() -> None:

@@ -11,7 +11,7 @@ from benchmarks.same_bits import keeping_nothing
 from checkpoint_solver import apply
 from graphs.model_calls import TraceError
 from graphs.trace import trace
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 MASK = torch.rand(40, 8, generator=torch.Generator().manual_seed(1)) < 0.5
 

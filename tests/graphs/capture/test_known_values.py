@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphs.capture.as_eager import Leaf, Recipe, evaluate
 from graphs.trace import TraceError, trace
@@ -22,7 +21,8 @@ from scheduler_runtime.measuring import measure
 from scheduler_runtime.planned.program_cache import ProgramCache
 from solver import solve
 from solver.schedule.recompute import keep
-from tests.support.same_bits import one_step, solution_of
+from tests.support.bitwise import assert_equal, one_step, solution_of
+from tests.support.tiny_transformers import tiny_llama
 
 WIDTH = 16
 
@@ -82,7 +82,7 @@ def test_every_call_takes_the_branch_of_eager_mode(middle: Any) -> None:
     planned = apply(copy.deepcopy(model), solution, on_mismatch="replan")
     for n_set in (8, 3, 8, 5, 3):
         expected, got = one_step(model, batch_of(n_set), 0), one_step(planned, batch_of(n_set), 0)
-        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert_equal(expected, got)
 
 
 def test_calls_that_see_the_same_share_a_program() -> None:
@@ -124,7 +124,7 @@ def test_another_branch_is_planned_when_it_comes(
     assert "replanning" not in caplog.text
     for n_set in (7, 8, 5):
         expected, got = one_step(model, batch_of(n_set), 0), one_step(planned, batch_of(n_set), 0)
-        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert_equal(expected, got)
     assert "argument mask has other values than when planned: forward reads False" in caplog.text
     assert len(planned.forward._programs.programs) == 2
     with pytest.raises(PlanMismatchError, match=r"argument x \(and 1 more\) has shape"):
@@ -155,8 +155,7 @@ def test_another_branch_before_a_loss_outside_is_planned_from_a_file(tmp_path: P
         tensors = batch_of(n_set)
         model.zero_grad()
         planned.zero_grad()
-        expected, got = one_step(model, tensors, 0, loss), one_step(planned, tensors, 0, loss)
-        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert_equal(one_step(model, tensors, 0, loss), one_step(planned, tensors, 0, loss))
         assert measure(planned, tensors, loss=loss).peak_bytes <= 2 * peak_bytes
 
 
@@ -167,8 +166,7 @@ def test_what_nobody_knew_when_planning_is_planned_when_it_comes() -> None:
     on_meta = {name: tensor.to("meta") for name, tensor in batch.items()}
     solution = solve(copy.deepcopy(model).to("meta"), on_meta, budget="10MB")
     planned = apply(copy.deepcopy(model), solution)
-    expected, got = one_step(model, batch, 0), one_step(planned, batch, 0)
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert_equal(one_step(model, batch, 0), one_step(planned, batch, 0))
 
 
 @pytest.mark.parametrize(
@@ -203,16 +201,7 @@ def test_the_programs_of_a_module_are_bounded() -> None:
 
 
 def padded_llama(n_padded: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(config)
+    model = tiny_llama(n_layers=1)
     tokens = torch.randint(50, (3, 24))
     mask = torch.ones_like(tokens)
     mask[0, 24 - n_padded :] = 0
@@ -227,8 +216,7 @@ def test_a_padding_mask_that_masks_nothing_leaves_the_fused_attention(n_padded: 
     masked = [node for node in graph.nodes if node.op == "aten.where.self"]
     assert bool(masked) == bool(n_padded)
     planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
-    expected, got = one_step(model, batch, 0), one_step(planned, batch, 0)
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert_equal(one_step(model, batch, 0), one_step(planned, batch, 0))
 
 
 def test_a_selection_whose_size_is_known_has_a_gradient() -> None:

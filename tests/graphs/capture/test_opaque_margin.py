@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from graphs.capture.opaque.bench import MARGIN
 from graphs.trace import trace
 from scheduler_runtime.measuring import measure
-from solver.schedule import baseline, simulate
+from tests.support.budgets import baseline_peak_bytes
 
 WIDTH, ROWS, LENGTH = 64, 32, 9
 
@@ -32,7 +32,7 @@ def test_an_lstm_keeps_what_is_measured() -> None:
     options = {"loss": lambda out, _: out.square().mean(), "optimizer": torch.optim.AdamW}
     graph = trace(model, batch, **options)
     assert [part["module"] for part in graph.meta.opaque_parts] == [f"{i}.lstm" for i in (1, 2, 3)]
-    predicted_bytes = simulate(graph, baseline(graph)).peak_bytes
+    predicted_bytes = baseline_peak_bytes(graph)
     measured_bytes = measure(model, batch, n_steps=1, **options).peak_bytes
     assert measured_bytes <= predicted_bytes <= 1.04 * measured_bytes
 

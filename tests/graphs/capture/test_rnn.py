@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from benchmarks.same_bits import keeping_nothing
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply
-from tests.support.same_bits import assert_equal, one_step
+from tests.support.bitwise import assert_equal, one_step
 
 
 class Squared(nn.Module):

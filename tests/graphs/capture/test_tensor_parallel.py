@@ -29,7 +29,7 @@ from graphs.model_calls import TraceError
 from graphs.trace import trace
 from scheduler_runtime.applying import CudaGraphError, apply
 from solver import solve
-from solver.schedule import baseline, simulate
+from tests.support.budgets import baseline_peak_bytes
 
 ROWS, LENGTH, WIDTH = 4, 16, 32
 
@@ -141,17 +141,12 @@ def test_a_plan_repeats_a_collective_only_where_that_pays(mesh: DeviceMesh) -> N
     nodes = [replace(n, recomputable=n.recomputable and "c10d" not in n.op) for n in graph.nodes]
     once = replace(graph, nodes=tuple(nodes))
     least, least_once = (solve(each, budget=1).minimum_budget_bytes for each in (graph, once))
-    assert least is not None
-    assert least_once is not None
     assert least <= least_once
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     for share in (0.0, 0.3, 0.6, 1.0):
         budget_bytes = int(least_once + share * (peak_bytes - least_once))
         may, may_not = (solve(each, budget=budget_bytes) for each in (graph, once))
-        assert may.simulation is not None
-        assert may_not.simulation is not None
         assert may.simulation.time_s <= may_not.simulation.time_s * (1 + 1e-9)
-        assert may.schedule is not None
         order = Counter(may.schedule.order)
         n_again = sum(order[n.name] - 1 for n in graph.nodes if "c10d" in n.op)
         assert n_again == 0 or share < 1.0

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from benchmarks.same_bits import keeping_nothing
 from graphs.trace import trace
 from scheduler_runtime import apply
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 
 class Distilled(nn.Module):

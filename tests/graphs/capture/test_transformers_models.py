@@ -6,27 +6,13 @@ import copy
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, remove
 from solver import solve
 from solver.reporting.report_data import step_notes
-
-
-def language_model() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=1,
-            n_embd=32,
-            n_head=2,
-            n_positions=64,
-            vocab_size=100,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+from tests.support.bitwise import assert_equal
+from tests.support.tiny_transformers import tiny_gpt2
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -36,7 +22,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_loss_function_that_picks_the_loss_makes_the_same_plan() -> None:
-    model = language_model()
+    model = tiny_gpt2()
     plain = trace(model, batch())
     picked = trace(model, batch(), loss=lambda output, _: output.loss)
     assert picked.graph_id == plain.graph_id
@@ -45,11 +31,10 @@ def test_a_loss_function_that_picks_the_loss_makes_the_same_plan() -> None:
 
 @pytest.mark.slow
 def test_a_plan_runs_with_the_same_bits() -> None:
-    model = language_model()
+    model = tiny_gpt2()
     options = {"loss": lambda output, _: output.loss}
     peak_bytes = solve(model, batch(), budget="1GB", **options).baseline.peak_bytes
     solution = solve(model, batch(), budget=int(0.8 * peak_bytes), **options)
-    assert solution.simulation is not None
     assert solution.simulation.n_recomputed > 0
     planned = apply(copy.deepcopy(model), solution)
     results = []
@@ -58,12 +43,12 @@ def test_a_plan_runs_with_the_same_bits() -> None:
         output = each(**batch())
         output.loss.backward()
         results.append([output.loss.detach(), *(p.grad for p in each.parameters())])
-    assert all(map(torch.equal, *results))
+    assert_equal(*results)
 
 
 @pytest.mark.slow
 def test_the_cache_for_generation_is_off_in_planned_steps_only() -> None:
-    model = language_model()
+    model = tiny_gpt2()
     assert model.config.use_cache
     solution = solve(model, batch(), budget="1GB")
     assert any("config.use_cache is on" in note for note in step_notes(solution.graph))
@@ -77,4 +62,4 @@ def test_the_cache_for_generation_is_off_in_planned_steps_only() -> None:
 
 def test_a_cache_that_is_asked_for_is_refused() -> None:
     with pytest.raises(TraceError, match="pass use_cache=False"):
-        trace(language_model(), {**batch(), "use_cache": True})
+        trace(tiny_gpt2(), {**batch(), "use_cache": True})

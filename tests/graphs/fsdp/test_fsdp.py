@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +27,8 @@ from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import BudgetError
 from tests.scheduler_runtime.export.test_export import small_gpt2, tokens
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.command import json_of
 from tests.support.paths import GPT2
 from tests.support.ranks import ranks_of
 
@@ -284,8 +285,7 @@ def test_gradients_that_accumulate_are_shards():
 def test_a_plan_for_one_rank_is_reported_and_exported_but_not_applied(tmp_path, capsys):
     model, batch = small_gpt2(0.0), tokens()
     plain = trace(model, batch, fsdp=N)
-    peak_bytes = simulate(plain, baseline(plain)).peak_bytes
-    solution = solve(model, batch, budget=int(0.8 * peak_bytes), fsdp=N)
+    solution = solve(model, batch, budget=int(0.8 * baseline_peak_bytes(plain)), fsdp=N)
     assert "per rank of 2, FSDP2" in repr(solution)
     report(solution)
     printed = " ".join(capsys.readouterr().out.split())
@@ -318,7 +318,6 @@ def alone() -> Iterator[DeviceMesh]:
 
 def groups(graph: Graph) -> tuple[str, ...]:
     sharding = sharding_of(graph.meta.environment)
-    assert sharding is not None
     return sharding.groups or ()
 
 
@@ -336,22 +335,18 @@ def test_the_command(tmp_path, capsys):
         "def get_batch(): return tokens()\n"
     )
     words = ["--budget", "1GB", str(file)]
-    assert main([*words, "--json"]) == 0
-    whole = json.loads(capsys.readouterr().out)["baseline"]["memory_bytes"]
-    assert main([*words, "--json", "--fsdp", "4"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    whole = json_of(capsys, *words)["baseline"]["memory_bytes"]
+    answer = json_of(capsys, *words, "--fsdp", "4")
     assert answer["notes"][-1].startswith("All figures are per rank of 4, FSDP2")
     assert answer["baseline"]["memory_bytes"]["optimizer"] < 0.3 * whole["optimizer"]
     mixed = ["--fsdp", "4", "--fsdp-precision", "bfloat16,float32"]
-    assert main([*words, "--json", *mixed]) == 0
-    of_mixed = json.loads(capsys.readouterr().out)
+    of_mixed = json_of(capsys, *words, *mixed)
     assert ", computed in bfloat16, gradients reduced in float32" in of_mixed["notes"][-1]
     memory = of_mixed["baseline"]["memory_bytes"]
     assert memory["optimizer"] == answer["baseline"]["memory_bytes"]["optimizer"]
     assert memory["activations"] < 0.75 * answer["baseline"]["memory_bytes"]["activations"]
     kept = ["--fsdp", "4", "--fsdp-reshard", "no", "--fsdp-replicas", "2"]
-    assert main([*words, "--json", *kept, "--fsdp-link", "ib-ndr"]) == 0
-    of_kept = json.loads(capsys.readouterr().out)
+    of_kept = json_of(capsys, *words, *kept, "--fsdp-link", "ib-ndr")
     assert "All figures are per rank of 2 x 4, FSDP2" in of_kept["notes"][-1]
     assert of_kept["baseline"]["peak_bytes"] > answer["baseline"]["peak_bytes"]
     assert of_kept["baseline"]["time_s"] > answer["baseline"]["time_s"]  # waits for the link

@@ -104,7 +104,6 @@ def test_a_step_is_traced_in_the_dtypes_of_the_policy():
     assert sharding.mp_policy == MixedPrecision("bfloat16", "float32")
     graph = trace(model, batch, fsdp=sharding, optimizer=torch.optim.AdamW)
     read = sharding_of(json.loads(json.dumps(dict(graph.meta.environment))))
-    assert read is not None
     assert read.mp_policy == sharding.mp_policy
     words = "per rank of 2, FSDP2, computed in bfloat16, gradients reduced in float32"
     assert words in repr(solve(graph, budget="1MB"))

@@ -27,24 +27,16 @@ from scheduler_runtime.verifying import run_both_steps
 from solver import solve
 from solver.bound import lower_bound_s
 from solver.reporting.report_data import rewritten
-from solver.schedule import (
-    Link,
-    Place,
-    Places,
-    Schedule,
-    Store,
-    baseline,
-    keep,
-    simulate,
-)
-from tests.support import same_bits
-from tests.support.copying import away, gaps
-from tests.support.judges import agree
-from tests.support.same_bits import assert_equal
+from solver.schedule import Link, Place, Places, Schedule, Store, baseline, keep, simulate
+from tests.support import bitwise
+from tests.support.bitwise import assert_equal
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.plain_simulator import assert_simulators_agree
+from tests.support.schedules_with_copies import copy_away, unused_gaps
 
 WIDTH, N_ROWS = 64, 512
 PLACES = Places(host=Place(10**9, Link(1e9, 1e9)))
-solution_of = partial(same_bits.solution_of, places=PLACES)
+solution_of = partial(bitwise.solution_of, places=PLACES)
 EVERYTHING = ("packed_masks", "waiting_in_int8", "in_place")
 
 
@@ -128,8 +120,8 @@ def with_plan(model: nn.Module, graph: Graph, schedule: Schedule) -> list[torch.
 
 
 def all_away(graph: Graph, schedule: Schedule) -> Schedule:
-    chosen = [gap for gap in gaps(graph, schedule) if gap.stop - gap.start > 6]
-    return away(graph, schedule, chosen)
+    chosen = [gap for gap in unused_gaps(graph, schedule) if gap.stop - gap.start > 6]
+    return copy_away(graph, schedule, chosen)
 
 
 def there_and_back(code: Code, numbers: torch.Tensor) -> torch.Tensor:
@@ -159,7 +151,6 @@ def test_masks_come_back_with_every_bit(seed: int) -> None:
     torch.manual_seed(seed)
     mask = torch.rand(8 * (1 + 7777 * seed)) < seed / 4
     code = Code.of("bits", dtype=mask.dtype, n_elements=mask.numel())
-    assert code is not None
     assert torch.equal(there_and_back(code, mask), mask)
 
 
@@ -207,7 +198,7 @@ def test_packed_masks_keep_every_bit(model: nn.Module) -> None:
     assert {graph.tensor_by_name[node.outputs[0]].size_bytes for node in packs} == {
         N_ROWS * WIDTH // 8
     }
-    peaks = [simulate(each, baseline(each)).peak_bytes for each in (plain, graph)]
+    peaks = [baseline_peak_bytes(each) for each in (plain, graph)]
     assert peaks[1] < peaks[0]
     expected = results(model)
     for schedule in (baseline(graph), keep(graph, set()), all_away(graph, baseline(graph))):
@@ -223,7 +214,7 @@ def test_gradients_are_those_of_hooks_that_round_what_is_saved(code: str, model:
     assert not all(map(torch.equal, expected, plain))
     for schedule in (baseline(graph), keep(graph, set()), all_away(graph, baseline(graph))):
         found = with_plan(model, graph, schedule)
-        assert all(map(torch.equal, found, expected))
+        assert_equal(found, expected)
         assert torch.equal(found[0], plain[0])  # the loss is not rounded
 
 
@@ -241,7 +232,7 @@ def test_masks_may_be_read_by_views_of_the_backward_pass() -> None:
     graph = trace(model, batch(), rewrites=("packed_masks",))
     assert any(node.op == "pack(bits)" for node in graph.nodes)
     for schedule in (baseline(graph), keep(graph, set())):
-        assert all(map(torch.equal, with_plan(model, graph, schedule), results(model)))
+        assert_equal(with_plan(model, graph, schedule), results(model))
 
 
 @pytest.mark.slow
@@ -259,14 +250,16 @@ def test_on_the_way_out_fewer_bytes_are_copied(model: nn.Module) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_simulator_and_referee_agree(seed: int, model: nn.Module) -> None:
+def test_both_simulators_agree(seed: int, model: nn.Module) -> None:
     rng = random.Random(seed)
     graph = trace(model, batch(), rewrites=EVERYTHING)
     roots = sorted({graph.root(name) for name in graph.producer})
     schedule = keep(graph, rng.sample(roots, rng.randint(0, len(roots))))
-    assert agree(graph, schedule, PLACES)
-    chosen = [gap for gap in gaps(graph, schedule) if rng.random() < 0.5 and not gap.overwritten]
-    agree(graph, away(graph, schedule, chosen), PLACES)
+    assert assert_simulators_agree(graph, schedule, PLACES)
+    chosen = [
+        gap for gap in unused_gaps(graph, schedule) if rng.random() < 0.5 and not gap.overwritten
+    ]
+    assert_simulators_agree(graph, copy_away(graph, schedule, chosen), PLACES)
 
 
 @pytest.mark.slow
@@ -329,7 +322,6 @@ def test_errors_are_measured_and_the_class_is_named(model: nn.Module) -> None:
     assert found.largest_error.startswith("median 2")
     assert "e-03, largest " in found.largest_error
     changed = rewritten(solution)
-    assert changed is not None
     assert changed.results == "lossy"
 
 
@@ -380,12 +372,10 @@ def test_a_part_is_chosen_where_all_would_cost_more() -> None:
     found = solve(Wide(), wide, budget="42MB", rewrites="bf16")
     assert "waiting_in_bf16_half" in found.graph.meta.rewrites
     assert found.status == "optimal"
-    assert found.variants is not None
     for graph in found.variants.planned:  # what is proven holds for every choice
         bound_s = lower_bound_s(graph, budget_bytes=42_000_000)
         assert found.lower_bound_s <= bound_s * (1 + 1e-6)
         if "waiting_in_bf16" in graph.meta.rewrites:
-            assert found.simulation is not None
             assert found.simulation.time_s < bound_s
 
 

@@ -23,6 +23,7 @@ from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from solver import solve
 from solver.reporting import step_notes
 from solver.schedule import baseline, simulate
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.wide_logits import IGNORED, Head, captured, rows
 
 REWRITE = ("head_and_loss_in_4_chunks", "in_place")
@@ -331,9 +332,9 @@ def test_what_runs_pytorchs_own_step_is_planned_without_them() -> None:
     assert is_stock(sharded.graph.meta.rewrites)
     assert any("The step is PyTorch's own" in note for note in step_notes(sharded.graph))
     graph = trace(model, (x, y), rewrites=REWRITE)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     plain = trace(model, (x, y))
-    for budget, fits in ((peak_bytes, False), (simulate(plain, baseline(plain)).peak_bytes, True)):
+    for budget, fits in ((peak_bytes, False), (baseline_peak_bytes(plain), True)):
         rewritten = solve(graph, budget=budget)
         solution = dataclasses.replace(rewritten, variants=Variants(plain, (plain, graph)))
         assert "head_and_loss_in_4_chunks" in solution.graph.meta.rewrites

@@ -29,7 +29,7 @@ def test_it_ends_with_its_context() -> None:
 
 @pytest.mark.parametrize("n_ranks", [1, 0, True, "2"])
 def test_fewer_than_two_ranks_are_refused(n_ranks: object) -> None:
-    with pytest.raises(ValueError, match=f"n_ranks is {n_ranks!r}"), fake_mesh(n_ranks):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"n_ranks is {n_ranks!r}"), fake_mesh(n_ranks):
         pass
 
 

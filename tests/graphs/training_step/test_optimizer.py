@@ -149,7 +149,7 @@ def test_groups_with_different_options() -> None:
 @pytest.mark.parametrize("as_function", [True, False])
 def test_frozen_parameters_have_no_state(as_function: bool) -> None:
     net = model()
-    for parameter in net[0].parameters():  # type: ignore[index]
+    for parameter in net[0].parameters():
         parameter.requires_grad_(False)
     trained = [p for p in net.parameters() if p.requires_grad]
     trained_bytes = sum(p.numel() * p.element_size() for p in trained)
@@ -240,7 +240,7 @@ def test_hooks_and_schedulers_hear_nothing() -> None:
 
 def test_a_function_is_given_the_parameters_that_are_trained() -> None:
     net = model()
-    net[0].weight.requires_grad_(False)  # type: ignore[index]
+    net[0].weight.requires_grad_(False)
     given: list[nn.Parameter] = []
 
     def make(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
@@ -259,7 +259,7 @@ class Shampooish(optim.Optimizer):
         self.helper = torch.zeros(7)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None or p.dim() != 2:
@@ -291,7 +291,7 @@ class Lion(optim.Optimizer):
             self.state[p]["momentum"] = torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for p in self.all:
             momentum = self.state[p]["momentum"].lerp_(p.grad, 0.1)
             p.sub_(momentum.sign() * self.defaults["lr"])

@@ -16,7 +16,7 @@ from scheduler_runtime import FitError, apply, fit
 from scheduler_runtime.measuring import measure
 from solver import report, solve
 from solver.schedule.recompute import baseline, keep
-from tests.support.same_bits import solution_of
+from tests.support.bitwise import assert_equal, assert_same_gradients, solution_of
 
 N = 16
 
@@ -156,9 +156,8 @@ def same_training(
                     losses.append(model(x))
                 losses[-1].backward()
             assert torch.equal(*losses)
-            for a, b in zip(expected.parameters(), planned.parameters(), strict=True):
-                assert torch.equal(a.grad, b.grad)
-            assert all(map(torch.equal, expected.buffers(), planned.buffers()))
+            assert_same_gradients(expected, planned)
+            assert_equal(expected.buffers(), planned.buffers())
 
 
 def scatters(graph: Graph) -> list[str]:

@@ -12,7 +12,7 @@ from benchmarks.same_bits import solution_of
 from graphs.trace import trace
 from scheduler_runtime import apply
 from solver.schedule import baseline, keep
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal, assert_same_gradients
 
 
 class Normed(nn.Module):
@@ -67,8 +67,7 @@ def test_buffers_and_gradients_are_those_of_eager_mode(make, recomputes: bool) -
         assert_equal(model.buffers(), plain.buffers())
         for loss in losses:
             loss.backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert_same_gradients(model, plain)
 
 
 def test_nothing_is_copied() -> None:
@@ -98,8 +97,7 @@ def test_another_forward_pass_may_come_before_the_backward_pass() -> None:
         first.backward()
         second.backward()
     assert_equal(model.buffers(), plain.buffers())
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert_same_gradients(model, plain)
 
 
 def test_frozen_statistics_stay() -> None:

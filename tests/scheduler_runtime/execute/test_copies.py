@@ -38,17 +38,17 @@ from solver.schedule import (
     simulate,
 )
 from solver.schedule.simulator import IllegalScheduleError
-from tests.support import same_bits
-from tests.support.copying import away, gaps, random_copies
+from tests.support import bitwise
+from tests.support.bitwise import LARGE, MODELS, assert_bitwise_identical, assert_equal, one_step
 from tests.support.example_models import small
 from tests.support.pools import made_pools
-from tests.support.same_bits import LARGE, MODELS, assert_same_bits, one_step
+from tests.support.schedules_with_copies import copy_away, random_copies, unused_gaps
 
 __all__ = ["made_pools"]
 
 LINK = Link(5e10, 5e10)
 PLACES = Places(host=Place(LARGE, LINK), disk=Place(LARGE, LINK))
-solution_of = partial(same_bits.solution_of, places=PLACES)
+solution_of = partial(bitwise.solution_of, places=PLACES)
 
 
 class Tower(nn.Module):
@@ -72,8 +72,8 @@ class Tower(nn.Module):
 
 def all_away(graph: Graph, schedule: Schedule) -> Schedule:
     """Whatever lies idle for long is on the host meanwhile."""
-    chosen = [gap for gap in gaps(graph, schedule) if gap.stop - gap.start > 6]
-    return away(graph, schedule, chosen)
+    chosen = [gap for gap in unused_gaps(graph, schedule) if gap.stop - gap.start > 6]
+    return copy_away(graph, schedule, chosen)
 
 
 def by_disk(graph: Graph, schedule: Schedule, seed: int = 0) -> Schedule:
@@ -91,9 +91,8 @@ def by_disk(graph: Graph, schedule: Schedule, seed: int = 0) -> Schedule:
 
 
 def layout_of(model: nn.Module) -> CopyLayout:
-    ((_, bound),) = model.forward._programs.programs  # type: ignore[union-attr]
-    layout: CopyLayout = bound.program.copy_layout
-    return layout
+    ((_, bound),) = model.forward._programs.programs
+    return bound.program.copy_layout
 
 
 @pytest.mark.slow(keep=8)
@@ -107,7 +106,7 @@ def test_random_copies_give_the_same_bits(make: Any, seed: int, tmp_path: Path) 
     schedule = by_disk(graph, keep(graph, kept), seed)
     planned = copy.deepcopy(model)
     apply(planned, solution_of(graph, schedule), disk_directory=tmp_path)
-    assert_same_bits(model, planned, batch, loss)
+    assert_bitwise_identical(model, planned, batch, loss)
     assert not list(tmp_path.iterdir())
 
 
@@ -130,9 +129,8 @@ def test_examples_keep_their_bits_and_the_planned_bytes(name: str) -> None:
     # the workspace of convolutions depends on the CPU: it is only known where it is measured
     convolves = name in ("resnet50", "unet")
     solution = with_copies(model, batch, costs="measured" if convolves else None)
-    assert solution.simulation is not None
     planned = apply(copy.deepcopy(model), solution)
-    assert_same_bits(model, planned, batch)
+    assert_bitwise_identical(model, planned, batch)
     planned.zero_grad()
     gc.collect()
     measured_bytes = measure(planned, batch).peak_bytes
@@ -158,10 +156,9 @@ def test_a_solved_plan_with_copies_runs() -> None:
         host_budget="1GB",
         time_limit_s=600,
     )
-    assert solution.schedule is not None
     assert solution.schedule.has_copies
     planned = apply(copy.deepcopy(model), solution)
-    assert_same_bits(model, planned, batch)
+    assert_bitwise_identical(model, planned, batch)
     planned.zero_grad()
     gc.collect()
     assert measure(planned, batch).peak_bytes <= budget_bytes
@@ -173,7 +170,6 @@ def test_what_is_away_takes_no_device_memory(made_pools: list[copies_module.Pool
     model, batch = Tower(), Tower.batch()
     graph = trace(model, batch)
     solution = solution_of(graph, all_away(graph, baseline(graph)))
-    assert solution.simulation is not None
     assert solution.simulation.peak_bytes < 0.8 * solution.baseline.peak_bytes
     planned = apply(copy.deepcopy(model), solution)
     one_step(planned, batch, 0)
@@ -202,7 +198,7 @@ def test_low_precision_gives_the_same_bits(dtype: torch.dtype | None) -> None:
             loss = each(batch)
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in each.parameters()), *each.buffers()])
-    assert all(map(torch.equal, *results))
+    assert_equal(*results)
 
 
 class Norms(nn.Module):
@@ -259,7 +255,7 @@ def test_accumulated_gradients_and_several_passes(made_pools: list[copies_module
         for _ in range(2):
             torch.stack([each(batch + i) for i in range(3)]).sum().backward()
         results.append([*(p.grad for p in each.parameters()), *each.buffers()])
-    assert all(map(torch.equal, *results))
+    assert_equal(*results)
     assert len(made_pools) == 3
 
 
@@ -278,7 +274,7 @@ def test_a_pass_without_backward_gives_back_its_memory(
         gc.collect()
     assert len(made_pools) == 1
     planned.load_state_dict(state)  # the running statistics
-    assert_same_bits(model, planned, batch)
+    assert_bitwise_identical(model, planned, batch)
 
 
 @pytest.mark.slow
@@ -291,7 +287,7 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     solution_of(solution.graph, schedule).save(path)
     planned = apply(copy.deepcopy(model), path, disk_directory=tmp_path)
-    assert_same_bits(model, planned, batch)
+    assert_bitwise_identical(model, planned, batch)
 
 
 def test_a_scalar_on_the_cpu_does_not_move_a_step_on_a_card() -> None:
@@ -322,7 +318,7 @@ def test_a_recorded_step_cannot_copy() -> None:
     graph = trace(model, batch)
     planned = apply(model, solution_of(graph, all_away(graph, baseline(graph))))
     planned(batch)
-    ((_, bound),) = planned.forward._programs.programs  # type: ignore[union-attr]
+    ((_, bound),) = planned.forward._programs.programs
     assert isinstance(bound, BoundProgram)
     with pytest.raises(CudaGraphError, match="copies tensors to host memory"):
         check_program(bound)

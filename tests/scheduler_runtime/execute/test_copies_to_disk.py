@@ -22,8 +22,8 @@ from scheduler_runtime.execute.spill_file import CopyError
 from solver import solve
 from solver.schedule import Solution, baseline, simulate
 from tests.scheduler_runtime.execute.test_copies import Tower, by_disk, solution_of
+from tests.support.bitwise import assert_bitwise_identical, assert_equal, one_step
 from tests.support.paths import ROOT
-from tests.support.same_bits import assert_same_bits, one_step
 
 
 def planned_for_disk(directory: Path) -> tuple[nn.Module, torch.Tensor, Solution]:
@@ -58,10 +58,9 @@ def test_a_plan_for_a_disk_runs_with_the_directory_that_it_was_made_for(
 
     monkeypatch.setattr(os, "pwrite", counted)
     model, batch, solution = planned_for_disk(tmp_path)
-    assert solution.simulation is not None
     assert solution.simulation.n_recomputed == 0
     assert solution.simulation.disk_peak_bytes > 0
-    assert_same_bits(model, apply(copy.deepcopy(model), solution), batch)
+    assert_bitwise_identical(model, apply(copy.deepcopy(model), solution), batch)
     assert sum(written) >= solution.simulation.disk_peak_bytes
     assert not list(tmp_path.iterdir())
 
@@ -76,7 +75,7 @@ def test_the_directory_of_a_plan_may_be_gone_or_another(tmp_path: Path) -> None:
     with pytest.raises(CopyError, match=r"first', and the disk refuses them: No such file"):
         planned(batch)
     planned = apply(copy.deepcopy(model), tmp_path / "schedule.json", disk_directory=tmp_path)
-    assert_same_bits(model, planned, batch)
+    assert_bitwise_identical(model, planned, batch)
 
 
 def spilling(tmp_path: Path) -> tuple[nn.Module, nn.Module, torch.Tensor, Solution]:
@@ -117,8 +116,8 @@ def test_a_full_disk_is_an_error_before_the_step(
         with pytest.raises(CopyError, match=r"No space left on device; nothing was run"):
             planned(batch)
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(map(torch.equal, model.buffers(), planned.buffers()))
-    assert_same_bits(model, planned, batch)  # once there is room
+    assert_equal(model.buffers(), planned.buffers())
+    assert_bitwise_identical(model, planned, batch)  # once there is room
     assert not list(tmp_path.iterdir())
 
 
@@ -144,7 +143,7 @@ def test_a_disk_that_fails_in_the_step(
     state = planned.state_dict()  # with the running statistics
     assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
     gc.collect()
-    assert_same_bits(model, planned, batch)
+    assert_bitwise_identical(model, planned, batch)
 
 
 PROCESS = """
@@ -153,7 +152,7 @@ from pathlib import Path
 import torch
 from scheduler_runtime import apply
 from tests.scheduler_runtime.execute.test_copies_to_disk import spilling
-from tests.support.same_bits import one_step
+from tests.support.bitwise import assert_equal, one_step
 directory, seed, killed = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "killed"
 model, planned, batch, solution = spilling(directory)
 apply(planned, solution, disk_directory=directory)
@@ -162,7 +161,7 @@ if killed:
     print(len(os.listdir(directory)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 plain, found = one_step(model, batch + seed, seed), one_step(planned, batch + seed, seed)
-assert all(map(torch.equal, plain, found))
+assert_equal(plain, found)
 print("same")
 """
 

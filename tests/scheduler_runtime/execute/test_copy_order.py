@@ -25,9 +25,9 @@ from tests.scheduler_runtime.execute.test_copies import (
     by_disk,
     solution_of,
 )
-from tests.support.builders import make as make_graph
-from tests.support.builders import op, plan
-from tests.support.same_bits import assert_same_bits
+from tests.support.bitwise import assert_bitwise_identical
+from tests.support.small_graphs import make as make_graph
+from tests.support.small_graphs import op, plan
 
 
 class Late:
@@ -87,7 +87,7 @@ def test_every_wait_is_there(seed: int, tmp_path: Path, monkeypatch: pytest.Monk
     kept = {t.name for t in graph.tensors if random.Random(f"{seed} {t.name}").random() < 0.7}
     schedule = by_disk(graph, keep(graph, kept), seed)
     planned = apply(copy.deepcopy(model), solution_of(graph, schedule), disk_directory=tmp_path)
-    assert_same_bits(model, planned, batch)
+    assert_bitwise_identical(model, planned, batch)
     assert late[0].n_begun == late[0].n_settled == 3  # steps
 
 
@@ -101,7 +101,7 @@ def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = trace(model, batch)
     planned = apply(copy.deepcopy(model), solution_of(graph, all_away(graph, baseline(graph))))
     with pytest.raises(AssertionError):
-        assert_same_bits(model, planned, batch)
+        assert_bitwise_identical(model, planned, batch)
 
 
 class FakeStream:

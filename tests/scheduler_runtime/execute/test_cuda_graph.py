@@ -24,7 +24,7 @@ from scheduler_runtime.execute import cuda_graph
 from scheduler_runtime.execute.random_in_graphs import RandomInGraphs
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state
 from solver import solve
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal, assert_same_gradients
 
 CPU = torch.device("cpu")
 
@@ -175,14 +175,13 @@ def test_steps_are_those_of_the_plain_model(recorder):
         losses.append((output["loss"].detach(), float(plain["loss"].detach())))
         output["loss"].backward()
         plain["loss"].backward()
-        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad)
+        assert_same_gradients(model, twin)
         assert_equal(model.buffers(), twin.buffers())
         cleared(model)
         cleared(twin)
     (step,) = recorder.steps
     assert [t.data_ptr() for t in step.batch] != [t.data_ptr() for t in batch]
-    assert all(torch.equal(a, b) for a, b in zip(first, batch, strict=True))
+    assert_equal(first, batch)
     assert all(float(loss) == plain for loss, plain in losses), "a loss was written over"
 
 
@@ -195,8 +194,7 @@ def test_autocast_is_off_while_the_step_is_recorded(recorder):
         output, plain = model(*batch), twin(*batch)
     output["loss"].backward()
     plain["loss"].backward()
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert_same_gradients(model, twin)
 
 
 def test_a_gradient_for_what_is_not_planned_is_refused(recorder):

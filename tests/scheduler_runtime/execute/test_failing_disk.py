@@ -19,8 +19,8 @@ from scheduler_runtime import apply, remove
 from scheduler_runtime.execute.spill_file import CopyError
 from solver.schedule import keep
 from tests.scheduler_runtime.execute.test_copies import Tower, by_disk, solution_of
+from tests.support.bitwise import assert_equal
 from tests.support.failing_disk import failing_disk
-from tests.support.same_bits import assert_equal
 
 NO_GRADIENT = r"No gradient of this forward pass has been added\. Buffers and random state are"
 IN_PART = r"Gradients of this forward pass have been added to earlier ones in part: set all to None"

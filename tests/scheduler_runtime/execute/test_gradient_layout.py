@@ -11,7 +11,7 @@ from torch import nn
 
 from checkpoint_solver import apply, fit, solve
 from scheduler_runtime import plans_of
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 WEIGHTS = torch.randn(16, 8, 64, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 16, (8, 64), generator=torch.Generator().manual_seed(1))

@@ -13,7 +13,7 @@ from torch import nn
 from scheduler_runtime import fit
 from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.measuring import absolute_peak_bytes, resident_tensors
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 from tests.support.word_language import (
     CellLanguageModel,
     RecurrentLanguageModel,
@@ -51,7 +51,7 @@ def train(model: Any, n_steps: int = 4) -> list[torch.Tensor]:
 def test_a_hidden_state_that_is_detached_gets_no_gradient(kind: str) -> None:
     plain = language_model(kind)
     fitted = fit(copy.deepcopy(plain), budget="1MB")
-    assert all(map(torch.equal, train(plain), train(fitted)))
+    assert_equal(train(plain), train(fitted))
     n_plans = len(plans_of(fitted))
     train(fitted)
     assert len(plans_of(fitted)) == n_plans
@@ -197,4 +197,4 @@ def test_an_operator_of_the_user_that_draws_draws_the_same_again() -> None:
     model, x = Noisy(), torch.randn(32, 8)
     expected = steps(model, x)
     fit(model, budget="1GB")
-    assert all(map(torch.equal, expected, steps(model, x)))
+    assert_equal(expected, steps(model, x))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from scheduler_runtime import fit
+from tests.support.bitwise import assert_equal
 
 Fired = list[tuple[str, torch.Tensor]]
 
@@ -66,10 +67,10 @@ def test_hooks_fire_once_in_a_step_that_runs_again(same: bool) -> None:
         got.append(([step(theirs, each, fired, same=same) for _ in range(2)], fired))
     (plain_steps, plain_fired), (steps, fired) = got
     for of_plain, of_fitted in zip(plain_steps, steps, strict=True):
-        assert all(map(torch.equal, of_plain, of_fitted))
+        assert_equal(of_plain, of_fitted)
     # parameters may receive theirs in another order
     order = [sorted(name for name, _ in each) for each in (plain_fired, fired)]
     assert order[0] == order[1]
     for name in set(order[0]):
         values = [[v for n, v in each if n == name] for each in (plain_fired, fired)]
-        assert all(map(torch.equal, *values))
+        assert_equal(*values)

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from scheduler_runtime.execute import CheckpointedForward, SavedCalls
 from scheduler_runtime.execute.sequential_segments import SegmentedForward
 from solver.module_checkpointing import CheckpointRegion
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 
 def net() -> nn.Sequential:

@@ -36,8 +36,8 @@ from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
 from solver.schedule.recompute import baseline, keep
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Solution
+from tests.support.bitwise import assert_bitwise_identical, assert_equal, one_step, solution_of
 from tests.support.models import ConvNet, NormAndDropout
-from tests.support.same_bits import assert_equal, assert_same_bits, one_step, solution_of
 
 
 def small_gpt2(dropout: float = 0.1, n_layers: int = 3) -> nn.Module:
@@ -123,7 +123,7 @@ def test_the_step_fits_as_simulated_and_is_bitwise_identical(name: str, share: f
     assert simulate(graph_of(name), plan.schedule).time_s == plan.time_s
     peaks = [measure(copy.deepcopy(m), batch, n_steps=1).peak_bytes for m in (plain, model)]
     assert peaks[1] <= plan.peak_bytes < peaks[0]
-    assert_same_bits(plain, model, batch)
+    assert_bitwise_identical(plain, model, batch)
 
 
 @pytest.mark.slow(keep=1)
@@ -140,7 +140,7 @@ def test_half_of_the_activations_costs_little_more_than_the_plan_itself(dropout:
     plan = to_torch_checkpoint(model, solve(model, batch, budget=half, rewrites="none"))
     assert plan.overhead - plan.planned_overhead <= 0.03
     assert plan.peak_bytes <= half
-    assert_same_bits(plain, model, batch)
+    assert_bitwise_identical(plain, model, batch)
     assert measure(model, batch, n_steps=1).peak_bytes <= plan.peak_bytes
 
 
@@ -159,7 +159,7 @@ def test_dropout_draws_again_without_what_it_is_applied_to() -> None:
     noise = [n for n in region.nodes if "dropout_noise" in graph.node_by_name[n].op]
     assert [n_runs[n] for n in down] == [1]
     assert [n_runs[n] for n in noise] == [2, 2]
-    assert_same_bits(plain, model, batch)
+    assert_bitwise_identical(plain, model, batch)
     assert measure(model, batch, n_steps=1).peak_bytes <= plan.peak_bytes
 
 
@@ -320,7 +320,6 @@ def test_the_least_is_exported_where_only_a_rewritten_step_fits() -> None:
     model, batch = Towers(), torch.randn(64, 32)
     least_bytes = find_obstacle(trace(model, batch)).proven_bytes
     solution = solve(model, batch, budget=least_bytes - 1)
-    assert solution.simulation is not None
     assert solution.graph.meta.rewrites
     with pytest.raises(ExportError, match=r"without these nothing fits .* minimum budget found"):
         to_torch_checkpoint(model, solution)
@@ -405,7 +404,7 @@ def test_what_cannot_be_exported_is_refused_by_name() -> None:
     with pytest.raises(ExportError, match="differs from this NormAndDropout"):
         to_torch_checkpoint(NormAndDropout(), solution)
     with pytest.raises(ValueError, match="on_excess is 'warn'"):
-        to_torch_checkpoint(model, solution, on_excess="warn")  # type: ignore[arg-type]
+        to_torch_checkpoint(model, solution, on_excess="warn")
     bare = dataclasses.replace(solution, graph=dataclasses.replace(solution.graph, meta={}))
     with pytest.raises(ExportError, match="a graph file that no module was traced into"):
         to_torch_checkpoint(model, bare)
@@ -437,7 +436,7 @@ def test_swapped_arguments_are_told() -> None:
     model, solution = small_gpt2(), solution_within("gpt2", 0.35)
     words = r"the plan first and the GPT2 second; .* to_torch_checkpoint\(model, solution\)"
     with pytest.raises(TypeError, match=words):
-        to_torch_checkpoint(solution, model)  # type: ignore[arg-type]
+        to_torch_checkpoint(solution, model)
     for wrong in (None, model, "schedule.json"):
         with pytest.raises(TypeError, match=r"to_torch_checkpoint\(\) was given"):
-            to_torch_checkpoint(model, wrong)  # type: ignore[arg-type]
+            to_torch_checkpoint(model, wrong)

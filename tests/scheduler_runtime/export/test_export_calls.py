@@ -13,7 +13,7 @@ from scheduler_runtime.export import to_torch_checkpoint
 from scheduler_runtime.measuring import measure
 from solver import solve
 from solver.module_checkpointing.regions import RegionError, nodes_of
-from tests.support.same_bits import assert_same_bits
+from tests.support.bitwise import assert_bitwise_identical
 
 
 class _Twice(nn.Module):
@@ -53,7 +53,7 @@ def test_a_module_called_once_is_checkpointed_though_its_parts_are_called_twice(
     assert plan.fits
     assert any(module.path == "blocks.0" for module in plan.modules)
     assert measure(copy.deepcopy(model), batch, n_steps=1).peak_bytes <= plan.peak_bytes
-    assert_same_bits(plain, model, batch)
+    assert_bitwise_identical(plain, model, batch)
 
 
 def test_a_module_called_twice_in_a_row_is_refused() -> None:

@@ -23,8 +23,10 @@ from checkpoint_solver.export import ExportError, to_saved_tensors_hooks, to_tor
 from scheduler_runtime.execute import saved_on_host
 from scheduler_runtime.execute.torch_checkpoint import CountMismatchError
 from scheduler_runtime.measuring import measure
-from solver.schedule import Solution, Store, baseline, simulate
-from tests.support.judges import agree
+from solver.schedule import Solution, Store
+from tests.support.bitwise import assert_equal
+from tests.support.budgets import budget_above_resident
+from tests.support.plain_simulator import assert_simulators_agree
 
 HOST: dict[str, Any] = {"host_budget": "1GB", "host_link": "10GB/s"}
 SLOW = {**HOST, "host_link": "0.5GB/s"}
@@ -58,8 +60,7 @@ def planned(*, recompute: bool) -> Solution:
     """At half of the activations, with copies alone or with both."""
     model = Net()
     graph = trace(model, batch())
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget = (graph.resident_bytes + peak_bytes) // 2
+    budget = budget_above_resident(graph, 0.5)
     if recompute:
         return solve(model, batch(), budget=budget, rewrites="none", **SLOW)
     nodes = tuple(replace(node, recomputable=False) for node in graph.nodes)
@@ -92,9 +93,10 @@ def test_the_same_bits_in_less_memory(recompute: bool, host_apart: None) -> None
     exported = to_saved_tensors_hooks(model, planned(recompute=recompute), on_excess="least")
     assert exported.storages
     for _ in range(2):
-        assert all(map(torch.equal, step(model), step(plain)))
+        assert_equal(step(model), step(plain))
+    places = planned(recompute=recompute).request.places
     graph = planned(recompute=recompute).unplanned
-    assert agree(graph, exported.schedule, planned(recompute=recompute).request.places)
+    assert assert_simulators_agree(graph, exported.schedule, places)
     measured, without = (measure(each, batch()).peak_bytes for each in (model, plain))
     assert measured < without - exported.host_bytes / 2
     assert measured <= exported.peak_bytes + 100_000
@@ -111,20 +113,19 @@ def test_what_it_says() -> None:
         op.storage for op in (solution.schedule or exported.schedule).ops if type(op) is Store
     }
     assert set(exported.storages) <= copied
-    assert exported.overhead > solution.overhead  # type: ignore[operator]
+    assert exported.overhead > solution.overhead
     assert "longer waits for copies than in the plan" in str(exported)
     assert f"{len(exported.storages)} tensors" in str(exported)
     with torch.no_grad():
         model(batch())
     copied_model = copy.deepcopy(model)
     remove(model)
-    assert all(map(torch.equal, step(copied_model), step(model)))
+    assert_equal(step(copied_model), step(model))
 
 
 @pytest.mark.slow
 def test_what_was_recomputed_stays_saved() -> None:
     tight = planned(recompute=True)
-    assert tight.simulation is not None
     assert tight.simulation.n_recomputed
     with pytest.raises(ExportError, match="hooks of saved tensors recompute nothing"):
         to_saved_tensors_hooks(Net(), tight)
@@ -138,7 +139,7 @@ def test_what_was_recomputed_stays_saved() -> None:
 def test_what_is_refused() -> None:
     solution, model = planned(recompute=True), Net()
     with pytest.raises(ValueError, match="on_excess is 'most'"):
-        to_saved_tensors_hooks(model, solution, on_excess="most")  # type: ignore[arg-type]
+        to_saved_tensors_hooks(model, solution, on_excess="most")
     alone = solve(model, batch(), budget="1GB", rewrites="none")
     with pytest.raises(ExportError, match="copies nothing to the host"):
         to_saved_tensors_hooks(model, alone)

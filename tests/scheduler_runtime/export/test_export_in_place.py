@@ -16,7 +16,7 @@ from scheduler_runtime.export.selective_calls import extra_bytes, may_save
 from scheduler_runtime.export.stock_checkpoints import _install
 from solver.module_checkpointing.region_plan import plan_regions
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
-from tests.support.same_bits import assert_same_bits
+from tests.support.bitwise import assert_bitwise_identical
 
 
 def drop_path(x: torch.Tensor) -> torch.Tensor:
@@ -77,5 +77,5 @@ def test_what_is_made_in_place_is_kept_or_recomputed_with_the_same_bits(name: st
     for region in (whole, CheckpointRegion(nodes, modules=("0",), saved=saved)):
         plan = plan_regions(graph, [region], extra_bytes=extra_bytes(graph))
         _install(model, graph, plan)
-        assert_same_bits(plain, model, (x,))
+        assert_bitwise_identical(plain, model, (x,))
         remove_torch_checkpoint(model)

@@ -23,7 +23,12 @@ from scheduler_runtime.export import module_tree, remove_torch_checkpoint, to_to
 from scheduler_runtime.measuring import measure
 from solver import solve
 from solver.module_checkpointing import plan_regions
-from tests.support.same_bits import assert_equal, assert_same_bits, one_step
+from tests.support.bitwise import (
+    assert_bitwise_identical,
+    assert_equal,
+    assert_same_gradients,
+    one_step,
+)
 
 N_ROWS, WIDTH, N_CLASSES = 1024, 32, 4096
 SCALARS_BYTES = 100
@@ -105,7 +110,7 @@ def test_the_loss_is_in_chunks_with_the_same_bits_in_the_bytes_that_were_predict
     assert export.fits
     measured = measure(copy.deepcopy(model), (x, y), n_steps=1).peak_bytes
     assert export.peak_bytes * 0.99 <= measured <= export.peak_bytes + SCALARS_BYTES
-    assert_same_bits(plain, pickle.loads(pickle.dumps(model)), (x, y))
+    assert_bitwise_identical(plain, pickle.loads(pickle.dumps(model)), (x, y))
     export.remove()
     assert "forward" not in vars(model)
 
@@ -137,22 +142,20 @@ def test_16_bits_and_autocast(dtype: torch.dtype) -> None:
             with torch.autocast("cpu", dtype):
                 loss = each(x, y)
             loss.backward()
-        pairs = zip(plain.parameters(), model.parameters(), strict=True)
-        assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+        assert_same_gradients(plain, model)
 
 
 @pytest.mark.slow
 def test_a_budget_below_that_of_the_plain_step_is_kept_to() -> None:
     plain, (x, y) = Classifier(mean), batch()
     alone = solve(plain, (x, y), budget="1KB", rewrites="none")
-    assert alone.minimum_budget_bytes is not None
     budget = int(0.8 * alone.minimum_budget_bytes)
     model = copy.deepcopy(plain)
     export = to_torch_checkpoint(model, solve(model, (x, y), budget=budget))
     assert (
         measure(copy.deepcopy(model), (x, y), n_steps=1).peak_bytes <= export.peak_bytes <= budget
     )
-    assert_same_bits(plain, model, (x, y))
+    assert_bitwise_identical(plain, model, (x, y))
     remove_torch_checkpoint(model)
     step = to_torch_checkpoint(model, solve(model, (x, y), budget="1GB", rewrites="none"))
     assert step.losses_in_chunks == 0
@@ -193,7 +196,7 @@ def test_a_second_backward_pass_is_refused_and_another_shape_is_computed() -> No
         loss.backward()
     with pytest.raises(RuntimeError, match=r"create_graph=True .* rewrites=.none"):
         torch.autograd.grad(model(x, y), model.head.weight, create_graph=True)
-    assert_same_bits(plain, model, (x[:600], y[:600]))
+    assert_bitwise_identical(plain, model, (x[:600], y[:600]))
     with torch.no_grad():
         assert torch.equal(plain(x, y), model(x, y))
 
@@ -252,7 +255,7 @@ def test_calls_that_read_the_logits_otherwise_than_the_planned_one(mode: str, va
         assert one is other is None or torch.equal(one, other)
     for each in (plain, model):
         each.zero_grad()
-    assert_same_bits(plain, model, (x, y))
+    assert_bitwise_identical(plain, model, (x, y))
 
 
 def _loss_and_gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -297,12 +300,12 @@ def test_where_calls_come_from(monkeypatch, variant: Any) -> None:
         expected = _loss_and_gradients(plain, way(plain))
         runs.clear()
         found = _loss_and_gradients(model, way(model))
-        assert all(map(torch.equal, expected, found)), way
+        assert_equal(expected, found)
         assert len(runs) == n_runs, way
     parameters = dict(model.named_parameters())
     by_func = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x, y)))(parameters)
     expected = _loss_and_gradients(plain, plain(x, y))[1:]
-    assert all(map(torch.equal, expected, by_func.values()))
+    assert_equal(expected, by_func.values())
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         model(x, torch.full_like(y, N_CLASSES))
     F.cross_entropy(torch.randn(N_ROWS, N_CLASSES, requires_grad=True), y).backward()
@@ -344,7 +347,7 @@ def test_logits_that_forward_writes_after_the_loss_are_not_what_is_kept() -> Non
     assert [[call["keeps"] for call in each] for each in calls] == [[True], []]
     model = copy.deepcopy(plain)
     model.forward = ForwardWithChunkedLoss(model, calls[0])
-    assert_same_bits(plain, model, (x, y))
+    assert_bitwise_identical(plain, model, (x, y))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -21,8 +21,9 @@ from graphs.trace import fake_mesh, trace
 from scheduler_runtime.execute.unread_results import Unread
 from scheduler_runtime.export import Export, to_torch_checkpoint
 from solver.methods import find_obstacle
-from solver.schedule import Request, baseline, simulate
+from solver.schedule import Request
 from solver.solving import attempt
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.grid_ranks import batch, model_of
 from tests.support.tensor_ranks import Transformer, colwise, sequence
 
@@ -49,8 +50,7 @@ class Collectives(TorchDispatchMode):
 def exported_at(share: float, model: torch.nn.Module, graph: Graph) -> Export:
     """The export of a plan for this share of what a plan can save."""
     least_bytes = find_obstacle(graph).reached_bytes
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
+    budget_bytes = least_bytes + int(share * (baseline_peak_bytes(graph) - least_bytes))
     return to_torch_checkpoint(model, attempt(graph, Request(budget_bytes, time_limit_s=60)))
 
 

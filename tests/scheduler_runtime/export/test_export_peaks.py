@@ -21,7 +21,7 @@ from solver import solve
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
 from tests.scheduler_runtime.export.test_export import put
 from tests.scheduler_runtime.export.test_export_regions import regions_by_chance
-from tests.support.same_bits import assert_same_bits
+from tests.support.bitwise import assert_bitwise_identical
 
 N_ROWS, WIDTH, DEPTH = 512, 64, 4
 SCALARS_BYTES = 100
@@ -139,7 +139,7 @@ def test_a_choice_of_modules_keeps_to_the_budget_or_says_that_none_does(
     exported = to_torch_checkpoint(model, solve(model, rows(), budget=budget, rewrites="none"))
     assert exported.modules
     assert measured_bytes(model) <= exported.peak_bytes <= budget
-    assert_same_bits(plain, model, rows())
+    assert_bitwise_identical(plain, model, rows())
 
 
 @pytest.mark.slow(sample=1)
@@ -177,4 +177,4 @@ def test_any_choice_of_regions_takes_at_most_the_simulated_peak(name: str, seed:
     model = copy.deepcopy(plain)
     simulated = put(model, graph, regions_by_chance(graph, model, random.Random(seed)))
     assert measured_bytes(model) - SCALARS_BYTES <= simulated.peak_bytes
-    assert_same_bits(plain, model, rows())
+    assert_bitwise_identical(plain, model, rows())

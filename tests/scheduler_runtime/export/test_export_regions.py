@@ -31,7 +31,7 @@ from tests.scheduler_runtime.export.test_export import (
     small_gpt2,
     tokens,
 )
-from tests.support.same_bits import assert_equal, one_step
+from tests.support.bitwise import assert_equal, one_step
 
 
 class _Count(TorchDispatchMode):

@@ -33,8 +33,7 @@ class Layers(nn.Module):
         x = self.embedding(words)
         for layer in self.layers:
             x = x + layer(x)
-        found: torch.Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
 class LanguageModel(Layers):

@@ -24,6 +24,7 @@ from tests.scheduler_runtime.fitting.test_fitting_with_host import (
     tower,
     trained,
 )
+from tests.support.bitwise import assert_equal
 from tests.support.paths import ROOT
 
 BATCH = numbers(256)
@@ -53,7 +54,6 @@ def plain(batches: list[Any]) -> list[torch.Tensor]:
 
 def assert_spills(model: nn.Module) -> None:
     for plan in plans_of(model):
-        assert plan.solution.simulation is not None
         assert plan.solution.simulation.disk_peak_bytes > 0
         assert plan.solution.simulation.host_peak_bytes <= HOST_BYTES
 
@@ -61,7 +61,7 @@ def assert_spills(model: nn.Module) -> None:
 @pytest.mark.slow
 def test_the_same_bits(tmp_path: Path) -> None:
     model, optimizer = fitted(tmp_path)
-    assert all(map(torch.equal, plain([BATCH] * 2), trained(model, optimizer, [BATCH] * 2)))
+    assert_equal(plain([BATCH] * 2), trained(model, optimizer, [BATCH] * 2))
     assert_spills(model)
     assert not list(tmp_path.iterdir())
     remove(model)
@@ -83,7 +83,7 @@ def test_the_same_bits_in_other_steps(
 ) -> None:
     model, optimizer = fitted(tmp_path, budget=budget_for(tower(), BATCH, share))
     expected = trained(plain := tower(), adamw(plain.parameters()), batches, **options)
-    assert all(map(torch.equal, expected, trained(model, optimizer, batches, **options)))
+    assert_equal(expected, trained(model, optimizer, batches, **options))
     assert_spills(model)
     assert not list(tmp_path.iterdir())
 
@@ -114,7 +114,7 @@ def test_a_disk_that_is_full_or_gone(
                 model(BATCH[0])
             directory.mkdir()
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(map(torch.equal, plain([BATCH] * 2), trained(model, optimizer, [BATCH] * 2)))
+    assert_equal(plain([BATCH] * 2), trained(model, optimizer, [BATCH] * 2))
     assert_spills(model)
 
 
@@ -135,7 +135,7 @@ def test_a_disk_that_fails_in_a_later_step(
         patched.setattr(os, call, fails)
         with pytest.raises(CopyError, match="the disk in '"):
             trained(model, optimizer, [BATCH])
-    assert all(map(torch.equal, before, model.parameters()))
+    assert_equal(before, model.parameters())
     trained(model, optimizer, [BATCH])
     assert not list(tmp_path.iterdir())
 
@@ -145,12 +145,13 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from tests.scheduler_runtime.fitting.test_fitting_with_disk import BATCH, fitted, plain, trained
+from tests.support.bitwise import assert_equal
 model, optimizer = fitted(Path(sys.argv[1]))
 if sys.argv[2] == "killed":
     loss = model(BATCH[0]).sum()
     print(len(os.listdir(sys.argv[1])), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-assert all(map(torch.equal, plain([BATCH] * 2), trained(model, optimizer, [BATCH] * 2)))
+assert_equal(plain([BATCH] * 2), trained(model, optimizer, [BATCH] * 2))
 print("same")
 """
 

@@ -17,6 +17,7 @@ from scheduler_runtime.execute import copies as copies_module
 from solver import solve
 from solver.schedule import Link
 from solver.sizes_deadlines_progress import BudgetError
+from tests.support.bitwise import assert_equal, assert_same_gradients
 from tests.support.pools import made_pools
 
 __all__ = ["made_pools"]
@@ -103,12 +104,8 @@ def both(
 def assert_copied(model: nn.Module) -> None:
     for plan in plans_of(model):
         solution = plan.solution
-        assert solution.schedule is not None
-        assert solution.simulation is not None
         assert solution.schedule.has_copies
         assert solution.simulation.peak_bytes <= solution.request.available_bytes
-        assert solution.request.places is not None
-        assert solution.request.places.host is not None
         assert solution.request.places.host.link == Link(1e12, 1e12)
 
 
@@ -124,13 +121,13 @@ def test_each_shape_is_planned_and_all_share_one_block(
     batches = [numbers(n) for n in sizes]
     expected = trained(plain, adamw(plain.parameters()), batches)
     got = trained(fitted, optimizer, batches)
-    assert all(map(torch.equal, expected, got))
+    assert_equal(expected, got)
     assert_copied(fitted)
     assert len(plans_of(fitted)) == 3
     blocks = [pool.host.numel() for pool in made_pools]
     assert len(blocks) in (1, 2)  # a larger takes the place of a smaller
     assert blocks == sorted(blocks)
-    assert len(fitted.forward._pools._free) == 1  # type: ignore[union-attr]
+    assert len(fitted.forward._pools._free) == 1
 
 
 @pytest.mark.slow
@@ -147,7 +144,7 @@ def test_a_copy_of_the_module_has_a_block_of_its_own(
 @pytest.mark.slow
 def test_accumulated_gradients() -> None:
     fitted, expected, got = both([numbers(256)] * 6, n_micro=3, share=0.7)
-    assert all(map(torch.equal, expected, got))
+    assert_equal(expected, got)
     assert_copied(fitted)
     assert len(plans_of(fitted)) == 2
 
@@ -155,7 +152,7 @@ def test_accumulated_gradients() -> None:
 @pytest.mark.slow
 def test_autocast() -> None:
     fitted, expected, got = both([numbers(256)] * 2, autocast=True, share=0.4)
-    assert all(map(torch.equal, expected, got))
+    assert_equal(expected, got)
     assert_copied(fitted)
 
 
@@ -170,7 +167,7 @@ def test_the_measured_peak_is_within_the_prediction(share: float) -> None:
     gc.collect()
     measured_bytes = measure(model, batch, optimizer=optimizer, **OUTSIDE).peak_bytes
     assert_copied(model)
-    assert measured_bytes <= min(p.solution.simulation.peak_bytes for p in plans_of(model))  # type: ignore[union-attr]
+    assert measured_bytes <= min(p.solution.simulation.peak_bytes for p in plans_of(model))
 
 
 def test_after_the_training_has_replaced_the_optimizer_plans_have_no_state_on_the_host() -> None:
@@ -205,8 +202,7 @@ def test_gradients_of_other_outputs_than_planned() -> None:
     for model in (plain, fitted):
         for _ in range(2):
             model(batch)[0].square().sum().backward()
-    for one, other in zip(plain.parameters(), fitted.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    assert_same_gradients(plain, fitted)
 
 
 @pytest.mark.parametrize(

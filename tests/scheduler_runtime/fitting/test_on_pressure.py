@@ -19,8 +19,9 @@ from torch import nn
 from scheduler_runtime import attempt, fit, plans_of
 from scheduler_runtime.fitting import pressure, tighter_plans
 from solver.sizes_deadlines_progress import format_size_up
+from tests.support.bitwise import assert_equal
+from tests.support.full_device import FailingOperators, SmallDevice
 from tests.support.paths import ROOT
-from tests.support.short_memory import FailingOperators, SmallDevice
 
 N_ROWS = 64
 
@@ -107,10 +108,6 @@ def step(model: nn.Module, case: Case, mode: Any = None, *, attempts: bool = Fal
     return [loss, x.grad, *state, torch.get_rng_state()]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
-
-
 def from_start(model: Any, state: dict[str, Any]) -> None:
     """Parameters and buffers as at first, and the fastest plan."""
     with torch.no_grad():
@@ -140,11 +137,11 @@ def test_an_error_in_any_operator_of_the_step_leaves_the_bits(name: str) -> None
     step(model, case)
     from_start(model, state)
     counted = FailingOperators()
-    assert same(expected, step(model, case, counted, attempts=True))
+    assert_equal(expected, step(model, case, counted, attempts=True))
     for at in range(0, len(counted.names), 3):
         from_start(model, state)
         mode = FailingOperators([at])
-        assert same(expected, step(model, case, mode, attempts=True)), counted.names[at]
+        assert_equal(expected, step(model, case, mode, attempts=True))
         assert mode.n_raised == 1
     assert len(plans_of(model)) > 1
 
@@ -163,7 +160,7 @@ def test_without_attempt_the_passes_of_the_model_run_again(kind: type[nn.Module]
     for at in range(1, len(counted.names), 5):
         from_start(model, state)
         try:
-            assert same(expected, step(model, case, FailingOperators([at])))
+            assert_equal(expected, step(model, case, FailingOperators([at])))
         except torch.OutOfMemoryError:
             n_raised += 1
             # in the loss, whose operators are the caller's, or in `loss.backward()` itself
@@ -180,7 +177,7 @@ def test_several_errors_in_one_step_and_the_least_plan(caplog: pytest.LogCapture
     model = fitted(model_of(WithLoss))
     from_start(model, state)
     caplog.clear()
-    assert same(expected, step(model, case, FailingOperators([20, 40])))
+    assert_equal(expected, step(model, case, FailingOperators([20, 40])))
     lines = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
     assert len(lines) == 2
     assert all("runs again with a plan of" in line for line in lines)
@@ -192,7 +189,7 @@ def test_several_errors_in_one_step_and_the_least_plan(caplog: pytest.LogCapture
     assert f"a plan of {format_size_up(min(peaks))} " in note
     assert len(set(peaks)) == len(peaks) < 12
     from_start(model, state)
-    assert same(expected, step(model, case))
+    assert_equal(expected, step(model, case))
 
 
 @pytest.mark.slow
@@ -221,7 +218,8 @@ def test_on_a_device_that_is_too_small_the_steps_end_within_it() -> None:
     step(model, case, free)
     from_start(model, state)
     small = SmallDevice(int(0.75 * free.peak_bytes))
-    assert all(same(each, step(model, case, small)) for each in expected)
+    for each in expected:
+        assert_equal(each, step(model, case, small))
     assert 0 < small.n_errors <= 3
     assert small.peak_bytes <= small.capacity_bytes < free.peak_bytes
     n_errors = small.n_errors
@@ -270,7 +268,7 @@ def test_less_room_on_the_device_is_seen_before_the_step(
     assert len(plans_of(model)) == 1
     room = growth_bytes - 20_000
     from_start(model, state)
-    assert same(step(plain, Case()), step(model, Case()))
+    assert_equal(step(plain, Case()), step(model, Case()))
     second = plans_of(model)[1].solution
     assert second.simulation.peak_bytes <= second.graph.resident_bytes + room - 10_000
     assert "are free on the device, too little for a plan of" in caplog.text
@@ -354,8 +352,8 @@ def test_two_forward_passes_before_both_backward_passes() -> None:
         for loss in losses[::-1]:
             with FailingOperators([5]) if each is model else nullcontext():
                 loss.backward()
-    assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
-    assert same([*plain.buffers()], [*model.buffers()])
+    assert_equal([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+    assert_equal([*plain.buffers()], [*model.buffers()])
     assert len(plans_of(model)) > 1
 
 

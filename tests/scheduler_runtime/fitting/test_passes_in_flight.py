@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from scheduler_runtime import fit, plans_of
+from tests.support.bitwise import assert_equal
 from tests.support.passes import blocks, step_peak_bytes
+from tests.support.tiny_transformers import tiny_llama
 
 TOLD = "wait for a backward pass together"
 
@@ -76,7 +78,7 @@ def fitted(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         peaks, got = peaks_and_bits(step, model, batches, n_steps=max(2, n_steps))
-    assert all(map(torch.equal, expected, got))
+    assert_equal(expected, got)
     return model, peaks, budget_bytes, [str(e.message) for e in caught if TOLD in str(e.message)]
 
 
@@ -195,13 +197,7 @@ def dpo(policy: nn.Module, batches: Sequence[Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("n_rejected", [40, 32])
 def test_dpo_of_a_llama_whose_rejected_answers_are_longer(n_rejected: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    plain = transformers.LlamaForCausalLM(config).train()
+    plain = tiny_llama(n_layers=3, use_cache=False).train()
     reference = copy.deepcopy(plain).eval().requires_grad_(False)
     batches = [torch.randint(0, 64, (8, length)) for length in (32, n_rejected)]
     model, peaks, budget_bytes, told = fitted(dpo, plain, [*batches, reference], share=0.7)

@@ -44,8 +44,7 @@ class GraphAttention(nn.Module):
             sums = torch.zeros(len(x), 1).index_add_(0, edges[1], weights)
             shares = weights / sums[edges[1]].clamp(min=1e-6)
             x = F.elu(torch.zeros_like(z).index_add_(0, edges[1], shares * z[edges[0]]))
-        output: torch.Tensor = self.head(x)
-        return output
+        return self.head(x)
 
 
 class WithLoss(nn.Module):

@@ -15,6 +15,7 @@ from torch import nn
 
 from scheduler_runtime import FitError, fit, plans_of, remove
 from tests.scheduler_runtime.fitting.test_fitting import Tower, numbers
+from tests.support.bitwise import assert_equal
 
 
 class Whole(nn.Module):
@@ -65,7 +66,7 @@ def test_the_part_that_the_training_calls_is_planned() -> None:
         for _ in range(2):
             expected = step(plain, plain.inner.model)
             got = step(model, model.inner.model)
-            assert all(map(torch.equal, expected, got))
+            assert_equal(expected, got)
     (plan,) = plans_of(model)
     (of_part,) = plans_of(model.inner.model)
     assert plan is of_part
@@ -97,7 +98,7 @@ def test_the_whole_may_still_be_called_after_a_part_was() -> None:
     for run in ("inner", ""):
         expected = step(plain, plain.get_submodule(run))
         got = step(model, model.get_submodule(run))
-        assert all(map(torch.equal, expected, got))
+        assert_equal(expected, got)
     assert "forward" not in vars(model.inner)
 
 
@@ -132,7 +133,7 @@ def test_what_is_never_called_is_told_at_the_first_gradients(run: Any, words: st
         model = fitted(Whole(tower=Tower(2), head=Head()), unplanned=unplanned)
         go = run(model)
         check = pytest.warns if unplanned == "warn" else pytest.raises
-        with check(expected, match=words):  # type: ignore[operator]
+        with check(expected, match=words):
             step(model, go)
         assert not plans_of(model)
         with warnings.catch_warnings():

@@ -226,7 +226,7 @@ def seen_in_one_step(net: nn.Module, optimizer: optim.Optimizer, scheduler: Any)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert isinstance(optimizer.step(closure), torch.Tensor)  # type: ignore[arg-type]
+        assert isinstance(optimizer.step(closure), torch.Tensor)
         scheduler.step()
     return seen
 

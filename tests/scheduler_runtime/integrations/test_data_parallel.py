@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from scheduler_runtime import FitError, fit
+from tests.support.bitwise import assert_equal
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.distributed
@@ -54,13 +55,13 @@ def test_each_process_has_the_same_bits_as_without_a_plan(
     for process in found:
         run = process[buckets]
         assert len(run["plain"]) == len(run["fitted"])
-        assert all(map(torch.equal, run["plain"], run["fitted"]))
+        assert_equal(run["plain"], run["fitted"])
         what = f"{buckets}_bytes" if buckets in ("host", "disk") else "n_recomputed"
         assert all(plan[what] > 0 for plan in run["plans"])
     losses, gradients = (slice(0, 3), slice(3, 10))
     first, second = (process[buckets]["fitted"] for process in found)
     assert not any(map(torch.equal, first[losses], second[losses]))  # each has its own batches
-    assert all(map(torch.equal, first[gradients], second[gradients]))  # they were averaged
+    assert_equal(first[gradients], second[gradients])  # they were averaged
 
 
 def test_nothing_is_left_on_the_disk_of_both_processes(found: list[dict[str, Any]]) -> None:
@@ -71,7 +72,7 @@ def test_memory_that_runs_short_in_one_process_leaves_the_bits_of_both(
     found: list[dict[str, Any]],
 ) -> None:
     for process in found:
-        assert all(map(torch.equal, process["short"]["plain"], process["short"]["fitted"]))
+        assert_equal(process["short"]["plain"], process["short"]["fitted"])
     n_plans = [len(process["short"]["plans"]) for process in found]
     assert n_plans[0] == 2 < n_plans[1]
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.trace import trace
@@ -22,8 +21,9 @@ from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from scheduler_runtime.measuring import measure
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
 from tests.scheduler_runtime.export.test_export import planned, put, small_gpt2, tokens
+from tests.support.bitwise import assert_equal, one_step
 from tests.support.paths import INSTALLED, ROOT
-from tests.support.same_bits import assert_equal, one_step
+from tests.support.tiny_transformers import tiny_llama
 
 
 @pytest.mark.slow
@@ -49,20 +49,6 @@ def test_torch_compile_takes_whole_and_selective_checkpoints(dropout: float) -> 
     assert peaks[1] < peaks[0]
 
 
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            vocab_size=64,
-            use_cache=False,
-        )
-    )
-
-
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
 
 
@@ -82,7 +68,7 @@ def assert_same_bits_in_less_memory(plain: nn.Module, model: nn.Module) -> int:
 
 @pytest.mark.slow
 def test_a_model_that_fills_a_cache_is_refused_until_the_cache_is_off() -> None:
-    model = llama().train()
+    model = tiny_llama(n_layers=3, use_cache=False).train()
     solution = planned(trace(model, sentences()), 0.5)
     model.config.use_cache = True
     with pytest.raises(ExportError, match=r"set model\.config\.use_cache = False"):
@@ -93,14 +79,14 @@ def test_a_model_that_fills_a_cache_is_refused_until_the_cache_is_off() -> None:
 
 @pytest.mark.slow
 def test_peft_and_then_export() -> None:
-    model = get_peft_model(llama(), LORA).train()
+    model = get_peft_model(tiny_llama(n_layers=3, use_cache=False), LORA).train()
     plain = copy.deepcopy(model)
     plan = to_torch_checkpoint(model, planned(trace(model, sentences()), 0.5))
     assert assert_same_bits_in_less_memory(plain, model) <= plan.peak_bytes
 
 
 def test_peft_after_an_export_works_for_whole_checkpoints_and_else_says_so() -> None:
-    plain = llama().train()
+    plain = tiny_llama(n_layers=3, use_cache=False).train()
     graph = trace(plain, sentences())
     nodes = nodes_of(graph, "model.layers.1")
     whole, selective = copy.deepcopy(plain), copy.deepcopy(plain)

@@ -48,7 +48,6 @@ def test_the_first_call_with_gradients_warns_once_by_how_much(
     from_file: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     free = planned("1GB").simulation
-    assert free is not None
     solution = planned(f"{free.peak_bytes}B")
     plan: Solution | Path = solution
     if from_file:
@@ -59,7 +58,6 @@ def test_the_first_call_with_gradients_warns_once_by_how_much(
     accumulate(plan)
     (text,) = told(caplog)
     peak = solution.simulation
-    assert peak is not None
     excess = peak.peak_bytes + GRADIENT_BYTES - solution.request.available_bytes
     assert 0 < excess <= GRADIENT_BYTES
     assert f"gradients of {format_size_up(GRADIENT_BYTES)}," in text

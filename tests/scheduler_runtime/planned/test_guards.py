@@ -67,11 +67,11 @@ class Settable(nn.Module):
         self.config = type("Config", (), {"by": 1.0})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.act(self.linear(x)) * self.table["a"] * self.table["inner"]["b"]  # type: ignore[index]
+        x = self.act(self.linear(x)) * self.table["a"] * self.table["inner"]["b"]
         x = x * self.scale.by * self.scale.inner.extra * self.row[0] * self.by
         x = x * self.slotted.by * self.queue[0] * float(self.number)
         x = x * torch.from_numpy(self.numbers) * float(self.many_numbers[0])
-        x = self.leaky(self.scaling(x)) * self.config.by  # type: ignore[attr-defined]
+        x = self.leaky(self.scaling(x)) * self.config.by
         return (-x if "negative" in self.names else x).pow(2).sum()
 
 
@@ -103,12 +103,12 @@ def _swap_class(model: Settable) -> None:
 
 def _own_forward(model: Settable) -> None:
     linear = model.linear
-    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)  # type: ignore[method-assign]
+    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)
 
 
 CHANGES: dict[str, Callable[[Settable], object]] = {
     "dict": lambda m: m.table.__setitem__("a", 0.5),
-    "dict in a dict": lambda m: m.table["inner"].__setitem__("b", 0.5),  # type: ignore[attr-defined]
+    "dict in a dict": lambda m: m.table["inner"].__setitem__("b", 0.5),
     "dataclass": lambda m: setattr(m.scale, "by", 0.5),
     "object in a dataclass": lambda m: setattr(m.scale.inner, "extra", 0.5),
     "list": lambda m: m.row.__setitem__(0, 0.5),
@@ -143,7 +143,7 @@ def test_a_change_is_seen_and_planned(change: Callable[[Settable], object]) -> N
         each.zero_grad()
         each(batch).backward()
     assert before != settings(model)
-    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)
 
 
 def test_an_attribute_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_other_values_and_attributes_are_reasons_by_name(lines: Any) -> None:
     _, (_, of_values), (_, of_state) = lines()
     assert of_values.endswith(
         "Plan 2, "
-        + re.search(r"[0-9.]+ s in all", of_values)[0]  # type: ignore[index]
+        + re.search(r"[0-9.]+ s in all", of_values)[0]
         + ": argument mask has other values than when planned: forward reads False"
     )
     assert of_state.endswith(": attribute 'scale' of Masked is 2.0, planned for 1.0")

@@ -17,7 +17,7 @@ from graphs.trace import CapturedStep
 from scheduler_runtime import fit, plan_ahead, plans_of
 from scheduler_runtime.planned.guards import kind_of
 from scheduler_runtime.planned.unread_attributes import UnreadAttributes
-from tests.support.same_bits import assert_equal
+from tests.support.bitwise import assert_equal
 
 
 class Counting(nn.Module):

@@ -19,7 +19,8 @@ from scheduler_runtime.verifying.rounding_errors import InFloat64, errors
 from solver import solve
 from solver.reporting import Report
 from solver.reporting.terminal import show
-from solver.schedule import Solution, baseline, simulate
+from solver.schedule import Solution
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.wide_logits import IGNORED, rows
 
 
@@ -51,7 +52,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def planned() -> Solution:
     graph = trace(Language(), batch(), rewrites=("head_and_loss_in_4_chunks", "in_place"))
-    return solve(graph, budget=simulate(graph, baseline(graph)).peak_bytes)
+    return solve(graph, budget=baseline_peak_bytes(graph))
 
 
 def verified(solution: Solution, model: Any = Language) -> Any:

@@ -22,17 +22,16 @@ from solver.schedule import (
     Places,
     Schedule,
     Simulation,
-    baseline,
     keep,
     simulate,
 )
-from solver.schedule.ops import WORDS
 from tests.support.aliasing import aliasing_dag
-from tests.support.brute_force_copies import HostLink, TooManyStatesError, Truth, fastest
-from tests.support.builders import make, op
-from tests.support.copying import random_copies, random_places
-from tests.support.nets import random_dag
+from tests.support.brute_force_copies import HostLink, Optimum, TooManyStatesError, fastest
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.overwriting import overwriting_dag
+from tests.support.schedules_with_copies import random_copies, random_places
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import random_dag
 
 CELLS_EACH = 10
 MOST_UNITS, MOST_NODES, MOST_LABELS = 6, 7, 6_000
@@ -64,7 +63,7 @@ def cells(kind: str, part: int) -> Iterator[tuple[Graph, int, HostLink]]:
             continue
         total_bytes, total_s = sum(folded.unit_bytes) or 1, graph.baseline_time_s or 1.0
         least_bytes = int(folded.least_bytes.max())
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        peak_bytes = baseline_peak_bytes(graph)
         for budget_bytes in sorted(
             {least_bytes, least_bytes + 1, (3 * least_bytes + peak_bytes) // 4}
         ):
@@ -76,7 +75,7 @@ def cells(kind: str, part: int) -> Iterator[tuple[Graph, int, HostLink]]:
 
 def solved(
     tried: Iterator[tuple[Graph, int, HostLink]],
-) -> Iterator[tuple[Graph, int, HostLink, Truth]]:
+) -> Iterator[tuple[Graph, int, HostLink, Optimum]]:
     """Those that the search gets to the end of."""
     for graph, budget_bytes, host in tried:
         with suppress(TooManyStatesError):
@@ -89,12 +88,11 @@ def places_of(host: HostLink) -> Places:
     return Places(host=Place(host.capacity_bytes, link))
 
 
-def check_truth(graph: Graph, budget_bytes: int, places: Places, truth: Truth) -> None:
+def check_truth(graph: Graph, budget_bytes: int, places: Places, truth: Optimum) -> None:
     """The search obeys the simulator, and they agree on the time."""
     if truth.ops is None:
         return
-    schedule = Schedule(tuple(WORDS[word](name) for word, name in truth.ops), graph.graph_id)
-    simulation = simulate(graph, schedule, places=places)
+    simulation = simulate(graph, truth.schedule(graph), places=places)
     assert simulation.peak_bytes <= budget_bytes
     assert simulation.host_peak_bytes <= places.host_bytes
     assert simulation.disk_peak_bytes <= places.disk_bytes
@@ -193,8 +191,6 @@ def larger_dag(seed: int) -> Graph:
 
 def as_large_as(places: Places, used: Simulation) -> Places:
     """The same links, and room for what the schedule takes."""
-    assert places.host is not None
-    assert places.disk is not None
     host = replace(places.host, capacity_bytes=max(1, used.host_peak_bytes))
     disk = replace(places.disk, capacity_bytes=max(1, used.disk_peak_bytes))
     return Places(host, disk)

@@ -1,9 +1,8 @@
-"""Several in flight: the judge by hand, bounds and plans by exhaustive search."""
+"""Several in flight: the simulator by hand, bounds and plans by exhaustive search."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 from pathlib import Path
@@ -24,12 +23,13 @@ from solver.bound import (
 )
 from solver.methods import METHODS, Proposal, find_obstacle
 from solver.methods.in_flight import in_flight
-from solver.schedule import Compute, Free, Schedule, Solution, baseline, simulate
+from solver.schedule import Solution, baseline, simulate
 from solver.sizes_deadlines_progress import OutOfTimeError
-from tests.support.brute_force import Truth
 from tests.support.brute_force_in_flight import fastest_in_flight
-from tests.support.builders import make, op, plan
-from tests.support.nets import random_dag
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.command import json_of
+from tests.support.small_graphs import make, op, plan
+from tests.support.synthetic_graphs import random_dag
 
 N_RANDOM = 200
 
@@ -53,8 +53,7 @@ def small(seed: int) -> Graph:
 
 def budgets(graph: Graph) -> list[int]:
     """Between what is resident and the peak of the baseline."""
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    above_bytes = peak_bytes - graph.resident_bytes
+    above_bytes = baseline_peak_bytes(graph) - graph.resident_bytes
     return sorted({graph.resident_bytes + above_bytes * share // 8 for share in (4, 6, 7)})
 
 
@@ -63,12 +62,6 @@ def some_positions(graph: Graph, rng: random.Random) -> tuple[int, ...]:
     has_optimizer = any(node.phase == "optimizer" for node in graph.nodes)
     n_positions = len(graph.nodes) + 1 + 2 * has_optimizer
     return tuple(sorted(rng.sample(range(n_positions), rng.randint(1, min(4, n_positions)))))
-
-
-def judged(graph: Graph, truth: Truth) -> Schedule:
-    assert truth.ops is not None
-    ops = tuple(Compute(x) if kind == "compute" else Free(x) for kind, x in truth.ops)
-    return Schedule(ops, graph.graph_id)
 
 
 def test_the_others_hold_what_the_schedule_saves_until_the_optimizer() -> None:
@@ -142,8 +135,8 @@ def test_every_cover_by_spans_is_below_the_truth(seed: int) -> None:
             if math.isinf(spans[0].lost_share):
                 assert truth.ops is None
                 continue
-            if truth.ops is not None:  # the exhaustive search obeys the judge
-                found = simulate(graph, judged(graph, truth))
+            if truth.ops is not None:  # the exhaustive search obeys the simulator
+                found = simulate(graph, truth.schedule(graph))
                 assert found.peak_bytes <= budget_bytes
                 assert found.time_s == pytest.approx(truth.time_s)
                 held_bytes = max(found.saved_bytes, graph.others_bytes)
@@ -196,7 +189,6 @@ def test_gradients_that_are_there_count_for_what_is_recomputed_before_the_first_
     assert graph.accumulated
     truth = fastest_in_flight(graph, budget_bytes=budget_bytes)
     found = METHODS["ilp"](graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0)
-    assert found.schedule is not None
     assert simulate(graph, found.schedule).time_s == pytest.approx(truth.time_s)
 
 
@@ -226,7 +218,6 @@ def test_a_search_that_is_ended_early_proves_no_more_than_is_true() -> None:
 def test_the_least_budget_is_between_what_is_proven_and_the_truth(seed: int) -> None:
     for graph in map(small, range(seed, seed + 5)):
         obstacle = find_obstacle(graph)
-        assert obstacle.schedule is not None
         assert simulate(graph, obstacle.schedule).peak_bytes == obstacle.reached_bytes
         below_bytes = obstacle.proven_bytes - 1
         assert fastest_in_flight(graph, budget_bytes=below_bytes).ops is None
@@ -234,7 +225,7 @@ def test_the_least_budget_is_between_what_is_proven_and_the_truth(seed: int) -> 
 
 def test_a_span_graph_is_the_step_of_one_micro_batch() -> None:
     for graph in map(small, range(100, 130)):
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        peak_bytes = baseline_peak_bytes(graph)
         saved_bytes = simulate(graph, baseline(graph)).saved_bytes
         whole = whole_span(graph, budget_bytes=peak_bytes)
         point = dataclasses.replace(whole, least_bytes=saved_bytes, most_bytes=saved_bytes)
@@ -276,7 +267,7 @@ def test_wherever_the_clock_or_ctrl_c_ends_the_search_its_bound_holds(
 
 def test_a_method_proposes_its_own_schedules_only() -> None:
     graph = dataclasses.replace(chain(n_blocks=4), n_in_flight=3)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     options: dict[str, Any] = {"budget_bytes": peak_bytes - 1, "time_limit_s": 600, "seed": 0}
     assert METHODS["auto"](graph, **options).schedule is not None
     assert METHODS["none"](graph, **options).schedule is None
@@ -290,15 +281,14 @@ def test_the_command_plans_several_micro_batches(
     graph = dataclasses.replace(chain(n_blocks=4), n_in_flight=3)
     path, written = tmp_path / "graph.json", tmp_path / "s.json"
     graph.save(path)
-    budget_bytes = simulate(graph, baseline(graph)).peak_bytes * 9 // 10
+    budget_bytes = baseline_peak_bytes(graph) * 9 // 10
     options = ["--budget", str(budget_bytes), "--method", method, str(path)]
     assert main([*options, "-o", str(written)]) == Exit.SOLVED
     assert "for backward per micro-batch in flight" in " ".join(capsys.readouterr().out.split())
     found = Solution.load(written, graph=graph)
     assert found.simulation == simulate(graph, found.schedule)
     assert found.simulation.peak_bytes <= budget_bytes
-    assert main([*options, "--json"]) == Exit.SOLVED
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of(capsys, *options)
     assert answer["exit_code"] == 0
 
 

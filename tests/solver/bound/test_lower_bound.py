@@ -13,12 +13,11 @@ from solver.bound.cut import TIME_ERROR, CutMilp, solve_cuts
 from solver.bound.lower_bound import GAP, binding_cut, lower_bound_s, proven_least_budget_bytes
 from solver.bound.storage_graph import StorageGraph
 from solver.methods.least_budget import find_obstacle
-from solver.schedule.ops import Compute, Free, Schedule
-from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
-from tests.support.brute_force import Truth, fastest, least_peak_bytes
-from tests.support.nets import chain, random_dag, residual, u_shape
+from tests.support.brute_force import fastest, least_peak_bytes
+from tests.support.budgets import baseline_peak_bytes, budget_above_resident
 from tests.support.paths import GPT2
+from tests.support.synthetic_graphs import chain, random_dag, residual, u_shape
 
 N_RANDOM = 320
 
@@ -28,16 +27,9 @@ def tiny(seed: int) -> Graph:
     return random_dag(seed=seed, n_forward=rng.randint(2, 6), n_later=rng.randint(1, 4))
 
 
-def judged(graph: Graph, truth: Truth) -> Schedule:
-    assert truth.ops is not None
-    ops = tuple(Compute(x) if kind == "compute" else Free(x) for kind, x in truth.ops)
-    return Schedule(ops, graph.graph_id)
-
-
 def budgets(graph: Graph, least_bytes: int) -> list[int]:
     """The least budget, just above it, and half-way to the baseline's peak."""
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    return sorted({least_bytes, least_bytes + 1, (least_bytes + peak_bytes) // 2})
+    return sorted({least_bytes, least_bytes + 1, (least_bytes + baseline_peak_bytes(graph)) // 2})
 
 
 @pytest.mark.slow(sample=2)
@@ -50,7 +42,9 @@ def test_bound_is_below_the_truth_on_random_graphs(seed: int) -> None:
         assert proven_bytes <= least_bytes
         for budget_bytes in budgets(graph, least_bytes):
             truth = fastest(graph, budget_bytes=budget_bytes)
-            simulation = simulate(graph, judged(graph, truth))  # the brute force obeys the judge
+            simulation = simulate(
+                graph, truth.schedule(graph)
+            )  # the brute force obeys the simulator
             assert simulation.peak_bytes <= budget_bytes
             assert simulation.time_s == pytest.approx(truth.time_s)
             assert lower_bound_s(graph, budget_bytes=budget_bytes) <= truth.time_s + 1e-9
@@ -123,8 +117,7 @@ def test_equal_blocks_are_proven_in_few_nodes() -> None:
     # Which of twelve blocks it is does not matter; without counts it takes 2,000 nodes to see that.
     graph = gpt2()
     least_bytes = find_obstacle(graph).reached_bytes
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    folded, budget_bytes = StorageGraph.of(graph), (least_bytes + peak_bytes) // 2
+    folded, budget_bytes = StorageGraph.of(graph), (least_bytes + baseline_peak_bytes(graph)) // 2
     position, _ = binding_cut(folded, budget_bytes=budget_bytes).ranked_positions[0]
     cuts = solve_cuts(
         folded,
@@ -142,23 +135,17 @@ def gpt2() -> Graph:
     return Graph.load(GPT2)
 
 
-def gpt2_budget_bytes(share: float) -> int:
-    graph = gpt2()
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    return int(graph.resident_bytes + share * (peak_bytes - graph.resident_bytes))
-
-
 @pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
     ("share", "percent"), [(0.9, 2.23), (0.8, 4.73), (0.7, 8.43), (0.6, 12.13), (1.0, 0.0)]
 )
 def test_gpt2_bounds(share: float, percent: float) -> None:
-    bound_s = lower_bound_s(gpt2(), budget_bytes=gpt2_budget_bytes(share))
+    bound_s = lower_bound_s(gpt2(), budget_bytes=budget_above_resident(gpt2(), share))
     assert 100 * (bound_s / gpt2().baseline_time_s - 1) == pytest.approx(percent, abs=0.006)
 
 
 def test_gpt2_does_not_fit_in_half() -> None:
-    assert lower_bound_s(gpt2(), budget_bytes=gpt2_budget_bytes(0.5)) == math.inf
+    assert lower_bound_s(gpt2(), budget_bytes=budget_above_resident(gpt2(), 0.5)) == math.inf
     why = find_obstacle(gpt2())
     assert why.proven_bytes == 2_796_371_970
     assert why.op == "_log_softmax_backward_data"
@@ -169,7 +156,7 @@ def test_a_chain_has_the_bound_that_counting_gives() -> None:
     # At the first backward op the loss's gradient, x and its gradient and n - 1 more outputs of
     # 1000 bytes are there or are made again for 1 s each, of 100 s in all.
     graph = chain(n_blocks=50)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     for n_lost in (1, 7, 20):
         bound_s = lower_bound_s(graph, budget_bytes=peak_bytes - 1000 * n_lost)
         assert bound_s == pytest.approx(100.0 + n_lost, abs=2e-2)
@@ -179,10 +166,7 @@ def test_a_chain_has_the_bound_that_counting_gives() -> None:
 def test_lower_budgets_have_higher_bounds() -> None:
     for graph in (residual(n_blocks=8), u_shape(depth=3), gpt2()):
         folded = StorageGraph.of(graph)
-        low, high = (
-            proven_least_budget_bytes(folded)[0],
-            simulate(graph, baseline(graph)).peak_bytes,
-        )
+        low, high = proven_least_budget_bytes(folded)[0], baseline_peak_bytes(graph)
         shares = [
             binding_cut(folded, budget_bytes=low + (high - low) * k // 6).lost_share
             for k in range(7)
@@ -250,7 +234,7 @@ def test_views_are_folded_into_their_storage() -> None:
 
 def test_same_answer_twice() -> None:
     folded = StorageGraph.of(gpt2())
-    budget_bytes = gpt2_budget_bytes(0.8)
+    budget_bytes = budget_above_resident(gpt2(), 0.8)
     assert binding_cut(folded, budget_bytes=budget_bytes) == binding_cut(
         folded, budget_bytes=budget_bytes
     )

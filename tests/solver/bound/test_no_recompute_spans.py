@@ -4,7 +4,7 @@ from solver.bound import StorageGraph, lower_bound_s
 from solver.methods.evict import evict
 from solver.schedule.simulator import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
-from tests.support.builders import make, op
+from tests.support.small_graphs import make, op
 
 # f makes a and s. From q, which overwrites a, to r, which reads the result, f cannot run again: s,
 # which u reads in between, has to be there. t is read after r only and may be made again.
@@ -46,5 +46,4 @@ def test_bound_and_eviction_obey_the_span() -> None:
     assert lower_bound_s(GRAPH, budget_bytes=least_bytes) <= truth.time_s
     assert lower_bound_s(GRAPH, budget_bytes=least_bytes) > 8.99
     schedule, _ = evict(FOLDED, budget_bytes=least_bytes)
-    assert schedule is not None
     assert simulate(GRAPH, schedule).time_s == truth.time_s

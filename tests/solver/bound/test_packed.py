@@ -19,18 +19,18 @@ import pytest
 from graphs.graph import Graph, Node, Tensor
 from graphs.rewrites import Variants
 from solver.bound import StorageGraph
-from solver.schedule import Link, Place, Places, Request, Schedule, baseline, simulate
-from solver.schedule.ops import WORDS
+from solver.schedule import Link, Place, Places, Request, simulate
 from solver.solving import attempt
 from tests.support import brute_force, brute_force_copies
 from tests.support.brute_force_copies import HostLink, TooManyStatesError
-from tests.support.builders import make, op
-from tests.support.nets import random_dag
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import random_dag
 
 MOST_PLACES, MOST_NODES, MOST_NODES_WITH_HOST, MOST_LABELS = 2, 10, 8, 6_000
 SEEDS_EACH = 10
 FIRST_SEEDS = range(0, 10 * SEEDS_EACH, SEEDS_EACH)
-Truth = brute_force.Truth | brute_force_copies.Truth
+Optimum = brute_force.Optimum | brute_force_copies.Optimum
 
 
 def places_of(graph: Graph) -> list[str]:
@@ -117,7 +117,7 @@ def steps(first_seed: int, *, most_nodes: int) -> Iterator[tuple[Variants, int]]
         chosen = chain.from_iterable(combinations(names, k) for k in range(len(names) + 1))
         programs = tuple(packing(graph, each, random.Random(seed)) for each in chosen)
         least_bytes = min(int(StorageGraph.of(each).least_bytes.max()) for each in programs)
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        peak_bytes = baseline_peak_bytes(graph)
         for budget_bytes in {least_bytes, least_bytes + 1, (least_bytes + peak_bytes) // 2}:
             yield Variants(graph, programs), budget_bytes
 
@@ -135,7 +135,7 @@ def test_programs_pack_what_the_backward_pass_reads() -> None:
 
 
 def check(
-    step: Variants, budget_bytes: int, truths: Sequence[Truth], places: Places | None
+    step: Variants, budget_bytes: int, truths: Sequence[Optimum], places: Places | None
 ) -> float:
     """The seconds of the fastest schedule of all programs, by the simulator; the bound is not above
     it, and no plan is below it.
@@ -143,8 +143,7 @@ def check(
     truth_s = math.inf
     for program, truth in zip(step.planned, truths, strict=True):
         if truth.ops is not None:
-            ops = tuple(WORDS[word](name) for word, name in truth.ops)
-            simulation = simulate(program, Schedule(ops, program.graph_id), places=places)
+            simulation = simulate(program, truth.schedule(program), places=places)
             assert simulation.peak_bytes <= budget_bytes
             assert simulation.time_s == pytest.approx(truth.time_s)
             truth_s = min(truth_s, simulation.time_s)
@@ -167,7 +166,7 @@ def test_the_bound_of_all_programs_is_below_the_truth(first_seed: int) -> None:
 
 def with_host(
     step: Variants, budget_bytes: int, rng: random.Random
-) -> tuple[HostLink, list[brute_force_copies.Truth]]:
+) -> tuple[HostLink, list[brute_force_copies.Optimum]]:
     """A host, and the truth of each program with copies to it."""
     total_bytes = sum(tensor.size_bytes for tensor in step.plain.tensors)
     out_s = step.plain.baseline_time_s / total_bytes / rng.choice((0.3, 1, 3))

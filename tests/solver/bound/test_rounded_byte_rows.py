@@ -7,11 +7,10 @@ import pytest
 from solver.bound.cut import CutMilp
 from solver.bound.rounded_byte_rows import add_rounded_byte_rows, round_down_row
 from solver.bound.storage_graph import StorageGraph
-from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
-from tests.support.builders import odd_graph
-from tests.support.nets import chain, random_dag
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.small_graphs import random_step
+from tests.support.synthetic_graphs import chain, random_dag
 
 
 def solved(program: CutMilp, *, whole: bool) -> float:
@@ -42,13 +41,12 @@ def test_they_are_below_the_truth_and_leave_the_integer_program_as_it_is(seed: i
     rng = random.Random(seed)
     for k in range(25):
         if k % 2:
-            graph = odd_graph(seed=100 * seed + k, n_forward=5, n_later=4)
+            graph = random_step(seed=100 * seed + k, n_forward=5, n_later=4)
         else:
             sizes = {"n_forward": rng.randint(2, 6), "n_later": rng.randint(1, 4)}
             graph = random_dag(seed=100 * seed + k, **sizes)
         least_bytes = least_peak_bytes(graph)
-        most_bytes = simulate(graph, baseline(graph)).peak_bytes
-        budget_bytes = rng.randint(least_bytes, max(least_bytes, most_bytes - 1))
+        budget_bytes = rng.randint(least_bytes, max(least_bytes, baseline_peak_bytes(graph) - 1))
         share = fastest(graph, budget_bytes=budget_bytes).time_s / (graph.baseline_time_s or 1.0)
         truth = max(0.0, share - 1.0)
         folded = StorageGraph.of(graph)

@@ -12,11 +12,10 @@ from solver.bound.rounded_byte_rows import add_rounded_byte_rows
 from solver.bound.storage_graph import StorageGraph
 from solver.bound.windows import WindowCuts, lost_share_by_windows, without_small
 from solver.methods.least_budget import find_obstacle
-from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
-from tests.support.builders import odd_graph
-from tests.support.nets import chain, random_dag, u_shape
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.small_graphs import random_step
+from tests.support.synthetic_graphs import chain, random_dag, u_shape
 
 
 def random_steps(seed: int) -> Iterator[Graph]:
@@ -30,7 +29,7 @@ def random_steps(seed: int) -> Iterator[Graph]:
         elif k % 3 == 1:
             yield skips(rng)
         else:
-            yield odd_graph(seed=20 * seed + k, n_forward=5, n_later=4)
+            yield random_step(seed=20 * seed + k, n_forward=5, n_later=4)
 
 
 def skips(rng: random.Random) -> Graph:
@@ -57,7 +56,7 @@ def test_windows_are_below_the_truth(seed: int) -> None:
     for graph in random_steps(seed):
         folded = StorageGraph.of(graph)
         least_bytes = least_peak_bytes(graph)
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        peak_bytes = baseline_peak_bytes(graph)
         budget_bytes = rng.choice((least_bytes, (3 * least_bytes + peak_bytes) // 4))
         truth = lost(graph, fastest(graph, budget_bytes=budget_bytes).time_s)
         assert lost_share_by_windows(folded, budget_bytes=budget_bytes) <= truth + 1e-9

@@ -10,9 +10,9 @@ import pytest
 from graphs.graph import Graph
 from graphs.synthetic.tape import Tape
 from solver.chain.blocks import Blocks, Storage, checkpoints, forward_storages, split_into_blocks
-from tests.support import nets
-from tests.support.builders import make, odd_graph, op, uniform_chain, words
+from tests.support import synthetic_graphs
 from tests.support.paths import DATA
+from tests.support.small_graphs import make, op, random_step, uniform_chain, words
 
 
 def crossing_at(storages: Iterable[Storage], position: int) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def test_the_narrowest_cut_of_a_stretch_is_taken() -> None:
 
 
 def test_residual_branches_are_not_cut() -> None:
-    graph = nets.residual(n_blocks=6)
+    graph = synthetic_graphs.residual(n_blocks=6)
     blocks = split_into_blocks(graph)
     assert blocks.forward[0] == ("stem",)
     assert list(blocks.forward[1]) == words("0.norm 0.conv1 0.relu 0.conv2 0.add")
@@ -140,14 +140,14 @@ def test_a_mask_that_crosses_everything_changes_no_cut(mask_bytes: int) -> None:
 
 
 def test_long_skips_accompany_a_u_shape() -> None:
-    graph = nets.u_shape()
+    graph = synthetic_graphs.u_shape()
     blocks = split_into_blocks(graph)
     assert is_a_partition(graph, blocks)
     assert {"down0.relu1", "down1.relu1"} <= blocks.companions
 
 
 def test_all_to_all_wiring_keeps_the_features() -> None:
-    graph = nets.dense(n_layers=16)
+    graph = synthetic_graphs.dense(n_layers=16)
     blocks = split_into_blocks(graph)
     assert is_a_partition(graph, blocks)
     assert "stem" in blocks.companions
@@ -217,7 +217,7 @@ def test_names_and_modules_mean_nothing() -> None:
 @pytest.mark.slow(sample=100)
 @pytest.mark.parametrize("seed", range(300))
 def test_any_graph_can_be_cut(seed: int) -> None:
-    graph = odd_graph(seed, n_forward=seed % 25, n_later=seed % 13)
+    graph = random_step(seed, n_forward=seed % 25, n_later=seed % 13)
     finest = split_into_blocks(graph)
     assert is_a_partition(graph, finest)
     for n in (1, 2, 5):

@@ -8,8 +8,8 @@ from graphs.graph import Graph
 from solver.chain import computing_blocks, split_into_blocks
 from solver.plan_analysis.by_block import block_names, block_rows
 from solver.solving import solve
-from tests.support.builders import make, op
-from tests.support.nets import random_dag
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import random_dag
 
 
 def with_batch_norm(n_layers: int) -> Graph:

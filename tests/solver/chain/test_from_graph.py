@@ -6,7 +6,7 @@ import pytest
 
 from solver.chain.blocks import Blocks, split_into_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
-from tests.support.builders import make, odd_graph, op, uniform_chain
+from tests.support.small_graphs import make, op, random_step, uniform_chain
 
 
 def test_a_uniform_chain_in_numbers() -> None:
@@ -59,7 +59,7 @@ def test_workspace_gradients_and_companions_in_numbers() -> None:
 @pytest.mark.slow(sample=20)
 @pytest.mark.parametrize("seed", range(40))
 def test_numbers_add_up(seed: int) -> None:
-    graph = odd_graph(seed, n_forward=seed % 15 + 1, n_later=seed % 9)
+    graph = random_step(seed, n_forward=seed % 15 + 1, n_later=seed % 9)
     blocks = split_into_blocks(graph)
     chain = to_chain(graph, blocks)
     counted = [node for node in graph.nodes if node.phase != "optimizer"]

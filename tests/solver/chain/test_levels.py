@@ -18,7 +18,7 @@ from solver.chain import (
     periodic_disk_revolve,
 )
 from solver.chain.levels import period
-from tests.support.chain_levels_truth import Slots, least_cost, replayed
+from tests.support.brute_force_chain_levels import Slots, least_cost, replayed
 from tests.support.paths import DATA
 
 PUBLISHED = json.loads((DATA / "storage_levels.json").read_text())
@@ -80,7 +80,6 @@ def test_multistage_of_stumm_and_walther_2009() -> None:
     for n_steps, n_memory, n_disk, n_published in PUBLISHED["multistage"]:
         slots = [(n_memory, 0.0, 0.0), (n_disk, 1.0, 1.0)]
         found = multistage(n_steps=n_steps, levels=as_levels(slots))
-        assert found is not None
         fewest = n_extra_steps(n_steps=n_steps, n_snapshots=min(n_memory + n_disk, n_steps))
         n_forward = sum(stop - start for kind, start, stop in found if kind == "advance")
         assert n_forward == fewest

@@ -28,7 +28,7 @@ from solver.chain.nested_reversal_levels import Arrival, Levels, Programs, Stret
 from solver.methods.revolve import reversal_to_schedule
 from solver.schedule import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
-from tests.support.nets import random_dag
+from tests.support.synthetic_graphs import random_dag
 
 
 def tiny_chain(rng: random.Random) -> Graph:

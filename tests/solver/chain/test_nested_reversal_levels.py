@@ -6,7 +6,7 @@ import pytest
 
 from solver.bound import StorageGraph
 from solver.chain.nested_reversal_levels import Levels, Stretch, divide
-from tests.support.builders import make, op
+from tests.support.small_graphs import make, op
 
 
 def one_state(width_bytes: int, *, far: str = "f") -> Levels:
@@ -58,7 +58,6 @@ def test_times_and_what_is_due() -> None:
     levels = one_state(4)
     assert levels.forward_s == (1.0, 2.0, 4.0)
     assert levels.one_unit_s == 0.0
-    assert levels.arrival is not None
     assert levels.arrival.always_due == (False, True, True)
     assert levels.arrival.forward_s == levels.forward_s
 
@@ -89,7 +88,6 @@ def test_one_of_two_states_in_an_empty_range_does_not_do_for_both() -> None:
     levels = two_states()
     assert levels.forward_s == (1.0, 12.0)  # where y2 is there, x1 is enough
     assert levels.one_unit_s == 8.0  # y2 there: v2 does not run
-    assert levels.arrival is not None
     assert levels.arrival.always_due == (False, False)
     assert levels.arrival.due_if_read == (False, True)
     assert levels.arrival.forward_s == (1.0, 12.0)
@@ -117,8 +115,6 @@ def test_a_state_is_due_if_an_empty_range_cannot_have_it(unit_bytes: int, is_due
     levels = divide(
         StorageGraph.of(graph), bounds=(0, 1, 2), checks=(4, 3), width_bytes=8, budget_bytes=100
     )
-    assert levels is not None
-    assert levels.arrival is not None
     assert levels.arrival.due_if_read == (False, is_due)
 
 
@@ -147,7 +143,6 @@ def with_another_read(other_bytes: int) -> Levels:
 def test_what_is_due_can_take_less_than_the_demand() -> None:
     levels = with_another_read(8)
     assert levels.forward_s[0] == 2.0
-    assert levels.arrival is not None
     assert levels.arrival.due_if_read == (False, True)
     assert levels.arrival.forward_s[0] == 1.0
 
@@ -172,7 +167,6 @@ def test_a_window_begins_after_the_check_of_the_level_above() -> None:
     levels = divide(
         StorageGraph.of(graph), bounds=(0, 1, 2), checks=(4, 3), width_bytes=8, budget_bytes=100
     )
-    assert levels is not None
     x1, g1, g2 = 0, 1, 2
     assert [each.demand for each in levels.stretches] == [{g1}, {g2}]
     assert levels.stretches[1].later == {x1}

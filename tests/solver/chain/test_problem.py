@@ -195,7 +195,7 @@ def test_sequences_become_tuples_and_the_chain_is_frozen() -> None:
     assert type(chain.input_bytes[0]) is int
     assert hash(chain) == hash(replace(chain))
     with pytest.raises(FrozenInstanceError):
-        chain.forward_s = ()  # type: ignore[misc]
+        chain.forward_s = ()
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_sequences_become_tuples_and_the_chain_is_frozen() -> None:
 )
 def test_bad_input_is_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(TWO, **change)  # type: ignore[arg-type]
+        replace(TWO, **change)
 
 
 def test_the_unused_entry_may_be_anything() -> None:

@@ -28,7 +28,7 @@ from solver.chain.problem import (
     simulate_chain,
 )
 from solver.chain.rotor import solve_chain
-from tests.support.chain_truth import brute_force, plain_recurrence
+from tests.support.brute_force_chains import brute_force, plain_recurrence
 from tests.support.paths import DATA
 
 PUBLISHED = json.loads((DATA / "rotor_author_tests.json").read_text())
@@ -86,7 +86,6 @@ def test_published_optima(entry: dict[str, Any], test: tuple[int, int | None, in
     if n_ops is None:
         assert solution is None
         return
-    assert solution is not None
     assert (len(solution.ops), solution.cost_s) == (n_ops, cost_s)
     assert solution.peak_bytes <= budget_bytes
 
@@ -150,7 +149,6 @@ def test_equals_revolve_where_only_inputs_can_be_kept(n_blocks: int, n_snapshots
     input and of its output, and the snapshots."""
     chain = uniform(n_blocks, saved_bytes=100)
     solution = solve_chain(chain, budget_bytes=n_snapshots + 1 + 2 + 100)
-    assert solution is not None
     once_s = sum(chain.forward_s) + sum(chain.backward_s)
     assert solution.cost_s == once_s + fewest_advances(n_blocks, n_snapshots)
 
@@ -184,7 +182,6 @@ def test_enough_for_everything_saves_everything() -> None:
     peak_bytes = unbounded_peak(chain)
     for budget_bytes in (peak_bytes, 10 * peak_bytes, 10**30):
         solution = solve_chain(chain, budget_bytes=budget_bytes)
-        assert solution is not None
         assert solution.ops == ops_keeping_everything(chain)
         assert solution.peak_bytes == peak_bytes
 
@@ -192,7 +189,6 @@ def test_enough_for_everything_saves_everything() -> None:
 def test_nothing_costs_nothing() -> None:
     chain = Chain((0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0), (0, 0, 0))
     solution = solve_chain(chain, budget_bytes=0, n_slots=1)
-    assert solution is not None
     assert (solution.cost_s, solution.peak_bytes) == (0.0, 0)
 
 
@@ -276,7 +272,6 @@ def test_slots_beyond_the_budget_fill_what_rounding_leaves_empty(
         for chain in chains:
             budget_bytes = unbounded_peak(chain) // 3
             solution = solve_chain(chain, budget_bytes=budget_bytes, n_slots=100)
-            assert solution is not None
             assert solution.peak_bytes <= budget_bytes
             total_s += solution.cost_s - sum(chain.forward_s) - sum(chain.backward_s)
         return total_s
@@ -307,8 +302,6 @@ def test_single_precision_takes_integers_as_they_are(
     in_double = solve_chain(chain, budget_bytes=budget_bytes)
     monkeypatch.setattr(dp, "MAX_DOUBLE_BYTES", 0)
     in_single = solve_chain(chain, budget_bytes=budget_bytes)
-    assert in_double is not None
-    assert in_single is not None
     assert in_single.cost_s == in_double.cost_s
 
 
@@ -341,7 +334,6 @@ def test_the_simulator_refuses_mutants(seed: int) -> None:
             except IllegalChainError:
                 n_refused += 1
                 continue
-            assert solution is not None
             assert kind in ("swap", "replace")
             assert cost_s >= solution.cost_s or peak_bytes > budget_bytes
     assert n_refused > 0.8 * n_mutants > 0

@@ -18,8 +18,8 @@ from solver.chain.to_schedule import chain_to_schedule
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline, keep
 from solver.schedule.simulator import simulate
-from tests.support import nets
-from tests.support.builders import odd_graph, uniform_chain, words
+from tests.support import synthetic_graphs
+from tests.support.small_graphs import random_step, uniform_chain, words
 
 KINDS = {
     "k": ForwardKeepingInput,
@@ -90,7 +90,7 @@ def with_loss(text: list[str], n_blocks: int) -> str:
 @pytest.mark.parametrize("seed", range(200))
 def test_any_persistent_schedule_is_legal_on_any_graph(seed: int) -> None:
     rng = random.Random(seed)
-    graph = odd_graph(seed, n_forward=rng.randint(1, 14), n_later=rng.randint(0, 9))
+    graph = random_step(seed, n_forward=rng.randint(1, 14), n_later=rng.randint(0, 9))
     blocks = split_into_blocks(graph)
     for _ in range(4):
         text = with_loss(persistent(rng, 1, blocks.n_blocks), blocks.n_blocks)
@@ -100,10 +100,10 @@ def test_any_persistent_schedule_is_legal_on_any_graph(seed: int) -> None:
 @pytest.mark.parametrize(
     "graph",
     [
-        nets.residual(n_blocks=8),
-        nets.u_shape(depth=4),
-        nets.dense(n_layers=8),
-        nets.recurrent(n_steps=12),
+        synthetic_graphs.residual(n_blocks=8),
+        synthetic_graphs.u_shape(depth=4),
+        synthetic_graphs.dense(n_layers=8),
+        synthetic_graphs.recurrent(n_steps=12),
     ],
 )
 def test_keeping_all_or_every_input_on_nets(graph: Graph) -> None:

@@ -10,15 +10,15 @@ import pytest
 from graphs.graph import Graph
 from solver.bound import StorageGraph, lower_bound_s, proven_least_budget_bytes
 from solver.methods import METHODS, find_obstacle
-from solver.schedule import OPTIMAL_GAP, Request, baseline, keep, simulate
-from solver.schedule.ops import Compute, Free, Schedule
+from solver.schedule import OPTIMAL_GAP, Request, keep
 from solver.solving import attempt
 from tests.support.aliasing import aliasing_dag
-from tests.support.brute_force import Truth, fastest, least_peak_bytes
-from tests.support.nets import random_dag
+from tests.support.brute_force import Optimum, fastest, least_peak_bytes
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.overwriting import overwriting_dag
 from tests.support.paths import DATA
-from tests.support.referee import play
+from tests.support.plain_simulator import simulate_plainly
+from tests.support.synthetic_graphs import random_dag
 
 GIVEN = json.loads((DATA / "aliases.json").read_text())
 SAME = 2e-6
@@ -28,22 +28,20 @@ pytestmark = pytest.mark.filterwarnings("error:method")  # no proposal is refuse
 
 
 def budget_bytes(graph: Graph, seed: int, least_bytes: int) -> int:
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    more = (-1, 0, 0, 1, 2, (peak_bytes - least_bytes) // 2)
+    more = (-1, 0, 0, 1, 2, (baseline_peak_bytes(graph) - least_bytes) // 2)
     return max(1, least_bytes + more[seed % len(more)])
 
 
-def check_method(graph: Graph, truth: Truth, *, method: str, budget_bytes: int) -> None:
+def check_method(graph: Graph, truth: Optimum, *, method: str, budget_bytes: int) -> None:
     """It finds the fastest schedule where there is one, and proves no more than is true."""
     solution = attempt(graph, Request(budget_bytes, method=method, time_limit_s=600))
     assert solution.lower_bound_s <= truth.time_s * (1 + 1e-9)
     if truth.ops is None:
         assert solution.schedule is None
         return
-    assert solution.schedule is not None
-    time_s, peak_bytes, _ = play(graph, solution.schedule)
-    assert peak_bytes <= budget_bytes
-    lost_s = time_s - truth.time_s
+    plain = simulate_plainly(graph, solution.schedule)
+    assert plain.peak_bytes <= budget_bytes
+    lost_s = plain.time_s - truth.time_s
     assert lost_s >= -1e-9 * truth.time_s
     if method == "ilp":
         assert lost_s <= SAME * graph.baseline_time_s
@@ -74,10 +72,9 @@ def check_graph(graph: Graph, i: int) -> None:
     given_bytes = budget_bytes(graph, i, least_bytes)
     truth = fastest(graph, budget_bytes=given_bytes)
     if truth.ops is not None:  # the brute force obeys the rules
-        ops = tuple(Compute(x) if kind == "compute" else Free(x) for kind, x in truth.ops)
-        time_s, peak_bytes, _ = play(graph, Schedule(ops, graph.graph_id))
-        assert math.isclose(time_s, truth.time_s)
-        assert peak_bytes <= given_bytes
+        plain = simulate_plainly(graph, truth.schedule(graph))
+        assert math.isclose(plain.time_s, truth.time_s)
+        assert plain.peak_bytes <= given_bytes
     proven_bytes, _ = proven_least_budget_bytes(StorageGraph.of(graph))
     assert proven_bytes <= least_bytes <= find_obstacle(graph).reached_bytes
     bound_s = lower_bound_s(graph, budget_bytes=given_bytes)
@@ -105,7 +102,7 @@ def test_a_step_that_takes_no_time_and_fits_nowhere() -> None:
 @pytest.mark.slow
 def test_every_method_proposes_what_is_legal() -> None:
     for graph in map(aliasing_dag, range(5000, 5030)):
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        peak_bytes = baseline_peak_bytes(graph)
         least_bytes, _ = proven_least_budget_bytes(StorageGraph.of(graph))
         for method in METHODS.keys() - {"ilp", "auto"}:
             request = Request((least_bytes + peak_bytes) // 2, method=method, time_limit_s=600)
@@ -115,11 +112,10 @@ def test_every_method_proposes_what_is_legal() -> None:
 def test_what_keeps_nothing_is_legal() -> None:
     # In 1455 and 1594 an output of the step shares the storage of what is recomputed last.
     for graph in map(aliasing_dag, (*range(100), 1455, 1594)):
-        play(graph, keep(graph, ()))
+        simulate_plainly(graph, keep(graph, ()))
 
 
 def test_eviction_makes_lost_aliases_again() -> None:
     graph = random_dag(seed=6, n_forward=16, n_later=16)
     obstacle = find_obstacle(graph)
-    assert obstacle.schedule is not None
-    assert play(graph, obstacle.schedule)[1] == obstacle.reached_bytes
+    assert simulate_plainly(graph, obstacle.schedule).peak_bytes == obstacle.reached_bytes

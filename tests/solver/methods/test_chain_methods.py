@@ -20,10 +20,10 @@ from solver.methods.every_block import every_block
 from solver.methods.proposal import Proposal
 from solver.methods.revolve import reversal_to_schedule, revolve
 from solver.methods.sqrt import sqrt
-from solver.schedule.recompute import baseline
 from solver.schedule.simulator import Simulation, simulate
 from tests.support.brute_force import fastest
-from tests.support.builders import uniform_chain
+from tests.support.budgets import baseline_peak_bytes, budget_above_resident
+from tests.support.small_graphs import uniform_chain
 
 
 @pytest.mark.parametrize("n_blocks", [1, 2, 5, 10, 33])
@@ -55,13 +55,12 @@ def test_revolve_reaches_budgets_that_running_once_more_cannot() -> None:
     graph = nets.chain(n_blocks=40)
     budget_bytes = 7000
     proposal = revolve(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0)
-    assert proposal.schedule is not None
     simulation = simulate(graph, proposal.schedule)
     assert simulation.peak_bytes <= budget_bytes
     assert simulation.n_recomputed > 2 * 41
 
 
-def judged(graph: Graph, proposal: Proposal) -> Simulation | None:
+def simulated(graph: Graph, proposal: Proposal) -> Simulation | None:
     return simulate(graph, proposal.schedule) if proposal.schedule else None
 
 
@@ -80,7 +79,7 @@ def test_dp_finds_the_truth_on_a_uniform_chain(budget_bytes: int) -> None:
     """Of six blocks: no schedule at all is faster (by exhaustion over every state)."""
     graph = strict_chain(6)
     truth = fastest(graph, budget_bytes=budget_bytes)
-    simulation = judged(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0))
+    simulation = simulated(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0))
     if simulation is None:
         assert truth.ops is None
     else:
@@ -90,13 +89,13 @@ def test_dp_finds_the_truth_on_a_uniform_chain(budget_bytes: int) -> None:
 @pytest.mark.slow
 def test_dp_on_a_chain_is_never_worse_than_the_rules_of_thumb() -> None:
     for graph in (nets.chain(n_blocks=30), nets.residual(n_blocks=10)):
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        peak_bytes = baseline_peak_bytes(graph)
         for part in (0.9, 0.7, 0.5, 0.3):
             budget_bytes = int(part * peak_bytes)
-            best = judged(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0))
+            best = simulated(graph, dp(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0))
             for method in (every_block, sqrt, revolve):
                 other = method(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0)
-                simulation = judged(graph, other)
+                simulation = simulated(graph, other)
                 assert simulation is None or (
                     best is not None and best.time_s <= simulation.time_s + 1e-9
                 )
@@ -105,24 +104,19 @@ def test_dp_on_a_chain_is_never_worse_than_the_rules_of_thumb() -> None:
 @pytest.mark.slow
 def test_auto_is_no_slower_on_a_deep_chain_than_its_best_blocks() -> None:
     graph = nets.residual(n_blocks=60)
-    peak_bytes, resident_bytes = simulate(graph, baseline(graph)).peak_bytes, graph.resident_bytes
-    budget_bytes = resident_bytes + (peak_bytes - resident_bytes) // 5
+    budget_bytes = budget_above_resident(graph, 0.2)
     options = {"budget_bytes": budget_bytes, "time_limit_s": 600, "seed": 0}
-    ours, blocks = (judged(graph, method(graph, **options)) for method in (auto, dp))
-    assert ours is not None
-    assert blocks is not None
+    ours, blocks = (simulated(graph, method(graph, **options)) for method in (auto, dp))
     assert ours.peak_bytes <= budget_bytes
     assert ours.time_s <= blocks.time_s
 
 
 @pytest.mark.parametrize("part", [0.9, 0.6, 0.4])
-def test_the_chain_reckons_as_the_judge_does_on_a_uniform_chain(part: float) -> None:
+def test_the_chain_counts_as_the_simulator_does_on_a_uniform_chain(part: float) -> None:
     graph = nets.chain(n_blocks=20)
     blocks = split_into_blocks(graph)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    chain_bytes = int(part * peak_bytes) - constant_bytes(graph, blocks)
+    chain_bytes = int(part * baseline_peak_bytes(graph)) - constant_bytes(graph, blocks)
     solution = solve_chain(to_chain(graph, blocks), budget_bytes=chain_bytes)
-    assert solution is not None
     simulation = simulate(graph, chain_to_schedule(graph, blocks, solution.ops))
     slack = solution.peak_bytes + constant_bytes(graph, blocks) - simulation.peak_bytes
     assert 0 <= slack <= 1010  # at most one tensor: the output that a backward pass may not need

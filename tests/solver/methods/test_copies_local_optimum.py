@@ -17,15 +17,15 @@ from solver.schedule import (
     Link,
     Place,
     Places,
-    baseline,
     free_after_last_use,
     keep,
     simulate,
 )
 from tests.support.aliasing import aliasing_dag
-from tests.support.copies import judged_s
-from tests.support.nets import random_dag, u_shape
+from tests.support.budgets import budget_above_resident
 from tests.support.overwriting import overwriting_dag
+from tests.support.schedules_with_copies import planned_step_s
+from tests.support.synthetic_graphs import random_dag, u_shape
 
 
 def some_graph(seed: int) -> Graph:
@@ -75,11 +75,10 @@ def test_without_pressure_all_recomputation_is_taken_out() -> None:
 @pytest.mark.slow
 def test_less_is_lost_with_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = u_shape(depth=4)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = graph.resident_bytes + int(0.3 * (peak_bytes - graph.resident_bytes))
+    budget_bytes = budget_above_resident(graph, 0.3)
     places = Places(host=Place(10**18, Link(2e10, 2e10)))
     found_s = []
     for max_work in (0, module.MAX_LOCAL_SEARCH_WORK):
         monkeypatch.setattr(module, "MAX_LOCAL_SEARCH_WORK", max_work)
-        found_s.append(judged_s(graph, budget_bytes=budget_bytes, places=places))
+        found_s.append(planned_step_s(graph, budget_bytes=budget_bytes, places=places))
     assert found_s[1] < 0.97 * found_s[0]

@@ -9,8 +9,8 @@ from solver.methods.early_recompute import Gate, gates_for
 from solver.methods.evict import evict
 from solver.schedule import simulate
 from tests.support.brute_force import least_peak_bytes
-from tests.support.builders import make, op
-from tests.support.nets import random_dag
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import random_dag
 
 
 def wide_blocks() -> Graph:
@@ -53,7 +53,6 @@ def test_made_ahead_of_time_where_just_in_time_has_no_room() -> None:
     gates = gates_for(folded, until, budget_bytes=least_bytes)
     assert Gate(h1, since, until) in list(gates)
     schedule, _ = evict(folded, budget_bytes=least_bytes)
-    assert schedule is not None
     assert simulate(graph, schedule).peak_bytes == least_bytes
     assert find_obstacle(graph).reached_bytes == least_bytes
 
@@ -76,7 +75,6 @@ def test_what_runs_once_goes_after_its_last_use() -> None:
         outputs="g0",
     )
     schedule, _ = evict(StorageGraph.of(graph), budget_bytes=13)
-    assert schedule is not None
     assert simulate(graph, schedule).peak_bytes == least_peak_bytes(graph) == 13
 
 

@@ -11,11 +11,11 @@ from solver.bound import StorageGraph
 from solver.methods.ilp import ilp, solve_stages
 from solver.methods.ilp_variables import Stages, TooLargeError
 from solver.schedule.ops import Schedule
-from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import Deadline
 from tests.support.brute_force import fastest, least_peak_bytes
-from tests.support.nets import chain, random_dag, residual
+from tests.support.budgets import budget_above_resident
+from tests.support.synthetic_graphs import chain, random_dag, residual
 
 
 def solve_once(graph: Graph, *, budget_bytes: int, n_sweeps: int = 1) -> Schedule | None:
@@ -41,7 +41,6 @@ def test_equals_the_truth(seed: int) -> None:
             if truth.ops is None:
                 assert proposal.schedule is None
                 continue
-            assert proposal.schedule is not None
             simulation = simulate(graph, proposal.schedule)
             assert simulation.peak_bytes <= budget_bytes
             assert simulation.time_s == pytest.approx(truth.time_s, abs=1e-9)
@@ -53,10 +52,8 @@ def test_needs_two_sweeps_where_the_graph_order_is_the_wrong_one() -> None:
     truth = fastest(graph, budget_bytes=10)
     assert solve_once(graph, budget_bytes=10, n_sweeps=1) is None
     two = solve_once(graph, budget_bytes=10, n_sweeps=2)
-    assert two is not None
     assert simulate(graph, two).time_s == pytest.approx(truth.time_s)
     proposal = ilp(graph, budget_bytes=10, time_limit_s=600.0, seed=0)
-    assert proposal.schedule is not None
     assert simulate(graph, proposal.schedule).time_s == pytest.approx(truth.time_s)
 
 
@@ -90,10 +87,8 @@ def wrong_order() -> Graph:
     ids=["chain", "residual"],
 )
 def test_program_meets_the_bound_on_every_schedule(graph: Graph, share: float) -> None:
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = int(graph.resident_bytes + share * (peak_bytes - graph.resident_bytes))
+    budget_bytes = budget_above_resident(graph, share)
     schedule = solve_once(graph, budget_bytes=budget_bytes)
-    assert schedule is not None
     simulation = simulate(graph, schedule)
     bound_s = ilp(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0).lower_bound_s
     assert simulation.time_s >= bound_s >= simulation.time_s * (1 - 1e-4)
@@ -106,7 +101,6 @@ def test_cbc_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         budget_bytes = least_peak_bytes(graph)
         truth = fastest(graph, budget_bytes=budget_bytes)
         schedule = solve_once(graph, budget_bytes=budget_bytes)
-        assert schedule is not None
         assert simulate(graph, schedule).time_s == pytest.approx(truth.time_s)
 
 

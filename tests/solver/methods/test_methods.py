@@ -20,13 +20,13 @@ from solver.methods.registry import METHODS
 from solver.methods.revolve import revolve
 from solver.methods.sqrt import segment_counts, sqrt
 from solver.schedule.ops import Schedule
-from solver.schedule.recompute import baseline
 from solver.schedule.simulator import Simulation, simulate
 from solver.sizes_deadlines_progress.deadline import ctrl_c_ends_searches
-from tests.support import nets
+from tests.support import synthetic_graphs
 from tests.support.brute_force import fastest
-from tests.support.builders import make, odd_graph, op, uniform_chain
+from tests.support.budgets import baseline_peak_bytes, budget_above_resident
 from tests.support.paths import DATA, GPT2
+from tests.support.small_graphs import make, op, random_step, uniform_chain
 
 ON_BLOCKS = [name for name in ("every_block", "sqrt", "revolve", "dp") if name in METHODS]
 
@@ -35,17 +35,8 @@ def run(name: str, graph: Graph, budget_bytes: int, *, time_limit_s: float = 600
     return METHODS[name](graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, seed=0)
 
 
-def judged(graph: Graph, proposal: Proposal) -> Simulation | None:
+def simulated(graph: Graph, proposal: Proposal) -> Simulation | None:
     return simulate(graph, proposal.schedule) if proposal.schedule else None
-
-
-def peak_of(graph: Graph) -> int:
-    return simulate(graph, baseline(graph)).peak_bytes
-
-
-def share(graph: Graph, part: float) -> int:
-    """A budget: resident bytes and this part of what stands above them at the peak."""
-    return int(graph.resident_bytes + part * (peak_of(graph) - graph.resident_bytes))
 
 
 def test_the_methods_and_their_order() -> None:
@@ -62,10 +53,10 @@ def test_whatever_the_graph_what_is_proposed_is_legal_and_fits(name: str, block:
     n_found = 0
     for seed in range(40 * block, 40 * block + 40):
         rng = random.Random(seed)
-        graph = odd_graph(seed, n_forward=rng.randint(0, 14), n_later=rng.randint(0, 10))
+        graph = random_step(seed, n_forward=rng.randint(0, 14), n_later=rng.randint(0, 10))
         for part in (1.0, 0.9, 0.6):
-            budget_bytes = share(graph, part)
-            simulation = judged(graph, run(name, graph, budget_bytes))
+            budget_bytes = budget_above_resident(graph, part)
+            simulation = simulated(graph, run(name, graph, budget_bytes))
             if simulation:
                 n_found += 1
                 assert simulation.peak_bytes <= budget_bytes
@@ -75,9 +66,13 @@ def test_whatever_the_graph_what_is_proposed_is_legal_and_fits(name: str, block:
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "every_block"])
 def test_where_nothing_need_be_recomputed_nothing_is(name: str) -> None:
-    for graph in (uniform_chain(6), odd_graph(5), odd_graph(9), make([], {"x": 3})):
-        simulation = judged(graph, run(name, graph, peak_of(graph)))
-        assert simulation is not None
+    for graph in (
+        uniform_chain(6),
+        random_step(5),
+        random_step(9),
+        make([], {"x": 3}),
+    ):
+        simulation = simulated(graph, run(name, graph, baseline_peak_bytes(graph)))
         assert simulation.time_s == pytest.approx(graph.baseline_time_s)
 
 
@@ -89,27 +84,31 @@ def test_where_nothing_fits_nothing_is_proposed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ON_BLOCKS)
 def test_the_same_question_has_the_same_answer(name: str) -> None:
-    graph = nets.residual(n_blocks=6)
-    budget_bytes = share(graph, 0.6)
+    graph = synthetic_graphs.residual(n_blocks=6)
+    budget_bytes = budget_above_resident(graph, 0.6)
     assert run(name, graph, budget_bytes) == run(name, graph, budget_bytes)
 
 
 @pytest.mark.parametrize("name", ON_BLOCKS)
 def test_a_time_limit_leaves_a_legal_answer_or_none(name: str) -> None:
-    graph = nets.recurrent(n_steps=40)
-    proposal = run(name, graph, share(graph, 0.5), time_limit_s=0.0)
-    simulation = judged(graph, proposal)
-    assert simulation is None or simulation.peak_bytes <= share(graph, 0.5)
+    graph = synthetic_graphs.recurrent(n_steps=40)
+    for share in (0.5, 1.0):  # at 1, revolve and dp have an answer at once
+        budget_bytes = budget_above_resident(graph, share)
+        simulation = simulated(graph, run(name, graph, budget_bytes, time_limit_s=0.0))
+        assert simulation is None or simulation.peak_bytes <= budget_bytes
+        assert (simulation is not None) == (share == 1.0 and name in ("revolve", "dp"))
 
 
 SHAPES = {
-    "chain": nets.chain(n_blocks=24),
-    "residual": nets.residual(n_blocks=12),
-    "u_shape": nets.u_shape(depth=4),
-    "pyramid": nets.pyramid(n_blocks=(2, 2, 2, 2)),
-    "dense": nets.dense(n_layers=10),
-    "recurrent": nets.recurrent(n_steps=24),
-    "transformer": nets.transformer(n_layers=4, hidden=1024, n_tokens=8192, n_words=4096),
+    "chain": synthetic_graphs.chain(n_blocks=24),
+    "residual": synthetic_graphs.residual(n_blocks=12),
+    "u_shape": synthetic_graphs.u_shape(depth=4),
+    "pyramid": synthetic_graphs.pyramid(n_blocks=(2, 2, 2, 2)),
+    "dense": synthetic_graphs.dense(n_layers=10),
+    "recurrent": synthetic_graphs.recurrent(n_steps=24),
+    "transformer": synthetic_graphs.transformer(
+        n_layers=4, hidden=1024, n_tokens=8192, n_words=4096
+    ),
 }
 
 
@@ -120,8 +119,8 @@ def test_shapes_of_nets(name: str, shape: str) -> None:
     graph = SHAPES[shape]
     found = []
     for part in (0.9, 0.7, 0.5):
-        budget_bytes = share(graph, part)
-        simulation = judged(graph, run(name, graph, budget_bytes))
+        budget_bytes = budget_above_resident(graph, part)
+        simulation = simulated(graph, run(name, graph, budget_bytes))
         if simulation:
             assert simulation.peak_bytes <= budget_bytes
             found.append(simulation.time_s)
@@ -145,12 +144,11 @@ def overhead(graph: Graph, simulation: Simulation) -> float:
 
 def test_every_block_on_gpt2(gpt2: Graph) -> None:
     """What is recomputed: of each branch all but the matrix product and the sum at its end."""
-    simulation = judged(gpt2, run("every_block", gpt2, peak_of(gpt2)))
-    assert simulation is not None
+    simulation = simulated(gpt2, run("every_block", gpt2, baseline_peak_bytes(gpt2)))
     assert simulation.n_recomputed == 12 * 3 + 12 * 3 + 2  # norm, qkv, attention; norm, mlp, gelu
-    assert simulation.peak_bytes < share(gpt2, 0.57)
+    assert simulation.peak_bytes < budget_above_resident(gpt2, 0.57)
     assert 0.13 < overhead(gpt2, simulation) < 0.14
-    assert run("every_block", gpt2, share(gpt2, 0.55)).schedule is None
+    assert run("every_block", gpt2, budget_above_resident(gpt2, 0.55)).schedule is None
 
 
 @pytest.mark.slow(sample=3)
@@ -159,8 +157,7 @@ def test_every_block_on_gpt2(gpt2: Graph) -> None:
     [(1.0, 0.0), (0.9, 0.035), (0.8, 0.07), (0.7, 0.1), (0.6, 0.13), (0.52, 0.21)],
 )
 def test_sqrt_on_gpt2(gpt2: Graph, part: float, most: float) -> None:
-    simulation = judged(gpt2, run("sqrt", gpt2, share(gpt2, part)))
-    assert simulation is not None
+    simulation = simulated(gpt2, run("sqrt", gpt2, budget_above_resident(gpt2, part)))
     assert overhead(gpt2, simulation) <= most
 
 
@@ -171,7 +168,7 @@ def test_sqrt_on_gpt2(gpt2: Graph, part: float, most: float) -> None:
 
 def recomputed(name: str, n_blocks: int, budget_bytes: int) -> int | None:
     graph = uniform_chain(n_blocks)
-    simulation = judged(graph, run(name, graph, budget_bytes))
+    simulation = simulated(graph, run(name, graph, budget_bytes))
     return simulation.n_recomputed if simulation else None
 
 
@@ -196,7 +193,7 @@ def test_no_method_beats_the_truth_on_small_chains(name: str, n_blocks: int) -> 
     graph = uniform_chain(n_blocks)
     for budget_bytes in range(n_blocks + 2, 2, -1):
         truth = fastest(graph, budget_bytes=budget_bytes)
-        simulation = judged(graph, run(name, graph, budget_bytes))
+        simulation = simulated(graph, run(name, graph, budget_bytes))
         if simulation:
             assert simulation.time_s >= truth.time_s
 
@@ -217,14 +214,12 @@ def test_the_last_block_is_dropped_only_if_it_must_be() -> None:
     nodes.append(op("c", "x ga", "gx", phase="backward"))
     sizes = {"x": 1, "a": 1, "h": 9, "y": 1, "gy": 1, "ga": 1, "gx": 1}
     graph = make(nodes, sizes, outputs="gx")
-    assert peak_of(graph) == 1 + 9 + 1 + 1 + 20
+    assert baseline_peak_bytes(graph) == 1 + 9 + 1 + 1 + 20
     assert [len(block) for block in split_into_blocks(graph).forward] == [1, 2]
-    roomy = judged(graph, every_block(graph, budget_bytes=32, time_limit_s=600, seed=0))
-    tight = judged(graph, every_block(graph, budget_bytes=31, time_limit_s=600, seed=0))
-    assert roomy is not None
-    assert tight is not None
+    roomy = simulated(graph, every_block(graph, budget_bytes=32, time_limit_s=600, seed=0))
+    tight = simulated(graph, every_block(graph, budget_bytes=31, time_limit_s=600, seed=0))
     assert (roomy.n_recomputed, tight.n_recomputed) == (0, 1)
-    recomputable = judged(graph, sqrt(graph, budget_bytes=31, time_limit_s=600, seed=0))
+    recomputable = simulated(graph, sqrt(graph, budget_bytes=31, time_limit_s=600, seed=0))
     assert recomputable is not None
 
 
@@ -232,7 +227,7 @@ def test_the_last_block_is_dropped_only_if_it_must_be() -> None:
 def test_an_interrupted_search_hands_on_the_best_so_far(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = nets.residual(n_blocks=6)
+    graph = synthetic_graphs.residual(n_blocks=6)
     n_simulated = 0
 
     def simulate_then_ctrl_c(graph: Graph, schedule: Schedule, **options: Any) -> Simulation:
@@ -244,7 +239,7 @@ def test_an_interrupted_search_hands_on_the_best_so_far(
 
     monkeypatch.setattr("solver.methods.best_so_far.simulate", simulate_then_ctrl_c)
     with ctrl_c_ends_searches() as interrupt:
-        proposal = run(name, graph, share(graph, 0.9))
+        proposal = run(name, graph, budget_above_resident(graph, 0.9))
     assert interrupt.is_set()
     if name == "every_block":  # its first schedule fits
         assert proposal.schedule is not None
@@ -271,7 +266,7 @@ def test_what_is_not_worth_a_simulation_hides_no_answer(
 ) -> None:
     """With a limit that the method's own answer just meets, it is still found."""
     graph = make_graph()
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     n_found = 0
     for share in shares:
         options = {"budget_bytes": int(share * peak_bytes), "time_limit_s": 600.0, "seed": 0}
@@ -282,7 +277,6 @@ def test_what_is_not_worth_a_simulation_hides_no_answer(
         for limits in ((0.0, 1.001), (0.999, 1.001), (0.0, 1.02)):
             least_s, most_s = (limit * time_s for limit in limits)
             again = method(graph, **options, worth_between_s=(least_s, most_s))
-            assert again.schedule is not None
             assert simulate(graph, again.schedule).time_s == time_s
             n_found += 1
     assert n_found > 0

@@ -13,11 +13,12 @@ from graphs.rewrites import Variants
 from solver import solve
 from solver.methods import WITHOUT_RECOMPUTATION, KnownPlan, reuse_plan, transfer_schedule
 from solver.methods.reuse_known_plan import REUSE_LOSS
-from solver.schedule import Request, baseline, free_after_last_use, simulate
+from solver.schedule import Request, free_after_last_use, simulate
 from tests.support.brute_force import fastest, least_peak_bytes
-from tests.support.builders import op
-from tests.support.nets import random_dag
+from tests.support.budgets import baseline_peak_bytes, budget_above_resident
 from tests.support.paths import GPT2
+from tests.support.small_graphs import op
+from tests.support.synthetic_graphs import random_dag
 
 
 def other_length(graph: Graph, share: float) -> Graph:
@@ -38,8 +39,7 @@ def gpt2() -> Graph:
 
 @pytest.fixture(scope="module")
 def budget_bytes(gpt2: Graph) -> int:
-    peak_bytes = simulate(gpt2, baseline(gpt2)).peak_bytes
-    return gpt2.resident_bytes + int(0.7 * (peak_bytes - gpt2.resident_bytes))
+    return budget_above_resident(gpt2, 0.7)
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,10 @@ def test_a_shorter_step_is_as_good_as_searched(
 ) -> None:
     graph = other_length(gpt2, share)
     found = reuse_plan(Variants.of(graph), known, Request(budget_bytes))
-    assert found is not None
-    assert found.schedule is not None
     simulation = simulate(graph, found.schedule)
     assert simulation == found.simulation
     assert simulation.peak_bytes <= budget_bytes
     searched = solve(graph, budget=budget_bytes)
-    assert searched.simulation is not None
     assert found.lower_bound_s <= searched.simulation.time_s
     lost = (simulation.time_s - searched.simulation.time_s) / graph.baseline_time_s
     assert lost <= known.gap + REUSE_LOSS
@@ -83,9 +80,8 @@ def test_a_plan_that_recomputes_far_too_much_is_not_reused(gpt2: Graph, budget_b
 
 
 def test_what_fits_as_it_is_recomputes_nothing(gpt2: Graph) -> None:
-    peak_bytes = simulate(gpt2, baseline(gpt2)).peak_bytes
+    peak_bytes = baseline_peak_bytes(gpt2)
     found = reuse_plan(Variants.of(gpt2), WITHOUT_RECOMPUTATION, Request(peak_bytes))
-    assert found is not None
     assert found.overhead == found.lower_bound_overhead == 0.0
     assert found.status == "optimal"
     assert reuse_plan(Variants.of(gpt2), WITHOUT_RECOMPUTATION, Request(peak_bytes - 1)) is None

@@ -10,12 +10,13 @@ from solver import solve
 from solver.methods import METHODS, storage_levels
 from solver.methods import auto_then_chain_methods as after_auto
 from solver.methods.proposal import Proposal
-from solver.schedule import Link, Place, Places, Schedule, Spill, baseline, simulate
-from tests.support import nets
+from solver.schedule import Link, Place, Places, Schedule, Spill, simulate
+from tests.support import synthetic_graphs
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
-from tests.support.builders import odd_graph, uniform_chain
+from tests.support.budgets import baseline_peak_bytes, budget_above_resident
 from tests.support.command import failed
 from tests.support.overwriting import overwriting_dag
+from tests.support.small_graphs import random_step, uniform_chain
 
 NAMES = [name for name, method in METHODS.items() if method.needs_places]
 
@@ -85,8 +86,8 @@ def test_without_places_it_is_revolve(name: str) -> None:
 @pytest.mark.parametrize("block", range(4))
 def test_on_any_graph_what_is_proposed_is_legal_and_fits(name: str, block: int) -> None:
     for seed in range(12 * block, 12 * block + 12):
-        graph = odd_graph(seed, n_forward=seed % 12 + 2, n_later=seed % 7 + 2)
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+        graph = random_step(seed, n_forward=seed % 12 + 2, n_later=seed % 7 + 2)
+        peak_bytes = baseline_peak_bytes(graph)
         per_byte_s = (graph.baseline_time_s or 1.0) / (peak_bytes or 1)
         beside = places(max(1, peak_bytes // 3), per_byte_s, max(1, peak_bytes), per_byte_s)
         for share in (0.9, 0.6):
@@ -144,9 +145,8 @@ def test_a_disk_that_is_smaller_than_any_snapshot(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_front_doors(tmp_path, capsys) -> None:
-    graph = nets.chain(n_blocks=24)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = graph.resident_bytes + (peak_bytes - graph.resident_bytes) // 5
+    graph = synthetic_graphs.chain(n_blocks=24)
+    budget_bytes = budget_above_resident(graph, 0.2)
     with pytest.raises(ValueError, match=r"hrevolve is for host memory and disks .* host_budget"):
         solve(graph, budget=budget_bytes, method="hrevolve")
     options = {"host_budget": 8000, "host_link": 1e6, "disk_budget": 10**6, "disk_rate": 1e6}
@@ -156,8 +156,7 @@ def test_the_front_doors(tmp_path, capsys) -> None:
     path = str(tmp_path / "graph.json")
     graph.save(path)
     budget = ["--budget", str(budget_bytes)]
-    code, line = failed(capsys, *budget, "--method", "multistage", path)
-    assert code == 2
+    line = failed(capsys, *budget, "--method", "multistage", path, code=2)
     assert "--method multistage is for host memory and disks" in line
     host = ["--host", "8000B", "--host-link", "1MB/s"]
     disk = ["--disk", f"1MB:{tmp_path}", "--disk-rate", "1MB/s"]

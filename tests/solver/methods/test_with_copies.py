@@ -29,10 +29,11 @@ from solver.schedule import (
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 from tests.support.aliasing import aliasing_dag
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
-from tests.support.builders import make, op
-from tests.support.copying import leaving
-from tests.support.nets import chain, random_dag, residual
+from tests.support.budgets import baseline_peak_bytes, budget_above_resident
 from tests.support.overwriting import overwriting_dag
+from tests.support.schedules_with_copies import output_storages
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import chain, random_dag, residual
 
 
 def host(bytes_per_s: float, capacity_bytes: int = 10**18, latency_s: float = 0.0) -> Places:
@@ -60,14 +61,13 @@ def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: in
         places = host(rate, max(1, int(rng.choice((0.5, 2)) * total_bytes)), rng.choice((0, 0.1)))
         least_bytes = int(StorageGraph.of(graph, may_offload=True).least_bytes.max())
         budget_bytes = least_bytes + int(rng.random() * total_bytes)
-        assert places.host is not None
         placed = place_copies(folded, order, gaps, budget_bytes=budget_bytes, places=places)
         simulation = simulate(graph, placed.schedule, places=places)
         assert simulation.time_s == pytest.approx(placed.time_s, rel=1e-9, abs=1e-12)
         assert (simulation.peak_bytes <= budget_bytes) == (not placed.over_bytes)
         assert simulation.host_peak_bytes <= places.host.capacity_bytes
         stored = {op.storage for op in placed.schedule.ops if isinstance(op, Store)}
-        assert stored.isdisjoint(leaving(graph))
+        assert stored.isdisjoint(output_storages(graph))
         n_placed += placed.schedule.has_copies
         n_fit += not placed.over_bytes
     assert n_placed > 60
@@ -115,7 +115,6 @@ def test_what_goes_on_to_the_disk_is_legal_and_as_fast_and_as_large_as_said(
 
 def found(graph: Graph, proposal: Proposal, places: Places) -> float:
     """Seconds of the proposed schedule, which has to be legal."""
-    assert proposal.schedule is not None
     return simulate(graph, proposal.schedule, places=places).time_s
 
 
@@ -126,8 +125,7 @@ def test_bound_truth_and_schedule_are_in_order(first_seed: int) -> None:
         graph = random_dag(seed=seed, n_forward=seed % 3 + 2, n_later=seed % 2 + 2)
         folded = StorageGraph.of(graph, may_offload=True)
         rate = sum(folded.unit_bytes) / (graph.baseline_time_s or 1.0) or 1.0
-        peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-        budget_bytes = (int(folded.least_bytes.max()) + peak_bytes) // 2
+        budget_bytes = (int(folded.least_bytes.max()) + baseline_peak_bytes(graph)) // 2
         options = {"budget_bytes": budget_bytes, "time_limit_s": 60.0, "seed": 0}
         proposal = auto(graph, places=host(rate), **options)
         alone = auto(graph, **options)
@@ -186,12 +184,10 @@ def places_of(to_host: HostLink, to_disk: HostLink) -> Places:
 
 def test_a_fast_link_makes_recomputation_needless() -> None:
     graph = residual(n_blocks=8)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     options = {"budget_bytes": int(0.7 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
     alone, beside = auto(graph, **options), auto(graph, places=host(1e14), **options)
-    assert alone.schedule is not None
     assert simulate(graph, alone.schedule).n_recomputed > 0
-    assert beside.schedule is not None
     simulation = simulate(graph, beside.schedule, places=host(1e14))
     assert simulation.n_recomputed == 0
     assert simulation.peak_bytes <= options["budget_bytes"]
@@ -200,10 +196,8 @@ def test_a_fast_link_makes_recomputation_needless() -> None:
 
 def test_a_slow_link_is_left_alone_and_proven_not_to_help() -> None:
     graph = chain(n_blocks=50)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    options = {"budget_bytes": peak_bytes - 7000, "time_limit_s": 60.0, "seed": 0}
+    options = {"budget_bytes": baseline_peak_bytes(graph) - 7000, "time_limit_s": 60.0, "seed": 0}
     proposal = auto(graph, places=host(1.0), **options)
-    assert proposal.schedule is not None
     assert not proposal.schedule.has_copies
     assert found(graph, proposal, host(1.0)) == pytest.approx(107.0)
     assert proposal.lower_bound_s == pytest.approx(107.0, abs=2e-2)
@@ -219,8 +213,7 @@ def test_recomputation_alone_is_found_where_the_clock_ends_the_search_for_copies
             raise OutOfTimeError
 
     graph = chain(n_blocks=50)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    options = {"budget_bytes": peak_bytes - 7000, "time_limit_s": 600.0, "seed": 0}
+    options = {"budget_bytes": baseline_peak_bytes(graph) - 7000, "time_limit_s": 600.0, "seed": 0}
     alone = auto(graph, **options)
     monkeypatch.setattr(with_copies, "COPY_STAGES", (takes_all_of_its_time,))
     proposal = auto(graph, places=host(1.0), **options)
@@ -242,7 +235,7 @@ def test_a_large_step_begins_with_recomputation_alone(
     graph = chain(n_blocks=50)
     rate = len(graph.nodes) / 240.0  # 40 % of 600 s
     monkeypatch.setattr(with_copies, "NODES_PER_S", (0.9 if is_large else 1.1) * rate)
-    budget_bytes = simulate(graph, baseline(graph)).peak_bytes - 7000
+    budget_bytes = baseline_peak_bytes(graph) - 7000
     options = {"budget_bytes": budget_bytes, "time_limit_s": 600.0, "seed": 0}
     proposal = auto(graph, places=host(1.0), **options)
     assert begun[0] == ("RECOMPUTE_STAGES" if is_large else "COPY_STAGES")
@@ -251,12 +244,11 @@ def test_a_large_step_begins_with_recomputation_alone(
 
 def test_the_host_is_not_overfilled() -> None:
     graph = residual(n_blocks=8)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     most_bytes = peak_bytes // 10
     options = {"budget_bytes": int(0.7 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
     places = host(1e14, capacity_bytes=most_bytes)
     proposal = auto(graph, places=places, **options)
-    assert proposal.schedule is not None
     simulation = simulate(graph, proposal.schedule, places=places)
     assert 0 < simulation.host_peak_bytes <= most_bytes
     assert simulation.n_recomputed > 0
@@ -264,7 +256,7 @@ def test_the_host_is_not_overfilled() -> None:
 
 def test_without_a_host_auto_is_as_before() -> None:
     graph = residual(n_blocks=4)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     options = {"budget_bytes": int(0.8 * peak_bytes), "time_limit_s": 60.0, "seed": 0}
     assert auto(graph, places=Places(), **options) == auto(graph, **options)
 
@@ -272,12 +264,11 @@ def test_without_a_host_auto_is_as_before() -> None:
 @pytest.mark.slow
 def test_a_fast_host_costs_no_time_where_many_positions_overflow() -> None:
     graph = nets.residual(n_blocks=12)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     least_bytes = find_obstacle(graph).reached_bytes
     budget_bytes = least_bytes + (peak_bytes - least_bytes) // 20
     rate = 8 * (peak_bytes - budget_bytes) / graph.baseline_time_s
     proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0, places=host(rate))
-    assert proposal.schedule is not None
     simulation = simulate(graph, proposal.schedule, places=host(rate))
     assert simulation.peak_bytes <= budget_bytes
     assert simulation.time_s < 1.001 * graph.baseline_time_s
@@ -288,11 +279,8 @@ def test_a_fast_host_costs_no_time_where_many_positions_overflow() -> None:
 def test_copies_fit_side_by_side(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are refused whose copies leave gaps between them, and others are found."""
     graph = random_dag(seed=3, n_forward=40, n_later=40)
-    resident_bytes = graph.resident_bytes
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = int(resident_bytes + 0.6 * (peak_bytes - resident_bytes))
+    budget_bytes = budget_above_resident(graph, 0.6)
     free = auto(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0, places=host(2e10))
-    assert free.schedule is not None
     most_bytes = simulate(graph, free.schedule, places=host(2e10)).host_peak_bytes
     excesses = []
 
@@ -304,7 +292,6 @@ def test_copies_fit_side_by_side(share: float, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(copy_placement, "copy_layout", recorded)
     places = host(2e10, int(share * most_bytes))
     found = auto(graph, budget_bytes=budget_bytes, time_limit_s=600, seed=0, places=places)
-    assert found.schedule is not None
     assert not copy_layout(graph, found.schedule, places).excess(places)
     assert any(excesses)
 
@@ -333,17 +320,13 @@ def test_gradients_that_the_caller_computes_stay() -> None:
 def test_copies_take_the_place_of_recomputation_where_that_alone_was_best() -> None:
     """A graph on which no other stage finds a plan with copies that is faster."""
     graph = random_dag(seed=6, n_forward=12, n_later=8)
-    least_bytes, peak_bytes = (
-        find_obstacle(graph).reached_bytes,
-        simulate(graph, baseline(graph)).peak_bytes,
-    )
+    least_bytes, peak_bytes = find_obstacle(graph).reached_bytes, baseline_peak_bytes(graph)
     budget_bytes = least_bytes + int(0.1 * (peak_bytes - least_bytes))
     total_bytes = sum(StorageGraph.of(graph).unit_bytes)
     places = host(0.3 * total_bytes / graph.baseline_time_s)
     times_s = []
     for beside in (None, places):
         proposal = auto(graph, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0, places=beside)
-        assert proposal.schedule is not None
         times_s.append(simulate(graph, proposal.schedule, places=beside).time_s)
     assert times_s[1] <= 1.1905 * graph.baseline_time_s < times_s[0]
     assert proposal.schedule.has_copies
@@ -365,8 +348,6 @@ def test_copies_alone_are_found_wherever_the_clock_ends_the_search(monkeypatch, 
     budget_bytes = plain.peak_bytes * 6 // 10
     alone = auto(graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
     found = auto(graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0, places=places)
-    assert found.schedule is not None
-    assert alone.schedule is not None
     step = simulate(graph, found.schedule, places=places)
     assert step.peak_bytes <= budget_bytes
     assert step.time_s < simulate(graph, alone.schedule).time_s

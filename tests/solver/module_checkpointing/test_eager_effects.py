@@ -92,7 +92,7 @@ def test_operators_in_place_live_where_they_write() -> None:
 def test_malformed_metadata_of_a_file_is_ignored(junk: object) -> None:
     eager = EagerStep.of(step(in_place=junk, backward_functions=junk))
     assert eager.in_place == frozenset()
-    assert all(set(nodes) <= {"bg", "bf"} for nodes in eager.function_of.values())
+    assert eager.function_of == {}
 
 
 def test_the_trace_names_operators_in_place_and_backward_functions() -> None:

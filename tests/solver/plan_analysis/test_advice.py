@@ -12,12 +12,11 @@ from graphs.graph import Graph, Node, Tensor
 from graphs.synthetic.nets import residual
 from solver.plan_analysis.advice import ABOUT, _how_to_shrink, advise
 from solver.reporting.memory_rows import memory_table
-from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request
 from solver.solving import answer, solve
-from tests.support.builders import make, op
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.paths import GPT2
+from tests.support.small_graphs import make, op
 
 FULL = {"environment": {"autocast": None}, "parameter_bytes": {"float32": 900, "bfloat16": 100}}
 
@@ -56,7 +55,7 @@ def step(
 
 def advised(graph: Graph, *, spare: int = -1, method: str = "auto") -> dict[str, str]:
     """The advice for a budget this far from the peak without checkpointing."""
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     request = Request(budget_bytes=peak_bytes + spare, method=method, time_limit_s=600)
     found = advise(answer(graph, request))
     assert [a.kind for a in found] == [kind for kind in ABOUT if kind in {a.kind for a in found}]
@@ -89,7 +88,7 @@ def test_model_state_that_fills_the_budget():
 @pytest.mark.parametrize(("acts", "spare"), [(4000, -1), (4000, -5000), (9000, -12000)])
 def test_model_state_at_the_peak_is_what_the_table_says(acts, spare):
     graph = step(weight=10_000, state=20_000, acts=acts)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     solution = answer(graph, Request(budget_bytes=peak_bytes + spare, time_limit_s=600))
     text = {a.kind: a.text for a in advise(solution)}["state"]
     *parts, total = [(row[0], *row[-2:]) for row in memory_table(solution).rows]
@@ -214,7 +213,7 @@ def test_one_ops_logits(loss):
 )
 def test_logits_that_a_plan_may_compute_in_chunks(word, text):
     graph = step(wide=2000, loss="aten._log_softmax.default")
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     solution = answer(graph, Request(peak_bytes - 1, rewrites=word, time_limit_s=600))
     found = {a.kind: a.text for a in advise(solution)}["logits"]
     assert text in found
@@ -318,7 +317,7 @@ def test_mixed_precision_would_change_nothing_in_the_optimizers_step():
         for n in graph.nodes
     )
     graph = dataclasses.replace(graph, nodes=nodes)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     assert "precision" in advised(graph)
     assert "precision" not in advised(graph, spare=449 - peak_bytes)
 

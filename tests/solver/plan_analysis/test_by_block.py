@@ -1,4 +1,4 @@
-"""The table of blocks: every row is counted by hand or by the judge."""
+"""The table of blocks: every row is counted by hand or by the simulator."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ from solver.chain.blocks import split_into_blocks
 from solver.plan_analysis.by_block import block_rows
 from solver.schedule.memory import saved_for_backward
 from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
 from solver.solving import solve
-from tests.support.builders import uniform_chain
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.paths import GPT2
-
-
-def share_of_peak(graph: Graph, share: float) -> int:
-    return int(share * simulate(graph, baseline(graph)).peak_bytes)
+from tests.support.small_graphs import uniform_chain
 
 
 @pytest.mark.parametrize("graph", [residual(n_blocks=6), Graph.load(GPT2)], ids=["res", "gpt"])
 @pytest.mark.parametrize("method", ["auto", "every_block"])
 def test_the_rows_add_up_to_the_plan(graph, method):
-    solution = solve(graph, budget=share_of_peak(graph, 0.8), method=method, time_limit_s=600)
-    assert solution.simulation is not None
+    solution = solve(
+        graph, budget=int(0.8 * baseline_peak_bytes(graph)), method=method, time_limit_s=600
+    )
     rows = block_rows(solution)
     assert [row.block for row in rows] == list(range(1, split_into_blocks(graph).n_blocks + 1))
     assert sum(row.n_ops for row in rows) == len(graph.forward_nodes)
@@ -45,7 +42,7 @@ def test_the_rows_add_up_to_the_plan(graph, method):
 def test_a_chain_by_hand():
     """Of six equal tensors, two are dropped and made again once."""
     graph = uniform_chain(6, unit_bytes=10)
-    solution = solve(graph, budget=share_of_peak(graph, 0.75), time_limit_s=600)
+    solution = solve(graph, budget=int(0.75 * baseline_peak_bytes(graph)), time_limit_s=600)
     rows = block_rows(solution)
     assert {row.kept_bytes + row.dropped_bytes for row in rows} == {10}
     assert all(row.forward_s == row.n_ops == 1 for row in rows)
@@ -69,10 +66,12 @@ def test_the_module_of_a_block_is_what_its_ops_share(modules, shared):
     module_of = dict(zip(inner, cycle(modules), strict=False))
     nodes = tuple(dataclasses.replace(n, module=module_of.get(n.name, "")) for n in graph.nodes)
     whole = dataclasses.replace(graph, nodes=nodes)
-    rows = block_rows(solve(whole, budget=share_of_peak(whole, 1.0)))
+    rows = block_rows(solve(whole, budget=baseline_peak_bytes(whole)))
     assert [row.module for row in rows] == ["", shared, ""]
 
 
 def test_no_rows_without_a_schedule():
     graph = residual(n_blocks=3)
-    assert block_rows(solve(graph, budget=share_of_peak(graph, 0.9), method="none")) == ()
+    assert (
+        block_rows(solve(graph, budget=int(0.9 * baseline_peak_bytes(graph)), method="none")) == ()
+    )

@@ -74,7 +74,6 @@ def test_the_bound_meets_the_best_division_where_its_plans_are_proven(n_layers: 
         bound_s=lambda part: float(part.end - part.first),
         plan=lambda part: StageTime(times[part], times[part]),
     )
-    assert found.parts is not None
     assert found.lower_bound_s == cost(found.parts, times)[0]
 
 

@@ -23,9 +23,9 @@ from solver.plan_analysis.rank_peak import StageBytes, held_in_flight, resident_
 from solver.schedule import Request, Solution, baseline, simulate
 from solver.solving import attempt
 from tests.support.brute_force_in_flight import fastest_beside
-from tests.support.builders import make, op
-from tests.support.nets import random_dag
 from tests.support.paths import GPT2
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import random_dag
 
 N_RANDOM = 100
 

@@ -1,4 +1,4 @@
-"""The pictures: what is drawn is what the judge saw, into whoever's axes, whole or not at all."""
+"""The pictures: what is drawn is what was simulated, into whoever's axes, whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from solver.reporting.plot import style as plot_style
 from solver.schedule import Request
 from solver.schedule.memory import LAYERS, node_at, occupancy
 from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
 from solver.schedule.solution import Solution
 from solver.solving import solve
+from tests.support.budgets import baseline_peak_bytes
 
 GRAPH = residual(n_blocks=5)
-PEAK_BYTES = simulate(GRAPH, baseline(GRAPH)).peak_bytes
+PEAK_BYTES = baseline_peak_bytes(GRAPH)
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,12 @@ def labels(axes) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_memory_is_the_judges_line(planned):
+def test_memory_is_the_simulated_line(planned):
     axes = plot.memory(planned)
     stairs = [p.get_data() for p in axes.patches if hasattr(p, "get_data")]
     highest = max(max(data.values) for data in stairs)
     assert highest * 1e9 == pytest.approx(PEAK_BYTES) or highest * 1e6 == pytest.approx(PEAK_BYTES)
     widths = sorted({data.edges[-1] for data in stairs})
-    assert planned.simulation is not None
     assert widths[1] / widths[0] == pytest.approx(
         planned.simulation.time_s / planned.baseline.time_s
     )
@@ -107,7 +106,7 @@ def stack(axes) -> list:
     return [p.get_data() for p in axes.patches if hasattr(p, "get_data") and p.get_fill()]
 
 
-def test_the_layers_stand_on_one_another_up_to_the_judges_bytes(planned):
+def test_the_layers_stand_on_one_another_up_to_the_simulated_bytes(planned):
     axes = plot.memory(planned)
     layers = occupancy(GRAPH, planned.schedule)
     shown = [name for name in LAYERS if any(layers.layer_bytes[name])]
@@ -130,7 +129,6 @@ def test_before_and_after_are_on_the_same_scales(planned):
     above, below = plot.before_and_after(planned)
     assert above.get_xlim() == below.get_xlim()
     assert above.get_ylim() == below.get_ylim()
-    assert planned.simulation is not None
     assert stack(above)[-1].values.max() / stack(below)[-1].values.max() == pytest.approx(
         PEAK_BYTES / planned.simulation.peak_bytes
     )

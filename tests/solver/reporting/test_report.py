@@ -1,4 +1,4 @@
-"""The report: every figure is the judge's, at any width, with and without a schedule."""
+"""The report: every figure is the simulator's, at any width, with and without a schedule."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from solver.schedule.solution import Solution
 from solver.sizes_deadlines_progress import IN_PYTHON, OF_THE_COMMAND, format_size
 from solver.sizes_deadlines_progress.format import describe_op, format_share, format_time
 from solver.solving import solve
-from tests.support.builders import make, op
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.overwriting import with_overwrites
 from tests.support.paths import GPT2
+from tests.support.small_graphs import make, op
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +84,8 @@ def verified() -> Verification:
     [chain(n_blocks=5), residual(n_blocks=4), Graph.load(GPT2)],
     ids=["chain", "res", "gpt"],
 )
-def test_the_parts_add_up_to_the_judges_figure_at_every_op(graph):
-    budget_bytes = int(0.85 * simulate(graph, baseline(graph)).peak_bytes)
+def test_the_parts_add_up_to_the_simulated_bytes_at_every_op(graph):
+    budget_bytes = int(0.85 * baseline_peak_bytes(graph))
     schedules = [baseline(graph)]
     found = solve(graph, budget=budget_bytes, method="sqrt").schedule
     if found is not None:
@@ -134,7 +135,6 @@ def test_before_the_first_op_only_what_is_resident_counts(gpt2):
 
 def test_the_op_of_the_peak(gpt2):
     node = node_at(gpt2, baseline(gpt2), simulate(gpt2, baseline(gpt2)))
-    assert node is not None
     assert describe_op(node) == (
         "_log_softmax_backward_data (aten._log_softmax_backward_data.default, backward)"
     )
@@ -177,7 +177,6 @@ def test_a_comparison_cuts_no_name_and_no_figure(planned, width):
 
 def test_the_answer_says_all_there_is_to_say(planned):
     text = shown(report_of(planned))
-    assert planned.simulation is not None
     for words in (
         "Answer  feasible",
         "every_block",
@@ -199,8 +198,7 @@ def test_a_reserve_is_told_with_its_reason(gpt2):
 
 
 def test_a_step_that_needs_no_plan_says_so(gpt2, planned):
-    peak_bytes = simulate(gpt2, baseline(gpt2)).peak_bytes
-    text = shown(report_of(solve(gpt2, budget=peak_bytes, method="none")))
+    text = shown(report_of(solve(gpt2, budget=baseline_peak_bytes(gpt2), method="none")))
     assert "0; the step fits without a plan" in text
     assert "fits without a plan" not in shown(report_of(planned))
 
@@ -242,7 +240,7 @@ def test_what_was_rewritten_is_told_beside_the_plain_step(gpt2, planned):
     meta = dataclasses.replace(gpt2.meta, rewrites=["in_place"])
     in_place = dataclasses.replace(with_overwrites(gpt2), meta=meta)
     n_in_place = sum(node.overwrites is not None for node in in_place.nodes)
-    peak_bytes = simulate(in_place, baseline(in_place)).peak_bytes
+    peak_bytes = baseline_peak_bytes(in_place)
     solution = solve(in_place, budget=peak_bytes)
     assert solution.baseline == planned.baseline  # overhead and savings are against the plain step
     assert solution.simulation.peak_bytes == peak_bytes < planned.baseline.peak_bytes
@@ -338,7 +336,7 @@ def test_the_object_is_json_whatever_was_found(gpt2, planned):
 
 def test_every_method_can_be_reported():
     graph = residual(n_blocks=3)
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     names = [name for name, method in METHODS.items() if not method.needs_places]
     solutions = [solve(graph, budget=peak_bytes, method=name, time_limit_s=600) for name in names]
     text = shown(report_of(*solutions))
@@ -386,14 +384,12 @@ def by_dtype(shares: dict[str, float]) -> Solution:
         dtypes[name].append(tensor.name)
         passed += tensor.size_bytes
     graph = dataclasses.replace(graph, meta={"dtypes": dtypes})
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    return solve(graph, budget=int(0.8 * peak_bytes), method="sqrt")
+    return solve(graph, budget=int(0.8 * baseline_peak_bytes(graph)), method="sqrt")
 
 
 def test_dtypes_add_up_to_the_activations_of_the_table():
     solution = by_dtype({"int64": 0.3, "bfloat16": 0.7})
     table = dtype_table(solution)
-    assert table is not None
     activations = next(row for row in memory_table(solution).rows if row[0] == "activations")
     assert (table.rows[-1][1], table.rows[-1][3]) == (activations[1], activations[3])
     for run in solution.peaks:

@@ -12,7 +12,7 @@ from solver.schedule.solution import Obstacle
 from solver.sizes_deadlines_progress import IN_PYTHON, OF_THE_COMMAND
 from solver.solving import solve
 from tests.solver.reporting.test_report import gpt2, nothing_found, report_of, shown
-from tests.support.builders import make, op
+from tests.support.small_graphs import make, op
 
 __all__ = ["gpt2"]
 

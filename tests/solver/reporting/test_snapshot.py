@@ -12,13 +12,14 @@ from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
 from graphs.synthetic.nets import residual
 from solver.reporting.snapshot import snapshot, write_snapshot
-from solver.schedule import Solution, baseline, simulate
+from solver.schedule import Solution
 from solver.solving import solve
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.overwriting import with_overwrites
 from tests.support.paths import GPT2
 
 NET = residual(n_blocks=8)
-PEAK_BYTES = simulate(NET, baseline(NET)).peak_bytes
+PEAK_BYTES = baseline_peak_bytes(NET)
 
 
 def plans() -> dict[str, Solution]:
@@ -65,7 +66,6 @@ def replayed(value: dict) -> tuple[int, dict[int, int]]:
 @pytest.mark.parametrize("name", PLANS)
 def test_the_most_at_once_is_the_predicted_peak(name) -> None:
     solution = PLANS[name]
-    assert solution.simulation is not None
     value = snapshot(solution)
     most, live = replayed(value)
     assert most == solution.simulation.peak_bytes

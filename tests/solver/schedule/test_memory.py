@@ -12,7 +12,8 @@ from solver.schedule.ops import Compute, Schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.solving import solve
-from tests.support.builders import make, odd_graph, op, plan
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.small_graphs import make, op, plan, random_step
 
 
 def computed_bytes(graph, schedule: Schedule) -> tuple[int, ...]:
@@ -25,10 +26,10 @@ def computed_bytes(graph, schedule: Schedule) -> tuple[int, ...]:
 
 @pytest.mark.slow(sample=2)
 @pytest.mark.parametrize(
-    "graph", [chain(n_blocks=6), residual(n_blocks=5), *map(odd_graph, range(20))]
+    "graph", [chain(n_blocks=6), residual(n_blocks=5), *map(random_step, range(20))]
 )
 def test_the_layers_add_up_to_the_simulated_bytes(graph):
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     schedules = [baseline(graph)]
     found = solve(graph, budget=int(0.9 * peak_bytes), time_limit_s=600).schedule
     if found is not None:

@@ -13,7 +13,7 @@ from graphs.graph import Graph
 from solver.schedule.ops import Compute, Free, Schedule, free_after_last_use, ops_from_json
 from solver.schedule.recompute import keep_order, without_dead_computes
 from solver.schedule.simulator import IllegalScheduleError, simulate
-from tests.support.builders import make, odd_graph, op, plan, uniform_chain, words
+from tests.support.small_graphs import make, op, plan, random_step, uniform_chain, words
 
 
 def text(schedule: Schedule) -> str:
@@ -119,7 +119,7 @@ def during(graph: Graph, schedule: Schedule) -> list[int]:
 @pytest.mark.parametrize("seed", range(150))
 def test_later_frees_never_hold_less(seed: int) -> None:
     rng = random.Random(seed)
-    graph = odd_graph(seed)
+    graph = random_step(seed)
     for order in orders(graph, rng, 3):
         schedule = free_after_last_use(graph, order)
         early = during(graph, schedule)
@@ -141,7 +141,7 @@ def test_later_frees_never_hold_less(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_no_choice_of_frees_holds_less(seed: int) -> None:
     """All sets of tensors that could be there before each compute, by exhaustion."""
-    graph = odd_graph(seed, n_forward=4, n_later=2)
+    graph = random_step(seed, n_forward=4, n_later=2)
     for order in orders(graph, random.Random(seed), 2):
         early = during(graph, free_after_last_use(graph, order))
         assert early == least_possible(graph, order)

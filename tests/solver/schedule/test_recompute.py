@@ -17,7 +17,7 @@ from solver.schedule.recompute import (
     without_dead_computes,
 )
 from solver.schedule.simulator import simulate
-from tests.support.builders import make, odd_graph, op, uniform_chain, words
+from tests.support.small_graphs import make, op, random_step, uniform_chain, words
 
 
 def test_baseline_runs_each_node_once() -> None:
@@ -139,7 +139,7 @@ def test_first_runs_stay_although_nothing_reads_them() -> None:
 @pytest.mark.parametrize("seed", range(300))
 def test_any_choice_is_legal_and_pruning_only_helps(seed: int) -> None:
     rng = random.Random(seed)
-    graph = odd_graph(seed, n_forward=rng.randint(1, 12), n_later=rng.randint(0, 8))
+    graph = random_step(seed, n_forward=rng.randint(1, 12), n_later=rng.randint(0, 8))
     roots = sorted({graph.root(name) for name in graph.producer})
     for _ in range(5):
         kept = rng.sample(roots, rng.randint(0, len(roots)))

@@ -17,10 +17,10 @@ from solver.schedule.reserved_memory import (
     state_blocks_bytes,
 )
 from solver.schedule.simulator import stays
-from tests.support.builders import make, op, plan
-from tests.support.copying import random_copies
-from tests.support.nets import random_dag
 from tests.support.paths import GPT2
+from tests.support.schedules_with_copies import random_copies
+from tests.support.small_graphs import make, op, plan
+from tests.support.synthetic_graphs import random_dag
 
 MIB = 2**20
 STATE = "optimizer_state"

@@ -1,4 +1,4 @@
-"""Copies to host and disk: bytes and times worked out by hand, each rule, and the referee."""
+"""Copies to host and disk: bytes and times worked out by hand, each rule, and both simulators."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from solver.schedule.simulator import (
     timeline,
 )
 from tests.support.aliasing import aliasing_dag
-from tests.support.builders import make, odd_graph, op, plan
-from tests.support.copying import random_copies, random_places
-from tests.support.judges import agree
-from tests.support.mutants import mutant
+from tests.support.mutated_schedules import mutant
 from tests.support.overwriting import overwriting_dag
-from tests.support.referee import FoulError, play_with_copies
+from tests.support.plain_simulator import BrokenRuleError, assert_simulators_agree, simulate_plainly
+from tests.support.schedules_with_copies import random_copies, random_places
+from tests.support.small_graphs import make, op, plan, random_step
 
 PLACES = Places(
     host=Place(100, Link(out_bytes_per_s=2.0, in_bytes_per_s=4.0, latency_s=1.0)),
@@ -59,21 +58,14 @@ def step() -> Graph:
 def run(graph: Graph, text: str) -> Simulation:
     """Both agree."""
     schedule = plan(graph, text)
-    found = simulate(graph, schedule, places=PLACES)
-    assert play_with_copies(graph, schedule, PLACES) == (
-        found.time_s,
-        found.peak_bytes,
-        found.live_bytes,
-        found.host_peak_bytes,
-        found.disk_peak_bytes,
-    )
-    return found
+    assert assert_simulators_agree(graph, schedule, PLACES)
+    return simulate(graph, schedule, places=PLACES)
 
 
 def refused(graph: Graph, text: str, places: Places | None = PLACES) -> IllegalScheduleError:
     schedule = plan(graph, text)
-    with pytest.raises(FoulError):
-        play_with_copies(graph, schedule, places)
+    with pytest.raises(BrokenRuleError):
+        simulate_plainly(graph, schedule, places)
     with pytest.raises(IllegalScheduleError) as caught:
         simulate(graph, schedule, places=places)
     return caught.value
@@ -321,7 +313,7 @@ def test_copies_in_the_file(step: Graph) -> None:
 
 
 def graphs(seed: int) -> tuple[Graph, ...]:
-    return odd_graph(seed), overwriting_dag(seed), aliasing_dag(seed)
+    return random_step(seed), overwriting_dag(seed), aliasing_dag(seed)
 
 
 def schedules(graph: Graph, rng: random.Random) -> list[Schedule]:
@@ -331,7 +323,7 @@ def schedules(graph: Graph, rng: random.Random) -> list[Schedule]:
 
 @pytest.mark.slow(sample=1)
 @pytest.mark.parametrize("block", range(20))
-def test_simulator_and_referee_agree_on_random_copies(block: int) -> None:
+def test_both_simulators_agree_on_random_copies(block: int) -> None:
     n_legal = n_stalled = 0
     for seed in range(50 * block, 50 * block + 50):
         rng = random.Random(f"copies {seed}")
@@ -339,7 +331,7 @@ def test_simulator_and_referee_agree_on_random_copies(block: int) -> None:
         for graph in graphs(seed):
             for schedule in schedules(graph, rng):
                 copied = random_copies(graph, schedule, rng)
-                if agree(graph, copied, places) and copied.has_copies:
+                if assert_simulators_agree(graph, copied, places) and copied.has_copies:
                     n_legal += 1
                     n_stalled += simulate(graph, copied, places=places).stall_s > 0
     assert n_legal > 200
@@ -348,7 +340,7 @@ def test_simulator_and_referee_agree_on_random_copies(block: int) -> None:
 
 @pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("block", range(50))
-def test_simulator_and_referee_agree_on_mutated_copies(block: int) -> None:
+def test_both_simulators_agree_on_mutated_copies(block: int) -> None:
     """100,000 in all."""
     n_illegal = n_legal = 0
     kinds = (Store, Fetch, Drop, Spill, Load, Delete)
@@ -359,14 +351,14 @@ def test_simulator_and_referee_agree_on_mutated_copies(block: int) -> None:
         places = random_places(rng)
         graph = graphs(seed)[seed % 3]
         schedule = random_copies(graph, schedules(graph, rng)[seed % 2], rng)
-        if not schedule.has_copies or not agree(graph, schedule, places):
+        if not schedule.has_copies or not assert_simulators_agree(graph, schedule, places):
             continue
         for _ in range(20):
             ops = schedule.ops
             for _ in range(rng.choice((1, 1, 2))):
                 extra = [rng.choice(kinds)(rng.choice(graph.tensors).name) for _ in range(2)]
                 ops = mutant(graph, ops, rng, extra=extra)
-            legal = agree(graph, Schedule(ops=ops, graph_id=graph.graph_id), places)
+            legal = assert_simulators_agree(graph, Schedule(ops, graph.graph_id), places)
             n_legal, n_illegal = n_legal + legal, n_illegal + (not legal)
     assert n_illegal > 800
     assert n_legal > 100

@@ -19,7 +19,6 @@ from graphs.files import FormatError
 from graphs.graph import Graph
 from solver import solve
 from solver.bound.cut import CutMilp, solve_cuts
-from solver.bound.lower_bound import proven_least_budget_bytes
 from solver.bound.milp import Answer, Milp
 from solver.bound.storage_graph import StorageGraph
 from solver.methods.auto.from_cuts import schedule_from_cuts
@@ -30,16 +29,15 @@ from solver.methods.ilp import ilp
 from solver.methods.ilp_variables import Stages
 from solver.methods.least_budget import find_obstacle
 from solver.methods.revolve import reversals
-from solver.schedule.recompute import baseline
-from solver.schedule.simulator import simulate
 from solver.schedule.solution import Request, SavedSchedule
 from solver.sizes_deadlines_progress import deadline as clock
 from solver.sizes_deadlines_progress.deadline import NEVER, Deadline, OutOfTimeError
 from solver.solving import KEPT_SHARE, answer, attempt, with_obstacle
-from tests.support import nets
+from tests.support import synthetic_graphs
+from tests.support.budgets import budget_above_least
 from tests.support.paths import GPT2 as GPT2_PATH
 
-GRAPH = nets.recurrent(n_steps=5)
+GRAPH = synthetic_graphs.recurrent(n_steps=5)
 GPT2 = Graph.load(GPT2_PATH)
 PAST = Deadline(-math.inf)
 AFTERWARDS = 40
@@ -76,18 +74,12 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return found
 
 
-def budget_at(share: float) -> int:
-    least_bytes, _ = proven_least_budget_bytes(StorageGraph.of(GRAPH))
-    peak_bytes = simulate(GRAPH, baseline(GRAPH)).peak_bytes
-    return least_bytes + int(share * (peak_bytes - least_bytes))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "dp", "sqrt", "revolve", "every_block"])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_every_loop_ends_at_the_deadline(method: str, share: float, counter: Counter) -> None:
     """Wherever in the search the clock runs out, it is looked at a few times more and no more."""
-    request = Request(budget_at(share), method=method, time_limit_s=1e9)
+    request = Request(budget_above_least(GRAPH, share), method=method, time_limit_s=1e9)
     full = answer(GRAPH, request)
     n_looks = counter.looks
     for limit_s in sorted({1 + n_looks * k // N_MOMENTS for k in range(N_MOMENTS)}):
@@ -101,7 +93,7 @@ def test_every_loop_ends_at_the_deadline(method: str, share: float, counter: Cou
 
 def test_the_clock_that_does_not_run_out_changes_nothing(counter: Counter) -> None:
     """However long the limit, the same answer: counts end the search, not the clock."""
-    request = Request(budget_at(0.3), time_limit_s=1e9)
+    request = Request(budget_above_least(GRAPH, 0.3), time_limit_s=1e9)
     longer = dataclasses.replace(request, time_limit_s=1e12)
     one, other = answer(GRAPH, request), answer(GRAPH, longer)
     assert not one.timed_out
@@ -111,16 +103,18 @@ def test_the_clock_that_does_not_run_out_changes_nothing(counter: Counter) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("graph", "share"),
-    [(nets.u_shape(depth=3), 0.3), (nets.pyramid(n_blocks=(1, 2, 1)), 0.4), (GPT2, 0.5)],
+    [
+        (synthetic_graphs.u_shape(depth=3), 0.3),
+        (synthetic_graphs.pyramid(n_blocks=(1, 2, 1)), 0.4),
+        (GPT2, 0.5),
+    ],
     ids=["u_shape", "pyramid", "gpt2"],
 )
 def test_the_speed_of_the_clock_decides_nothing(
     graph: Graph, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine a search sees more of its time gone; it finds the same all the same."""
-    least_bytes, _ = proven_least_budget_bytes(StorageGraph.of(graph))
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
+    budget_bytes = budget_above_least(graph, share)
     for method in ("auto", "dp"):
         request = Request(budget_bytes, method=method, time_limit_s=1e6)
         idle = answer(graph, request)
@@ -133,7 +127,7 @@ def test_the_speed_of_the_clock_decides_nothing(
 
 
 def test_parts_end_at_a_deadline_in_the_past() -> None:
-    step, budget_bytes = StorageGraph.of(GRAPH), budget_at(0.3)
+    step, budget_bytes = StorageGraph.of(GRAPH), budget_above_least(GRAPH, 0.3)
     base = int(step.least_bytes.argmax())
     thrifty = schedule_from_cuts(step, {base: frozenset()})
     assert drop_recomputation(step, thrifty, budget_bytes=10**15) != thrifty
@@ -171,7 +165,7 @@ def test_some_of_the_limit_is_kept_for_the_reason(counter: Counter) -> None:
     a method's own least budget, too, is looked for within the limit."""
     for method in ("auto", "sqrt"):
         counter.looks = 0
-        request = Request(budget_at(0.0) - 1, method=method, time_limit_s=2000.0)
+        request = Request(budget_above_least(GRAPH, 0.0) - 1, method=method, time_limit_s=2000.0)
         found = attempt(GRAPH, request)
         assert found.schedule is None
         assert counter.looks <= (1 - KEPT_SHARE) * request.time_limit_s + AFTERWARDS

@@ -1,7 +1,5 @@
 """A host beside the device, from the front doors: sizes and links, refusals, reports, files."""
 
-import json
-
 import pytest
 
 from checkpoint_solver.cli.command import main
@@ -10,14 +8,15 @@ from solver import solve, sweep
 from solver.device_and_costs import host_places
 from solver.plan_analysis import copies
 from solver.reporting.copy_rows import N_TRIPS
-from solver.schedule import Link, Place, Places, Solution, baseline, simulate
+from solver.schedule import Link, Place, Places, Solution
 from solver.sizes_deadlines_progress import BudgetError, describe_op, format_size
-from tests.support.builders import make, op
-from tests.support.command import failed
-from tests.support.nets import residual
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.command import failed, json_of
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import residual
 
 NET = residual(n_blocks=8)
-BUDGET = int(0.7 * simulate(NET, baseline(NET)).peak_bytes)
+BUDGET = int(0.7 * baseline_peak_bytes(NET))
 
 
 def test_sizes_and_rates_as_people_write_them() -> None:
@@ -108,7 +107,7 @@ def test_a_host_of_bytes_where_gigabytes_were_meant(tmp_path, capsys) -> None:
         solve(graph, budget="16GB", host_budget="64", host_link="50GB/s")
     graph.save(tmp_path / "graph.json")
     options = ["--budget", "16GB", "--host", "64", "--host-link", "50GB/s"]
-    _, line = failed(capsys, *options, str(tmp_path / "graph.json"))
+    line = failed(capsys, *options, str(tmp_path / "graph.json"), code=2)
     assert "invalid host budget '64': 64 bytes" in line
     assert host_places(1024, 5e10, hardware=None, resident_bytes=10**9) == host_places(
         "1024B", 5e10, hardware=None, resident_bytes=10**9
@@ -123,10 +122,7 @@ def test_only_auto_copies() -> None:
 def test_less_is_lost_with_a_host_and_the_file_keeps_it(tmp_path) -> None:
     alone = solve(NET, budget=BUDGET)
     beside = solve(NET, budget=BUDGET, host_budget="64TB", host_link="1TB/s")
-    assert alone.overhead is not None
-    assert beside.overhead is not None
     assert beside.overhead < alone.overhead - 1e-3
-    assert beside.schedule is not None
     assert beside.schedule.has_copies
     beside.save(tmp_path / "schedule.json")
     read = Solution.load(tmp_path / "schedule.json", graph=NET)
@@ -139,7 +135,6 @@ def test_other_budgets_are_planned_with_the_host() -> None:
     curve = sweep(beside, budgets=[BUDGET + 10**6])
     assert {point.request.places for point in curve.points} == {beside.request.places}
     for point in curve.points:
-        assert point.simulation is not None
         assert point.lower_bound_s <= point.simulation.time_s + 1e-9
 
 
@@ -157,11 +152,9 @@ def test_a_budget_that_only_copies_can_meet() -> None:
     )
     assert solve(graph, budget=12).proven_infeasible
     beside = solve(graph, budget=12, host_budget=100, host_link=1e6)
-    assert beside.schedule is not None
     assert beside.schedule.has_copies
     below = solve(graph, budget=9, host_budget=100, host_link=1e6)
     assert below.proven_infeasible
-    assert below.obstacle is not None
     assert below.obstacle.proven_bytes == 10
 
 
@@ -189,7 +182,6 @@ def test_the_report_shows_the_streams(tmp_path, capsys) -> None:
         assert f"\n  {word}" in section or f" {word} " in section
     solution = solve(NET, budget=BUDGET, host_budget="64TB", host_link="1TB/s,2TB/s")
     found = copies(solution)
-    assert found is not None
     text = page.read_text()
     assert "<h2>Copies to the host</h2>" in text
     for stream in found.streams:
@@ -211,8 +203,7 @@ def test_explaining_a_plan_with_copies(tmp_path, capsys) -> None:
     assert f"{describe_op(trip.maker)}, back for {trip.reader.name}" in text
     assert f"copied out {format_size(trip.size_bytes)}, in " in text
     assert f"on, for {describe_op(trip.reader)}" in text
-    assert main(["explain", *files, "--json"]) == 0
-    (first, *_) = json.loads(capsys.readouterr().out)["copies"]
+    (first, *_) = json_of(capsys, "explain", *files)["copies"]
     assert first["storage"] == trip.storage
     assert tuple(first["out_s"]) == trip.out_s
 
@@ -228,12 +219,10 @@ def test_the_command_refuses_what_copies_nothing(tmp_path, capsys) -> None:
     path = str(tmp_path / "graph.json")
     NET.save(path)
     options = ["--budget", str(BUDGET), "--host", "64GB", "--host-link", "1GB/s", path]
-    code, line = failed(capsys, "--method=sqrt", *options)
-    assert code == 2
+    line = failed(capsys, "--method=sqrt", *options, code=2)
     assert line == (
         "solve: --host: method sqrt copies nothing to the host; leave out --method, or name one of "
         "auto, disk_revolve, periodic_disk_revolve, hrevolve, multistage"
     )
-    code, line = failed(capsys, "--emit", "megatron", *options)
-    assert code == 2
+    line = failed(capsys, "--emit", "megatron", *options, code=2)
     assert "other systems have no setting for copies" in line

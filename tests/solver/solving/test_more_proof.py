@@ -13,11 +13,12 @@ from graphs.rewrites import Variants
 from solver.methods import METHODS, Proposal
 from solver.schedule import Link, Place, Places, Request, Schedule, Solution, baseline, simulate
 from solver.solving import attempt
-from tests.support.nets import chain
+from tests.support.budgets import baseline_peak_bytes
+from tests.support.synthetic_graphs import chain
 
 FIRST, SECOND = chain(n_blocks=5), chain(n_blocks=5, size_bytes=500)
 IN_FLIGHT = dataclasses.replace(FIRST, n_in_flight=2)
-BUDGET_BYTES = simulate(FIRST, baseline(FIRST)).peak_bytes
+BUDGET_BYTES = baseline_peak_bytes(FIRST)
 PLAIN_S = FIRST.baseline_time_s
 
 Asked = list[tuple[str, dict[str, Any]]]
@@ -71,7 +72,7 @@ def test_only_a_long_search_on_the_device_alone_asks_for_it(
 
 
 def slow(graph: Graph) -> Schedule:
-    budget_bytes = int(0.8 * simulate(graph, baseline(graph)).peak_bytes)
+    budget_bytes = int(0.8 * baseline_peak_bytes(graph))
     found = METHODS["revolve"](graph, budget_bytes=budget_bytes, time_limit_s=60.0, seed=0)
     assert found.schedule is not None
     return found.schedule

@@ -21,9 +21,9 @@ from solver.bound import StorageGraph
 from solver.schedule import Link, Place, Places, Request, Solution, baseline
 from solver.solving import answer, with_state_choices
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
-from tests.support.copying import random_copies, random_places
-from tests.support.judges import agree
 from tests.support.optimizers import with_parameters, with_some_parameters
+from tests.support.plain_simulator import assert_simulators_agree
+from tests.support.schedules_with_copies import random_copies, random_places
 
 MB = 10**6
 
@@ -35,7 +35,7 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(graph: Graph, budget_bytes: int, to: Places | None, **options: str) -> Solution:
     options = {"parameters": "auto", **options}
-    request = Request(budget_bytes=budget_bytes, places=to, time_limit_s=600, **options)  # type: ignore[arg-type]
+    request = Request(budget_bytes=budget_bytes, places=to, time_limit_s=600, **options)
     return answer(graph, request)
 
 
@@ -72,16 +72,15 @@ def test_bound_truth_and_plan_are_in_order(first_seed: int) -> None:
 
 @pytest.mark.slow(sample=15)
 @pytest.mark.parametrize("seed", range(30))
-def test_simulator_and_referee_agree(seed: int) -> None:
+def test_both_simulators_agree(seed: int) -> None:
     rng = random.Random(f"parameters and copies {seed}")
     graph = with_some_parameters(seed, rng)
     link = Link(rng.choice((0.5, 2.0)), rng.choice((0.5, 2.0)), rng.choice((0.0, 0.5)))
     away = with_state_on_host(
         graph, out_s=link.out_s, in_s=link.in_s, parameters=host_parameters(graph)
     )
-    assert away is not None
     for _ in range(10):
-        agree(away, random_copies(away, baseline(away), rng), random_places(rng))
+        assert_simulators_agree(away, random_copies(away, baseline(away), rng), random_places(rng))
 
 
 def big_step(n_blocks: int = 12, weight_bytes: int = 50 * MB) -> Graph:

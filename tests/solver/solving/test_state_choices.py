@@ -24,11 +24,11 @@ from solver.schedule import Link, Place, Places, Request, Solution, baseline, si
 from solver.sizes_deadlines_progress import BudgetError, format_time
 from solver.solving import answer, solve, with_state_choices
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
-from tests.support.copying import random_copies, random_places
-from tests.support.judges import agree
-from tests.support.nets import random_dag
+from tests.support.budgets import budget_above_resident
 from tests.support.optimizers import with_some_state, with_state
-from tests.support.referee import play_with_copies
+from tests.support.plain_simulator import assert_simulators_agree, simulate_plainly
+from tests.support.schedules_with_copies import random_copies, random_places
+from tests.support.synthetic_graphs import random_dag
 
 MB = 10**6
 
@@ -45,11 +45,6 @@ def places(bytes_per_s: float, capacity_bytes: int = 10**12) -> Places:
 
 def planned(graph: Graph, budget_bytes: int, to: Places | None) -> Solution:
     return answer(graph, Request(budget_bytes=budget_bytes, places=to, time_limit_s=600))
-
-
-def tight(graph: Graph, share: float) -> int:
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    return graph.resident_bytes + int(share * (peak_bytes - graph.resident_bytes))
 
 
 @pytest.mark.slow(sample=3)
@@ -88,19 +83,18 @@ def test_bound_truth_and_plan_are_in_order(first_seed: int) -> None:
 
 @pytest.mark.slow(sample=15)
 @pytest.mark.parametrize("seed", range(30))
-def test_simulator_and_referee_agree(seed: int) -> None:
+def test_both_simulators_agree(seed: int) -> None:
     rng = random.Random(f"state and copies {seed}")
     graph = with_some_state(random_dag(seed=seed, n_forward=5, n_later=4), rng, most_bytes=6)
     link = Link(rng.choice((0.5, 2.0)), rng.choice((0.5, 2.0)), rng.choice((0.0, 0.5)))
     away = with_state_on_host(graph, out_s=link.out_s, in_s=link.in_s)
-    assert away is not None
     for _ in range(10):
-        agree(away, random_copies(away, baseline(away), rng), random_places(rng))
+        assert_simulators_agree(away, random_copies(away, baseline(away), rng), random_places(rng))
 
 
 def test_the_optimizer_waits_for_the_link() -> None:
     """A copy that is still on its way when the optimizer would step delays it."""
-    from tests.support.builders import make, op, plan
+    from tests.support.small_graphs import make, op, plan
 
     graph = make(
         [op("f", "x", "a"), op("b", "a", "g", phase="backward")],
@@ -110,12 +104,11 @@ def test_the_optimizer_waits_for_the_link() -> None:
     graph = with_state(graph, [StateBucket(1, 4, 0, 1.0)], time_s=1.0)
     link = Link(1.0, 1.0)
     away = with_state_on_host(graph, out_s=link.out_s, in_s=link.in_s)
-    assert away is not None
     schedule = plan(away, "f store:a b optimizer_step")
     to = Places(host=Place(100, link))
     # f 0-1, the copy 1-9, b 1-2; the state 9-13, stepped 13-14, back 14-18
     assert simulate(away, schedule, places=to).time_s == 18
-    assert play_with_copies(away, schedule, to)[0] == 18
+    assert simulate_plainly(away, schedule, to)[0] == 18
     assert simulate(graph, plan(graph, "f store:a b optimizer_step"), places=to).time_s == 9
 
 
@@ -125,20 +118,16 @@ def test_it_is_chosen_where_it_pays() -> None:
     budget_bytes = graph.resident_bytes - 100 * MB
     assert planned(graph, budget_bytes, None).simulation is None
     found = planned(graph, budget_bytes, places(50e9))
-    assert found.simulation is not None
     assert found.graph.host_state_bytes == 400 * MB
     assert found.simulation.peak_bytes <= budget_bytes
     assert found.simulation.host_peak_bytes >= 400 * MB
-    assert found.overhead is not None
     assert found.overhead >= found.lower_bound_overhead > 0
 
 
 def test_it_is_not_chosen_where_the_link_is_slow() -> None:
     graph = big_step()
-    budget_bytes = tight(graph, 0.6)
+    budget_bytes = budget_above_resident(graph, 0.6)
     alone, slow = planned(graph, budget_bytes, None), planned(graph, budget_bytes, places(1e6))
-    assert alone.simulation is not None
-    assert slow.simulation is not None
     assert slow.graph.host_state_bytes == 0
     assert slow.simulation.time_s <= alone.simulation.time_s
     # the bound is for both: below the plan, and not below what each can do
@@ -151,16 +140,13 @@ def test_it_is_not_chosen_where_there_is_no_room_for_it() -> None:
     budget_bytes = graph.resident_bytes - 100 * MB
     assert planned(graph, budget_bytes, places(50e9, 399 * MB)).simulation is None
     full = planned(graph, budget_bytes, places(50e9, 400 * MB))
-    assert full.schedule is not None
-    assert full.simulation is not None
     assert not full.schedule.has_copies
     assert full.simulation.host_peak_bytes == 400 * MB
 
 
 def test_the_host_is_shared_with_copies() -> None:
     graph = big_step()
-    least = planned(graph, tight(graph, 0.0) - 300 * MB, places(1e12, 450 * MB))
-    assert least.simulation is not None
+    least = planned(graph, budget_above_resident(graph, 0.0) - 300 * MB, places(1e12, 450 * MB))
     assert least.graph.host_state_bytes == 400 * MB
     assert least.simulation.host_peak_bytes <= 450 * MB
 
@@ -202,7 +188,6 @@ def test_a_saved_plan_says_where_the_state_is(tmp_path: Path) -> None:
 
 def test_a_graph_that_cannot_have_its_state_back() -> None:
     graph = with_state_on_host(big_step(), out_s=lambda _: 0.0, in_s=lambda _: 0.0)
-    assert graph is not None
     bare = dataclasses.replace(graph, meta=dataclasses.replace(graph.meta, environment={}))
     with pytest.raises(BudgetError, match=r"400\.0 MB.*more than the 0 B given"):
         planned(bare, 10**12, None)
@@ -276,7 +261,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     files = [str(tmp_path / "plan.json"), str(tmp_path / "planned.json")]
     away = with_state_on_host(graph, out_s=lambda _: 0.0, in_s=lambda _: 0.0)
     assert away is not None
-    for budget_bytes in (10**10, tight(away, 0.6)):  # without copies, and with some
+    for budget_bytes in (10**10, budget_above_resident(away, 0.6)):  # without copies, and with some
         outputs = ["--report", str(page), "--plot", str(plot), "-o", files[0]]
         outputs += ["--graph-out", files[1]]
         assert main(["--budget", str(budget_bytes), *options, *outputs, path]) == 0

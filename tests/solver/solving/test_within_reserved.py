@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from graphs.graph import Graph
 from solver import Solution, solve
 from solver.schedule import Request, least_capacity_bytes, reserved
 from solver.solving import answer
-from tests.support.builders import make, op
-from tests.support.command import failed
+from tests.support.command import failed, json_of
 from tests.support.paths import GPT2
+from tests.support.small_graphs import make, op
 
 MIB = 2**20
 
@@ -36,16 +35,11 @@ def test_what_is_reserved_for_the_plan_fits(
     graph = Graph.load(GPT2)
     of_tensors = solve(graph, budget=budget)
     found = solve(graph, budget=budget, budget_of="reserved")
-    assert of_tensors.schedule is not None
-    assert found.schedule is not None
-    assert found.simulation is not None
     first = reserved(graph, of_tensors.schedule, capacity_bytes=budget)
     assert not first.settled  # or it would show nothing
     assert reserved(graph, found.schedule, capacity_bytes=budget).settled
     assert found.lower_bound_s == of_tensors.lower_bound_s  # that of all plans that fit
     assert found.simulation.time_s >= found.lower_bound_s
-    assert of_tensors.overhead is not None
-    assert found.overhead is not None
     assert (
         found.overhead < of_tensors.overhead + 0.05
     )  # a little less to plan with, not another plan
@@ -65,10 +59,6 @@ def test_expandable_segments_leave_more_for_tensors(monkeypatch: pytest.MonkeyPa
     default = solve(graph, budget=4_000_000_000, budget_of="reserved")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     expandable = solve(graph, budget=4_000_000_000, budget_of="reserved")
-    assert default.overhead is not None
-    assert expandable.overhead is not None
-    assert expandable.simulation is not None
-    assert default.simulation is not None
     assert expandable.overhead <= default.overhead
     assert expandable.simulation.peak_bytes > default.simulation.peak_bytes
 
@@ -89,7 +79,6 @@ def test_whole_segments_may_leave_no_room():
 def test_the_least_capacity_settles_and_a_little_less_does_not():
     graph = Graph.load(GPT2)
     found = solve(graph, budget=4_000_000_000)
-    assert found.schedule is not None
     least_bytes = least_capacity_bytes(graph, found.schedule)
     assert reserved(graph, found.schedule, capacity_bytes=least_bytes).settled
     assert not reserved(graph, found.schedule, capacity_bytes=int(0.998 * least_bytes)).settled
@@ -106,7 +95,6 @@ def test_the_rounding_that_a_graph_counts_is_no_part_of_the_bound():
     rounding = 10 * (n + 1) * 504
     graph = make(nodes, {**sizes, "allocator_rounding": rounding}, outputs=f"t{n}")
     schedule = solve(graph, budget=rounding + MIB).schedule
-    assert schedule is not None
     assert reserved(graph, schedule, capacity_bytes=2 * MIB).settled
     assert solve(graph, budget=2 * MIB).proven_infeasible  # of what is allocated, as counted
     found = solve(graph, budget=2 * MIB, budget_of="reserved")
@@ -122,8 +110,7 @@ def test_other_words_are_refused():
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]):
     arguments = [str(GPT2), "--budget", "4GB", "--budget-of", "reserved"]
-    assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["budget_of"] == "reserved"
+    assert json_of(capsys, *arguments)["budget_of"] == "reserved"
     assert main(arguments) == 0
     assert "4.00 GB (3.73 GiB), of reserved memory" in capsys.readouterr().out
 
@@ -140,13 +127,10 @@ def test_stages_with_several_micro_batches_in_flight_are_refused(
 ):
     graph = dataclasses.replace(Graph.load(GPT2), n_in_flight=4)
     graph.save(tmp_path / "stage.json")
-    code, message = failed(capsys, str(tmp_path / "stage.json"), "--budget", "8GB", *words)
-    assert code == 2
+    message = failed(capsys, str(tmp_path / "stage.json"), "--budget", "8GB", *words, code=2)
     assert f"{what}: not planned for a step with 4 micro-batches or passes in flight" in message
 
 
 def test_the_cpu_has_no_such_allocator(capsys: pytest.CaptureFixture[str]):
     arguments = [str(GPT2), "--budget", "4GB", "--budget-of", "reserved", "--device", "cpu"]
-    code, message = failed(capsys, *arguments)
-    assert code == 2
-    assert "name a card (--device h100" in message
+    assert "name a card (--device h100" in failed(capsys, *arguments, code=2)

@@ -11,7 +11,7 @@ import pytest
 from graphs.graph import Graph
 from graphs.synthetic import nets
 from solver.bound.cut import solve_cuts
-from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
+from solver.bound.lower_bound import binding_cut
 from solver.bound.storage_graph import StorageGraph
 from solver.methods.auto import auto, stages
 from solver.methods.auto.anchored_cut import offer_anchored
@@ -22,32 +22,24 @@ from solver.plan_analysis.pareto import sweep
 from solver.schedule.ops import Schedule
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
+from tests.support.budgets import budget_above_least
 
 RECURRENT = nets.recurrent(n_steps=60)
-
-
-def budget_at(graph: Graph, share: float) -> int:
-    """Bytes at this share of the way from the least budget to the baseline's peak."""
-    least_bytes, _ = proven_least_budget_bytes(StorageGraph.of(graph))
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    return least_bytes + int(share * (peak_bytes - least_bytes))
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("share", "gap"), [(0.5, 1e-3), (0.4, 1e-3), (0.3, 0.02), (0.1, 0.02)])
 def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> None:
     graph = nets.recurrent(n_steps=200)
-    folded, budget_bytes = StorageGraph.of(graph), budget_at(graph, share)
+    folded, budget_bytes = StorageGraph.of(graph), budget_above_least(graph, share)
     base, lost_share = binding_cut(folded, budget_bytes=budget_bytes, gap=1e-3).ranked_positions[0]
     alone = solve_cuts(folded, positions=[base], budget_bytes=budget_bytes, as_milp=True)
-    assert alone.kept is not None
     assert (
         simulate(graph, schedule_from_cuts(folded, {base: alone.kept[0]})).peak_bytes > budget_bytes
     )
     search = Search(folded, budget_bytes=budget_bytes, time_limit_s=600)
     search.prove(lost_share)
     offer_anchored(search, base=base)
-    assert search.best is not None
     assert search.best[1].peak_bytes <= budget_bytes
     assert search.gap <= gap
 
@@ -55,14 +47,12 @@ def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> 
 def test_the_time_limit_leaves_a_known_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the clock leaves no time to find anything, what was known is handed back."""
     monkeypatch.setattr(stages, "_fallback_after_time_limit", lambda *_, **__: None)
-    budget_bytes = budget_at(RECURRENT, 0.5)
+    budget_bytes = budget_above_least(RECURRENT, 0.5)
     known = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=600, seed=0).schedule
-    assert known is not None
     cold = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=0.0, seed=0)
     assert cold.schedule is None
     hurried = auto(RECURRENT, budget_bytes=budget_bytes, time_limit_s=0.0, seed=0, starts=[known])
     assert hurried.timed_out
-    assert hurried.schedule is not None
     assert simulate(RECURRENT, hurried.schedule).time_s <= simulate(RECURRENT, known).time_s
 
 
@@ -70,7 +60,7 @@ def test_a_known_schedule_that_does_not_fit_is_not_handed_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stages, "_fallback_after_time_limit", lambda *_, **__: None)
-    budget_bytes = budget_at(RECURRENT, 0.5)
+    budget_bytes = budget_above_least(RECURRENT, 0.5)
     found = auto(
         RECURRENT,
         budget_bytes=budget_bytes,
@@ -92,7 +82,7 @@ def test_a_sweep_hands_each_search_the_schedule_before(monkeypatch: pytest.Monke
 
     front_door = importlib.import_module("solver.solving.solve_request")
     monkeypatch.setattr(front_door, "METHODS", {"auto": Method(spy, takes_starts=True)})
-    budgets = [budget_at(RECURRENT, share) for share in (0.5, 0.6, 0.7)]
+    budgets = [budget_above_least(RECURRENT, share) for share in (0.5, 0.6, 0.7)]
     sweep(RECURRENT, budgets=budgets)
     assert [budget for budget, _, _ in handed] == budgets
     assert [starts for _, starts, _ in handed] == [(), (handed[0][2],), (handed[1][2],)]

@@ -19,10 +19,11 @@ from solver.methods.auto.copy_placement import find_gaps, never_copied, place_co
 from solver.methods.auto.stages import recompute_only
 from solver.schedule import Link, Place, Places, baseline, keep, simulate
 from tests.support.aliasing import aliasing_dag
-from tests.support.builders import make, op
-from tests.support.copies import judged_s
-from tests.support.nets import random_dag
+from tests.support.budgets import baseline_peak_bytes
 from tests.support.overwriting import overwriting_dag
+from tests.support.schedules_with_copies import planned_step_s
+from tests.support.small_graphs import make, op
+from tests.support.synthetic_graphs import random_dag
 
 LINK = Link(1.0, 1.0)
 
@@ -90,7 +91,7 @@ def test_orders_around_copies_are_orders_of_the_step(first_seed: int) -> None:
         if not alone:
             continue
         step = with_fetches(folded, alone, link)
-        peak_bytes = simulate(step, baseline(step)).peak_bytes
+        peak_bytes = baseline_peak_bytes(step)
         for share in (0.6, 0.8, 0.9):
             budget_bytes = int(share * peak_bytes)
             schedule = recompute_only(
@@ -120,14 +121,14 @@ def test_less_is_lost_around_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph on which no other stage finds a plan that is as fast."""
     graph = random_dag(seed=3, n_forward=14, n_later=10)
     least_bytes = find_obstacle(graph).reached_bytes
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    peak_bytes = baseline_peak_bytes(graph)
     rate = 0.3 * sum(StorageGraph.of(graph).unit_bytes) / graph.baseline_time_s
     places = Places(host=Place(10**18, Link(rate, rate)))
     budget_bytes = least_bytes + int(0.2 * (peak_bytes - least_bytes))
     found = []
     for stages in (_without(module.COPY_STAGES, recompute_around), module.COPY_STAGES):
         monkeypatch.setattr(module, "COPY_STAGES", stages)
-        time_s = judged_s(graph, budget_bytes=budget_bytes, places=places)
+        time_s = planned_step_s(graph, budget_bytes=budget_bytes, places=places)
         found.append(time_s / graph.baseline_time_s)
     assert found[1] < 1.25 < 1.26 < found[0]
 

@@ -6,17 +6,17 @@ import random
 import pytest
 
 from graphs.graph import Graph
-from solver.bound.lower_bound import proven_least_budget_bytes
 from solver.bound.storage_graph import StorageGraph
 from solver.methods.auto import auto
 from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.search import DONE_GAP
 from solver.methods.evict import evict
 from solver.methods.registry import METHODS
-from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
-from tests.support.nets import (
+from tests.support.budgets import budget_above_least, budget_above_resident
+from tests.support.paths import DATA
+from tests.support.synthetic_graphs import (
     chain,
     dense,
     pyramid,
@@ -26,7 +26,6 @@ from tests.support.nets import (
     transformer,
     u_shape,
 )
-from tests.support.paths import DATA
 
 GPT2 = Graph.load(DATA / "gpt2_small_b8_t1024.json")
 NETS = {
@@ -42,12 +41,6 @@ NETS = {
 
 def overhead(graph: Graph, time_s: float) -> float:
     return time_s / graph.baseline_time_s - 1
-
-
-def budget(graph: Graph, share: float) -> int:
-    """The budget at this place between the proven least budget and the baseline's peak."""
-    low = proven_least_budget_bytes(StorageGraph.of(graph))[0]
-    return low + int(share * (simulate(graph, baseline(graph)).peak_bytes - low))
 
 
 @pytest.mark.slow(keep=2)
@@ -76,10 +69,8 @@ def test_bound_truth_schedule(seed: int) -> None:
     ("share", "percent"), [(0.9, 2.23), (0.8, 4.73), (0.7, 8.43), (0.6, 12.13)]
 )
 def test_gpt2_optima(share: float, percent: float) -> None:
-    peak_bytes = simulate(GPT2, baseline(GPT2)).peak_bytes
-    budget_bytes = int(GPT2.resident_bytes + share * (peak_bytes - GPT2.resident_bytes))
+    budget_bytes = budget_above_resident(GPT2, share)
     proposal = auto(GPT2, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
-    assert proposal.schedule is not None
     simulation = simulate(GPT2, proposal.schedule)
     assert simulation.peak_bytes <= budget_bytes
     assert 100 * overhead(GPT2, simulation.time_s) == pytest.approx(percent, abs=0.006)
@@ -87,8 +78,7 @@ def test_gpt2_optima(share: float, percent: float) -> None:
 
 
 def test_gpt2_in_half_is_proven_infeasible() -> None:
-    peak_bytes = simulate(GPT2, baseline(GPT2)).peak_bytes
-    budget_bytes = (GPT2.resident_bytes + peak_bytes) // 2
+    budget_bytes = budget_above_resident(GPT2, 0.5)
     proposal = auto(GPT2, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
     assert proposal.schedule is None
     assert proposal.lower_bound_s == math.inf
@@ -99,8 +89,9 @@ def test_gpt2_in_half_is_proven_infeasible() -> None:
 @pytest.mark.parametrize("share", [0.7, 0.9])
 def test_gap_closes_at_generous_budgets(name: str, share: float) -> None:
     graph = NETS[name]
-    proposal = auto(graph, budget_bytes=budget(graph, share), time_limit_s=600.0, seed=0)
-    assert proposal.schedule is not None
+    proposal = auto(
+        graph, budget_bytes=budget_above_least(graph, share), time_limit_s=600.0, seed=0
+    )
     time_s = simulate(graph, proposal.schedule).time_s
     assert overhead(graph, time_s) - overhead(graph, proposal.lower_bound_s) <= 1e-3
 
@@ -110,13 +101,16 @@ def test_gap_closes_at_generous_budgets(name: str, share: float) -> None:
 def test_never_worse_than_the_others(name: str) -> None:
     graph = NETS[name]
     for share in (0.5, 0.15):
-        options = {"budget_bytes": budget(graph, share), "time_limit_s": 60.0, "seed": 0}
+        options = {
+            "budget_bytes": budget_above_least(graph, share),
+            "time_limit_s": 60.0,
+            "seed": 0,
+        }
         ours = auto(graph, **options)
         for other in set(METHODS) - {"auto", "ilp"}:
             theirs = METHODS[other](graph, **options)
             if theirs.schedule is None:
                 continue
-            assert ours.schedule is not None
             theirs_s = simulate(graph, theirs.schedule).time_s
             ours_s = simulate(graph, ours.schedule).time_s
             assert ours_s <= theirs_s + DONE_GAP * graph.baseline_time_s
@@ -130,8 +124,9 @@ def test_order_in_the_budget() -> None:
         times: list[float] = []
         gaps: list[float] = []
         for share in (1.0, 0.8, 0.6, 0.4):
-            proposal = auto(graph, budget_bytes=budget(graph, share), time_limit_s=600.0, seed=0)
-            assert proposal.schedule is not None
+            proposal = auto(
+                graph, budget_bytes=budget_above_least(graph, share), time_limit_s=600.0, seed=0
+            )
             times.append(simulate(graph, proposal.schedule).time_s)
             gaps.append(times[-1] - proposal.lower_bound_s)
         assert times[0] == pytest.approx(graph.baseline_time_s)
@@ -145,13 +140,13 @@ def test_order_in_the_budget() -> None:
 @pytest.mark.slow
 def test_same_schedule_twice() -> None:
     graph = NETS["u_shape"]
-    options = {"budget_bytes": budget(graph, 0.25), "time_limit_s": 600.0, "seed": 3}
+    options = {"budget_bytes": budget_above_least(graph, 0.25), "time_limit_s": 600.0, "seed": 3}
     assert auto(graph, **options) == auto(graph, **options)
 
 
 def test_no_time_gives_the_best_so_far() -> None:
     graph = NETS["pyramid"]
-    proposal = auto(graph, budget_bytes=budget(graph, 0.3), time_limit_s=0.0, seed=0)
+    proposal = auto(graph, budget_bytes=budget_above_least(graph, 0.3), time_limit_s=0.0, seed=0)
     assert proposal.timed_out
     full = auto(GPT2, budget_bytes=10**11, time_limit_s=0.0, seed=0)
     assert full.schedule is not None
@@ -162,9 +157,8 @@ def test_eviction_stays_within_the_budget_and_improvement_never_harms(name: str)
     graph = NETS[name]
     folded = StorageGraph.of(graph)
     for share in (0.7, 0.4, 0.2):
-        budget_bytes = budget(graph, share)
+        budget_bytes = budget_above_least(graph, share)
         schedule = evict(folded, budget_bytes=budget_bytes)[0]
-        assert schedule is not None
         before = simulate(graph, schedule)
         after = simulate(graph, drop_recomputation(folded, schedule, budget_bytes=budget_bytes))
         assert before.peak_bytes <= budget_bytes
@@ -174,10 +168,8 @@ def test_eviction_stays_within_the_budget_and_improvement_never_harms(name: str)
 
 def test_the_answer_is_a_local_optimum_even_where_the_search_ends_near_the_bound():
     graph = NETS["u_shape"]
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    budget_bytes = graph.resident_bytes + int(0.75 * (peak_bytes - graph.resident_bytes))
+    budget_bytes = budget_above_resident(graph, 0.75)
     found = auto(graph, budget_bytes=budget_bytes, time_limit_s=600.0, seed=0)
-    assert found.schedule is not None
     folded = StorageGraph.of(graph)
     again = drop_recomputation(folded, found.schedule, budget_bytes=budget_bytes)
     assert again == found.schedule

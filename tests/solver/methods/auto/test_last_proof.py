@@ -14,8 +14,8 @@ from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Proposal
 from solver.schedule import simulate
 from tests.support.brute_force import fastest, least_peak_bytes
-from tests.support.builders import odd_graph
-from tests.support.nets import chain, random_dag, u_shape
+from tests.support.small_graphs import random_step
+from tests.support.synthetic_graphs import chain, random_dag, u_shape
 
 
 def proven(graph: Graph, *, budget_bytes: int) -> tuple[float, float]:
@@ -37,7 +37,7 @@ def test_it_is_below_the_truth(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
             seed=10 * seed + k, n_forward=rng.randint(3, 6), n_later=rng.randint(2, 4)
         )
         if k % 2:
-            graph = odd_graph(seed=10 * seed + k, n_forward=5, n_later=4)
+            graph = random_step(seed=10 * seed + k, n_forward=5, n_later=4)
         budget_bytes = least_peak_bytes(graph)
         truth_s = fastest(graph, budget_bytes=budget_bytes).time_s
         before, after = proven(graph, budget_bytes=budget_bytes)

@@ -11,7 +11,7 @@ from solver.methods.auto import auto
 from solver.methods.auto.replay import replay_within
 from solver.methods.revolve import reversal_to_schedule, revolve
 from solver.schedule import baseline, simulate
-from tests.support.nets import random_dag
+from tests.support.synthetic_graphs import random_dag
 
 MAX_WORK = 10**7
 
@@ -23,7 +23,6 @@ def test_a_replayed_reversal_beats_the_one_that_fits() -> None:
     budget_bytes = simulate(graph, fitting).peak_bytes
     assert simulate(graph, larger).peak_bytes > budget_bytes
     found, _ = replay_within(folded, larger.order, budget_bytes=budget_bytes, max_work=MAX_WORK)
-    assert found is not None
     simulation = simulate(graph, found)
     assert simulation.peak_bytes <= budget_bytes
     assert simulation.time_s < simulate(graph, fitting).time_s
@@ -36,10 +35,8 @@ def test_auto_proves_and_finds_more_near_the_least_budget_of_a_deep_chain() -> N
         graph, reversal_to_schedule(graph, split_into_blocks(graph), 3)
     ).peak_bytes
     limits = {"budget_bytes": budget_bytes, "time_limit_s": 600.0, "seed": 0}
-    by_revolve = revolve(graph, **limits).schedule  # type: ignore[arg-type]
-    found = auto(graph, **limits)  # type: ignore[arg-type]
-    assert by_revolve is not None
-    assert found.schedule is not None
+    by_revolve = revolve(graph, **limits).schedule
+    found = auto(graph, **limits)
     time_s = simulate(graph, found.schedule).time_s
     assert time_s < simulate(graph, by_revolve).time_s
     # Cuts see one forward pass, a third of the step, recomputed.

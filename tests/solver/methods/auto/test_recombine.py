@@ -11,7 +11,7 @@ import pytest
 
 from graphs.graph import Graph
 from solver.bound.cut import CutMilp, solve_cuts
-from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
+from solver.bound.lower_bound import binding_cut
 from solver.bound.storage_graph import StorageGraph
 from solver.methods import find_obstacle
 from solver.methods.auto import auto
@@ -21,9 +21,16 @@ from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.evict import evict
-from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
-from tests.support.nets import dense, pyramid, random_dag, residual, transformer, u_shape
+from tests.support.budgets import budget_above_least
+from tests.support.synthetic_graphs import (
+    dense,
+    pyramid,
+    random_dag,
+    residual,
+    transformer,
+    u_shape,
+)
 
 stages = importlib.import_module("solver.methods.auto.stages")
 
@@ -34,11 +41,6 @@ NETS = {
     "pyramid": pyramid(n_blocks=(1, 2, 1)),
     "dense": dense(n_layers=8),
 }
-
-
-def budget(graph: Graph, share: float) -> int:
-    low = proven_least_budget_bytes(StorageGraph.of(graph))[0]
-    return low + int(share * (simulate(graph, baseline(graph)).peak_bytes - low))
 
 
 def lp_share(folded: StorageGraph, positions: list[int], budget_bytes: int) -> float:
@@ -53,7 +55,7 @@ def test_several_cuts_bound_as_well_as_each_alone_already_as_an_lp(name: str) ->
     folded = StorageGraph.of(graph)
     rng = random.Random(0)
     for share in (0.2, 0.5):
-        budget_bytes = budget(graph, share)
+        budget_bytes = budget_above_least(graph, share)
         full = [p for p in range(folded.n_nodes) if folded.baseline_bytes[p] > budget_bytes]
         positions = sorted(rng.sample(full, min(4, len(full))))
         alone = max(lp_share(folded, [p], budget_bytes) for p in positions)
@@ -65,13 +67,12 @@ def test_several_cuts_bound_as_well_as_each_alone_already_as_an_lp(name: str) ->
 def test_the_replay_loses_no_more_than_the_cuts_counted(name: str) -> None:
     graph = NETS[name]
     folded = StorageGraph.of(graph)
-    budget_bytes = budget(graph, 0.4)
+    budget_bytes = budget_above_least(graph, 0.4)
     full = list(range(folded.n_forward, folded.n_nodes))
     positions = full[:: max(1, len(full) // 4)]
     cuts = solve_cuts(
         folded, positions=positions, budget_bytes=budget_bytes, as_milp=True, gap=1e-3
     )
-    assert cuts.kept is not None
     guide = dict(zip(cuts.positions, cuts.kept, strict=True))
     lost_s = (
         fold_simulation(folded, schedule_from_cuts(folded, guide)).simulation.time_s
@@ -84,7 +85,7 @@ def test_the_replay_loses_no_more_than_the_cuts_counted(name: str) -> None:
 def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
     graph = random_dag(seed=seed, n_forward=8, n_later=6)
     folded = StorageGraph.of(graph)
-    budget_bytes = budget(graph, 0.3)
+    budget_bytes = budget_above_least(graph, 0.3)
     for p in range(folded.n_forward, folded.n_nodes):
         program = CutMilp(folded, positions=[p], budget_bytes=budget_bytes)
         cuts = program.solve_lp_and_round()
@@ -101,10 +102,9 @@ def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
 def searched(graph: Graph, share: float) -> tuple[Search, int]:
     """A search whose menu holds what cuts and evictions recomputed, and the position that binds."""
     folded = StorageGraph.of(graph)
-    search = Search(folded, budget_bytes=budget(graph, share), time_limit_s=math.inf)
+    search = Search(folded, budget_bytes=budget_above_least(graph, share), time_limit_s=math.inf)
     binding = binding_cut(folded, budget_bytes=search.budget_bytes)
     search.prove(binding.lost_share)
-    assert binding.cuts is not None
     guide = offer_several_cuts(search, binding.cuts)
     for patience in (0.5, 1.0, 2.0):
         for chosen in (guide, {}):
@@ -124,7 +124,6 @@ def test_the_menu_gives_no_worse_than_what_made_it(name: str) -> None:
     nodes = {n for menu in search.menus for n, _ in menu}
     recombine(search, base=base)
     assert search.lost_share - 1e-6 <= search.best_share <= before
-    assert search.best is not None
     assert simulate(NETS[name], search.best[0]).peak_bytes <= search.budget_bytes
     assert {n for n, _ in fold_simulation(search.folded, search.best[0]).recomputed} <= nodes
 
@@ -140,11 +139,12 @@ def test_the_menu_is_worth_its_time_where_skips_are_long() -> None:
 def test_menus_grow_from_what_the_best_schedule_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short program is solved well where a long one stops at its root."""
     folded = StorageGraph.of(NETS["transformer"])
-    search = Search(folded, budget_bytes=budget(NETS["transformer"], 0.3), time_limit_s=math.inf)
+    search = Search(
+        folded, budget_bytes=budget_above_least(NETS["transformer"], 0.3), time_limit_s=math.inf
+    )
     schedule, _ = evict(folded, budget_bytes=search.budget_bytes, patience=1.0)
     assert schedule is not None
     found = search.offer(schedule)
-    assert found is not None
     n_best = len(found.recomputed)
     for n in range(n_best):
         search.menus[frozenset({(n, 1000), (n, 1001), (n, 1002)})] = None
@@ -185,7 +185,6 @@ def menus_tried(
 def test_all_that_was_seen_comes_first_where_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short menus alone lead astray; a long one would take half a minute."""
     search, _ = searched(NETS["pyramid"], 0.15)
-    assert search.best is not None
     best = fold_simulation(search.folded, search.best[0]).recomputed
     everything = best.union(*search.menus)
     whole, rest = (
@@ -205,7 +204,6 @@ def test_the_linear_program_of_all_menus_picks_what_it_needs(
     search, _ = searched(NETS[name], 0.15)
     everything = frozenset().union(*search.menus)
     tried = menus_tried(search, monkeypatch, _menus_of_similar_schedules=lambda _: ())
-    assert search.best is not None
     best = fold_simulation(search.folded, search.best[0]).recomputed
     assert tried
     assert len(set(tried)) == len(tried)
@@ -235,6 +233,12 @@ def test_the_menu_is_of_the_search_itself(monkeypatch: pytest.MonkeyPatch) -> No
     least = find_obstacle(graph).schedule
     assert least is not None
     for starts in ((), (least,)):
-        auto(graph, budget_bytes=budget(graph, 0.2), time_limit_s=600, seed=0, starts=starts)
+        auto(
+            graph,
+            budget_bytes=budget_above_least(graph, 0.2),
+            time_limit_s=600,
+            seed=0,
+            starts=starts,
+        )
     alone, started = menus
     assert started == alone

@@ -9,7 +9,7 @@ from solver.methods.auto import stages
 from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.least_budget import find_obstacle
-from tests.support.builders import odd_graph
+from tests.support.small_graphs import random_step
 
 Guide = dict[int, frozenset[int]]
 
@@ -19,12 +19,11 @@ def found(seed: int, *, proven_besides: float) -> tuple[Guide, float]:
 
     proven_besides: by an earlier stage, above what the single cut proves.
     """
-    graph = odd_graph(seed, n_forward=10, n_later=8)
+    graph = random_step(seed, n_forward=10, n_later=8)
     budget_bytes = find_obstacle(graph).reached_bytes
     search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=math.inf)
     with search:
         stages.single_cut(search)
-        assert search.binding.cuts is not None
         search.prove(search.binding.lost_share + proven_besides)
         return offer_several_cuts(search, search.binding.cuts), search.best_share
 

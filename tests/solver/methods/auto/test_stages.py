@@ -17,7 +17,8 @@ from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import deadline as clock
 from solver.sizes_deadlines_progress.deadline import Deadline, OutOfTimeError
-from tests.support.nets import pyramid, recurrent, u_shape
+from tests.support.budgets import baseline_peak_bytes, budget_above_resident
+from tests.support.synthetic_graphs import pyramid, recurrent, u_shape
 
 
 @pytest.mark.parametrize(("n_steps", "n_tried"), [(20, 1), (300, len(PATIENCE))])
@@ -32,7 +33,7 @@ def test_large_graphs_have_work_for_each_patience(
 
     monkeypatch.setattr(stages, "evict", costly)
     graph = recurrent(n_steps=n_steps)
-    least_bytes = simulate(graph, baseline(graph)).peak_bytes
+    least_bytes = baseline_peak_bytes(graph)
     search = Search(StorageGraph.of(graph), budget_bytes=least_bytes, time_limit_s=math.inf)
     with search:
         search.offer(baseline(graph))
@@ -58,10 +59,9 @@ def test_a_wide_gap_is_narrowed_by_windows() -> None:
 def test_what_fits_is_found_where_the_time_was_up_from_the_start(
     graph: Graph, share: float
 ) -> None:
-    budget_bytes = share_of_range(graph, share)
+    budget_bytes = budget_above_resident(graph, share)
     found = stages.recompute_only(graph, budget_bytes=budget_bytes, time_limit_s=0.0)
     assert found.timed_out
-    assert found.schedule is not None
     assert simulate(graph, found.schedule).peak_bytes <= budget_bytes
 
 
@@ -70,11 +70,9 @@ def test_a_slow_schedule_is_not_all_that_a_short_limit_leaves(
 ) -> None:
     """The clock ends the search in the stage that found it, before the first eviction."""
     graph = pyramid()
-    folded, budget_bytes = StorageGraph.of(graph), share_of_range(graph, 0.8)
-    slow, _ = evict(folded, budget_bytes=share_of_range(graph, 0.35))
+    folded, budget_bytes = StorageGraph.of(graph), budget_above_resident(graph, 0.8)
+    slow, _ = evict(folded, budget_bytes=budget_above_resident(graph, 0.35))
     evicted, _ = evict(folded, budget_bytes=budget_bytes)
-    assert slow is not None
-    assert evicted is not None
 
     def stage(search: Search) -> None:
         search.fits(slow)
@@ -82,7 +80,6 @@ def test_a_slow_schedule_is_not_all_that_a_short_limit_leaves(
 
     monkeypatch.setattr(stages, "CHEAP_STAGES", (stage,))
     found = stages.recompute_only(graph, budget_bytes=budget_bytes, time_limit_s=600.0)
-    assert found.schedule is not None
     assert simulate(graph, slow).time_s > simulate(graph, evicted).time_s
     assert simulate(graph, found.schedule).time_s <= simulate(graph, evicted).time_s
 
@@ -92,7 +89,7 @@ def test_a_search_that_ends_by_itself_makes_no_late_eviction(
 ) -> None:
     monkeypatch.setattr(stages, "_fallback_after_time_limit", None)  # would fail if it were called
     graph = pyramid(n_blocks=(1, 1))
-    options = {"budget_bytes": share_of_range(graph, 0.5), "time_limit_s": 600.0}
+    options = {"budget_bytes": budget_above_resident(graph, 0.5), "time_limit_s": 600.0}
     assert not stages.recompute_only(graph, **options).timed_out
     stages.recompute_only(graph, budget_bytes=options["budget_bytes"], time_limit_s=0.0, quick=True)
 
@@ -101,9 +98,4 @@ def test_a_least_budget_below_the_plain_step_is_found_after_the_deadline() -> No
     graph = pyramid()
     late = find_obstacle(graph, deadline=Deadline(clock.now_s() - 1.0))
     assert late.cut_short
-    assert late.reached_bytes < simulate(graph, baseline(graph)).peak_bytes
-
-
-def share_of_range(graph: Graph, share: float) -> int:
-    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
-    return int(graph.resident_bytes + share * (peak_bytes - graph.resident_bytes))
+    assert late.reached_bytes < baseline_peak_bytes(graph)

@@ -1,4 +1,4 @@
-"""Add copies to schedules: storages leave the device between two uses."""
+"""Add copies to schedules: storages leave the device between two uses. Plan with copies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from graphs.graph import Graph
+from solver.methods.auto import with_copies
+from solver.schedule import simulate
 from solver.schedule.host_and_disk import Link, Place, Places
 from solver.schedule.ops import (
     Compute,
@@ -40,9 +42,9 @@ class Gap:
     overwritten: bool
 
 
-def gaps(graph: Graph, schedule: Schedule) -> Iterator[Gap]:
+def unused_gaps(graph: Graph, schedule: Schedule) -> Iterator[Gap]:
     """The gaps of all storages that may be copied, in the order of their ends."""
-    stays = leaving(graph)
+    stays = output_storages(graph)
     live: set[str] = set()
     made: set[str] = set()
     gone: set[str] = set()
@@ -85,7 +87,7 @@ def with_ops_before(schedule: Schedule, inserted: dict[int, list[Op]]) -> Schedu
     return Schedule(ops=tuple(ops), graph_id=schedule.graph_id)
 
 
-def away(graph: Graph, schedule: Schedule, chosen: Iterable[Gap]) -> Schedule:
+def copy_away(graph: Graph, schedule: Schedule, chosen: Iterable[Gap]) -> Schedule:
     """Copy each storage to the host at the start of its gap and back right before the gap's end."""
     inserted: dict[int, list[Op]] = defaultdict(list)
     for gap in chosen:
@@ -95,7 +97,7 @@ def away(graph: Graph, schedule: Schedule, chosen: Iterable[Gap]) -> Schedule:
     return with_ops_before(schedule, inserted)
 
 
-def leaving(graph: Graph) -> frozenset[str]:
+def output_storages(graph: Graph) -> frozenset[str]:
     """The storages of the step's outputs."""
     return frozenset(map(graph.root, graph.outputs))
 
@@ -109,7 +111,7 @@ def random_copies(graph: Graph, schedule: Schedule, rng: random.Random) -> Sched
     inserted: dict[int, list[Op]] = defaultdict(list)
     on_host: set[str] = set()
     on_disk: set[str] = set()
-    for gap in gaps(graph, schedule):
+    for gap in unused_gaps(graph, schedule):
         if rng.random() > share:
             continue
         s = gap.storage
@@ -150,3 +152,15 @@ def random_places(rng: random.Random) -> Places:
         return Place(10**6, Link(*rates, latency_s=rng.choice((0.0, 0.0, 0.5, 2.0))))
 
     return Places(host=place(), disk=place())
+
+
+def planned_step_s(graph: Graph, *, budget_bytes: int, places: Places) -> float:
+    """Seconds of the step under the plan that `with_copies` proposes. Asserts that the plan is
+    within the budget and not below the proposal's bound."""
+    proposal = with_copies.with_copies(
+        graph, budget_bytes=budget_bytes, time_limit_s=6000, places=places
+    )
+    simulation = simulate(graph, proposal.schedule, places=places)
+    assert simulation.peak_bytes <= budget_bytes
+    assert proposal.lower_bound_s <= simulation.time_s + 1e-12
+    return simulation.time_s

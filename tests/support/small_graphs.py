@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from graphs.graph import Graph, Node, Phase, Tensor
 from solver.schedule.ops import WORDS, Compute, Free, Op, Schedule
-from tests.support.nets import random_dag
+from tests.support.synthetic_graphs import random_dag
 
 
 def op(
@@ -86,7 +86,7 @@ def uniform_chain(n_blocks: int, *, unit_bytes: int = 1) -> Graph:
     return make(nodes, dict.fromkeys(names, unit_bytes), outputs="g0")
 
 
-def odd_graph(seed: int, *, n_forward: int = 7, n_later: int = 5) -> Graph:
+def random_step(seed: int, *, n_forward: int = 7, n_later: int = 5) -> Graph:
     """A random DAG; in every third, some later nodes are the caller's or the optimizer's."""
     graph = random_dag(seed=seed, n_forward=n_forward, n_later=n_later)
     if seed % 3:

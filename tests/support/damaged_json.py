@@ -32,7 +32,7 @@ for _ in range(80):
     NESTED = [NESTED]
 
 
-def mutated(good: str, rng: random.Random) -> bytes:
+def damaged(good: str, rng: random.Random) -> bytes:
     """The file's content with one to three random changes, at times also in its characters or
     bytes."""
     value = json.loads(good)

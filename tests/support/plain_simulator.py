@@ -8,9 +8,12 @@ ops, each of which waits for all earlier ops that the rules name. Quadratic; for
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pytest
 
 from graphs.graph import Graph
-from solver.schedule.host_and_disk import Places
+from solver.schedule import IllegalScheduleError, Places, simulate
 from solver.schedule.ops import Compute, Free, Op, Schedule
 
 FROM_TO = {
@@ -22,7 +25,7 @@ FROM_TO = {
 GIVEN_UP = {"Drop": "host", "Delete": "disk"}
 
 
-class FoulError(Exception):
+class BrokenRuleError(Exception):
     """The schedule is illegal; the message has the number of the rule and what is wrong."""
 
 
@@ -45,18 +48,38 @@ class Step:
     alone: bool = False
 
 
-def play(graph: Graph, schedule: Schedule) -> tuple[float, int, tuple[int, ...]]:
-    """Seconds, peak bytes, and bytes during each op of a schedule without copies.
+class PlainSimulation(NamedTuple):
+    """live_bytes: bytes on the device during each op."""
 
-    Raises FoulError if the schedule is illegal.
-    """
-    return play_with_copies(graph, schedule, None)[:3]
+    time_s: float
+    peak_bytes: int
+    live_bytes: tuple[int, ...]
+    host_peak_bytes: int
+    disk_peak_bytes: int
 
 
-def play_with_copies(
-    graph: Graph, schedule: Schedule, places: Places | None
-) -> tuple[float, int, tuple[int, ...], int, int]:
-    """The same for a schedule that may have copies, and the peak bytes on the host and the disk."""
+def assert_simulators_agree(graph: Graph, schedule: Schedule, places: Places | None = None) -> bool:
+    """Assert that both simulators agree on legality, time and memory of the schedule. Returns
+    whether it is legal."""
+    try:
+        plain = simulate_plainly(graph, schedule, places)
+    except BrokenRuleError:
+        with pytest.raises(IllegalScheduleError):
+            simulate(graph, schedule, places=places or Places())
+        return False
+    found = simulate(graph, schedule, places=places or Places())
+    exact = 0.0 if places is None else 1e-12
+    assert found.time_s == pytest.approx(plain.time_s, rel=exact, abs=0)
+    assert found.n_recomputed == len(schedule.order) - len(graph.nodes)
+    for name in PlainSimulation._fields[1:]:
+        assert getattr(found, name) == getattr(plain, name), name
+    return True
+
+
+def simulate_plainly(
+    graph: Graph, schedule: Schedule, places: Places | None = None
+) -> PlainSimulation:
+    """Raises BrokenRuleError if the schedule is illegal."""
     size = {t.name: t.size_bytes for t in graph.tensors}
     root = {t.name: t.alias_of or t.name for t in graph.tensors}
     made_by = {name: node for node in graph.nodes for name in node.outputs}
@@ -81,10 +104,10 @@ def play_with_copies(
     for i, op in enumerate(schedule.ops):
         if isinstance(op, Free):
             if op.tensor not in here:
-                raise FoulError("5: not live, or made by no node")
+                raise BrokenRuleError("5: not live, or made by no node")
             back = max(last_run[made_by[op.tensor].name], last_fetch.get(root[op.tensor], -1))
             if op.tensor in graph.outputs and back < i:
-                raise FoulError("5: an output that is not recomputed")
+                raise BrokenRuleError("5: an output that is not recomputed")
             here.remove(op.tensor)
             curve.append(held())
             left = {root[op.tensor]} - {root[t] for t in here}
@@ -92,11 +115,11 @@ def play_with_copies(
             continue
         if not isinstance(op, Compute):
             if not hasattr(op, "storage") or root.get(op.storage) != op.storage:
-                raise FoulError("7: no storage")
+                raise BrokenRuleError("7: no storage")
             if op.storage in resident:
-                raise FoulError("7: resident")
+                raise BrokenRuleError("7: resident")
             if type(op).__name__ == "Store" and op.storage in {root[t] for t in graph.outputs}:
-                raise FoulError("7: an output")
+                raise BrokenRuleError("7: an output")
             on_device = {(root[t], "device") for t in here}
             steps.append(_move(op, on_device | away, size[op.storage], places))
             away -= steps[-1].gives_up
@@ -110,29 +133,29 @@ def play_with_copies(
             continue
         node = by_name.get(op.node)
         if node is None:
-            raise FoulError("no node")
+            raise BrokenRuleError("no node")
         _check_turn(graph, history, node.name)
         if not set(node.inputs) <= here | resident:
-            raise FoulError("3: an input is missing")
+            raise BrokenRuleError("3: an input is missing")
         if set(node.inputs) & gone:
-            raise FoulError("7: an input was overwritten")
+            raise BrokenRuleError("7: an input was overwritten")
         outputs = set(node.outputs)
         for name in outputs:
             is_view = root[name] in made_by and root[name] not in outputs
             if is_view and root[name] not in {root[t] for t in here}:
-                raise FoulError("3: a view of nothing")
+                raise BrokenRuleError("3: a view of nothing")
         again = node.name in history
         if again and outputs <= here:
-            raise FoulError("3: all outputs are there")
+            raise BrokenRuleError("3: all outputs are there")
         for name in outputs:
             if again and root[name] == name:
                 on_it = {t for t in here if root[t] == name}
                 if on_it - outputs or (on_it and name not in on_it):
-                    raise FoulError("3: an alias holds the old storage")
+                    raise BrokenRuleError("3: an alias holds the old storage")
         new = sum(size[name] for name in outputs if root[name] == name)
         curve.append(held() + new + node.workspace_bytes)
         if node.overwrites and root[node.overwrites] in {storage for storage, _ in away}:
-            raise FoulError("9: a copy of what is overwritten")
+            raise BrokenRuleError("9: a copy of what is overwritten")
         makes = {root[t] for t in outputs if root[t] in made_by}
         replaced = {t for t in outputs & here if root[t] == t}
         steps.append(
@@ -147,19 +170,21 @@ def play_with_copies(
         if node.overwrites:
             gone |= {t for t in root if root[t] == root[node.overwrites]}
             if gone & resident:
-                raise FoulError("7: what is resident was overwritten")
+                raise BrokenRuleError("7: what is resident was overwritten")
         here |= outputs
         gone -= outputs
         history.append(node.name)
     if set(history) != {n.name for n in graph.nodes}:
-        raise FoulError("4: a node has never run")
+        raise BrokenRuleError("4: a node has never run")
     if not set(graph.outputs) <= here | resident:
-        raise FoulError("6: an output is missing")
+        raise BrokenRuleError("6: an output is missing")
     if set(graph.outputs) & gone:
-        raise FoulError("7: an output was overwritten")
+        raise BrokenRuleError("7: an output was overwritten")
     peak_bytes = max([*curve, resident_bytes])
     host_bytes = graph.host_state_bytes + max(used["host"])
-    return _longest_path(steps), peak_bytes, (*curve,), host_bytes, max(used["disk"])
+    return PlainSimulation(
+        _longest_path(steps), peak_bytes, (*curve,), host_bytes, max(used["disk"])
+    )
 
 
 def _move(op: Op, there: set[tuple[str, str]], size: int, places: Places | None) -> Step:
@@ -171,16 +196,16 @@ def _move(op: Op, there: set[tuple[str, str]], size: int, places: Places | None)
     if kind in GIVEN_UP:
         pair = (storage, GIVEN_UP[kind])
         if pair not in there:
-            raise FoulError("7: nothing to give up")
+            raise BrokenRuleError("7: nothing to give up")
         return Step("none", 0.0, gives_up={pair})
     if kind not in FROM_TO:
-        raise FoulError("no op")
+        raise BrokenRuleError("no op")
     source, target = ((storage, place) for place in FROM_TO[kind])
     if source not in there or target in there:
-        raise FoulError("7: not at the source, or at the target already")
+        raise BrokenRuleError("7: not at the source, or at the target already")
     place = (places or Places()).disk if "disk" in FROM_TO[kind] else (places or Places()).host
     if place is None:
-        raise FoulError("7: no such place")
+        raise BrokenRuleError("7: no such place")
     link = place.link
     rate = link.out_bytes_per_s if kind in ("Store", "Spill") else link.in_bytes_per_s
     return Step(kind, link.latency_s + size / rate, copies=(source, target))
@@ -229,6 +254,6 @@ def _check_turn(graph: Graph, history: list[str], name: str) -> None:
     node = graph.nodes[names.index(name)]
     if name in history:
         if node.phase != "forward" or not node.recomputable:
-            raise FoulError("4: runs once")
+            raise BrokenRuleError("4: runs once")
     elif set(history) != set(names[: names.index(name)]):
-        raise FoulError("4: out of order")
+        raise BrokenRuleError("4: out of order")
