@@ -47,7 +47,7 @@ from solver.schedule import Solution
 from solver.sizes_deadlines_progress import counted
 
 SEED = 0
-N_TIMED_STEPS = 3
+N_ROUNDS = 3
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -110,7 +110,7 @@ def run_both_steps(
         found, largest = _judge_by_errors(planned, plain, bench, found)
     elif results == "lossy":
         found, largest = _judge_as_rounded(planned, plain, found)
-    n_steps = counted(2 * (2 + N_TIMED_STEPS), "step")
+    n_steps = counted(2 * (2 + N_ROUNDS), "step")
     say(f"memory and time without and with the plan in turns, {n_steps}")
     baseline, measured = bench.measure(solution)
     where = torch.device(device)
@@ -133,15 +133,9 @@ def run_both_steps(
         baseline_predicted_peak_bytes=solution.baseline.peak_bytes,
         baseline_measured_peak_bytes=baseline.peak_bytes,
         predicted_time_s=solution.simulation.time_s,
-        measured_time_s=measured.time_s,
+        times_s=measured.times_s,
         baseline_predicted_time_s=solution.baseline.time_s,
-        baseline_measured_time_s=baseline.time_s,
-        spread_s=max(measured.spread_s, baseline.spread_s),
-        n_timed_steps=N_TIMED_STEPS,
-        overheads=tuple(
-            with_plan_s / plain_s - 1.0
-            for with_plan_s, plain_s in zip(measured.times_s, baseline.times_s, strict=True)
-        ),
+        baseline_times_s=baseline.times_s,
         n_gradients=sum(name.startswith("gradient of ") for name in plain),
         differences=tuple(words for name, words in found.items() if name not in unsteady),
         unsteady=unsteady if results == "bitwise" else (),
@@ -305,7 +299,7 @@ class _Bench:
                 (without, contextlib.nullcontext),
                 optimizer=optimizer,
                 gradients=self.gradients,
-                n_steps=N_TIMED_STEPS,
+                n_steps=N_ROUNDS,
                 **self.step,
             )
 
