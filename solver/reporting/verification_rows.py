@@ -50,10 +50,9 @@ def verification_rows(found: Verification, *, reader: Reader) -> Iterator[Row]:
     """
     yield "device", found.device
     rounds = counted(len(found.times_s), "round")
-    yield "timing", (
-        f"of the round with the median overhead ({rounds}: {_range(found.times_s)} with the plan, "
-        f"{_range(found.baseline_times_s)} without); other load on the machine affects it"
-    )
+    times = f"{_range(found.times_s)} with the plan, {_range(found.baseline_times_s)} without"
+    text = f"of the round with the median overhead ({rounds}: {times})"
+    yield "timing", f"{text}; other load on the machine affects it"
     yield "overhead", found.overhead_text(reader)
     if found.fits:
         yield "budget", f"met: {format_both(found.available_bytes)} available"
