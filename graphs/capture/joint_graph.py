@@ -303,9 +303,9 @@ def _trace_with_filled_attributes(
         ):
             again.run()
     if not are_same_steps(first.steps, later.steps):
-        where, attribute = filled[0].module or type(model).__name__, filled[0].attribute
+        where, attribute = filled[0].module or model._get_name(), filled[0].attribute
         raise TraceError(
-            f"the first call of {type(model).__name__} fills the attribute {attribute!r} of "
+            f"the first call of {model._get_name()} fills the attribute {attribute!r} of "
             f"{where!r} and computes something else than later calls; a plan is for one fixed "
             "sequence of operators. Call the model once before it is planned, or fill the "
             "attribute in __init__"

@@ -82,7 +82,7 @@ def refuse_same_failure(
         type(traced_error),
         str(traced_error),
     ):
-        why = f"{type(model).__name__} fails on this batch: {error.short}"
+        why = f"{model._get_name()} fails on this batch: {error.short}"
         raise FailsOnBatchError(why, short=error.short) from traced_error
 
 
@@ -109,7 +109,7 @@ def refuse_failure_on_values(
             traced_error
         )
         if type(untraced_error) is type(traced_error) and is_same:
-            why = f"{type(model).__name__} fails on this batch: {error.short}"
+            why = f"{model._get_name()} fails on this batch: {error.short}"
             for each in (error, traced_error):  # reference cycles with frames, which hold the trace
                 traceback.clear_frames(each.__traceback__)
             raise FailsOnBatchError(why, short=error.short) from untraced_error

@@ -38,7 +38,7 @@ _TORCH = Path(torch.__file__).parent
 
 def as_trace_error(model: nn.Module, error: Exception) -> TraceError:
     """The TraceError for an error that was raised while the model was traced."""
-    name, place = type(model).__name__, _user_line(error)
+    name, place = model._get_name(), _user_line(error)
     if isinstance(error, SideEffectError):
         why = f"{name} cannot be planned{place}: {error}"
         return TraceError(why, runs_in_eager=True, short=error.short)
