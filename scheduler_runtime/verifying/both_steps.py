@@ -100,8 +100,11 @@ def run_both_steps(
     results = results_of(solution.graph.meta.rewrites)
     plain = bench.results()
     say("results with the plan")
-    with bench.with_plan(solution):
+    with bench.with_plan(solution) as optimizer_of_step:
         planned = bench.results()
+        n_steps = counted(2 * (2 + N_ROUNDS), "step")
+        say(f"memory and time without and with the plan in turns, {n_steps}")
+        baseline, measured = bench.measure(optimizer_of_step)
     found = differences(plain, planned)
     # results that differ between two steps without the plan say nothing about the plan
     unsteady = tuple(differences(plain, bench.results())) if found else ()
@@ -110,9 +113,6 @@ def run_both_steps(
         found, largest = _judge_by_errors(planned, plain, bench, found)
     elif results == "lossy":
         found, largest = _judge_as_rounded(planned, plain, found)
-    n_steps = counted(2 * (2 + N_ROUNDS), "step")
-    say(f"memory and time without and with the plan in turns, {n_steps}")
-    baseline, measured = bench.measure(solution)
     where = torch.device(device)
     # The device that the plan is for. Predicted times come from its published rates, unless the
     # operators were measured.
@@ -282,26 +282,29 @@ class _Bench:
         found.update({f"buffer {name}": b for name, b in self.model.named_buffers()})
         return _copies_on_host(found)
 
-    def measure(self, solution: Solution) -> list[Measurement]:
-        """Measure the step with its optimizer: first without the plan, then with it."""
-        self._restore()
-        with self.with_plan(solution) as optimizer:
+    def measure(self, optimizer: torch.optim.Optimizer | None) -> list[Measurement]:
+        """Measure the step with its optimizer, inside `with_plan`: without the plan and with it."""
 
-            @contextlib.contextmanager
-            def without() -> Iterator[None]:
-                on_host = contextlib.nullcontext() if optimizer is None else on_device(optimizer)
-                with without_plans(self.model), on_host:
-                    yield
+        def values_on_device() -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext() if optimizer is None else on_device(optimizer)
 
-            return measure_in_turns(
-                self.model,
-                self.batch,
-                (without, contextlib.nullcontext),
-                optimizer=optimizer,
-                gradients=self.gradients,
-                n_steps=N_ROUNDS,
-                **self.step,
-            )
+        @contextlib.contextmanager
+        def without() -> Iterator[None]:
+            with without_plans(self.model), values_on_device():
+                yield
+
+        with values_on_device():
+            self._restore()
+
+        return measure_in_turns(
+            self.model,
+            self.batch,
+            (without, contextlib.nullcontext),
+            optimizer=optimizer,
+            gradients=self.gradients,
+            n_steps=N_ROUNDS,
+            **self.step,
+        )
 
 
 def _copies_on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
