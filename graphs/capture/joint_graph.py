@@ -62,7 +62,7 @@ from graphs.capture.same_steps import StepRecorder, are_same_steps
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import forget_placements, has_distributed, meshes_on
 from graphs.capture.traced_calls import is_backward
-from graphs.model_calls import Call, TraceError, strided_like
+from graphs.model_calls import Call, TraceError, strided_like, title_of
 
 TRACING = threading.RLock()
 """The lock that is held while tracing: a trace patches things of the whole process (kernels of
@@ -303,9 +303,9 @@ def _trace_with_filled_attributes(
         ):
             again.run()
     if not are_same_steps(first.steps, later.steps):
-        where, attribute = filled[0].module or model._get_name(), filled[0].attribute
+        where, attribute = filled[0].module or title_of(model), filled[0].attribute
         raise TraceError(
-            f"the first call of {model._get_name()} fills the attribute {attribute!r} of "
+            f"the first call of {title_of(model)} fills the attribute {attribute!r} of "
             f"{where!r} and computes something else than later calls; a plan is for one fixed "
             "sequence of operators. Call the model once before it is planned, or fill the "
             "attribute in __init__"

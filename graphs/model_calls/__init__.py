@@ -29,4 +29,4 @@ from graphs.model_calls.local_parts import (
     is_distributed_class,
     local_part,
 )
-from graphs.model_calls.names import named_state, tensor_names
+from graphs.model_calls.names import named_state, tensor_names, title_of

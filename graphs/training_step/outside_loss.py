@@ -237,7 +237,7 @@ class LossFunction(nn.Module):
         self.outputs = outputs
 
     def _get_name(self) -> str:
-        """What error messages, and the repr of torch, call this module."""
+        """What messages call this module (`title_of`)."""
         return f"the loss function {getattr(self.loss, '__name__', type(self.loss).__name__)}"
 
     def forward(self, tensors: Sequence[torch.Tensor], batch: Any) -> torch.Tensor:
