@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_solver.cli.arguments import AUTO, Arguments
+from checkpoint_solver.cli.memory_to_run import ModelSizes, estimate_memory
 from checkpoint_solver.cli.model_file import LoadError, ModelFile, error_text
-from checkpoint_solver.cli.real_run import ModelSizes, estimate_run
 from checkpoint_solver.cli.usage import UsageError
 from graphs.files import FormatError
 from graphs.fsdp import MixedPrecision, Sharding, ShardingError
@@ -98,7 +98,7 @@ def trace_step(
         """Build the model with its weights and trace again; a part that cannot be traced is then
         run and measured. Raises `refused` if that does not help."""
         if refused.runs_in_eager:
-            run = estimate_run(sizes, target.local_device, with_gradients=False)
+            run = estimate_memory(sizes, target.local_device, with_gradients=False)
             if not run.fits:
                 raise refused
             write_line(
