@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint_solver.cli.arguments import AUTO, Arguments, parser
+from checkpoint_solver.cli.arguments import AUTO, Arguments, flag_of, parser
 from checkpoint_solver.cli.usage import UsageError
 from solver.methods import METHODS
 from solver.sizes_deadlines_progress import (
@@ -21,9 +21,6 @@ from solver.sizes_deadlines_progress import (
     reject_share,
 )
 from solver.solving import given_rates
-
-PLOT_SUFFIXES = (".png", ".svg")
-PAGE_SUFFIXES = (".html", ".htm")
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -203,11 +200,10 @@ def _check_outputs(arguments: Arguments) -> None:
         path = getattr(arguments, entry.name)
         if not isinstance(path, Path):
             continue
-        option = entry.metadata["flags"][0]
-        if "(.png, .svg)" in entry.metadata["help"] and path.suffix.lower() not in PLOT_SUFFIXES:
-            raise UsageError(f"{option} {path}: the name must end in .png or .svg")
-        if option == "--report" and path.suffix.lower() not in PAGE_SUFFIXES:
-            raise UsageError(f"{option} {path}: the name must end in .html")
+        option = entry.metadata["short"] or flag_of(entry.name)
+        suffixes = entry.metadata.get("suffixes")
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise UsageError(f"{option} {path}: the name must end in {' or '.join(suffixes)}")
         try:
             if path.is_dir():
                 raise UsageError(f"{option} {path}: is a directory; name a file in it")

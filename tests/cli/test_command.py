@@ -298,6 +298,7 @@ def test_the_second_ctrl_c_ends_the_command(capsys, monkeypatch):
         ),
         (["--budget", "4GB", "--plot", "m.jpg", GPT2], "must end in .png or .svg"),
         (["--budget", "4GB", "--pareto", "m", GPT2], "must end in .png or .svg"),
+        (["--budget", "4GB", "--report", "m.txt", GPT2], "must end in .html or .htm"),
         (
             ["--budget", "4GB", "-o", "/no/such/place/s.json", GPT2],
             "directory: /no/such/place",
