@@ -72,7 +72,8 @@ def _option(help: str, *, default: Any = None, short: str = "", **settings: Any)
 
 
 _search = partial(_option, group="search")
-_step = partial(_option, group="training step (recorded in a graph file)")
+STEP = "training step (recorded in a graph file)"
+_step = partial(_option, group=STEP)
 _output = partial(_option, group="output")
 _file = partial(_output, type=Path, metavar="FILE")
 _PLOTS = (".png", ".svg")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_solver.cli import hf_config
-from checkpoint_solver.cli.arguments import Arguments
+from checkpoint_solver.cli.arguments import STEP, Arguments
 from checkpoint_solver.cli.model_file import (
     CONFIGURATION,
     SIZE_NAMES,
@@ -129,12 +129,13 @@ def open_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem]:
 
 
 def _graph_problem(arguments: Arguments) -> Problem:
-    given = arguments.given_flags(
-        *("costs", "batch_size", "seq_length", "autocast", "accumulate"),
-        *("fsdp", "tensor", "pipeline", "passes"),
-        *("verify", "max_batch", "max_seq"),
-    )
-    if given:
+    of_step = {
+        option.name
+        for option in dataclasses.fields(arguments)
+        if option.metadata.get("group") == STEP
+    }
+    for_planning = {"device", "rewrites"}
+    if given := arguments.given_flags(*of_step - for_planning, "verify", "max_batch", "max_seq"):
         raise UsageError(
             f"{given}: not possible with a graph file, which is already traced and contains no "
             "model; give the model file instead"

@@ -36,6 +36,8 @@ def parse(argv: Sequence[str]) -> Arguments:
             words[-1] += "=" + word
         else:
             words.append(word)
+    if "--explain" in argv:
+        raise UsageError("no option --explain; write solve explain schedule.json graph.json")
     given = vars(parser().parse_args(words))
     arguments = Arguments(**given, command=shlex.join(("solve", *argv)))
     largest = arguments.largest is not None
