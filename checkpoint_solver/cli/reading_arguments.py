@@ -43,8 +43,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     largest = arguments.largest is not None
     if arguments.budget is None and not largest:
         raise UsageError("the following arguments are required: --budget (see solve --help)")
-    if largest and arguments.compare:
-        raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
+    if largest:
+        _exclude(arguments, "compare", "--max-batch or --max-seq")
     if arguments.fsdp is not None and arguments.host is not None:
         raise UsageError(
             "--host: FSDP2 runs exported plans, and an exported plan cannot copy during the "
@@ -65,7 +65,8 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError(f"{fsdp_options}: only for FSDP2; give the number of ranks, --fsdp 8")
     _check_zero(arguments)
     _check_pipeline(arguments)
-    _check_passes(arguments)
+    if arguments.passes > 1:
+        _exclude(arguments, "verify fsdp host disk budget_of emit", "--passes")
     _check_sizes(arguments)
     _check_copying(arguments)
     if arguments.disk is not None and ":" not in arguments.disk:
@@ -114,9 +115,7 @@ def _check_pipeline(arguments: Arguments) -> None:
         )
     excluded = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
     excluded += "" if stage is None else " max_batch max_seq"
-    if given := arguments.given_flags(*excluded.split()):
-        what = "--pipeline" if stage is None else "--pipeline with --stage"
-        raise UsageError(f"{given} cannot be combined with {what}")
+    _exclude(arguments, excluded, "--pipeline" if stage is None else "--pipeline with --stage")
 
 
 def _check_zero(arguments: Arguments) -> None:
@@ -127,17 +126,13 @@ def _check_zero(arguments: Arguments) -> None:
         return
     if arguments.ranks is None:
         raise UsageError(f"--zero {arguments.zero}: give the number of ranks, --ranks 8")
-    excluded = "fsdp tensor pipeline passes accumulate emit"
-    if given := arguments.given_flags(*excluded.split()):
-        raise UsageError(f"{given} cannot be combined with --zero")
+    _exclude(arguments, "fsdp tensor pipeline passes accumulate emit", "--zero")
 
 
-def _check_passes(arguments: Arguments) -> None:
-    """Raise UsageError for options that are not possible with several forward passes."""
-    if arguments.passes > 1 and (
-        given := arguments.given_flags("verify", "fsdp", "host", "disk", "budget_of", "emit")
-    ):
-        raise UsageError(f"{given} cannot be combined with --passes")
+def _exclude(arguments: Arguments, names: str, what: str) -> None:
+    """Raise UsageError if any of these options, separated by blanks, is given besides `what`."""
+    if given := arguments.given_flags(*names.split()):
+        raise UsageError(f"{given} cannot be combined with {what}")
 
 
 def _check_sizes(arguments: Arguments) -> None:
