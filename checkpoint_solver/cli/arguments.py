@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,279 +58,226 @@ def _number_of_stages(text: str) -> int | str:
 
 
 AUTO = "auto"
-SEARCH, STEP, OUTPUT = "search", "training step (recorded in a graph file)", "output"
 
 
-def _option(flags: str, help: str, group: str = "", default: Any = None, **settings: Any) -> Any:
-    """One option as a field. group: its heading in `--help`. settings: for add_argument."""
-    settings |= {"flags": flags.split(", "), "help": help, "group": group}
-    return field(default=default, metadata=settings)
+def _option(help: str, *, default: Any = None, short: str = "", **settings: Any) -> Any:
+    """One option as a field, whose name is that of the option.
+
+    short: its one-letter form.
+    settings: `group` (its heading in `--help`), `exclusive` (the options that exclude each other
+        share this name), `suffixes` (those that the file's name may have); the others are for
+        add_argument.
+    """
+    return field(default=default, metadata={"help": help, "short": short, **settings})
 
 
-def _flag(flags: str, help: str, group: str, **settings: Any) -> Any:
-    return _option(flags, help, group, default=False, action="store_true", **settings)
+_search = partial(_option, group="search")
+STEP = "training step (recorded in a graph file)"
+_step = partial(_option, group=STEP)
+_output = partial(_option, group="output")
+_file = partial(_output, type=Path, metavar="FILE")
+_PLOTS = (".png", ".svg")
+_FLAG: dict[str, Any] = {"action": "store_true", "default": False}
 
 
-def _file(flags: str, help: str) -> Any:
-    return _option(flags, help, OUTPUT, type=Path, metavar="FILE")
+def _number(*, least: int) -> dict[str, Any]:
+    return {"type": at_least(least), "metavar": "N"}
 
 
-def _number(flags: str, help: str, group: str, *, least: int, default: int | None = None) -> Any:
-    return _option(flags, help, group, default, type=at_least(least), metavar="N")
-
-
-def _largest(flag: str, what: str, size: Size) -> Any:
+def _largest(what: str, size: Size) -> Any:
     text = (
         f"find the {what} whose plan fits the budget (default: all memory of the named device), "
         f"calling get_batch({size}=...) with sizes from --{size.replace('_', '-')} on"
     )
-    return _flag(flag, text, SEARCH, exclusive="size")
+    return _search(text, exclusive="size", **_FLAG)
+
+
+def flag_of(name: str) -> str:
+    """The option of a field of `Arguments`: "--budget-of"."""
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
 class Arguments:
     """The command line. None: not given. command: all of it as text, quoted for a shell."""
 
-    problem: str = field(default="", metadata={"help": "what to plan; see below"})
-    budget: str | None = _option("--budget", "memory for the whole training step", metavar="SIZE")
-    method: str | None = _option(
-        "--method",
-        ", ".join(METHODS),
-        SEARCH,
-        choices=tuple(METHODS),
-        metavar="NAME",
-        exclusive="methods",
+    problem: str = ""
+    budget: str | None = _option("memory for the whole training step", metavar="SIZE")
+    method: str | None = _search(
+        ", ".join(METHODS), choices=tuple(METHODS), metavar="NAME", exclusive="methods"
     )
-    compare: bool = _flag(
-        "--compare", "run all methods and compare them in a table", SEARCH, exclusive="methods"
+    compare: bool = _search(
+        "run all methods and compare them in a table", **_FLAG, exclusive="methods"
     )
-    reserve: str | None = _option(
-        "--reserve",
+    reserve: str | None = _search(
         "part of the budget that the step may not use (default: 750MB on CUDA, else 0)",
-        SEARCH,
         metavar="SIZE",
     )
-    budget_of: str = _option(
-        "--budget-of",
+    budget_of: str = _search(
         "what the budget limits: allocated (default), the bytes of live tensors, or reserved, what "
         "PyTorch's allocator reserves for them on the card (simulated)",
-        SEARCH,
         default="allocated",
         choices=BUDGETS_OF,
         metavar="WHAT",
     )
-    host: str | None = _option(
-        "--host",
-        "host memory that the plan may copy to, besides recomputing (default: none)",
-        SEARCH,
-        metavar="SIZE",
+    host: str | None = _search(
+        "host memory that the plan may copy to, besides recomputing (default: none)", metavar="SIZE"
     )
-    host_link: str | None = _option(
-        "--host-link",
+    host_link: str | None = _search(
         "rate of copies to the host and back, such as 50GB/s (default: the device's)",
-        SEARCH,
         metavar="RATE[,RATE]",
     )
-    disk: str | None = _option(
-        "--disk",
+    disk: str | None = _search(
         "disk that the plan may copy to by way of --host, and a directory on it, such as "
         "500GB:/scratch (default: none)",
-        SEARCH,
         metavar="SIZE:PATH",
     )
-    disk_rate: str | None = _option(
-        "--disk-rate",
+    disk_rate: str | None = _search(
         f"bytes per second that the disk writes and reads, such as 5GB/s,6GB/s; its kind, for "
         f"published rates: {', '.join(DISKS)}; or measured (the default with --costs measured)",
-        SEARCH,
         metavar="RATE[,RATE]",
     )
-    optimizer_state: str = _option(
-        "--optimizer-state",
+    optimizer_state: str = _search(
         "where the optimizer's state is kept between its steps: device, host (memory of --host), "
         "or auto (default), whichever gives the faster plan",
-        SEARCH,
         default="auto",
         choices=WHERE,
         metavar="WHERE",
     )
-    parameters: str = _option(
-        "--parameters",
+    parameters: str = _search(
         "where parameters are kept while no operator reads them: device (default), host (all that "
         "can be), or auto, whichever gives the faster plan; on the host only with the optimizer's "
         "state",
-        SEARCH,
         default="device",
         choices=WHERE,
         metavar="WHERE",
     )
-    time_limit: float = _option(
-        "--time-limit",
+    time_limit: float = _search(
         "seconds that each method may search for a plan (default: 60); the searches for the curve "
         "of --pareto share them",
-        SEARCH,
         default=60.0,
         type=seconds,
         metavar="S",
     )
-    max_batch: bool = _largest("--max-batch", "largest batch", "batch_size")
-    max_seq: bool = _largest("--max-seq", "longest sequence", "seq_length")
-    seed: int = _number("--seed", "random seed (default: 0)", SEARCH, least=0, default=0)
-    device: str | None = _option(
-        "--device",
+    max_batch: bool = _largest("largest batch", "batch_size")
+    max_seq: bool = _largest("longest sequence", "seq_length")
+    seed: int = _search("random seed (default: 0)", default=0, **_number(least=0))
+    device: str | None = _step(
         "cpu, cuda, cuda:1, or a card such as h100 (default: cuda if available, else cpu)",
-        STEP,
         metavar="NAME",
     )
-    costs: str | None = _option(
-        "--costs",
+    costs: str | None = _step(
         "op times from the rates of the device, or measured on this machine (default: measured on "
         "a local CUDA device, else roofline)",
-        STEP,
         choices=("roofline", "measured"),
     )
-    batch_size: int | None = _number(
-        "--batch-size",
+    batch_size: int | None = _step(
         "batch_size to call get_batch and the model factory with, where they accept it",
-        STEP,
-        least=1,
+        **_number(least=1),
     )
-    seq_length: int | None = _number(
-        "--seq-length",
+    seq_length: int | None = _step(
         "seq_length to call get_batch and the model factory with, where they accept it",
-        STEP,
-        least=1,
+        **_number(least=1),
     )
-    autocast: str | None = _option(
-        "--autocast", "run the model under torch.autocast", STEP, choices=("bf16", "fp16")
-    )
-    accumulate: bool = _flag("--accumulate", "gradients already exist when the step starts", STEP)
-    fsdp: int | None = _number(
-        "--fsdp",
+    autocast: str | None = _step("run the model under torch.autocast", choices=("bf16", "fp16"))
+    accumulate: bool = _step("gradients already exist when the step starts", **_FLAG)
+    fsdp: int | None = _step(
         "plan for one of N ranks of FSDP2 (fully_shard on each block, then on the model)",
-        STEP,
-        least=2,
+        **_number(least=2),
     )
-    fsdp_precision: str | None = _option(
-        "--fsdp-precision",
+    fsdp_precision: str | None = _step(
         "the dtype that FSDP2 computes in, then after a comma the dtype that it reduces gradients "
         "in, such as bfloat16,float32 (default: those of the parameters)",
-        STEP,
         metavar="DTYPE",
     )
-    fsdp_reshard: str | None = _option(
-        "--fsdp-reshard",
+    fsdp_reshard: str | None = _step(
         "whether FSDP2's groups free their whole parameters after the forward pass: yes, no, or "
         "auto, whichever is faster (default: yes; no with --pipeline)",
-        STEP,
         choices=("yes", "no", AUTO),
     )
-    fsdp_replicas: int = _number(
-        "--fsdp-replicas",
+    fsdp_replicas: int = _step(
         "hybrid sharding: N replicas of the --fsdp ranks that share each parameter (default: 1)",
-        STEP,
-        least=1,
         default=1,
+        **_number(least=1),
     )
-    fsdp_link: str | None = _option(
-        "--fsdp-link",
+    fsdp_link: str | None = _step(
         "the link between FSDP2's ranks, such as nvlink4 or ib-ndr (default: the named card's; on "
         "the CPU communication takes no time)",
-        STEP,
         metavar="NAME",
     )
-    zero: int | None = _option(
-        "--zero",
+    zero: int | None = _step(
         "stage of DeepSpeed's ZeRO: plan for one of --ranks, including the memory that the engine "
         "holds (in stage 3: may hold)",
-        STEP,
         type=int,
         choices=(1, 2, 3),
     )
-    ranks: int | None = _number("--ranks", "data-parallel ranks of --zero", STEP, least=2)
-    ds_config: Path | None = _option(
-        "--ds-config",
+    ranks: int | None = _step("data-parallel ranks of --zero", **_number(least=2))
+    ds_config: Path | None = _step(
         "DeepSpeed's config for --zero (JSON; default: DeepSpeed's defaults)",
-        STEP,
         type=Path,
         metavar="FILE",
     )
-    tensor: int | None = _number(
-        "--tensor",
+    tensor: int | None = _step(
         "plan for one of N ranks of tensor parallelism: parallelize(model, mesh) of the model file "
         "distributes the model",
-        STEP,
-        least=2,
+        **_number(least=2),
     )
-    pipeline: int | str | None = _option(
-        "--pipeline",
+    pipeline: int | str | None = _step(
         "divide the layers of a torch.nn.Sequential into N pipeline stages so that the slowest "
         "stage is as fast as possible; the budget is per rank, the batch a micro-batch. auto: as "
         "few stages as fit",
-        STEP,
         type=_number_of_stages,
         metavar="N",
     )
-    microbatches: int | None = _number(
-        "--microbatches", "micro-batches per step of the pipeline", STEP, least=1
+    microbatches: int | None = _step("micro-batches per step of the pipeline", **_number(least=1))
+    schedule: str = _step(
+        "pipeline schedule: 1f1b (default) or gpipe", default="1f1b", choices=("1f1b", "gpipe")
     )
-    schedule: str = _option(
-        "--schedule",
-        "pipeline schedule: 1f1b (default) or gpipe",
-        STEP,
-        default="1f1b",
-        choices=("1f1b", "gpipe"),
+    stage: int | None = _step(
+        "pipeline stage to report, counted from 0 (default: the slowest)", **_number(least=0)
     )
-    stage: int | None = _number(
-        "--stage", "pipeline stage to report, counted from 0 (default: the slowest)", STEP, least=0
-    )
-    passes: int = _number(
-        "--passes",
+    passes: int = _step(
         "plan for N forward passes, each on a batch like this one, before one backward pass "
         "(default: 1)",
-        STEP,
-        least=1,
         default=1,
+        **_number(least=1),
     )
-    rewrites: str = _option(
-        "--rewrites",
+    rewrites: str = _step(
         "how the plan may rewrite the step: bitwise (default; results stay bitwise identical), "
         "allclose (last bits may change), lossless (also stores masks as bits), bf16, fp8, int8 "
         "(also round what is saved for backward) or none",
-        STEP,
         default="bitwise",
         choices=WORDS,
     )
     output: Path | None = _file(
-        "-o, --output",
         "write the schedule (JSON); with --pipeline one file per stage: -o plan.json writes "
         "plan.stage0.json, plan.stage1.json, ...",
+        short="-o",
     )
-    graph_out: Path | None = _file("--graph-out", "write the traced graph (JSON)")
-    plot: Path | None = _file("--plot", "plot memory over the step (.png, .svg)")
+    graph_out: Path | None = _file("write the traced graph (JSON)")
+    plot: Path | None = _file("plot memory over the step (.png, .svg)", suffixes=_PLOTS)
     pareto: Path | None = _file(
-        "--pareto", "plot overhead against budget (.png, .svg); 20 plans share another --time-limit"
+        "plot overhead against budget (.png, .svg); 20 plans share another --time-limit",
+        suffixes=_PLOTS,
     )
     throughput: Path | None = _file(
-        "--throughput", "plot throughput against size, with --max-batch or --max-seq (.png, .svg)"
+        "plot throughput against size, with --max-batch or --max-seq (.png, .svg)",
+        suffixes=_PLOTS,
     )
     snapshot: Path | None = _file(
-        "--snapshot",
-        "write the predicted allocations of the plan for pytorch.org/memory_viz (.pickle)",
+        "write the predicted allocations of the plan for pytorch.org/memory_viz (.pickle)"
     )
-    report: Path | None = _file("--report", "write the report and its plots as one page (.html)")
-    emit: str | None = _option(
-        "--emit",
+    report: Path | None = _file(
+        "write the report and its plots as one page (.html)", suffixes=(".html", ".htm")
+    )
+    emit: str | None = _output(
         f"also find the closest setting of another system: {', '.join(SYSTEMS)}",
-        OUTPUT,
         choices=tuple(SYSTEMS),
         metavar="SYSTEM",
     )
-    verify: bool = _flag(
-        "--verify", "run one step with and without the plan and compare them", OUTPUT
-    )
-    json: bool = _flag("--json", "print one JSON object instead of the report", OUTPUT)
-    quiet: bool = _flag("--quiet", "print no report and no progress", OUTPUT)
+    verify: bool = _output("run one step with and without the plan and compare them", **_FLAG)
+    json: bool = _output("print one JSON object instead of the report", **_FLAG)
+    quiet: bool = _output("print no report and no progress", **_FLAG)
     command: str = ""
 
     @property
@@ -351,11 +299,10 @@ class Arguments:
 
     def given_flags(self, *names: str) -> str:
         """Which of the named options differ from their default: "--fsdp, --tensor"; "": none."""
-        options = [entry for entry in dataclasses.fields(self) if entry.name in names]
         return ", ".join(
-            entry.metadata["flags"][-1]
-            for entry in options
-            if getattr(self, entry.name) != entry.default
+            flag_of(entry.name)
+            for entry in dataclasses.fields(self)
+            if entry.name in names and getattr(self, entry.name) != entry.default
         )
 
 
@@ -373,16 +320,16 @@ def parser() -> argparse.ArgumentParser:
     _complete_files(command.add_argument("problem", help="what to plan; see below"))
     groups: dict[str, Any] = {"": command}
     for option in dataclasses.fields(Arguments):
-        settings = dict(option.metadata)
-        if "flags" not in settings:
+        if "short" not in (settings := dict(option.metadata)):  # no option: `problem`, `command`
             continue
-        flags, group, exclusive = (settings.pop(k, None) for k in ("flags", "group", "exclusive"))
+        own = ("short", "group", "exclusive", "suffixes")
+        short, group, exclusive, _ = (settings.pop(key, "") for key in own)
         if group not in groups:
             groups[group] = command.add_argument_group(group)
         if exclusive and exclusive not in groups:
             groups[exclusive] = groups[group].add_mutually_exclusive_group()
-        target = groups[exclusive or group]
-        action = target.add_argument(*flags, default=option.default, **settings)
+        flags = [short, flag_of(option.name)] if short else [flag_of(option.name)]
+        action = groups[exclusive or group].add_argument(*flags, default=option.default, **settings)
         if settings.get("type") is Path:
             _complete_files(action)
     command.add_argument("--version", action="version", version=f"solve {version()}")

@@ -74,7 +74,9 @@ def main(argv: Sequence[str]) -> int:
     solution = _load_plan(given.schedule, given.graph)
     if given.op is not None and given.op not in solution.graph.node_by_name:
         near = difflib.get_close_matches(given.op, solution.graph.node_by_name, n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        hint = (
+            f"; did you mean {', '.join(near)}?" if near else "; leave out --op to see ops by name"
+        )
         raise UsageError(f"--op {given.op}: no op of that name in the graph{hint}")
     step_bytes = step_bytes_for(solution)
     if given.step is not None:

@@ -79,23 +79,19 @@ def find_largest(
         with progress.showing(what, always=True) as say, ctrl_c_ends_searches():
             search = largest(plan, size=name, first=first, on_candidate=note_candidate)
             chosen = search.largest or search.candidates[0]
-            quick = chosen.solution
-            is_quick = problems[chosen.size].planned is None and not search.interrupted
-            if quick.schedule and quick.status == "feasible" and is_quick:
-                say(f"planning {chosen.size} thoroughly")
-                thorough = attempt(problems[chosen.size].step, request, starts=[quick.schedule])
-                search = search.with_solution(chosen.size, thorough)
-            plan_thoroughly = problems[chosen.size].thorough
-            if quick.schedule and plan_thoroughly is not None and not search.interrupted:
-                say(f"planning {chosen.size} thoroughly")
-                with ctrl_c_raises():  # it traces first
-                    thorough_problem = plan_thoroughly()
-                if (
-                    thorough_problem.slowest_s <= problems[chosen.size].slowest_s
-                    and thorough_problem.planned is not None
-                ):
-                    problems[chosen.size] = thorough_problem
-                    search = search.with_solution(chosen.size, thorough_problem.planned)
+            quick, start = problems[chosen.size], chosen.solution.schedule
+            if start is not None and not search.interrupted:
+                if quick.planned is None and chosen.solution.status == "feasible":
+                    say(f"planning {chosen.size} thoroughly")
+                    thorough = attempt(quick.step, request, starts=[start])
+                    search = search.with_solution(chosen.size, thorough)
+                elif quick.thorough is not None:
+                    say(f"planning {chosen.size} thoroughly")
+                    with ctrl_c_raises():  # it traces first
+                        found = quick.thorough()
+                    if found.planned is not None and found.slowest_s <= quick.slowest_s:
+                        problems[chosen.size] = found
+                        search = search.with_solution(chosen.size, found.planned)
     except SameStepError as error:
         raise UsageError(f"{OPTIONS[name]}: {error}; see get_batch of {problem.name}") from error
     except (TooLargeError, MissingSolverError) as error:

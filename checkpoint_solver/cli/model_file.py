@@ -64,7 +64,10 @@ class ModelSource:
 
 
 def parse_source(text: str) -> ModelSource | None:
-    """Parse `model.py[:name]`, `package.module[:name]` or `hf:config.json`; None for others."""
+    """Parse `model.py[:name]`, `package.module[:name]` or `hf:config.json`; None for others.
+
+    Raises LoadError for a model file that does not exist, before PyTorch is loaded for it.
+    """
     if text.startswith(CONFIGURATION):
         return ModelSource(Path(text.removeprefix(CONFIGURATION)), is_configuration=True)
     match = _PLACE_AND_FACTORY.fullmatch(text)
@@ -72,6 +75,10 @@ def parse_source(text: str) -> ModelSource | None:
         return None
     place, factory = match.groups(default="")
     is_file = place.endswith(".py")
+    if is_file and Path(place).is_dir():
+        raise LoadError(f"{place}: is a directory; give a model file (model.py)")
+    if is_file and not Path(place).exists():
+        raise LoadError(f"{place}: no such file; give a model file (model.py) or graph.json")
     if not is_file and not factory and ("." not in place or Path(place).exists()):
         return None
     return ModelSource(Path(place) if is_file else place, factory or "get_model")
@@ -314,10 +321,6 @@ def open_model_file(
 
 
 def _load_file(path: Path, source: ModelSource) -> ModuleType:
-    if path.is_dir():
-        raise LoadError(f"{path}: is a directory; give a model file (model.py)")
-    if not path.exists():
-        raise LoadError(f"{path}: no such file; give a model file (model.py) or graph.json")
     # A distinct name, so that a file called torch.py does not become the module torch.
     name = f"model_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -12,11 +12,11 @@ from checkpoint_solver.cli.traced_step import (
     batch_with_values,
     build_on_meta,
     in_autocast,
+    naming_options,
     sharding_of,
 )
 from checkpoint_solver.cli.usage import UsageError
-from graphs.fsdp import ShardingError
-from graphs.pipeline import PipelineError, pipeline_of
+from graphs.pipeline import pipeline_of
 from solver.device_and_costs import Target
 from solver.plan_analysis import PipelineSplit, split_pipeline
 from solver.schedule import Request, Solution
@@ -45,7 +45,6 @@ def split_stages(
     import torch
     from torch import nn
 
-    from graphs.capture import MeshError
     from graphs.trace import TraceError
 
     assert arguments.pipeline is not None
@@ -66,7 +65,10 @@ def split_stages(
 
     n_stages = arguments.pipeline
     try:
-        with in_autocast(arguments.autocast, target.local_device):
+        with (
+            naming_options(arguments),
+            in_autocast(arguments.autocast, target.local_device),
+        ):
             return split_pipeline(
                 model,
                 batch if file.inputs is None else file.inputs(batch),
@@ -88,12 +90,6 @@ def split_stages(
                 fsdp=sharding_of(arguments),
                 on_stage=on_stage,
             )
-    except PipelineError as error:
-        raise UsageError(f"--pipeline {arguments.pipeline}: {error}") from error
-    except ShardingError as error:
-        raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
-    except MeshError as error:
-        raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
     except TraceError as error:
         raise LoadError(f"{file.source}: {error}") from error
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_solver.cli import hf_config
-from checkpoint_solver.cli.arguments import Arguments
+from checkpoint_solver.cli.arguments import STEP, Arguments
 from checkpoint_solver.cli.model_file import (
     CONFIGURATION,
     SIZE_NAMES,
@@ -129,18 +129,19 @@ def open_problem(arguments: Arguments, progress: Progress) -> Iterator[Problem]:
 
 
 def _graph_problem(arguments: Arguments) -> Problem:
-    given = arguments.given_flags(
-        *("costs", "batch_size", "seq_length", "autocast", "accumulate"),
-        *("fsdp", "tensor", "pipeline", "passes"),
-        *("verify", "max_batch", "max_seq"),
-    )
-    if given:
+    of_step = {
+        option.name
+        for option in dataclasses.fields(arguments)
+        if option.metadata.get("group") == STEP
+    }
+    for_planning = {"device", "rewrites"}
+    if given := arguments.given_flags(*of_step - for_planning, "verify", "max_batch", "max_seq"):
         raise UsageError(
             f"{given}: not possible with a graph file, which is already traced and contains no "
             "model; give the model file instead"
         )
     hardware = None if arguments.device is None else find_hardware(arguments.device)
-    request_fields = _request_fields(arguments, hardware)
+    request, reserve_reason = _request(arguments, hardware)
     try:
         graph = Graph.load(arguments.problem)
     except OSError as error:
@@ -168,16 +169,16 @@ def _graph_problem(arguments: Arguments) -> Problem:
         step=Variants.of(graph),
         device=device if hardware is None else hardware.title,
         costs=describe_costs(graph.meta.cost_model),
+        request=request,
+        reserve_reason=reserve_reason,
         notes=tuple(step_notes(graph)),
-        **request_fields,
     )
 
 
-def _request_fields(
+def _request(
     arguments: Arguments, hardware: Hardware | None, costs: CostModel | None = None
-) -> dict[str, Any]:
-    """Two fields of a Problem as keyword arguments: `request`, for a step without rewrites, and
-    `reserve_reason`."""
+) -> tuple[Request, str]:
+    """The request for a step without rewrites, and why its reserve is a default ("": it is not)."""
     capacity_bytes = None if hardware is None else hardware.capacity_bytes
     if arguments.budget is None and capacity_bytes is None:
         raise UsageError(
@@ -209,7 +210,7 @@ def _request_fields(
         optimizer_state=arguments.optimizer_state,
         parameters=arguments.parameters,
     )
-    return {"request": request, "reserve_reason": reason}
+    return request, reason
 
 
 @contextlib.contextmanager
@@ -218,11 +219,8 @@ def _model_problem(
 ) -> Iterator[Problem]:
     with progress.showing("loading PyTorch"):
         target = find_target(arguments.device, arguments.costs, runs_here=arguments.verify)
-    request_fields, largest = (
-        _request_fields(arguments, target.hardware, target.costs),
-        arguments.largest,
-    )
-    request: Request = request_fields["request"]
+    request, reserve_reason = _request(arguments, target.hardware, target.costs)
+    largest = arguments.largest
     allocator = (NOTE_ON_ALLOCATOR,) if target.hardware.kind == "cuda" else ()
     sizes = {name: getattr(arguments, name) for name in SIZE_NAMES if getattr(arguments, name)}
     if largest is not None:
@@ -234,7 +232,7 @@ def _model_problem(
 
     def problem_of(file: ModelFile, step: Variants, size: str = "", **fields: Any) -> Problem:
         title = file.title or step.plain.meta.model or "model"
-        trace_fields = {
+        of_trace = {
             "device": target.hardware.title,
             "costs": describe_costs(step.plain.meta.cost_model),
             "request": dataclasses.replace(request, rewrites=arguments.rewrites),
@@ -242,9 +240,10 @@ def _model_problem(
         return Problem(
             name=f"{arguments.problem} ({title}{size})",
             step=step,
+            reserve_reason=reserve_reason,
             verify=partial(verify_plan, file, target, arguments.autocast),
             size=None if largest is None else file.sizes[largest],
-            **{**request_fields, **trace_fields, **fields},
+            **{**of_trace, **fields},
         )
 
     def size_text(file: ModelFile) -> str:
@@ -276,10 +275,8 @@ def _model_problem(
             size = RETRY_SIZE.get(largest) if default_size is None else default_size
             if size is None or size == FIRST_SIZE[largest]:
                 raise
-            what, note = (
-                largest.replace("_", " "),
-                "" if default_size is None else ", that of get_batch",
-            )
+            what = largest.replace("_", " ")
+            note = "" if default_size is None else ", that of get_batch"
             first_size_notes.append(
                 f"The search began with {what} {size}{note}: with {what} {FIRST_SIZE[largest]} the "
                 f"model itself fails ({failed})."

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint_solver.cli.arguments import AUTO, Arguments, parser
+from checkpoint_solver.cli.arguments import AUTO, Arguments, flag_of, parser
 from checkpoint_solver.cli.usage import UsageError
 from solver.methods import METHODS
 from solver.sizes_deadlines_progress import (
@@ -21,9 +21,6 @@ from solver.sizes_deadlines_progress import (
     reject_share,
 )
 from solver.solving import given_rates
-
-PLOT_SUFFIXES = (".png", ".svg")
-PAGE_SUFFIXES = (".html", ".htm")
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -39,13 +36,15 @@ def parse(argv: Sequence[str]) -> Arguments:
             words[-1] += "=" + word
         else:
             words.append(word)
+    if "--explain" in argv:
+        raise UsageError("no option --explain; write solve explain schedule.json graph.json")
     given = vars(parser().parse_args(words))
     arguments = Arguments(**given, command=shlex.join(("solve", *argv)))
     largest = arguments.largest is not None
     if arguments.budget is None and not largest:
         raise UsageError("the following arguments are required: --budget (see solve --help)")
-    if largest and arguments.compare:
-        raise UsageError("--compare cannot be combined with --max-batch or --max-seq")
+    if largest:
+        _exclude(arguments, "compare", "--max-batch or --max-seq")
     if arguments.fsdp is not None and arguments.host is not None:
         raise UsageError(
             "--host: FSDP2 runs exported plans, and an exported plan cannot copy during the "
@@ -66,7 +65,8 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError(f"{fsdp_options}: only for FSDP2; give the number of ranks, --fsdp 8")
     _check_zero(arguments)
     _check_pipeline(arguments)
-    _check_passes(arguments)
+    if arguments.passes > 1:
+        _exclude(arguments, "verify fsdp host disk budget_of emit", "--passes")
     _check_sizes(arguments)
     _check_copying(arguments)
     if arguments.disk is not None and ":" not in arguments.disk:
@@ -115,9 +115,7 @@ def _check_pipeline(arguments: Arguments) -> None:
         )
     excluded = "compare verify fsdp_precision accumulate host disk budget_of pareto emit passes"
     excluded += "" if stage is None else " max_batch max_seq"
-    if given := arguments.given_flags(*excluded.split()):
-        what = "--pipeline" if stage is None else "--pipeline with --stage"
-        raise UsageError(f"{given} cannot be combined with {what}")
+    _exclude(arguments, excluded, "--pipeline" if stage is None else "--pipeline with --stage")
 
 
 def _check_zero(arguments: Arguments) -> None:
@@ -128,17 +126,13 @@ def _check_zero(arguments: Arguments) -> None:
         return
     if arguments.ranks is None:
         raise UsageError(f"--zero {arguments.zero}: give the number of ranks, --ranks 8")
-    excluded = "fsdp tensor pipeline passes accumulate emit"
-    if given := arguments.given_flags(*excluded.split()):
-        raise UsageError(f"{given} cannot be combined with --zero")
+    _exclude(arguments, "fsdp tensor pipeline passes accumulate emit", "--zero")
 
 
-def _check_passes(arguments: Arguments) -> None:
-    """Raise UsageError for options that are not possible with several forward passes."""
-    if arguments.passes > 1 and (
-        given := arguments.given_flags("verify", "fsdp", "host", "disk", "budget_of", "emit")
-    ):
-        raise UsageError(f"{given} cannot be combined with --passes")
+def _exclude(arguments: Arguments, names: str, what: str) -> None:
+    """Raise UsageError if any of these options, separated by blanks, is given besides `what`."""
+    if given := arguments.given_flags(*names.split()):
+        raise UsageError(f"{given} cannot be combined with {what}")
 
 
 def _check_sizes(arguments: Arguments) -> None:
@@ -203,11 +197,10 @@ def _check_outputs(arguments: Arguments) -> None:
         path = getattr(arguments, entry.name)
         if not isinstance(path, Path):
             continue
-        option = entry.metadata["flags"][0]
-        if "(.png, .svg)" in entry.metadata["help"] and path.suffix.lower() not in PLOT_SUFFIXES:
-            raise UsageError(f"{option} {path}: the name must end in .png or .svg")
-        if option == "--report" and path.suffix.lower() not in PAGE_SUFFIXES:
-            raise UsageError(f"{option} {path}: the name must end in .html")
+        option = entry.metadata["short"] or flag_of(entry.name)
+        suffixes = entry.metadata.get("suffixes")
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise UsageError(f"{option} {path}: the name must end in {' or '.join(suffixes)}")
         try:
             if path.is_dir():
                 raise UsageError(f"{option} {path}: is a directory; name a file in it")

@@ -6,10 +6,10 @@ These are the two places where the command runs real training steps. They import
 
 from __future__ import annotations
 
+from checkpoint_solver.cli.memory_to_run import estimate_memory
 from checkpoint_solver.cli.model_file import LoadError, ModelFile, error_text
 from checkpoint_solver.cli.progress import Progress
 from checkpoint_solver.cli.reading_arguments import Arguments
-from checkpoint_solver.cli.real_run import estimate_run
 from checkpoint_solver.cli.traced_step import NotTracedError
 from solver.device_and_costs import Target
 from solver.reporting import Verification
@@ -64,7 +64,7 @@ def plan_by_submodules(
         raise LoadError(
             f"{refused}; leave out {given}, and the command plans the model by its submodules"
         ) from refused
-    run = estimate_run(refused.sizes, target.local_device, with_gradients=True)
+    run = estimate_memory(refused.sizes, target.local_device, with_gradients=True)
     if not run.fits:
         raise LoadError(
             f"{refused.why}; real steps, to plan it by whole submodules, do not fit here: {run}"

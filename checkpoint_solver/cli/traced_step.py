@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_solver.cli.arguments import AUTO, Arguments
+from checkpoint_solver.cli.memory_to_run import ModelSizes, estimate_memory
 from checkpoint_solver.cli.model_file import LoadError, ModelFile, error_text
-from checkpoint_solver.cli.real_run import ModelSizes, estimate_run
 from checkpoint_solver.cli.usage import UsageError
 from graphs.files import FormatError
 from graphs.fsdp import MixedPrecision, Sharding, ShardingError
 from graphs.graph import Graph
+from graphs.pipeline import PipelineError
 from graphs.rewrites import Variants
 from graphs.zero import Zero, ZeroError
 from solver.device_and_costs import Target
@@ -65,12 +67,13 @@ def trace_step(
         the optimizer).
     write_line: called with a line before something runs on this machine.
     """
-    from graphs.capture import FailsOnBatchError, MeshError
+    from graphs.capture import FailsOnBatchError
     from graphs.model_calls import NoLossError
     from graphs.trace import TraceError, trace_variants
     from graphs.training_step import with_optimizer
 
-    zero = _zero_of(arguments)
+    with naming_options(arguments):
+        zero = _zero_of(arguments)
     if zero is not None:  # those figures would include the engine's step
         optimizer_costs = None
     notes = list(file.notes)
@@ -98,7 +101,7 @@ def trace_step(
         """Build the model with its weights and trace again; a part that cannot be traced is then
         run and measured. Raises `refused` if that does not help."""
         if refused.runs_in_eager:
-            run = estimate_run(sizes, target.local_device, with_gradients=False)
+            run = estimate_memory(sizes, target.local_device, with_gradients=False)
             if not run.fits:
                 raise refused
             write_line(
@@ -115,16 +118,11 @@ def trace_step(
     model = build_on_meta(file.model, "the model", notes)
     sizes = ModelSizes.of(model, batch)
     try:
-        try:
-            step, traced_for = target.traced_with(lambda to: variants(model, to))
-        except TraceError as error:
-            step, traced_for = with_weights(error)
-    except ShardingError as error:
-        raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
-    except ZeroError as error:
-        raise UsageError(f"--zero {arguments.zero}: {error}") from error
-    except MeshError as error:
-        raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
+        with naming_options(arguments):
+            try:
+                step, traced_for = target.traced_with(lambda to: variants(model, to))
+            except TraceError as error:
+                step, traced_for = with_weights(error)
     except FailsOnBatchError as error:
         raise ModelFailsError(f"{file.source}: {error}{_batch_text(error, batch)}") from error
     except NoLossError as error:
@@ -214,6 +212,24 @@ def _refusal_with_reason(refused: TraceError, error: Exception, file: ModelFile)
     return TraceError(why, runs_in_eager=refused.runs_in_eager, short=refused.short)
 
 
+@contextlib.contextmanager
+def naming_options(arguments: Arguments) -> Iterator[None]:
+    """Turn errors about the division of the step among ranks into UsageErrors that name the option
+    that asks for it."""
+    from graphs.capture import MeshError  # here: it takes torch
+
+    try:
+        yield
+    except ShardingError as error:
+        raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
+    except ZeroError as error:
+        raise UsageError(f"--zero {arguments.zero}: {error}") from error
+    except MeshError as error:
+        raise UsageError(f"--tensor {arguments.tensor}: {error}") from error
+    except PipelineError as error:
+        raise UsageError(f"--pipeline {arguments.pipeline}: {error}") from error
+
+
 _RESHARD = {"yes": True, "no": False, AUTO: None}
 """The value of --fsdp-reshard -> `Sharding.reshard_after_forward`."""
 
@@ -221,21 +237,18 @@ _RESHARD = {"yes": True, "no": False, AUTO: None}
 def sharding_of(arguments: Arguments) -> Sharding | None:
     """The sharding described by `--fsdp` and its other options (None: no --fsdp).
 
-    Raises UsageError.
+    Raises UsageError, ShardingError.
     """
     if arguments.fsdp is None:
         return None
     default = "yes" if arguments.pipeline is None else AUTO
-    try:
-        return Sharding(
-            arguments.fsdp,
-            n_replicas=arguments.fsdp_replicas,
-            reshard_after_forward=_RESHARD[arguments.fsdp_reshard or default],
-            link=arguments.fsdp_link,
-            mp_policy=_mixed_precision(arguments.fsdp_precision),
-        )
-    except ShardingError as error:
-        raise UsageError(f"--fsdp {arguments.fsdp}: {error}") from error
+    return Sharding(
+        arguments.fsdp,
+        n_replicas=arguments.fsdp_replicas,
+        reshard_after_forward=_RESHARD[arguments.fsdp_reshard or default],
+        link=arguments.fsdp_link,
+        mp_policy=_mixed_precision(arguments.fsdp_precision),
+    )
 
 
 def _mixed_precision(given: str | None) -> MixedPrecision | None:
@@ -256,8 +269,6 @@ def _zero_of(arguments: Arguments) -> Zero | None:
         return None
     try:
         return Zero(arguments.zero, n_ranks=arguments.ranks or 0, config=arguments.ds_config)
-    except ZeroError as error:
-        raise UsageError(f"--zero {arguments.zero}: {error}") from error
     except (FormatError, OSError) as error:
         raise UsageError(f"--ds-config {arguments.ds_config}: {error}") from error
 

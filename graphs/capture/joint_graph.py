@@ -65,7 +65,7 @@ from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import forget_placements, has_distributed, meshes_on
 from graphs.capture.threads import one_at_a_time
 from graphs.capture.traced_calls import is_backward
-from graphs.model_calls import Call, TraceError, strided_like
+from graphs.model_calls import Call, TraceError, strided_like, title_of
 
 _R = TypeVar("_R")
 
@@ -289,9 +289,9 @@ def _trace_with_filled_attributes(
         ):
             again.run()
     if not are_same_steps(first.steps, later.steps):
-        where, attribute = filled[0].module or type(model).__name__, filled[0].attribute
+        where, attribute = filled[0].module or title_of(model), filled[0].attribute
         raise TraceError(
-            f"the first call of {type(model).__name__} fills the attribute {attribute!r} of "
+            f"the first call of {title_of(model)} fills the attribute {attribute!r} of "
             f"{where!r} and computes something else than later calls; a plan is for one fixed "
             "sequence of operators. Call the model once before it is planned, or fill the "
             "attribute in __init__"

@@ -27,7 +27,7 @@ from graphs.capture.refuse import (
     attributes_unchanged,
     objects_unchanged,
 )
-from graphs.model_calls import Call, TraceError, named_state, strided_like
+from graphs.model_calls import Call, TraceError, named_state, strided_like, title_of
 
 
 class FailsOnBatchError(TraceError):
@@ -82,7 +82,7 @@ def refuse_same_failure(
         type(traced_error),
         str(traced_error),
     ):
-        why = f"{type(model).__name__} fails on this batch: {error.short}"
+        why = f"{title_of(model)} fails on this batch: {error.short}"
         raise FailsOnBatchError(why, short=error.short) from traced_error
 
 
@@ -109,7 +109,7 @@ def refuse_failure_on_values(
             traced_error
         )
         if type(untraced_error) is type(traced_error) and is_same:
-            why = f"{type(model).__name__} fails on this batch: {error.short}"
+            why = f"{title_of(model)} fails on this batch: {error.short}"
             for each in (error, traced_error):  # reference cycles with frames, which hold the trace
                 traceback.clear_frames(each.__traceback__)
             raise FailsOnBatchError(why, short=error.short) from untraced_error

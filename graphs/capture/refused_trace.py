@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 
 from graphs.capture.as_eager import ReadsRandomNumbers
 from graphs.capture.refuse import SideEffectError
-from graphs.model_calls import TraceError
+from graphs.model_calls import TraceError, title_of
 
 _READS_VALUES = (
     " (an `if` on a tensor, .item(), int(), indexing by a computed mask), so different steps could "
@@ -38,7 +38,7 @@ _TORCH = Path(torch.__file__).parent
 
 def as_trace_error(model: nn.Module, error: Exception) -> TraceError:
     """The TraceError for an error that was raised while the model was traced."""
-    name, place = type(model).__name__, _user_line(error)
+    name, place = title_of(model), _user_line(error)
     if isinstance(error, SideEffectError):
         why = f"{name} cannot be planned{place}: {error}"
         return TraceError(why, runs_in_eager=True, short=error.short)

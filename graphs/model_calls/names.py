@@ -32,6 +32,11 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}" if path else name, tensor
 
 
+def title_of(module: nn.Module) -> str:
+    """What messages call a module: what torch calls it in its repr, usually its class."""
+    return str(module._get_name())  # type: ignore[no-untyped-call]
+
+
 def tensor_names(call: Call, model: nn.Module) -> list[str]:
     """The name in forward of each tensor of the call."""
     return [name for name, item in _named_leaves(call, model) if item is HOLE]

@@ -267,15 +267,16 @@ class OutsideLoss:
 
 
 class LossFunction(nn.Module):
-    """A module around the loss function, so that it can be captured like a model.
-
-    Error messages mention this class by its name.
-    """
+    """A module around the loss function, so that it can be captured like a model."""
 
     def __init__(self, loss: Callable[[Any, Any], torch.Tensor], outputs: MetaOutputs) -> None:
         super().__init__()
         self.loss = loss
         self.outputs = outputs
+
+    def _get_name(self) -> str:
+        """What messages call this module (`title_of`)."""
+        return f"the loss function {getattr(self.loss, '__name__', type(self.loss).__name__)}"
 
     def forward(self, tensors: Sequence[torch.Tensor], batch: Any) -> torch.Tensor:
         value = self.loss(self.outputs.output(tensors), batch)

@@ -47,7 +47,7 @@ from solver.schedule import Solution
 from solver.sizes_deadlines_progress import counted
 
 SEED = 0
-N_TIMED_STEPS = 3
+N_ROUNDS = 3
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -100,8 +100,11 @@ def run_both_steps(
     results = results_of(solution.graph.meta.rewrites)
     plain = bench.results()
     say("results with the plan")
-    with bench.with_plan(solution):
+    with bench.with_plan(solution) as optimizer_of_step:
         planned = bench.results()
+        n_steps = counted(2 * (2 + N_ROUNDS), "step")
+        say(f"memory and time without and with the plan in turns, {n_steps}")
+        baseline, measured = bench.measure(optimizer_of_step)
     found = differences(plain, planned)
     # results that differ between two steps without the plan say nothing about the plan
     unsteady = tuple(differences(plain, bench.results())) if found else ()
@@ -110,9 +113,6 @@ def run_both_steps(
         found, largest = _judge_by_errors(planned, plain, bench, found)
     elif results == "lossy":
         found, largest = _judge_as_rounded(planned, plain, found)
-    n_steps = counted(2 * (2 + N_TIMED_STEPS), "step")
-    say(f"memory and time without and with the plan in turns, {n_steps}")
-    baseline, measured = bench.measure(solution)
     where = torch.device(device)
     # The device that the plan is for. Predicted times come from its published rates, unless the
     # operators were measured.
@@ -133,15 +133,9 @@ def run_both_steps(
         baseline_predicted_peak_bytes=solution.baseline.peak_bytes,
         baseline_measured_peak_bytes=baseline.peak_bytes,
         predicted_time_s=solution.simulation.time_s,
-        measured_time_s=measured.time_s,
+        times_s=measured.times_s,
         baseline_predicted_time_s=solution.baseline.time_s,
-        baseline_measured_time_s=baseline.time_s,
-        spread_s=max(measured.spread_s, baseline.spread_s),
-        n_timed_steps=N_TIMED_STEPS,
-        overheads=tuple(
-            with_plan_s / plain_s - 1.0
-            for with_plan_s, plain_s in zip(measured.times_s, baseline.times_s, strict=True)
-        ),
+        baseline_times_s=baseline.times_s,
         n_gradients=sum(name.startswith("gradient of ") for name in plain),
         differences=tuple(words for name, words in found.items() if name not in unsteady),
         unsteady=unsteady if results == "bitwise" else (),
@@ -288,26 +282,29 @@ class _Bench:
         found.update({f"buffer {name}": b for name, b in self.model.named_buffers()})
         return _copies_on_host(found)
 
-    def measure(self, solution: Solution) -> list[Measurement]:
-        """Measure the step with its optimizer: first without the plan, then with it."""
-        self._restore()
-        with self.with_plan(solution) as optimizer:
+    def measure(self, optimizer: torch.optim.Optimizer | None) -> list[Measurement]:
+        """Measure the step with its optimizer, inside `with_plan`: without the plan and with it."""
 
-            @contextlib.contextmanager
-            def without() -> Iterator[None]:
-                on_host = contextlib.nullcontext() if optimizer is None else on_device(optimizer)
-                with without_plans(self.model), on_host:
-                    yield
+        def values_on_device() -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext() if optimizer is None else on_device(optimizer)
 
-            return measure_in_turns(
-                self.model,
-                self.batch,
-                (without, contextlib.nullcontext),
-                optimizer=optimizer,
-                gradients=self.gradients,
-                n_steps=N_TIMED_STEPS,
-                **self.step,
-            )
+        @contextlib.contextmanager
+        def without() -> Iterator[None]:
+            with without_plans(self.model), values_on_device():
+                yield
+
+        with values_on_device():
+            self._restore()
+
+        return measure_in_turns(
+            self.model,
+            self.batch,
+            (without, contextlib.nullcontext),
+            optimizer=optimizer,
+            gradients=self.gradients,
+            n_steps=N_ROUNDS,
+            **self.step,
+        )
 
 
 def _copies_on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -317,7 +317,8 @@ def _theory(solution: Solution) -> Iterator[str]:
         f"activations cross, the step is a chain of {blocks.n_blocks} blocks. In theory, "
         f"checkpointing {ways} costs at most one more forward pass, "
         f"{format_share(forward_s / plain_s)}. Simulated {where}: {every_block}"
-        f"√L, {counted(n_segments, 'segment')}, {_cost_text(solution, segments)}; "
+        f"√L, {counted(n_segments, 'segment')} (method sqrt fits their number to the budget "
+        f"instead), {_cost_text(solution, segments)}; "
         f"{plan} {format_size(simulation.peak_bytes)} at {format_share(solution.overhead or 0.0)}."
     )
 

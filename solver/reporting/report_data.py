@@ -380,6 +380,9 @@ def _verification(report: Report) -> dict[str, Any] | None:
         return {"passed": False, "error": report.verify_error} if report.verify_error else None
     return {
         **asdict(found),
+        "measured_time_s": found.measured_time_s,
+        "baseline_measured_time_s": found.baseline_measured_time_s,
+        "overhead": found.overhead,
         "fits": found.fits,
         "baseline_fits": found.baseline_fits,
         "passed": found.passed,

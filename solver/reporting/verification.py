@@ -35,15 +35,14 @@ class Verification:
     device: the device's name.
     available_bytes: the budget after the reserve.
     predicted_peak_bytes, measured_peak_bytes: with the plan; baseline_...: without it.
-    predicted_time_s, measured_time_s: of the step with the plan; baseline_...: without it. Measured
-        times are medians of `n_timed_steps` steps.
+    predicted_time_s: of the step with the plan; baseline_...: without it.
+    times_s, baseline_times_s: of the step with the plan and without it, as measured in each round
+        of timing.
     n_gradients: how many gradients were compared.
     differences: the results that are not as the plan promises, in words, such as "gradient of
         head.weight: 3 of 4": not bitwise identical, or with too large an error.
     reserved_bytes: reserved by CUDA's allocator with the plan (None on the CPU).
     context_bytes: what else is used on the device, by contexts, kernels and other processes.
-    spread_s: the time between the slowest and the fastest of the timed steps.
-    overheads: the overhead in each round of timing, as a share of the baseline's time.
     unsteady: results that also differ between two runs of the baseline; they are not compared.
     results: how results were compared. "bitwise"; "allclose": by their errors against the step in
         float64; "lossy": loss and buffers bitwise, gradients by their errors against the baseline.
@@ -60,16 +59,13 @@ class Verification:
     baseline_predicted_peak_bytes: int
     baseline_measured_peak_bytes: int
     predicted_time_s: float
-    measured_time_s: float
+    times_s: tuple[float, ...]
     baseline_predicted_time_s: float
-    baseline_measured_time_s: float
+    baseline_times_s: tuple[float, ...]
     n_gradients: int
     differences: tuple[str, ...]
     reserved_bytes: int | None = None
     context_bytes: int | None = None
-    spread_s: float = 0.0
-    n_timed_steps: int = 1
-    overheads: tuple[float, ...] = ()
     unsteady: tuple[str, ...] = ()
     results: str = "bitwise"
     largest_error: str = ""
@@ -135,11 +131,29 @@ class Verification:
         )
 
     @property
+    def overheads(self) -> tuple[float, ...]:
+        """The overhead in each round, as a share of the baseline's time in that round."""
+        rounds = zip(self.times_s, self.baseline_times_s, strict=True)
+        return tuple(with_plan_s / (plain_s or 1.0) - 1.0 for with_plan_s, plain_s in rounds)
+
+    @property
+    def median_round(self) -> int:
+        """The index of the round with the median overhead. The reported times are those of this
+        round, as medians of times and of their ratios can contradict each other."""
+        return self.overheads.index(statistics.median_low(self.overheads))
+
+    @property
     def overhead(self) -> float:
         """The measured overhead as a share of the baseline's time: the median of the rounds."""
-        if self.overheads:
-            return statistics.median(self.overheads)
-        return self.measured_time_s / (self.baseline_measured_time_s or 1.0) - 1.0
+        return self.overheads[self.median_round]
+
+    @property
+    def measured_time_s(self) -> float:
+        return self.times_s[self.median_round]
+
+    @property
+    def baseline_measured_time_s(self) -> float:
+        return self.baseline_times_s[self.median_round]
 
     def overhead_text(self, reader: Reader) -> str:
         """The measured overhead with its range, and the predicted one: "+3.10 % (+2.00 % to

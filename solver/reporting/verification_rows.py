@@ -38,14 +38,21 @@ def verification_table(found: Verification) -> Table:
     return Table(heads, (("peak", *peaks), ("step time", *times)))
 
 
+def _range(times_s: tuple[float, ...]) -> str:
+    """ "1.00 s to 1.20 s"."""
+    return f"{format_time(min(times_s))} to {format_time(max(times_s))}"
+
+
 def verification_rows(found: Verification, *, reader: Reader) -> Iterator[Row]:
     """Rows on the device, times, memory, warnings, and whether the results are as promised.
 
     reader: phrases advice for the command line or for Python.
     """
     yield "device", found.device
-    steps, spread = counted(found.n_timed_steps, "step"), format_time(found.spread_s)
-    yield "timing", f"medians of {steps}, spread {spread}; other load on the machine affects them"
+    rounds = counted(len(found.times_s), "round")
+    times = f"{_range(found.times_s)} with the plan, {_range(found.baseline_times_s)} without"
+    text = f"of the round with the median overhead ({rounds}: {times})"
+    yield "timing", f"{text}; other load on the machine affects it"
     yield "overhead", found.overhead_text(reader)
     if found.fits:
         yield "budget", f"met: {format_both(found.available_bytes)} available"

@@ -124,6 +124,15 @@ def test_a_method_that_refuses_the_graph_does_not_end_a_comparison(capsys, monke
     assert line == "solve: --method none: 364 ops are too many, at most 10"
 
 
+def test_a_missing_model_file_is_told_before_pytorch_is_loaded(capsys, monkeypatch):
+    def loaded(*_arguments, **_options):
+        raise AssertionError
+
+    monkeypatch.setattr("checkpoint_solver.cli.problem.find_target", loaded)
+    line = failed(capsys, "--budget", "4GB", "absent.py", code=4)
+    assert "absent.py: no such file" in line
+
+
 def test_an_option_that_does_not_exist_is_told_its_nearest(capsys):
     for option in ("--budgte", "--budgte=4GB"):
         line = failed(capsys, option, "4GB", GPT2, code=2)
@@ -293,6 +302,8 @@ def test_the_second_ctrl_c_ends_the_command(capsys, monkeypatch):
             "--batch-size: not possible",
         ),
         (["--budget", "4GB", "--verify", GPT2], "--verify: not possible"),
+        (["--budget", "4GB", "--zero", "2", "--ranks", "8", GPT2], "--zero, --ranks: not possible"),
+        (["--explain", "s.json", GPT2], "write solve explain schedule.json graph.json"),
         (
             ["--budget", "4GB", "--costs", "measured", GPT2],
             "--costs: not possible",
@@ -303,6 +314,7 @@ def test_the_second_ctrl_c_ends_the_command(capsys, monkeypatch):
         ),
         (["--budget", "4GB", "--plot", "m.jpg", GPT2], "must end in .png or .svg"),
         (["--budget", "4GB", "--pareto", "m", GPT2], "must end in .png or .svg"),
+        (["--budget", "4GB", "--report", "m.txt", GPT2], "must end in .html or .htm"),
         (
             ["--budget", "4GB", "-o", "/no/such/place/s.json", GPT2],
             "directory: /no/such/place",

@@ -31,7 +31,7 @@ from graphs.capture.refuse.traced_hooks import (
     computed_weights,
     is_traced,
 )
-from graphs.model_calls import nested
+from graphs.model_calls import nested, title_of
 
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -64,7 +64,7 @@ class DrawError(SideEffectError):
 
     def __init__(self, generator: str, module: nn.Module) -> None:
         super().__init__(
-            f"forward draws numbers with {generator}, in {type(module).__name__}; a planned step "
+            f"forward draws numbers with {generator}, in {title_of(module)}; a planned step "
             "would use those of the first call in every step. Draw them with torch, pass them in "
             "with the batch, or draw them in a submodule that holds little else: that is planned "
             "as one piece"
@@ -222,7 +222,7 @@ def _refuse_changed(model: nn.Module, changed: _ChangedAttributes) -> None:
     if changed:
         names = {module: name for name, module in model.named_modules()}
         module, attribute, value = changed[0]
-        where = names.get(module) or type(module).__name__
+        where = names.get(module) or title_of(module)
         raise SideEffectError(
             f"forward changes the attribute {attribute!r} of {where!r}, which a planned step would "
             "not do; keep it in a buffer that is updated in place, or outside of forward"

@@ -96,7 +96,9 @@ def memory(
     axes.set_xlim(0, longest_s / s_per_unit or None)
     highest = max(available, plain.peak_bytes / bytes_per_unit)
     axes.set_ylim(0, HEADROOM * highest)
-    _mark_times(axes, graph, layers, s_per_unit)
+    # The blocks are always the plan's, so that they have the same numbers without the plan, whose
+    # graph may be divided into other blocks.
+    _mark_times(axes, solution.graph, layers, s_per_unit)
     # name the peak op, if the peak is during a compute
     node = node_at(graph, schedule, shown)
     if node is not None and shown.peak_bytes in layers.total_bytes:
@@ -286,6 +288,8 @@ def block_starts(
 ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
     """When the forward ops of each block start, and when its backward ops do.
 
+    graph: divided into the blocks. layers: of this step, or of the same step with other rewrites.
+
     Both are lists of (seconds, block) in order of time, with blocks from 1. Only the first run of
     an op counts, so recomputation starts no block.
     """
@@ -295,12 +299,11 @@ def block_starts(
         first_s.setdefault(node.name, start_s)
 
     def starts(segments: Iterable[Sequence[str]]) -> list[tuple[float, int]]:
-        found = (
-            (min(first_s[name] for name in names), block)
+        found_s = (
+            (min((first_s[name] for name in names if name in first_s), default=None), block)
             for block, names in enumerate(segments, start=1)
-            if names
         )
-        return sorted(found)
+        return sorted((time_s, block) for time_s, block in found_s if time_s is not None)
 
     return starts(blocks.forward), starts(blocks.backward[: blocks.n_blocks])
 

@@ -158,8 +158,11 @@ def _raises(_output: Any, _batch: Any) -> Any:
         (lambda output, _: output["fixed"], "does not depend on any parameter"),
         (lambda _, batch: batch, "one floating-point number"),
         (lambda _output, _batch: None, "returned an object of type NoneType"),
-        (lambda output, _: output["loss"].item(), r"LossFunction cannot be traced \(.*line"),
-        (_raises, r"LossFunction fails on this batch: .*not today \(.*line"),
+        (
+            lambda output, _: output["loss"].item(),
+            r"^the loss function <lambda> cannot be traced \(",
+        ),
+        (_raises, r"^the loss function _raises fails on this batch: .*not today \(.*line"),
     ],
 )
 def test_a_loss_function_that_gives_no_loss_is_refused(loss: Any, reason: str) -> None:

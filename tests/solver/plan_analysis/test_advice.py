@@ -330,6 +330,7 @@ def test_theory_beside_what_was_found():
     assert plain.simulation is not None
     assert solution.simulation is not None
     assert f"every block 3.12 GB at {100 * plain.overhead:+.2f} %;" in text
+    assert "segments (method sqrt fits their number to the budget instead), " in text
     assert f"; this plan 3.94 GB at {100 * solution.overhead:+.2f} %." in text
     assert "does not fit" not in text
     forward_s = sum(node.time_s for node in graph.forward_nodes)

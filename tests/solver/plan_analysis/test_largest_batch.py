@@ -227,6 +227,15 @@ def test_the_picture_shows_every_size_that_has_a_plan():
     assert len(plot.throughput(nothing).lines[0].get_xdata()) == 0
 
 
+def test_sizes_that_were_not_tried_are_told():
+    found = largest(planner(peak_bytes(6), method="none"))
+    fitting = (c for c in found.candidates if c.solution.schedule is not None)
+    far = SizeSearch("batch_size", (*fitting, dataclasses.replace(found.beyond, size=99)))
+    for search, has_gap in ((found, False), (far, True)):
+        row = dict(size_rows(search))["largest"]
+        assert row.endswith("found none, and sizes in between were not tried") == has_gap
+
+
 def test_why_the_next_size_has_no_plan_is_told_apart():
     found = largest(planner(peak_bytes(6), method="none"))
     beyond = found.beyond.solution

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from graphs.synthetic.nets import chain, residual
+from solver.chain import computing_blocks
 from solver.chain.blocks import split_into_blocks
 from solver.plan_analysis.pareto import Curve, sweep
 from solver.reporting import plot
@@ -177,6 +178,25 @@ def test_the_time_axis_shows_where_the_backward_pass_and_each_block_start(planne
     assert [block for _, block in backward] == list(range(blocks.n_blocks, 0, -1))
     assert forward[0][0] == 0.0
     assert forward_s <= backward[0][0] < backward[-1][0] < planned.simulation.time_s
+
+
+def test_blocks_have_the_same_numbers_without_the_plan():
+    meta = dataclasses.replace(GRAPH.meta, saved_unread={"1.norm": ("stem",)})
+    solution = solve(
+        dataclasses.replace(GRAPH, meta=meta), budget=int(0.8 * PEAK_BYTES), method="sqrt"
+    )
+    numbers = [computing_blocks(each).n_blocks for each in (solution.unplanned, solution.graph)]
+    assert numbers == [6, 7]
+    for axes in plot.before_and_after(solution):
+        assert "forward, 7 blocks" in texts(axes)
+        ticks = [c.get_segments() for c in axes.collections if isinstance(c, LineCollection)]
+        assert [len(segments) for segments in ticks] == [7, 7]
+
+
+def test_blocks_that_a_step_does_not_have_are_not_marked():
+    other = chain(n_blocks=2)  # it shares only the loss, of block 7
+    layers = occupancy(other, baseline(other))
+    assert plot_memory.block_starts(GRAPH, layers) == ([(2.0, 7)], [(2.0, 7)])
 
 
 def test_a_long_schedule_is_thinned_and_keeps_its_peak(planned, monkeypatch):

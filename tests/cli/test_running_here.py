@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_solver.cli.command import main
-from checkpoint_solver.cli.real_run import ModelSizes
+from checkpoint_solver.cli.memory_to_run import ModelSizes
 from checkpoint_solver.cli.running_here import N_REAL_STEPS
 from tests.support.command import failed, write_model
 

@@ -1,7 +1,7 @@
-"""The least memory that it takes to build a model with its weights and run it on this machine.
+"""The memory that it takes at least to build a model with its weights and run it on this machine.
 
-Only a model that cannot be traced is run. The user is told first, and if it cannot fit, nothing is
-built.
+It is estimated before a model that cannot be traced is run: the user is told, and if it cannot fit,
+nothing is built.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
-class RealRun:
+class MemoryToRun:
     """The memory that a real step needs on this machine, as text for messages too (`str`).
 
     needs_bytes: a lower bound, without activations (None: unknown before it runs).
@@ -72,7 +72,7 @@ class RealRun:
         return f"{needs}; {format_size(int(self.free_bytes))} of {self.where} are free"
 
 
-def estimate_run(sizes: ModelSizes | None, device: str, *, with_gradients: bool) -> RealRun:
+def estimate_memory(sizes: ModelSizes | None, device: str, *, with_gradients: bool) -> MemoryToRun:
     """Estimate the memory of a real step on this device.
 
     Neither activations nor the optimizer's state are counted; the optimizer does not step.
@@ -90,4 +90,4 @@ def estimate_run(sizes: ModelSizes | None, device: str, *, with_gradients: bool)
     if sizes is not None:
         needs_bytes = sizes.needs_bytes + with_gradients * sizes.gradients_bytes
     title = "this machine's memory" if where.type == "cpu" else f"the memory of {device}"
-    return RealRun(needs_bytes, free_bytes(where), kinds, title)
+    return MemoryToRun(needs_bytes, free_bytes(where), kinds, title)
