@@ -292,18 +292,20 @@ class CutMilp:
         room = self.budget_bytes - self._allowance_bytes.get(p, 0)
         return room - int(self.folded.held_bytes[p]) - int(self.folded.own_bytes[p])
 
+    def kept_units(self, values: Floats) -> dict[int, frozenset[int]]:
+        """By position, the units on the device in a solution; an LP's fractions are rounded."""
+        return {
+            p: frozenset(u for u, column in keep.items() if values[column] > 0.5)
+            for p, keep in zip(self.positions, self.keep, strict=True)
+        }
+
     def to_cuts(self, answer: Answer) -> Cuts:
-        """Turn the solver's answer into Cuts; an LP's fractions are rounded."""
+        """Turn the solver's answer into Cuts."""
         kept, cost_share = None, math.inf
         if answer.values is not None:
-            values = answer.values
-            kept = tuple(
-                self._within_room(
-                    frozenset(u for u, column in keep.items() if values[column] > 0.5), p
-                )
-                for p, keep in zip(self.positions, self.keep, strict=True)
-            )
-            cost_share = float(np.dot(self.program.cost, values))
+            found = self.kept_units(answer.values)
+            kept = tuple(self._within_room(units, p) for p, units in found.items())
+            cost_share = float(np.dot(self.program.cost, answer.values))
         lost_share = self.lost_share(answer)
         return Cuts(self.positions, lost_share, kept, answer.timed_out, cost_share)
 
@@ -322,13 +324,8 @@ class CutMilp:
         if answer.values is None:
             return Cuts(self.positions, lost_share, None, timed_out=answer.timed_out)
         folded, kept = self.folded, self.units_by_share(answer.values)
-        missing = [u for u in keep if u not in kept and any(use > p for use in folded.uses[u])]
-        needed: set[int] = set()
-        while missing:
-            maker = folded.maker[missing.pop()]
-            if maker not in needed:
-                needed.add(maker)
-                missing += [u for u in folded.reads[maker] if u not in kept]
+        read_later = (u for u in keep if any(use > p for use in folded.uses[u]))
+        needed = folded.nodes_to_make(read_later, is_there=kept.__contains__)
         is_possible = needed <= recompute.keys() and all(
             u in kept for u in keep if p in folded.uses[u]
         )

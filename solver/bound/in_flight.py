@@ -67,10 +67,9 @@ def whole_span(graph: Graph, *, budget_bytes: int) -> Span:
     lost_share is inf if no schedule fits.
     """
     folded = StorageGraph.of(graph)
-    least_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
-    made_bytes = sum(folded.unit_bytes[u] for n in range(folded.n_forward) for u in folded.makes[n])
+    least_bytes = folded.least_saved_bytes
     room_bytes = budget_bytes - graph.resident_bytes
-    most_bytes = min(room_bytes // graph.n_in_flight, made_bytes)
+    most_bytes = min(room_bytes // graph.n_in_flight, folded.made_bytes)
     if held_bytes := graph.others_bytes:  # each of the others counts as saving at least this
         fits = (graph.n_in_flight - 1) * held_bytes + least_bytes <= room_bytes
         least_bytes, most_bytes = max(least_bytes, held_bytes), max(most_bytes, held_bytes)
@@ -82,8 +81,7 @@ def whole_span(graph: Graph, *, budget_bytes: int) -> Span:
 def least_in_flight_bytes(folded: StorageGraph) -> Bytes:
     """By position p: bytes on the device while p runs in any schedule, with those of the others."""
     graph = folded.graph
-    least_saved_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
-    each_bytes = max(least_saved_bytes, graph.others_bytes)
+    each_bytes = max(folded.least_saved_bytes, graph.others_bytes)
     others_bytes = np.full(folded.n_nodes + 1, (graph.n_in_flight - 1) * each_bytes)
     awaited_bytes = np.add(graph.awaited_bytes, graph.summed_bytes)
     others_bytes[folded.n_forward : folded.n_nodes] += np.maximum(0, awaited_bytes - each_bytes)

@@ -170,5 +170,4 @@ class _InFlightCuts(CutMilp):
         for column, size_bytes in self._bytes_of_columns[self._forward_end].items():
             sizes[column] = sizes.get(column, 0) + n_others * size_bytes
         room = self.room_bytes(p) - n_others * (self._pinned_bytes - self._span.least_bytes)
-        values = [size_bytes / self._scale for size_bytes in sizes.values()]
-        self.program.row([*sizes], values, upper=room / self._scale)
+        self.add_byte_row(sizes, room)

@@ -23,7 +23,7 @@ have been computed.)
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -211,6 +211,17 @@ class StorageGraph:
         live: Bytes = np.cumsum(change)[:-1]
         return live + self.graph.resident_bytes + self.own_bytes
 
+    @property
+    def least_saved_bytes(self) -> int:
+        """Bytes that every schedule saves for backward: on the device when the forward pass ends,
+        without resident tensors."""
+        return int(self.held_bytes[self.n_forward]) - self.graph.resident_bytes
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes that the forward pass makes: the most that a schedule can save for backward."""
+        return sum(self.unit_bytes[u] for made in self.makes[: self.n_forward] for u in made)
+
     def is_pinned(self, u: int, p: int) -> bool:
         return any(first <= p <= last for first, last in self.pinned[u])
 
@@ -219,6 +230,21 @@ class StorageGraph:
         names = self.graph.needs[self.graph.nodes[p].name]
         known = {self.unit_of[name] for name in names if name in self.unit_of}
         return [*names, *(self.unit_names[u] for u in self.reads[p] if u not in known)]
+
+    def nodes_to_make(self, units: Iterable[int], *, is_there: Callable[[int], bool]) -> set[int]:
+        """Nodes to run to have these units: their makers and, recursively, those of missing inputs.
+
+        is_there: whether a unit is on the device, so that nothing has to run for it.
+        """
+        found: set[int] = set()
+        unchecked = list(units)
+        while unchecked:
+            u = unchecked.pop()
+            maker = self.maker[u]
+            if maker not in found and not is_there(u):
+                found.add(maker)
+                unchecked += self.reads[maker]
+        return found
 
     def must_be_on_device(self, u: int, p: int) -> bool:
         """Whether unit u is on the device while node p runs in every schedule."""
