@@ -8,9 +8,9 @@ from solver.schedule import Places, simulate
 
 
 def judged_s(graph: Graph, *, budget_bytes: int, places: Places) -> float:
-    """Seconds of the step under the plan that `with_copies` proposes. Asserts that the plan is
-    within the budget and not below the proposal's bound."""
-    proposal = module.with_copies(
+    """Seconds of the step under the plan that `recompute_and_copy` proposes. Asserts that the plan
+    is within the budget and not below the proposal's bound."""
+    proposal = module.recompute_and_copy(
         graph, budget_bytes=budget_bytes, time_limit_s=6000, places=places
     )
     assert proposal.schedule is not None

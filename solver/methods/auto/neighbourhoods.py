@@ -32,6 +32,7 @@ import numpy as np
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph, large_units_only
+from solver.methods.auto.menu_program import kept_by_best
 from solver.methods.auto.runs import Runs, live_bytes
 from solver.methods.auto.search import Search
 from solver.methods.auto.stretch_program import Stretch, StretchMilp
@@ -133,7 +134,8 @@ def _solve_middle(
         budget_bytes=search.budget_bytes,
         deadline=search.deadline,
     )
-    return program, program.find_kept(below=plan.lost_share(stretch.first, stretch.last))
+    below = plan.lost_share(stretch.first, stretch.last)
+    return program, kept_by_best(program, below=below, deadline=search.deadline)
 
 
 def _offer_spliced(

@@ -91,7 +91,7 @@ it.
 Stage = Callable[[CopySearch], None]
 
 
-def with_copies(
+def recompute_and_copy(
     graph: Graph,
     *,
     budget_bytes: int,
@@ -114,7 +114,7 @@ def with_copies(
         quick=quick,
     )
     plan_for_host_only = partial(
-        with_copies,
+        recompute_and_copy,
         graph,
         budget_bytes=budget_bytes,
         places=Places(host=places.host),

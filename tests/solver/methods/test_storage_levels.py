@@ -7,8 +7,7 @@ import pytest
 from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
 from solver import solve
-from solver.methods import METHODS, storage_levels
-from solver.methods import auto_then_chain_methods as after_auto
+from solver.methods import METHODS, auto_method, storage_levels
 from solver.methods.proposal import Proposal
 from solver.schedule import Link, Place, Places, Schedule, Spill, baseline, simulate
 from tests.support import nets
@@ -131,7 +130,9 @@ def test_auto_schedules_the_same_reversal_once(monkeypatch: pytest.MonkeyPatch) 
         return scheduled(search, blocks, actions, *rest)
 
     monkeypatch.setattr(storage_levels, "_make_schedule", counted)
-    monkeypatch.setattr(after_auto, "auto", lambda *_given, **_options: Proposal(None, 0.0, False))
+    monkeypatch.setattr(
+        auto_method, "recompute_and_copy", lambda *_given, **_options: Proposal(None)
+    )
     assert run("auto", uniform_chain(16), 4, places(16, 2.0)) is not None
     assert tried
     assert len(tried) == len(set(tried))

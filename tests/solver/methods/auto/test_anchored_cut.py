@@ -13,10 +13,11 @@ from graphs.synthetic import nets
 from solver.bound.cut import solve_cuts
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
 from solver.bound.storage_graph import StorageGraph
-from solver.methods.auto import auto, stages
+from solver.methods.auto import stages
 from solver.methods.auto.anchored_cut import offer_anchored
 from solver.methods.auto.from_cuts import schedule_from_cuts
 from solver.methods.auto.search import Search
+from solver.methods.auto_method import auto
 from solver.methods.proposal import Method, Proposal
 from solver.plan_analysis.pareto import sweep
 from solver.schedule.ops import Schedule

@@ -14,12 +14,12 @@ from solver.bound.cut import CutMilp, solve_cuts
 from solver.bound.lower_bound import binding_cut, proven_least_budget_bytes
 from solver.bound.storage_graph import StorageGraph
 from solver.methods import find_obstacle
-from solver.methods.auto import auto
 from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
 from solver.methods.auto.menu_program import menu_program
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
+from solver.methods.auto_method import auto
 from solver.methods.evict import evict
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
