@@ -15,11 +15,17 @@ from graphs.host_state import with_state_on_device
 from graphs.rewrites import Variants, is_stock
 from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
 from solver.methods import METHODS, find_obstacle, transfer_schedule
-from solver.schedule import Request, Schedule, Solution, simulate
+from solver.schedule import (
+    Request,
+    Schedule,
+    Simulation,
+    Solution,
+    simulate,
+    simulate_unplanned,
+)
 from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
 from solver.solving.answers import best, excess_bytes, fastest, solution_from_proposal, time_s
-from solver.solving.more_proof import with_more_proven
-from solver.solving.refined import with_fastest_refined
+from solver.solving.improved import with_fastest_refined, with_more_proven
 from solver.solving.state_choices import with_state_choices
 from solver.solving.within_reserved import plan_within_reserved, with_reserved
 
@@ -139,6 +145,7 @@ def _plan_variants(
         deadline if refine is None else deadline.earlier(REFINING_SHARE * deadline.left_s)
     )
     graphs_in_order = _planning_order(variants.planned, request, deadline)
+    baseline = simulate_unplanned(variants.plain)
     answers: list[Solution] = []
     for index, (graph, bound_s) in enumerate(graphs_in_order, 1):
         if answers:
@@ -162,24 +169,16 @@ def _plan_variants(
             _plan_variant(
                 graph,
                 request,
-                plain=variants.plain,
+                baseline=baseline,
                 starts=known,
                 quick=quick,
                 deadline=variant_deadline,
             )
         )
     if refine is not None:
-        answers = with_fastest_refined(
-            answers, request, refine=refine, plain=variants.plain, deadline=deadline
-        )
+        answers = with_fastest_refined(answers, refine=refine, deadline=deadline)
     if thorough and method.prove_more is not None:
-        answers = with_more_proven(
-            answers,
-            request,
-            prove_more=method.prove_more,
-            plain=variants.plain,
-            deadline=deadline,
-        )
+        answers = with_more_proven(answers, prove_more=method.prove_more, deadline=deadline)
     return best(answers)
 
 
@@ -231,13 +230,12 @@ def _plan_variant(
     graph: Graph,
     request: Request,
     *,
-    plain: Graph,
+    baseline: Simulation,
     starts: Sequence[Schedule],
     quick: bool,
     deadline: Deadline,
 ) -> Solution:
     """Run the requested method on one variant, simulate its proposal, and bound it."""
-    started_s = now_s()
     method = METHODS[request.method]
     proposal = method(
         graph,
@@ -258,7 +256,7 @@ def _plan_variant(
         )
         bound_s = max(bound_s, cut_s)
     proposal = dataclasses.replace(proposal, lower_bound_s=bound_s)
-    return solution_from_proposal(graph, request, proposal, plain=plain, started_s=started_s)
+    return solution_from_proposal(graph, request, proposal, baseline=baseline)
 
 
 def with_obstacle(solution: Solution, *, deadline: Deadline | None = None) -> Solution:
