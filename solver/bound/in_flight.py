@@ -110,10 +110,8 @@ def span_graph(
         others_bytes = (graph.n_in_flight - 1) * span.least_bytes
     spare_bytes = budget_bytes - graph.resident_bytes - others_bytes - span.most_bytes
     has_outside = any(node.phase == "outside" for node in graph.nodes)
-    awaited_bytes, sum_bytes = (
-        _awaited_bytes_freed_after(graph, span),
-        _sum_workspace_bytes(graph, span),
-    )
+    awaited_bytes = _awaited_bytes_freed_after(graph, span)
+    sum_bytes = _sum_workspace_bytes(graph, span)
     awaited_tensors = tuple(
         Tensor(f"{AWAITED}.{index}", size_bytes) for index, size_bytes in awaited_bytes.items()
     )
@@ -128,8 +126,10 @@ def span_graph(
         recomputable=False,
     )
     later_nodes = [
-        _with_extra_input_and_workspace(
-            node, f"{AWAITED}.{index}" if index in awaited_bytes else None, sum_bytes.get(index, 0)
+        dataclasses.replace(
+            node,
+            inputs=(*node.inputs, *([f"{AWAITED}.{index}"] if index in awaited_bytes else [])),
+            workspace_bytes=node.workspace_bytes + sum_bytes.get(index, 0),
         )
         for index, node in enumerate(graph.later_nodes)
         if node.phase != "optimizer"
@@ -175,17 +175,6 @@ def _sum_workspace_bytes(graph: Graph, span: Span) -> dict[int, int]:
         for index, (awaited, summed) in enumerate(both)
     }
     return {index: size_bytes for index, size_bytes in found.items() if size_bytes}
-
-
-def _with_extra_input_and_workspace(
-    node: Node, extra_input: str | None, workspace_bytes: int
-) -> Node:
-    """The node with one more input, `extra_input`, and more workspace."""
-    return dataclasses.replace(
-        node,
-        inputs=node.inputs if extra_input is None else (*node.inputs, extra_input),
-        workspace_bytes=node.workspace_bytes + workspace_bytes,
-    )
 
 
 def without_span_nodes(graph: Graph, schedule: Schedule) -> Schedule:

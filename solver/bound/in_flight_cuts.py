@@ -115,10 +115,8 @@ class _InFlightCuts(CutMilp):
         deadline: Deadline,
     ) -> None:
         self._graph, self._span, self._given_positions = graph, span, positions
-        self._forward_end, end = (
-            folded.position[FORWARD_END],
-            folded.position.get(BACKWARD_END, folded.n_nodes),
-        )
+        self._forward_end = folded.position[FORWARD_END]
+        end = folded.position.get(BACKWARD_END, folded.n_nodes)
         self._bytes_of_columns: dict[int, dict[int, int]] = {}
         # From BACKWARD_END on no other micro-batch is in flight, and at FORWARD_END the span
         # graph's rows suffice.

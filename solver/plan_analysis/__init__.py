@@ -5,7 +5,6 @@ from solver.plan_analysis.by_block import block_names, block_rows
 from solver.plan_analysis.copy_timeline import (
     TITLE_OF_STREAM,
     Copies,
-    Stall,
     Stream,
     Trip,
     copies,

@@ -269,10 +269,8 @@ class _Plan:
     ) -> Stretch:
         """The middle with the positions near it at which the schedule recomputes."""
         n_near, recompute_at = N_NEAR[size], self.recompute_at
-        before, after = (
-            bisect_left(recompute_at, positions[0]),
-            bisect_right(recompute_at, positions[-1]),
-        )
+        before = bisect_left(recompute_at, positions[0])
+        after = bisect_right(recompute_at, positions[-1])
         near = [
             *recompute_at[max(0, before - n_near) : before],
             *recompute_at[after : after + n_near],

@@ -39,7 +39,7 @@ def budget_at(graph: Graph, share: float) -> int:
 def test_anchors_fit_where_the_cut_alone_overflows(share: float, gap: float) -> None:
     graph = nets.recurrent(n_steps=200)
     folded, budget_bytes = StorageGraph.of(graph), budget_at(graph, share)
-    base, lost_share = binding_cut(folded, budget_bytes=budget_bytes, gap=1e-3).ranked_positions[0]
+    base, lost_share = binding_cut(folded, budget_bytes=budget_bytes).ranked_positions[0]
     alone = solve_cuts(folded, positions=[base], budget_bytes=budget_bytes, as_milp=True)
     assert alone.kept is not None
     assert (
