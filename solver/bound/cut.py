@@ -83,7 +83,7 @@ class Cuts:
 
     positions: tuple[int, ...]
     lost_share: float
-    kept: tuple[frozenset[int], ...] | None
+    kept: Mapping[int, frozenset[int]] | None
     timed_out: bool = False
     cost_share: float = math.inf
 
@@ -304,7 +304,7 @@ class CutMilp:
         kept, cost_share = None, math.inf
         if answer.values is not None:
             found = self.kept_units(answer.values)
-            kept = tuple(self._within_room(units, p) for p, units in found.items())
+            kept = {p: self._within_room(units, p) for p, units in found.items()}
             cost_share = float(np.dot(self.program.cost, answer.values))
         lost_share = self.lost_share(answer)
         return Cuts(self.positions, lost_share, kept, answer.timed_out, cost_share)
@@ -330,7 +330,7 @@ class CutMilp:
             u in kept for u in keep if p in folded.uses[u]
         )
         cost_share = math.fsum(self._time_share[n] for n in needed) if is_possible else math.inf
-        return Cuts(self.positions, lost_share, (kept,), answer.timed_out, cost_share)
+        return Cuts(self.positions, lost_share, {p: kept}, answer.timed_out, cost_share)
 
     def units_by_share(self, shares: Floats) -> frozenset[int]:
         """Units of a single cut, by their fractions, the largest first, while bytes last."""

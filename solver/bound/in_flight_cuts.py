@@ -138,7 +138,7 @@ class _InFlightCuts(CutMilp):
         answer = self.program.solve(as_milp=as_milp, gap=gap, node_limit=n_nodes, deadline=deadline)
         cuts = self.to_cuts(answer)
         span = dataclasses.replace(self._span, lost_share=cuts.lost_share)
-        kept = dict(zip(cuts.positions, cuts.kept, strict=True)) if as_milp and cuts.kept else {}
+        kept = cuts.kept if as_milp and cuts.kept else {}
         saved_bytes = None
         if answer.values is not None and self._forward_end in self._bytes_of_columns:
             shares = (

@@ -29,14 +29,7 @@ from solver.bound import (
 from solver.methods.evict import evict
 from solver.methods.proposal import Method
 from solver.methods.revolve import reversals
-from solver.schedule import (
-    IllegalScheduleError,
-    Obstacle,
-    Places,
-    Schedule,
-    baseline,
-    simulate,
-)
+from solver.schedule import IllegalScheduleError, Obstacle, Places, Schedule, baseline, simulate
 from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 TOLERANCE = 0.002

@@ -37,14 +37,7 @@ from solver.bound import RankCuts, Span, StorageGraph, one_in_flight, span_graph
 from solver.methods import METHODS, fold_simulation, schedule_from_cuts
 from solver.plan_analysis.planned_stages import optimizer_s
 from solver.plan_analysis.rank_peak import StageBytes, held_in_flight, peak_of, resident_bytes
-from solver.schedule import (
-    IllegalScheduleError,
-    Schedule,
-    Simulation,
-    Solution,
-    baseline,
-    simulate,
-)
+from solver.schedule import IllegalScheduleError, Schedule, Simulation, Solution, baseline, simulate
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 
 GAP = 5e-4

@@ -15,14 +15,7 @@ from graphs.host_state import with_state_on_device
 from graphs.rewrites import Variants, is_stock
 from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
 from solver.methods import METHODS, find_obstacle, transfer_schedule
-from solver.schedule import (
-    Request,
-    Schedule,
-    Simulation,
-    Solution,
-    simulate,
-    simulate_unplanned,
-)
+from solver.schedule import Request, Schedule, Simulation, Solution, simulate, simulate_unplanned
 from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
 from solver.solving.answers import best, excess_bytes, fastest, solution_from_proposal, time_s
 from solver.solving.improved import with_fastest_refined, with_more_proven

@@ -25,12 +25,7 @@ from solver.bound import CutMilp, StorageGraph, add_rounded_byte_rows
 from solver.methods.auto.from_cuts import droppable_names, order_just_in_time
 from solver.methods.auto.recompute_rows import add_recompute_rows
 from solver.methods.auto.runs import Runs
-from solver.schedule import (
-    Schedule,
-    free_after_last_use,
-    missing_computes,
-    without_dead_computes,
-)
+from solver.schedule import Schedule, free_after_last_use, missing_computes, without_dead_computes
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
 
