@@ -51,8 +51,8 @@ N_TRANSIT_SNAPSHOTS = 2
 """If there is a disk, the host keeps room for so many snapshots on their way to or from it."""
 
 Actions = tuple[Action, ...]
-Reverse = Callable[[int, Sequence[Level]], Actions | None]
-"""From the number of steps and the levels to the actions; None: not enough snapshots."""
+Reverse = Callable[..., Actions | None]
+"""From `n_steps` and `levels` to the actions; None: not enough snapshots."""
 KnownResults = dict[tuple[Actions, tuple[bool, ...]], bool]
 """Whether schedules fit, by their actions and by which slow levels are on disk."""
 
@@ -99,7 +99,7 @@ def method_on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[
             @functools.cache
             def fits(n_snapshots: int) -> bool:
                 levels = (Level(n_snapshots), *(each.level for each in slow_levels))
-                actions = reverse(blocks.n_blocks, levels)
+                actions = reverse(n_steps=blocks.n_blocks, levels=levels)
                 if actions is None:  # more snapshots may be enough
                     return True
                 if (actions, on_disk) not in tried:
@@ -118,24 +118,11 @@ def method_on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[
     return method
 
 
-def _adapt_to_disk(reverse: Callable[..., Actions | None]) -> Reverse:
-    """Adapt a method for memory and disk; with memory only, it is the best reversal in memory."""
-
-    def reverse_with_or_without_disk(n_steps: int, levels: Sequence[Level]) -> Actions | None:
-        if len(levels) == 1:
-            return hrevolve(n_steps=n_steps, levels=levels)
-        return reverse(n_steps=n_steps, memory=levels[0], disk=levels[-1])
-
-    return reverse_with_or_without_disk
-
-
 METHODS_ON_LEVELS = {
-    "disk_revolve": method_on_levels(_adapt_to_disk(disk_revolve), two_levels=True),
-    "periodic_disk_revolve": method_on_levels(
-        _adapt_to_disk(periodic_disk_revolve), two_levels=True
-    ),
-    "hrevolve": method_on_levels(lambda n, levels: hrevolve(n_steps=n, levels=levels)),
-    "multistage": method_on_levels(lambda n, levels: multistage(n_steps=n, levels=levels)),
+    "disk_revolve": method_on_levels(disk_revolve, two_levels=True),
+    "periodic_disk_revolve": method_on_levels(periodic_disk_revolve, two_levels=True),
+    "hrevolve": method_on_levels(hrevolve),
+    "multistage": method_on_levels(multistage),
 }
 
 

@@ -56,6 +56,7 @@ from solver.schedule.simulator import (
     Simulation,
     Stay,
     simulate,
+    simulate_if_legal,
     starts_s,
     stays,
     timeline,

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from solver.methods import Proposal, transfer_schedule
-from solver.schedule import IllegalScheduleError, Schedule, Solution, simulate
+from solver.schedule import Schedule, Solution, simulate_if_legal
 from solver.sizes_deadlines_progress import Deadline
 from solver.solving.answers import fastest, solution_from_proposal, time_s
 
@@ -92,11 +92,8 @@ def _with_schedule_if_fitting(schedule: Schedule, answer: Solution, *, most_s: f
     if schedule is answer.schedule:
         return answer
     moved = transfer_schedule(answer.graph, schedule)
-    try:
-        simulation = simulate(answer.graph, moved)
-    except IllegalScheduleError:
-        return answer
-    if answer.request.excess(simulation) or simulation.time_s > most_s:
+    simulation = simulate_if_legal(answer.graph, moved)
+    if simulation is None or answer.request.excess(simulation) or simulation.time_s > most_s:
         return answer
     found = dataclasses.replace(answer, schedule=moved, simulation=simulation, status="feasible")
     return found.with_bound(answer.lower_bound_s)

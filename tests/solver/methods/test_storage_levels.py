@@ -66,7 +66,7 @@ def test_copies_beside_the_computation_cost_no_more_than_published() -> None:
     graph = uniform_chain(40)
     beside = run("disk_revolve", graph, 5, places(40, 2.0))
     memory, slow = Level(1), Level(40, 2.0, 2.0)
-    published = cost_of(disk_revolve(n_steps=40, memory=memory, disk=slow), (memory, slow))
+    published = cost_of(disk_revolve(n_steps=40, levels=(memory, slow)), (memory, slow))
     assert beside.time_s - graph.baseline_time_s <= published
 
 
