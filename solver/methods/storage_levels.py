@@ -22,10 +22,10 @@ Cost: some dozen reversals of at most MAX_BLOCKS blocks, each turned into a sche
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph
@@ -65,64 +65,60 @@ class SlowLevel:
     on_disk: bool = False
 
 
-def method_on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Proposal]:
-    """The method that plans with these actions.
+def plan_on_levels(
+    reverse: Reverse,
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float,
+    seed: int,
+    places: Places | None = None,
+    known: KnownResults | None = None,
+    two_levels: bool = False,
+) -> Proposal:
+    """Find the best of the reversals. Without places all snapshots are on the device.
 
+    No randomness.
+
+    known: results of methods tried before within this budget; these schedules are not tried again.
     two_levels: use only the device and the slowest level.
     """
+    tried = {} if known is None else known
+    with BestSoFar(
+        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places
+    ) as search:
+        if search.fits(baseline(graph)):
+            return search.proposal()
+        blocks = split_into_blocks(graph, max_blocks=MAX_BLOCKS)
+        slow_levels = _slow_levels(graph, blocks, places or Places())
+        slow_levels = slow_levels[-1:] if two_levels else slow_levels
+        on_disk = tuple(each.on_disk for each in slow_levels)
 
-    def method(
-        graph: Graph,
-        *,
-        budget_bytes: int,
-        time_limit_s: float,
-        seed: int,
-        places: Places | None = None,
-        known: KnownResults | None = None,
-    ) -> Proposal:
-        """Find the best reversal. Without places all snapshots are on the device. No randomness.
+        @cache
+        def fits(n_snapshots: int) -> bool:
+            levels = (Level(n_snapshots), *(each.level for each in slow_levels))
+            actions = reverse(n_steps=blocks.n_blocks, levels=levels)
+            if actions is None:  # more snapshots may be enough
+                return True
+            if (actions, on_disk) not in tried:
+                schedule = _make_schedule(search, blocks, actions, slow_levels, places)
+                tried[actions, on_disk] = search.fits(schedule)
+            return tried[actions, on_disk]
 
-        known: results of methods tried before within this budget; these schedules are not tried
-            again.
-        """
-        tried = {} if known is None else known
-        with BestSoFar(
-            graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places
-        ) as search:
-            if search.fits(baseline(graph)):
-                return search.proposal()
-            blocks = split_into_blocks(graph, max_blocks=MAX_BLOCKS)
-            slow_levels = _slow_levels(graph, blocks, places or Places())
-            slow_levels = slow_levels[-1:] if two_levels else slow_levels
-            on_disk = tuple(each.on_disk for each in slow_levels)
-
-            @functools.cache
-            def fits(n_snapshots: int) -> bool:
-                levels = (Level(n_snapshots), *(each.level for each in slow_levels))
-                actions = reverse(n_steps=blocks.n_blocks, levels=levels)
-                if actions is None:  # more snapshots may be enough
-                    return True
-                if (actions, on_disk) not in tried:
-                    schedule = _make_schedule(search, blocks, actions, slow_levels, places)
-                    tried[actions, on_disk] = search.fits(schedule)
-                return tried[actions, on_disk]
-
-            if blocks.n_blocks:
-                search.bisect(fits, 0, blocks.n_blocks + 1)
-            n_snapshots = 0
-            while n_snapshots < blocks.n_blocks:  # missed by bisection if slow levels are small
-                fits(n_snapshots)
-                n_snapshots += 1 + n_snapshots // 3
-        return search.proposal()
-
-    return method
+        if blocks.n_blocks:
+            search.bisect(fits, 0, blocks.n_blocks + 1)
+        n_snapshots = 0
+        while n_snapshots < blocks.n_blocks:  # missed by bisection if slow levels are small
+            fits(n_snapshots)
+            n_snapshots += 1 + n_snapshots // 3
+    return search.proposal()
 
 
-METHODS_ON_LEVELS = {
-    "disk_revolve": method_on_levels(disk_revolve, two_levels=True),
-    "periodic_disk_revolve": method_on_levels(periodic_disk_revolve, two_levels=True),
-    "hrevolve": method_on_levels(hrevolve),
-    "multistage": method_on_levels(multistage),
+METHODS_ON_LEVELS: Mapping[str, Callable[..., Proposal]] = {
+    "disk_revolve": partial(plan_on_levels, disk_revolve, two_levels=True),
+    "periodic_disk_revolve": partial(plan_on_levels, periodic_disk_revolve, two_levels=True),
+    "hrevolve": partial(plan_on_levels, hrevolve),
+    "multistage": partial(plan_on_levels, multistage),
 }
 
 
