@@ -85,7 +85,8 @@ def attempt(
     variants = with_state_choices(
         step, request.places, where=request.optimizer_state, parameters=request.parameters
     )
-    thorough = thorough and _may_prove_more(variants.plain, request)
+    is_long = request.time_limit_s >= THOROUGH_TIME_LIMIT_S and request.budget_of == "allocated"
+    thorough = thorough and is_long and _is_one_pass_on_device(variants.plain, request)
 
     def plan(request: Request) -> Solution:
         effort = {"quick": quick, "thorough": thorough}
@@ -103,12 +104,6 @@ def attempt(
         timed_out=found.timed_out and not was_interrupted,
         interrupted=was_interrupted,
     )
-
-
-def _may_prove_more(step: Graph, request: Request) -> bool:
-    """Whether this request allows minutes of proof."""
-    is_long = request.time_limit_s >= THOROUGH_TIME_LIMIT_S
-    return is_long and request.budget_of == "allocated" and _is_one_pass_on_device(step, request)
 
 
 def _is_one_pass_on_device(step: Graph, request: Request) -> bool:
@@ -150,7 +145,9 @@ def _plan_variants(
         known = [s for s in starts if s.graph_id == graph.graph_id]
         if method.takes_starts:
             known += [
-                transfer_schedule(graph, schedule) for schedule in _schedules_near_bound(answers)
+                transfer_schedule(graph, earlier.schedule)
+                for earlier in answers
+                if earlier.schedule is not None and (earlier.gap or 0.0) < FAR_GAP
             ]
         is_last = all(later.graph_id == graph.graph_id for later, _ in graphs_in_order[index:])
         variant_deadline = (
@@ -173,13 +170,6 @@ def _plan_variants(
     if thorough and method.prove_more is not None:
         answers = with_more_proven(answers, prove_more=method.prove_more, deadline=deadline)
     return best(answers)
-
-
-def _schedules_near_bound(answers: Sequence[Solution]) -> Iterator[Schedule]:
-    """The schedules with a gap below FAR_GAP."""
-    for answer in answers:
-        if answer.schedule is not None and answer.gap is not None and answer.gap < FAR_GAP:
-            yield answer.schedule
 
 
 def _planning_order(

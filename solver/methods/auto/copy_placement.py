@@ -301,8 +301,8 @@ class _Sweep:
         while self.offloaded and self.offload.fetches_end_s < end_s:
             on_host = (each for each in self.offloaded if self.offload.is_on_host(each[1]))
             for last, _, gap in heapq.nsmallest(N_FETCH_CANDIDATES, on_host):
-                size_bytes = self.folded.unit_bytes[gap.unit]
-                if gap in self.fetched or self._fetch_fits(i, last, size_bytes):
+                room = self.budget_bytes - self.folded.unit_bytes[gap.unit]
+                if gap in self.fetched or last <= i or int(self.live[i:last].max()) <= room:
                     break
             else:
                 return
@@ -323,9 +323,6 @@ class _Sweep:
                 return
             if not self.offload.load(u, self.now_s, make_room=False):
                 return
-
-    def _fetch_fits(self, i: int, last: int, size_bytes: int) -> bool:
-        return last <= i or int(self.live[i:last].max()) + size_bytes <= self.budget_bytes
 
     def _fetch(self, gap: Gap, i: int) -> None:
         u = gap.unit
