@@ -256,35 +256,38 @@ class CutMilp:
         self.program.row([*columns, *readers], values, lower=0.0 if readers else 1.0)
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
-        folded, room = self.folded, self.room_bytes(p)
-        counted = self.counted_units(keep, p)
-        for u in counted:
+        room, size_bytes = self.room_bytes(p), self.counted_bytes(keep, p)
+        for column, each in size_bytes.items():
             # Excluded explicitly: the solver's tolerance on a row of gigabytes lets bytes pass.
-            if folded.unit_bytes[u] > room and not self.program.least[keep[u]]:
-                self.program.most[keep[u]] = 0.0
-        self.add_byte_row({keep[u]: folded.unit_bytes[u] for u in counted}, room)
+            if each > room and not self.program.least[column]:
+                self.program.most[column] = 0.0
+        self.add_byte_row(size_bytes, room)
 
     def add_byte_row(self, size_bytes: Mapping[int, int], room_bytes: int) -> None:
         """Add the row: these columns, of so many bytes each, fit into the room."""
         values = [each / self._scale for each in size_bytes.values()]
         self.program.row([*size_bytes], values, upper=room_bytes / self._scale)
 
-    def counted_units(self, units: Iterable[int], p: int) -> list[int]:
-        """Those of the units that the byte row at p counts."""
+    def counted_bytes(self, keep: Mapping[int, int], p: int) -> dict[int, int]:
+        """By column, the bytes of those units that the byte row at p counts."""
+        return {keep[u]: self.folded.unit_bytes[u] for u in self._counted_units(keep, p)}
+
+    def _counted_units(self, units: Iterable[int], p: int) -> list[int]:
         folded = self.folded
         return [u for u in units if not folded.is_pinned(u, p) and folded.unit_bytes[u]]
 
     def _within_room(self, units: frozenset[int], p: int) -> frozenset[int]:
         """Drop the smallest units if the solver's tolerance let more pass than the room holds."""
-        counted = sorted(self.counted_units(units, p), key=lambda u: (self.folded.unit_bytes[u], u))
-        over_bytes = sum(self.folded.unit_bytes[u] for u in counted) - self.room_bytes(p)
+        size_bytes = self.folded.unit_bytes
+        counted = sorted(self._counted_units(units, p), key=lambda u: (size_bytes[u], u))
+        over_bytes = sum(size_bytes[u] for u in counted) - self.room_bytes(p)
         dropped: set[int] = set()
         for u in counted:
             if over_bytes <= 0:
                 break
             if p not in self.folded.uses[u]:
                 dropped.add(u)
-                over_bytes -= self.folded.unit_bytes[u]
+                over_bytes -= size_bytes[u]
         return units - dropped
 
     def room_bytes(self, p: int) -> int:

@@ -158,9 +158,7 @@ class _InFlightCuts(CutMilp):
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
         super()._add_bytes(p, keep)
-        self._bytes_of_columns[p] = {
-            keep[u]: self.folded.unit_bytes[u] for u in self.counted_units(keep, p)
-        }
+        self._bytes_of_columns[p] = self.counted_bytes(keep, p)
 
     def _limit_with_others(self, p: int) -> None:
         """Add the row of the module for position p."""

@@ -184,10 +184,9 @@ class _StageCuts(CutMilp):
         self.count_equal_columns()
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
-        folded, counted = self.folded, self.counted_units(keep, p)
+        folded, counted = self.folded, self.counted_bytes(keep, p)
         held_bytes = int(folded.held_bytes[p] + folded.own_bytes[p]) - folded.graph.resident_bytes
-        sizes = [folded.unit_bytes[u] for u in counted]
-        self.bytes_at[p] = _ByteExpression(held_bytes, [keep[u] for u in counted], sizes)
+        self.bytes_at[p] = _ByteExpression(held_bytes, [*counted], [*counted.values()])
 
 
 def one_in_flight(graph: Graph, *, room_bytes: int) -> Graph:
