@@ -85,8 +85,12 @@ def attempt(
     variants = with_state_choices(
         step, request.places, where=request.optimizer_state, parameters=request.parameters
     )
-    is_long = request.time_limit_s >= THOROUGH_TIME_LIMIT_S and request.budget_of == "allocated"
-    thorough = thorough and is_long and _is_one_pass_on_device(variants.plain, request)
+    thorough = (
+        thorough
+        and request.time_limit_s >= THOROUGH_TIME_LIMIT_S
+        and request.budget_of == "allocated"
+        and _is_one_pass_on_device(variants.plain, request)
+    )
 
     def plan(request: Request) -> Solution:
         effort = {"quick": quick, "thorough": thorough}
