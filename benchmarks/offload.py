@@ -23,7 +23,7 @@ from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.methods import METHODS, find_obstacle
 from solver.methods.auto.copy_placement import place_copies
-from solver.methods.auto.overflow import gaps_to_offload
+from solver.methods.auto.with_copies import gaps_to_offload
 from solver.schedule import Link, Place, Places, Schedule, baseline, simulate
 
 DEFAULT_GRAPHS = ["gpt2-instance", "gpt2", "llama-4", "llama-32", "resnet50", "unet"]

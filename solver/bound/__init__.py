@@ -1,6 +1,6 @@
 """Lower bounds on time and budget: the graph as numbered storages, and the cut MILPs on it."""
 
-from solver.bound.copies import CopyCut, CopyMilp
+from solver.bound.copies import CopyMilp
 from solver.bound.cut import TIME_ERROR, CutMilp, Cuts, solve_cuts
 from solver.bound.in_flight import (
     Span,
@@ -25,4 +25,4 @@ from solver.bound.milp import Milp
 from solver.bound.rank_cuts import RankCuts, one_in_flight
 from solver.bound.rounded_byte_rows import add_rounded_byte_rows
 from solver.bound.storage_graph import StorageGraph
-from solver.bound.windows import WindowCuts, large_units_only, lost_share_by_windows
+from solver.bound.windows import WindowCuts, large_units_only, lost_share_by_windows, spread_out

@@ -122,13 +122,9 @@ class CopyMilp(CutMilp):
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
         super()._add_bytes(p, keep)
-        if not self.fetch:
-            return
-        self.program.row(
-            list(self.fetch.values()),
-            [self.folded.unit_bytes[u] / self._scale for u in self.fetch],
-            upper=(self._places.host_bytes + self._places.disk_bytes) / self._scale,
-        )
+        if self.fetch:
+            away_bytes = {column: self.folded.unit_bytes[u] for u, column in self.fetch.items()}
+            self.add_byte_row(away_bytes, self._places.host_bytes + self._places.disk_bytes)
 
     def forbid_fetches(self, units: Iterable[int]) -> None:
         """Do not fetch these units next. The result is then no bound."""

@@ -83,7 +83,7 @@ class Cuts:
 
     positions: tuple[int, ...]
     lost_share: float
-    kept: tuple[frozenset[int], ...] | None
+    kept: Mapping[int, frozenset[int]] | None
     timed_out: bool = False
     cost_share: float = math.inf
 
@@ -256,35 +256,38 @@ class CutMilp:
         self.program.row([*columns, *readers], values, lower=0.0 if readers else 1.0)
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
-        folded, room = self.folded, self.room_bytes(p)
-        counted = self.counted_units(keep, p)
-        for u in counted:
+        room, size_bytes = self.room_bytes(p), self.counted_bytes(keep, p)
+        for column, each in size_bytes.items():
             # Excluded explicitly: the solver's tolerance on a row of gigabytes lets bytes pass.
-            if folded.unit_bytes[u] > room and not self.program.least[keep[u]]:
-                self.program.most[keep[u]] = 0.0
-        self.add_byte_row({keep[u]: folded.unit_bytes[u] for u in counted}, room)
+            if each > room and not self.program.least[column]:
+                self.program.most[column] = 0.0
+        self.add_byte_row(size_bytes, room)
 
     def add_byte_row(self, size_bytes: Mapping[int, int], room_bytes: int) -> None:
         """Add the row: these columns, of so many bytes each, fit into the room."""
         values = [each / self._scale for each in size_bytes.values()]
         self.program.row([*size_bytes], values, upper=room_bytes / self._scale)
 
-    def counted_units(self, units: Iterable[int], p: int) -> list[int]:
-        """Those of the units that the byte row at p counts."""
+    def counted_bytes(self, keep: Mapping[int, int], p: int) -> dict[int, int]:
+        """By column, the bytes of those units that the byte row at p counts."""
+        return {keep[u]: self.folded.unit_bytes[u] for u in self._counted_units(keep, p)}
+
+    def _counted_units(self, units: Iterable[int], p: int) -> list[int]:
         folded = self.folded
         return [u for u in units if not folded.is_pinned(u, p) and folded.unit_bytes[u]]
 
     def _within_room(self, units: frozenset[int], p: int) -> frozenset[int]:
         """Drop the smallest units if the solver's tolerance let more pass than the room holds."""
-        counted = sorted(self.counted_units(units, p), key=lambda u: (self.folded.unit_bytes[u], u))
-        over_bytes = sum(self.folded.unit_bytes[u] for u in counted) - self.room_bytes(p)
+        size_bytes = self.folded.unit_bytes
+        counted = sorted(self._counted_units(units, p), key=lambda u: (size_bytes[u], u))
+        over_bytes = sum(size_bytes[u] for u in counted) - self.room_bytes(p)
         dropped: set[int] = set()
         for u in counted:
             if over_bytes <= 0:
                 break
             if p not in self.folded.uses[u]:
                 dropped.add(u)
-                over_bytes -= self.folded.unit_bytes[u]
+                over_bytes -= size_bytes[u]
         return units - dropped
 
     def room_bytes(self, p: int) -> int:
@@ -292,18 +295,20 @@ class CutMilp:
         room = self.budget_bytes - self._allowance_bytes.get(p, 0)
         return room - int(self.folded.held_bytes[p]) - int(self.folded.own_bytes[p])
 
+    def kept_units(self, values: Floats) -> dict[int, frozenset[int]]:
+        """By position, the units on the device in a solution; an LP's fractions are rounded."""
+        return {
+            p: frozenset(u for u, column in keep.items() if values[column] > 0.5)
+            for p, keep in zip(self.positions, self.keep, strict=True)
+        }
+
     def to_cuts(self, answer: Answer) -> Cuts:
-        """Turn the solver's answer into Cuts; an LP's fractions are rounded."""
+        """Turn the solver's answer into Cuts."""
         kept, cost_share = None, math.inf
         if answer.values is not None:
-            values = answer.values
-            kept = tuple(
-                self._within_room(
-                    frozenset(u for u, column in keep.items() if values[column] > 0.5), p
-                )
-                for p, keep in zip(self.positions, self.keep, strict=True)
-            )
-            cost_share = float(np.dot(self.program.cost, values))
+            found = self.kept_units(answer.values)
+            kept = {p: self._within_room(units, p) for p, units in found.items()}
+            cost_share = float(np.dot(self.program.cost, answer.values))
         lost_share = self.lost_share(answer)
         return Cuts(self.positions, lost_share, kept, answer.timed_out, cost_share)
 
@@ -322,18 +327,13 @@ class CutMilp:
         if answer.values is None:
             return Cuts(self.positions, lost_share, None, timed_out=answer.timed_out)
         folded, kept = self.folded, self.units_by_share(answer.values)
-        missing = [u for u in keep if u not in kept and any(use > p for use in folded.uses[u])]
-        needed: set[int] = set()
-        while missing:
-            maker = folded.maker[missing.pop()]
-            if maker not in needed:
-                needed.add(maker)
-                missing += [u for u in folded.reads[maker] if u not in kept]
+        read_later = (u for u in keep if any(use > p for use in folded.uses[u]))
+        needed = folded.nodes_to_make(read_later, is_there=kept.__contains__)
         is_possible = needed <= recompute.keys() and all(
             u in kept for u in keep if p in folded.uses[u]
         )
         cost_share = math.fsum(self._time_share[n] for n in needed) if is_possible else math.inf
-        return Cuts(self.positions, lost_share, (kept,), answer.timed_out, cost_share)
+        return Cuts(self.positions, lost_share, {p: kept}, answer.timed_out, cost_share)
 
     def units_by_share(self, shares: Floats) -> frozenset[int]:
         """Units of a single cut, by their fractions, the largest first, while bytes last."""

@@ -67,10 +67,9 @@ def whole_span(graph: Graph, *, budget_bytes: int) -> Span:
     lost_share is inf if no schedule fits.
     """
     folded = StorageGraph.of(graph)
-    least_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
-    made_bytes = sum(folded.unit_bytes[u] for n in range(folded.n_forward) for u in folded.makes[n])
+    least_bytes = folded.least_saved_bytes
     room_bytes = budget_bytes - graph.resident_bytes
-    most_bytes = min(room_bytes // graph.n_in_flight, made_bytes)
+    most_bytes = min(room_bytes // graph.n_in_flight, folded.made_bytes)
     if held_bytes := graph.others_bytes:  # each of the others counts as saving at least this
         fits = (graph.n_in_flight - 1) * held_bytes + least_bytes <= room_bytes
         least_bytes, most_bytes = max(least_bytes, held_bytes), max(most_bytes, held_bytes)
@@ -82,8 +81,7 @@ def whole_span(graph: Graph, *, budget_bytes: int) -> Span:
 def least_in_flight_bytes(folded: StorageGraph) -> Bytes:
     """By position p: bytes on the device while p runs in any schedule, with those of the others."""
     graph = folded.graph
-    least_saved_bytes = int(folded.held_bytes[folded.n_forward]) - graph.resident_bytes
-    each_bytes = max(least_saved_bytes, graph.others_bytes)
+    each_bytes = max(folded.least_saved_bytes, graph.others_bytes)
     others_bytes = np.full(folded.n_nodes + 1, (graph.n_in_flight - 1) * each_bytes)
     awaited_bytes = np.add(graph.awaited_bytes, graph.summed_bytes)
     others_bytes[folded.n_forward : folded.n_nodes] += np.maximum(0, awaited_bytes - each_bytes)
@@ -112,10 +110,8 @@ def span_graph(
         others_bytes = (graph.n_in_flight - 1) * span.least_bytes
     spare_bytes = budget_bytes - graph.resident_bytes - others_bytes - span.most_bytes
     has_outside = any(node.phase == "outside" for node in graph.nodes)
-    awaited_bytes, sum_bytes = (
-        _awaited_bytes_freed_after(graph, span),
-        _sum_workspace_bytes(graph, span),
-    )
+    awaited_bytes = _awaited_bytes_freed_after(graph, span)
+    sum_bytes = _sum_workspace_bytes(graph, span)
     awaited_tensors = tuple(
         Tensor(f"{AWAITED}.{index}", size_bytes) for index, size_bytes in awaited_bytes.items()
     )
@@ -130,8 +126,10 @@ def span_graph(
         recomputable=False,
     )
     later_nodes = [
-        _with_extra_input_and_workspace(
-            node, f"{AWAITED}.{index}" if index in awaited_bytes else None, sum_bytes.get(index, 0)
+        dataclasses.replace(
+            node,
+            inputs=(*node.inputs, *([f"{AWAITED}.{index}"] if index in awaited_bytes else [])),
+            workspace_bytes=node.workspace_bytes + sum_bytes.get(index, 0),
         )
         for index, node in enumerate(graph.later_nodes)
         if node.phase != "optimizer"
@@ -177,17 +175,6 @@ def _sum_workspace_bytes(graph: Graph, span: Span) -> dict[int, int]:
         for index, (awaited, summed) in enumerate(both)
     }
     return {index: size_bytes for index, size_bytes in found.items() if size_bytes}
-
-
-def _with_extra_input_and_workspace(
-    node: Node, extra_input: str | None, workspace_bytes: int
-) -> Node:
-    """The node with one more input, `extra_input`, and more workspace."""
-    return dataclasses.replace(
-        node,
-        inputs=node.inputs if extra_input is None else (*node.inputs, extra_input),
-        workspace_bytes=node.workspace_bytes + workspace_bytes,
-    )
 
 
 def without_span_nodes(graph: Graph, schedule: Schedule) -> Schedule:

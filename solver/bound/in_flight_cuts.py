@@ -115,10 +115,8 @@ class _InFlightCuts(CutMilp):
         deadline: Deadline,
     ) -> None:
         self._graph, self._span, self._given_positions = graph, span, positions
-        self._forward_end, end = (
-            folded.position[FORWARD_END],
-            folded.position.get(BACKWARD_END, folded.n_nodes),
-        )
+        self._forward_end = folded.position[FORWARD_END]
+        end = folded.position.get(BACKWARD_END, folded.n_nodes)
         self._bytes_of_columns: dict[int, dict[int, int]] = {}
         # From BACKWARD_END on no other micro-batch is in flight, and at FORWARD_END the span
         # graph's rows suffice.
@@ -140,7 +138,7 @@ class _InFlightCuts(CutMilp):
         answer = self.program.solve(as_milp=as_milp, gap=gap, node_limit=n_nodes, deadline=deadline)
         cuts = self.to_cuts(answer)
         span = dataclasses.replace(self._span, lost_share=cuts.lost_share)
-        kept = dict(zip(cuts.positions, cuts.kept, strict=True)) if as_milp and cuts.kept else {}
+        kept = cuts.kept if as_milp and cuts.kept else {}
         saved_bytes = None
         if answer.values is not None and self._forward_end in self._bytes_of_columns:
             shares = (
@@ -160,9 +158,7 @@ class _InFlightCuts(CutMilp):
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
         super()._add_bytes(p, keep)
-        self._bytes_of_columns[p] = {
-            keep[u]: self.folded.unit_bytes[u] for u in self.counted_units(keep, p)
-        }
+        self._bytes_of_columns[p] = self.counted_bytes(keep, p)
 
     def _limit_with_others(self, p: int) -> None:
         """Add the row of the module for position p."""
@@ -170,5 +166,4 @@ class _InFlightCuts(CutMilp):
         for column, size_bytes in self._bytes_of_columns[self._forward_end].items():
             sizes[column] = sizes.get(column, 0) + n_others * size_bytes
         room = self.room_bytes(p) - n_others * (self._pinned_bytes - self._span.least_bytes)
-        values = [size_bytes / self._scale for size_bytes in sizes.values()]
-        self.program.row([*sizes], values, upper=room / self._scale)
+        self.add_byte_row(sizes, room)

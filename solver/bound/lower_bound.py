@@ -144,9 +144,7 @@ class Binding:
     timed_out: bool = False
 
 
-def binding_cut(
-    folded: StorageGraph, *, budget_bytes: int, gap: float = GAP, deadline: Deadline = NEVER
-) -> Binding:
+def binding_cut(folded: StorageGraph, *, budget_bytes: int, deadline: Deadline = NEVER) -> Binding:
     """Search for the position whose cut loses the most time, as the module describes."""
     if int(np.max(folded.least_bytes)) > budget_bytes:
         return Binding(math.inf, (), None)
@@ -171,7 +169,7 @@ def binding_cut(
             positions=[p],
             budget_bytes=budget_bytes,
             as_milp=True,
-            gap=gap,
+            gap=GAP,
             deadline=deadline,
         )
         timed_out = timed_out or cuts.timed_out

@@ -25,7 +25,7 @@ import numpy as np
 from graphs.graph import Graph
 from solver.bound.cut import NODES_TIMES_COLUMNS_SQUARED, TIME_ERROR, CutMilp
 from solver.bound.in_flight import FORWARD_END, Span, span_graph
-from solver.bound.milp import Floats, Milp
+from solver.bound.milp import Milp
 from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
@@ -183,16 +183,10 @@ class _StageCuts(CutMilp):
         )
         self.count_equal_columns()
 
-    def kept_units(self, shares: Floats) -> dict[int, frozenset[int]]:
-        """By position, the units that the solution keeps on the device."""
-        found = zip(self.positions, self.keep, strict=True)
-        return {p: frozenset(u for u in keep if shares[keep[u]] > 0.5) for p, keep in found}
-
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:
-        folded, counted = self.folded, self.counted_units(keep, p)
+        folded, counted = self.folded, self.counted_bytes(keep, p)
         held_bytes = int(folded.held_bytes[p] + folded.own_bytes[p]) - folded.graph.resident_bytes
-        sizes = [folded.unit_bytes[u] for u in counted]
-        self.bytes_at[p] = _ByteExpression(held_bytes, [keep[u] for u in counted], sizes)
+        self.bytes_at[p] = _ByteExpression(held_bytes, [*counted], [*counted.values()])
 
 
 def one_in_flight(graph: Graph, *, room_bytes: int) -> Graph:

@@ -27,7 +27,7 @@ def add_rounded_byte_rows(cuts: CutMilp) -> None:
     """Add the row of the module at each position of the program."""
     program = cuts.program
     for p, keep in zip(cuts.positions, cuts.keep, strict=True):
-        size_bytes = {keep[u]: cuts.folded.unit_bytes[u] for u in cuts.counted_units(keep, p)}
+        size_bytes = cuts.counted_bytes(keep, p)
         undecided = {x: b for x, b in size_bytes.items() if not program.least[x]}
         room = cuts.room_bytes(p) - (sum(size_bytes.values()) - sum(undecided.values()))
         if room < 0:  # its byte row already makes the program infeasible

@@ -15,23 +15,22 @@ have been computed.)
   what a node from p on, or the end, still reads is on the device now.
 - A forward unit made before p that a node from p on, or the end, still reads is on the device now
   or its maker is recomputed after this position. If p reads it, it is on the device now.
-- Within a span without recomputation (`solver.bound.no_recompute_spans`) that begins at p, the
-  maker of its storage is not recomputed. So what else it made and a node up to the end of the span
-  reads is on the device now, as if p read it, and stays.
+- Within a span without recomputation (`find_no_recompute_spans`) that begins at p, the maker of its
+  storage is not recomputed. So what else it made and a node up to the end of the span reads is on
+  the device now, as if p read it, and stays.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from graphs.graph import Graph
-from solver.bound.no_recompute_spans import find_no_recompute_spans, may_run_again
+from graphs.graph import Graph, Node
 
 Bytes = npt.NDArray[np.int64]
 
@@ -112,19 +111,20 @@ class StorageGraph:
             for u, p in enumerate(maker)
         ]
         no_recompute: dict[int, list[tuple[int, int]]] = {}
-        for span in () if may_offload else find_no_recompute_spans(graph):
-            no_recompute.setdefault(span.maker, []).append((span.first + 1, span.last))
+        for root, first, last in () if may_offload else find_no_recompute_spans(graph):
+            p = maker[unit[root]]
+            no_recompute.setdefault(p, []).append((first + 1, last))
             # The maker's other outputs stay up to their last use in the span, as if the node that
             # makes the alias read them.
-            for u in makes[span.maker]:
-                read_in_span = [use for use in uses[u] if span.first < use <= span.last]
-                if u == unit[span.root]:
-                    pinned[u].append((span.first + 1, span.last))
+            for u in makes[p]:
+                read_in_span = [use for use in uses[u] if first < use <= last]
+                if u == unit[root]:
+                    pinned[u].append((first + 1, last))
                 elif read_in_span:
-                    pinned[u].append((span.first + 1, read_in_span[-1]))
-                    if u not in reads[span.first]:
-                        reads[span.first] += (u,)
-                        insort(uses[u], span.first)
+                    pinned[u].append((first + 1, read_in_span[-1]))
+                    if u not in reads[first]:
+                        reads[first] += (u,)
+                        insort(uses[u], first)
         return cls(
             graph=graph,
             n_forward=n_forward,
@@ -211,6 +211,17 @@ class StorageGraph:
         live: Bytes = np.cumsum(change)[:-1]
         return live + self.graph.resident_bytes + self.own_bytes
 
+    @property
+    def least_saved_bytes(self) -> int:
+        """Bytes that every schedule saves for backward: on the device when the forward pass ends,
+        without resident tensors."""
+        return int(self.held_bytes[self.n_forward]) - self.graph.resident_bytes
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes that the forward pass makes: the most that a schedule can save for backward."""
+        return sum(self.unit_bytes[u] for made in self.makes[: self.n_forward] for u in made)
+
     def is_pinned(self, u: int, p: int) -> bool:
         return any(first <= p <= last for first, last in self.pinned[u])
 
@@ -219,6 +230,21 @@ class StorageGraph:
         names = self.graph.needs[self.graph.nodes[p].name]
         known = {self.unit_of[name] for name in names if name in self.unit_of}
         return [*names, *(self.unit_names[u] for u in self.reads[p] if u not in known)]
+
+    def nodes_to_make(self, units: Iterable[int], *, is_there: Callable[[int], bool]) -> set[int]:
+        """Nodes to run to have these units: their makers and, recursively, those of missing inputs.
+
+        is_there: whether a unit is on the device, so that nothing has to run for it.
+        """
+        found: set[int] = set()
+        unchecked = list(units)
+        while unchecked:
+            u = unchecked.pop()
+            maker = self.maker[u]
+            if maker not in found and not is_there(u):
+                found.add(maker)
+                unchecked += self.reads[maker]
+        return found
 
     def must_be_on_device(self, u: int, p: int) -> bool:
         """Whether unit u is on the device while node p runs in every schedule."""
@@ -281,6 +307,35 @@ class StorageGraph:
             ],
             dtype=np.int64,
         )
+
+
+def find_no_recompute_spans(graph: Graph) -> Iterator[tuple[str, int, int]]:
+    """Yield the spans of a step in which a forward node cannot be recomputed by any schedule.
+
+    A storage cannot be recomputed while an alias still holds the old one. If the alias is made by a
+    node that runs only once (a view or an in-place overwrite in the backward pass), it cannot be
+    freed before its last use. Until then the node that made the storage cannot be recomputed, and
+    neither can its other outputs. Nodes that cannot be recomputed anywhere are left out.
+
+    Each is (root, first, last): the storage, the position of the node that makes the alias, and
+    that of its last use (n_nodes: the end of the step). The root's maker is not recomputed between
+    the first runs of these two nodes.
+    """
+    position = {node.name: p for p, node in enumerate(graph.nodes)}
+    outputs = set(graph.outputs)
+    for root, aliases in graph.views.items():
+        for alias in aliases:
+            once, maker = graph.producer[alias], graph.producer.get(root)
+            if maker is None or maker is once or may_run_again(once) or not may_run_again(maker):
+                continue
+            last = max((position[node.name] for node in graph.consumers[alias]), default=-1)
+            last = len(graph.nodes) if alias in outputs else last
+            if last > position[once.name]:
+                yield root, position[once.name], last
+
+
+def may_run_again(node: Node) -> bool:
+    return node.phase == "forward" and node.recomputable
 
 
 def _merge_spans(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -173,19 +173,16 @@ def _positions_and_marks(
         m for m in range(MAX_MARKS, -1, -1) if n_nodes * m * (m + 1) <= 2 * MAX_WINDOW_CELLS
     )
     marks, other_positions = (
-        _spread_out([*base_position, *tightest], n, distance=len(over_budget) // max(1, 2 * n))
+        spread_out([*base_position, *tightest], n, distance=len(over_budget) // max(1, 2 * n))
         for n in (n_marks, min(len(over_budget), MAX_CELLS // n_nodes))
     )
-    return sorted({*marks, *other_positions}), marks
+    return sorted({*marks, *other_positions}), sorted(marks)
 
 
-def _spread_out(candidates: Sequence[int], n_most: int, *, distance: int) -> list[int]:
-    """Up to n_most of the candidates that are more than `distance` apart, the first ones first.
-
-    They are returned in ascending order.
-    """
+def spread_out(candidates: Iterable[int], n_most: int, *, distance: int) -> list[int]:
+    """Up to n_most of the candidates that are more than `distance` apart, the first ones first."""
     chosen: list[int] = []
     for p in candidates:
         if len(chosen) < n_most and all(abs(p - q) > distance for q in chosen):
             chosen.append(p)
-    return sorted(chosen)
+    return chosen

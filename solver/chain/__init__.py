@@ -1,8 +1,7 @@
 """A graph as a chain of blocks, and exact solvers for chains (rotor, binomial, levels)."""
 
 from solver.chain.binomial import Action, n_extra_steps, reversal
-from solver.chain.blocks import Blocks, checkpoints, split_into_blocks
-from solver.chain.blocks_for_reports import computing_blocks
+from solver.chain.blocks import Blocks, checkpoints, computing_blocks, split_into_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
 from solver.chain.levels import (
     Level,
@@ -18,7 +17,6 @@ from solver.chain.problem import (
     Chain,
     ChainOp,
     ForwardKeepingAll,
-    ForwardKeepingInput,
     ForwardKeepingOutput,
     ops_keeping_everything,
     simulate_chain,

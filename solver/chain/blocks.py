@@ -143,6 +143,39 @@ def split_into_blocks(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
     )
 
 
+def computing_blocks(graph: Graph) -> Blocks:
+    """As `split_into_blocks`, for reports: only blocks that compute something.
+
+    A block that only updates buffers (batch norm counts its calls and keeps running averages) makes
+    nothing that the step reads. Methods may cut there, but a table of blocks should have no row for
+    it. Each is merged into the block before it, or into the next one if there is none before.
+    """
+    blocks = split_into_blocks(graph)
+    needed = {graph.root(name) for node in graph.later_nodes for name in node.inputs}
+    needed |= {graph.root(name) for name in graph.outputs}
+    bookkeeping = set()  # forward nodes whose outputs are only read by nodes that make nothing
+    for node in reversed(graph.forward_nodes):
+        if needed.isdisjoint(map(graph.root, node.outputs)):
+            bookkeeping.add(node.name)
+        else:
+            needed.update(map(graph.root, node.inputs))
+    computes = [not bookkeeping.issuperset(names) for names in blocks.forward]
+    # Number the blocks by how many computing blocks there are up to them: equal numbers merge.
+    numbers = [max(1, number) for number in accumulate(computes)]
+    starts = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1])]
+    spans = list(pairwise([*starts, len(numbers)])) if numbers else []
+    return Blocks(
+        forward=tuple(sum(blocks.forward[start:stop], ()) for start, stop in spans),
+        backward=(
+            *(sum(reversed(blocks.backward[start:stop]), ()) for start, stop in spans),
+            blocks.backward[-1],
+        ),
+        after=blocks.after,
+        crossing=(*(blocks.crossing[start] for start, _ in spans), blocks.crossing[-1]),
+        companions=blocks.companions,
+    )
+
+
 def forward_storages(graph: Graph) -> tuple[Storage, ...]:
     """The storages that forward nodes make, in the order in which they are made."""
     born: dict[str, int] = {}

@@ -80,19 +80,28 @@ def hrevolve(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | N
     return _Tables(n_steps, levels).actions()
 
 
-def disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[Action, ...] | None:
-    """`hrevolve` for a disk that holds any number of snapshots; `disk.n_snapshots` is ignored."""
-    unlimited = replace(disk, n_snapshots=n_steps)
-    return hrevolve(n_steps=n_steps, levels=(memory, unlimited))
+def disk_revolve(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | None:
+    """`hrevolve` for a disk that holds any number of snapshots; its `n_snapshots` is ignored.
+
+    levels: the memory, and the disk if there is one.
+    """
+    memory, *disks = levels
+    unlimited = (replace(disk, n_snapshots=n_steps) for disk in disks)
+    return hrevolve(n_steps=n_steps, levels=(memory, *unlimited))
 
 
-def periodic_disk_revolve(*, n_steps: int, memory: Level, disk: Level) -> tuple[Action, ...] | None:
+def periodic_disk_revolve(*, n_steps: int, levels: Sequence[Level]) -> tuple[Action, ...] | None:
     """Write snapshots to the disk at equal distances, the distance being `period`.
 
     How many are written, and how the rest is reversed, is chosen to cost least. Between two of them
     no more are written to the disk, and each is read as often as it pays. None: not enough
     snapshots.
+
+    levels: the memory, and the disk if there is one.
     """
+    if len(levels) == 1:
+        return hrevolve(n_steps=n_steps, levels=levels)
+    memory, disk = levels
     distance = period(memory=memory, disk=disk, n_steps=n_steps)
     tables = _Tables(max(n_steps, distance), (memory, Level(1, disk.write_cost, disk.read_cost)))
     costs = [

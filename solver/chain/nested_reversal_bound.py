@@ -171,7 +171,7 @@ class _Costs:
             deadline.check()
             left_bytes = levels.room_bytes[k] - slot * levels.width_bytes
             saving.append(levels.saving_s(k, left_bytes))
-            unaided.append(levels.unaided_saving_s(k, left_bytes))
+            unaided.append(levels.saving_s(k, left_bytes, unaided=True))
         return cls(np.array([*saving, 0.0]), np.array([*unaided, 0.0]))
 
 
@@ -333,7 +333,7 @@ def equal_bound_s(levels: Levels, run: tuple[int, int], *, deadline: Deadline = 
         for k in range(first, last):
             deadline.check()
             saving_s = min(saving_s, levels.saving_s(k, left_bytes))
-            unaided_s = min(unaided_s, levels.unaided_saving_s(k, left_bytes))
+            unaided_s = min(unaided_s, levels.saving_s(k, left_bytes, unaided=True))
         equal.next_slot(saving_s, unaided_s)
         for length in range(1, n + 1):
             deadline.check()

@@ -56,13 +56,12 @@ class Levels:
     def n_levels(self) -> int:
         return len(self.forward_s)
 
-    def saving_s(self, level: int, held_bytes: int) -> float:
-        """s: the least time of the level's nodes to make its demand from so many bytes of units."""
-        return self.programs.saving_s(self.stretches[level - 1], held_bytes, unaided=False)
+    def saving_s(self, level: int, held_bytes: int, *, unaided: bool = False) -> float:
+        """s: the least time of the level's nodes to make its demand from so many bytes of units.
 
-    def unaided_saving_s(self, level: int, held_bytes: int) -> float:
-        """s': the same if no node may read more of the previous level than later nodes do."""
-        return self.programs.saving_s(self.stretches[level - 1], held_bytes, unaided=True)
+        unaided: s' instead: no node may read more of the previous level than later nodes do.
+        """
+        return self.programs.saving_s(self.stretches[level - 1], held_bytes, unaided=unaided)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ from typing import Self
 from graphs.graph import Graph
 from solver.methods.proposal import Proposal
 from solver.schedule import (
-    IllegalScheduleError,
     Places,
     Schedule,
     Simulation,
     copy_layout,
-    simulate,
+    simulate_if_legal,
 )
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 
@@ -64,10 +63,8 @@ class BestSoFar:
 
         An illegal schedule does not fit.
         """
-        try:
-            return self.keep_if_best(schedule, simulate(self.graph, schedule, places=self.places))
-        except IllegalScheduleError:
-            return False
+        simulation = simulate_if_legal(self.graph, schedule, places=self.places)
+        return simulation is not None and self.keep_if_best(schedule, simulation)
 
     def may_fit(self, order: Sequence[str]) -> bool:
         """Whether a schedule as fast as this order's may fit, as far as is proven."""

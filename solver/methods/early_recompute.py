@@ -97,12 +97,4 @@ def _nodes_for(
     folded: StorageGraph, units: Iterable[int], q: int, *, held: int | None = None
 ) -> set[int]:
     """Nodes to run for these units right before q, with only `held` and pinned units there."""
-    found: set[int] = set()
-    missing = list(units)
-    while missing:
-        u = missing.pop()
-        n = folded.maker[u]
-        if u != held and n not in found and not folded.is_pinned(u, q):
-            found.add(n)
-            missing += folded.reads[n]
-    return found
+    return folded.nodes_to_make(units, is_there=lambda u: u == held or folded.is_pinned(u, q))

@@ -13,7 +13,7 @@ simulator's rules hold:
 - Aliases have no bytes; the root is on the device as long as one of them is. A node is not
   recomputed while an alias that another node made holds the storage of one of its outputs: the
   alias is dropped before and recomputed afterwards. If it cannot be, the node has a span without
-  recomputation (`solver.bound.no_recompute_spans`).
+  recomputation (`StorageGraph.no_recompute`).
 - Workspace, tensors of size zero without aliases (never dropped), ops that may not be recomputed,
   outputs made in the forward pass (they may be dropped and recomputed), and a last stage for what
   is still missing at the end of the step.

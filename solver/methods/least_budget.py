@@ -30,12 +30,12 @@ from solver.methods.evict import evict
 from solver.methods.proposal import Method
 from solver.methods.revolve import reversals
 from solver.schedule import (
-    IllegalScheduleError,
     Obstacle,
     Places,
     Schedule,
     baseline,
     simulate,
+    simulate_if_legal,
 )
 from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
@@ -248,7 +248,6 @@ def _bisect_budget(
 
 def _with_peak(graph: Graph, schedule: Schedule | None) -> tuple[Schedule, int] | None:
     """The schedule and its peak; None if there is none or the simulator refuses it."""
-    try:
-        return None if schedule is None else (schedule, simulate(graph, schedule).peak_bytes)
-    except IllegalScheduleError:
+    if schedule is None or (simulation := simulate_if_legal(graph, schedule)) is None:
         return None
+    return schedule, simulation.peak_bytes

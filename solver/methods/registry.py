@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from graphs.graph import Graph
 from solver.methods.auto import prove_more, refine
-from solver.methods.auto_then_chain_methods import auto_then_chain_methods
+from solver.methods.auto_method import auto
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.in_flight import in_flight
@@ -33,7 +33,7 @@ def ilp(graph: Graph, *, budget_bytes: int, time_limit_s: float, seed: int) -> P
 
 METHODS: Mapping[str, Method] = {
     "auto": Method(
-        in_flight(auto_then_chain_methods, uses_milps=True),
+        in_flight(auto, uses_milps=True),
         proves_bound=True,
         takes_starts=True,
         reaches_least_budget=True,

@@ -15,13 +15,12 @@ from graphs.rewrites import Variant, Variants
 from solver.bound import StorageGraph, least_time_s, relaxed_bound
 from solver.methods.auto import drop_recomputation
 from solver.schedule import (
-    IllegalScheduleError,
     Request,
     SavedSchedule,
     Schedule,
     Solution,
     free_after_last_use,
-    simulate,
+    simulate_if_legal,
     simulate_unplanned,
 )
 from solver.sizes_deadlines_progress import Deadline, now_s
@@ -99,11 +98,8 @@ def reuse_plan(variants: Variants, known: KnownPlan, request: Request) -> Soluti
         budget_bytes=budget_bytes,
         deadline=deadline,
     )
-    try:
-        simulation = simulate(graph, schedule)
-    except IllegalScheduleError:
-        return None
-    if simulation.peak_bytes > budget_bytes:
+    simulation = simulate_if_legal(graph, schedule)
+    if simulation is None or simulation.peak_bytes > budget_bytes:
         return None
     lost_share = relaxed_bound(
         folded, budget_bytes=budget_bytes, n_positions=N_POSITIONS, deadline=deadline

@@ -22,10 +22,10 @@ Cost: some dozen reversals of at most MAX_BLOCKS blocks, each turned into a sche
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph
@@ -51,8 +51,8 @@ N_TRANSIT_SNAPSHOTS = 2
 """If there is a disk, the host keeps room for so many snapshots on their way to or from it."""
 
 Actions = tuple[Action, ...]
-Reverse = Callable[[int, Sequence[Level]], Actions | None]
-"""From the number of steps and the levels to the actions; None: not enough snapshots."""
+Reverse = Callable[..., Actions | None]
+"""From `n_steps` and `levels` to the actions; None: not enough snapshots."""
 KnownResults = dict[tuple[Actions, tuple[bool, ...]], bool]
 """Whether schedules fit, by their actions and by which slow levels are on disk."""
 
@@ -65,77 +65,60 @@ class SlowLevel:
     on_disk: bool = False
 
 
-def method_on_levels(reverse: Reverse, *, two_levels: bool = False) -> Callable[..., Proposal]:
-    """The method that plans with these actions.
+def plan_on_levels(
+    reverse: Reverse,
+    graph: Graph,
+    *,
+    budget_bytes: int,
+    time_limit_s: float,
+    seed: int,
+    places: Places | None = None,
+    known: KnownResults | None = None,
+    two_levels: bool = False,
+) -> Proposal:
+    """Find the best of the reversals. Without places all snapshots are on the device.
 
+    No randomness.
+
+    known: results of methods tried before within this budget; these schedules are not tried again.
     two_levels: use only the device and the slowest level.
     """
+    tried = {} if known is None else known
+    with BestSoFar(
+        graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places
+    ) as search:
+        if search.fits(baseline(graph)):
+            return search.proposal()
+        blocks = split_into_blocks(graph, max_blocks=MAX_BLOCKS)
+        slow_levels = _slow_levels(graph, blocks, places or Places())
+        slow_levels = slow_levels[-1:] if two_levels else slow_levels
+        on_disk = tuple(each.on_disk for each in slow_levels)
 
-    def method(
-        graph: Graph,
-        *,
-        budget_bytes: int,
-        time_limit_s: float,
-        seed: int,
-        places: Places | None = None,
-        known: KnownResults | None = None,
-    ) -> Proposal:
-        """Find the best reversal. Without places all snapshots are on the device. No randomness.
+        @cache
+        def fits(n_snapshots: int) -> bool:
+            levels = (Level(n_snapshots), *(each.level for each in slow_levels))
+            actions = reverse(n_steps=blocks.n_blocks, levels=levels)
+            if actions is None:  # more snapshots may be enough
+                return True
+            if (actions, on_disk) not in tried:
+                schedule = _make_schedule(search, blocks, actions, slow_levels, places)
+                tried[actions, on_disk] = search.fits(schedule)
+            return tried[actions, on_disk]
 
-        known: results of methods tried before within this budget; these schedules are not tried
-            again.
-        """
-        tried = {} if known is None else known
-        with BestSoFar(
-            graph, budget_bytes=budget_bytes, time_limit_s=time_limit_s, places=places
-        ) as search:
-            if search.fits(baseline(graph)):
-                return search.proposal()
-            blocks = split_into_blocks(graph, max_blocks=MAX_BLOCKS)
-            slow_levels = _slow_levels(graph, blocks, places or Places())
-            slow_levels = slow_levels[-1:] if two_levels else slow_levels
-            on_disk = tuple(each.on_disk for each in slow_levels)
-
-            @functools.cache
-            def fits(n_snapshots: int) -> bool:
-                levels = (Level(n_snapshots), *(each.level for each in slow_levels))
-                actions = reverse(blocks.n_blocks, levels)
-                if actions is None:  # more snapshots may be enough
-                    return True
-                if (actions, on_disk) not in tried:
-                    schedule = _make_schedule(search, blocks, actions, slow_levels, places)
-                    tried[actions, on_disk] = search.fits(schedule)
-                return tried[actions, on_disk]
-
-            if blocks.n_blocks:
-                search.bisect(fits, 0, blocks.n_blocks + 1)
-            n_snapshots = 0
-            while n_snapshots < blocks.n_blocks:  # missed by bisection if slow levels are small
-                fits(n_snapshots)
-                n_snapshots += 1 + n_snapshots // 3
-        return search.proposal()
-
-    return method
+        if blocks.n_blocks:
+            search.bisect(fits, 0, blocks.n_blocks + 1)
+        n_snapshots = 0
+        while n_snapshots < blocks.n_blocks:  # missed by bisection if slow levels are small
+            fits(n_snapshots)
+            n_snapshots += 1 + n_snapshots // 3
+    return search.proposal()
 
 
-def _adapt_to_disk(reverse: Callable[..., Actions | None]) -> Reverse:
-    """Adapt a method for memory and disk; with memory only, it is the best reversal in memory."""
-
-    def reverse_with_or_without_disk(n_steps: int, levels: Sequence[Level]) -> Actions | None:
-        if len(levels) == 1:
-            return hrevolve(n_steps=n_steps, levels=levels)
-        return reverse(n_steps=n_steps, memory=levels[0], disk=levels[-1])
-
-    return reverse_with_or_without_disk
-
-
-METHODS_ON_LEVELS = {
-    "disk_revolve": method_on_levels(_adapt_to_disk(disk_revolve), two_levels=True),
-    "periodic_disk_revolve": method_on_levels(
-        _adapt_to_disk(periodic_disk_revolve), two_levels=True
-    ),
-    "hrevolve": method_on_levels(lambda n, levels: hrevolve(n_steps=n, levels=levels)),
-    "multistage": method_on_levels(lambda n, levels: multistage(n_steps=n, levels=levels)),
+METHODS_ON_LEVELS: Mapping[str, Callable[..., Proposal]] = {
+    "disk_revolve": partial(plan_on_levels, disk_revolve, two_levels=True),
+    "periodic_disk_revolve": partial(plan_on_levels, periodic_disk_revolve, two_levels=True),
+    "hrevolve": partial(plan_on_levels, hrevolve),
+    "multistage": partial(plan_on_levels, multistage),
 }
 
 

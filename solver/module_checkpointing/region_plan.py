@@ -128,14 +128,12 @@ class _Step:
     def __init__(self, graph: Graph, layout: RegionLayout, *, in_loop: bool) -> None:
         self.order: list[str] = []
         self.held: defaultdict[int, list[str]] = defaultdict(list)
-        self.n_recomputations = {r.path: 0 for top in layout.regions for r in top.flat()}
+        self.n_recomputations = {region.path: 0 for region in layout.all_regions}
         self._graph = graph
         self._layout = layout
         self._in_loop = in_loop
         self._recomputations = {
-            region.path: Recomputation.of(layout, region)
-            for top in layout.regions
-            for region in top.flat()
+            region.path: Recomputation.of(layout, region) for region in layout.all_regions
         }
         self._available: set[str] = {tensor.name for tensor in graph.resident}
         self._recomputed: set[str] = set()  # paths of regions that have been recomputed
@@ -175,7 +173,7 @@ class _Step:
                     self._readers_left[name] -= 1
         # Rules 1 and 3: arguments, and saved results that no recomputation has used, stay until
         # the region's backward is done.
-        for region in (r for top in layout.regions for r in top.flat()):
+        for region in layout.all_regions:
             if region.path in last_backward:
                 held = self.held[last_backward[region.path]]
                 held += layout.arguments(region)

@@ -178,12 +178,16 @@ Nesting: TypeAlias = tuple[CheckpointRegion, ...]
 class RegionLayout:
     """Which regions each node is in, and in which of them each tensor is saved for backward.
 
+    regions: the outermost ones.
+    all_regions: these, and those inside them at any depth.
+
     Raises RegionError if a node is in two regions and neither is inside the other.
     """
 
     def __init__(self, graph: Graph, regions: Sequence[CheckpointRegion]) -> None:
         self.graph = graph
         self.regions = tuple(regions)
+        self.all_regions = tuple(each for region in regions for each in region.flat())
         self._around: dict[str, Nesting] = {}
         self._depth: dict[str, int] = {}
         self._saved_at_depths: dict[str, frozenset[int]] = {}

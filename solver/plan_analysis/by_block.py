@@ -51,10 +51,8 @@ def block_rows(solution: Solution) -> tuple[BlockRow, ...]:
     for block, names in enumerate(computing_blocks(graph).forward, start=1):
         nodes = [graph.node_by_name[name] for name in names]
         outputs = {graph.root(name) for node in nodes for name in node.outputs}
-        kept_bytes, baseline_bytes = (
-            _total_bytes(graph, outputs & kept),
-            _total_bytes(graph, outputs & saved_by_baseline),
-        )
+        kept_bytes = _total_bytes(graph, outputs & kept)
+        baseline_bytes = _total_bytes(graph, outputs & saved_by_baseline)
         copied_bytes = _total_bytes(graph, outputs & copied_out)
         row = BlockRow(
             block=block,

@@ -127,11 +127,9 @@ class Copies:
         for name in TITLE_OF_STREAM:
             if events := [event for event in self.events if event.stream == name]:
                 busy_s = math.fsum(event.end_s - event.start_s for event in events)
-                trips_of = (op for e in events if isinstance(op := self.ops[e.position], Copy))
-                size_bytes, share = (
-                    sum(map(self._size_bytes, trips_of)),
-                    busy_s / (self.end_s or 1.0),
-                )
+                copied = (op for e in events if isinstance(op := self.ops[e.position], Copy))
+                size_bytes = sum(map(self._size_bytes, copied))
+                share = busy_s / (self.end_s or 1.0)
                 found.append(Stream(name, len(events), size_bytes, busy_s, share))
         return tuple(found)
 
@@ -160,8 +158,6 @@ class Copies:
     @cached_property
     def trips(self) -> tuple[Trip, ...]:
         """All stays of storages on the host: the largest first, of equal sizes the earliest."""
-        event_at = {event.position: event for event in self.events}
-        clock = self._clock(event_at)
         # A stay on the host begins with a Store or a Load and ends with a Drop or the step.
         stays: dict[str, list[int]] = {}
         ended: list[tuple[list[int], float]] = []
@@ -171,15 +167,14 @@ class Copies:
             elif isinstance(op, Fetch | Spill):
                 stays[op.storage].append(position)
             elif isinstance(op, Drop):
-                ended.append((stays.pop(op.storage), clock[position]))
+                ended.append((stays.pop(op.storage), self._clock[position]))
         ended += [(positions, self.end_s) for positions in stays.values()]
-        trips = (self._trip(positions, until_s, event_at) for positions, until_s in ended)
+        trips = (self._trip(positions, until_s) for positions, until_s in ended)
         return tuple(sorted(trips, key=lambda trip: (-trip.size_bytes, trip.from_s)))
 
-    def _trip(self, positions: Sequence[int], until_s: float, event_at: dict[int, Event]) -> Trip:
-        """The trip with the copies at these positions. until_s: when its `Drop` takes effect.
-        event_at: position -> event."""
-        first, last = positions[0], positions[-1]
+    def _trip(self, positions: Sequence[int], until_s: float) -> Trip:
+        """The trip with the copies at these positions. until_s: when its `Drop` takes effect."""
+        first, last, event_at = positions[0], positions[-1], self._event_at
         storage = name_in(self.ops[first])
         is_out, is_back = isinstance(self.ops[first], Store), isinstance(self.ops[last], Fetch)
         ends_s = [event_at[position].end_s for position in positions]
@@ -206,14 +201,17 @@ class Copies:
                     return node
         return None
 
-    def _clock(self, event_at: dict[int, Event]) -> list[float]:
-        """When the compute stream reaches each position of the schedule.
+    @cached_property
+    def _event_at(self) -> dict[int, Event]:
+        """Position -> event, for the ops that have one."""
+        return {event.position: event for event in self.events}
 
-        event_at: position -> event.
-        """
+    @cached_property
+    def _clock(self) -> list[float]:
+        """When the compute stream reaches each position of the schedule."""
         clock, now_s = [], 0.0
         for position in range(len(self.ops)):
-            event = event_at.get(position)
+            event = self._event_at.get(position)
             if event is not None and event.stream == "compute":
                 now_s = event.end_s
             clock.append(now_s)
@@ -228,17 +226,16 @@ class Copies:
 
     def disk_bytes(self) -> tuple[tuple[float, int], ...]:
         """(seconds, bytes on the disk from then on) for each change."""
-        event_at = {event.position: event for event in self.events}
-        clock = self._clock(event_at)
         arrived_s: dict[str, float] = {}
         busy_s: dict[str, float] = {}
         stays = []
         for position, op in enumerate(self.ops):
             if isinstance(op, Spill | Load):
-                busy_s[op.storage] = event_at[position].end_s
-                arrived_s.setdefault(op.storage, event_at[position].start_s)
+                event = self._event_at[position]
+                busy_s[op.storage] = event.end_s
+                arrived_s.setdefault(op.storage, event.start_s)
             elif isinstance(op, Delete):
-                until_s = max(clock[position], busy_s.pop(op.storage))
+                until_s = max(self._clock[position], busy_s.pop(op.storage))
                 stays.append((arrived_s.pop(op.storage), until_s, self._size_bytes(op)))
         stays += [
             (start_s, self.end_s, self.graph.tensor_by_name[storage].size_bytes)

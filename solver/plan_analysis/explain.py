@@ -15,7 +15,6 @@ from graphs.graph import Graph, Node
 from solver.methods import METHODS
 from solver.schedule import (
     Compute,
-    IllegalScheduleError,
     Schedule,
     Simulation,
     Solution,
@@ -23,7 +22,7 @@ from solver.schedule import (
     held_during,
     memory_at,
     node_at,
-    simulate,
+    simulate_if_legal,
     without_dead_computes,
 )
 from solver.solving import attempt
@@ -227,10 +226,8 @@ def _simulate_keeping(graph: Graph, order: Sequence[str], name: str) -> Simulati
     need (None: that is illegal)."""
     first = order.index(name)
     once = [other for position, other in enumerate(order) if other != name or position == first]
-    try:
-        return simulate(graph, free_after_last_use(graph, without_dead_computes(graph, once)))
-    except IllegalScheduleError:
-        return None
+    schedule = free_after_last_use(graph, without_dead_computes(graph, once))
+    return simulate_if_legal(graph, schedule)
 
 
 def _plan_of(solution: Solution) -> tuple[Schedule, Simulation]:

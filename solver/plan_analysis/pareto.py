@@ -10,7 +10,6 @@ matter what the method finds at a single budget.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from graphs.rewrites import Variants
 from solver.methods import METHODS, Method, find_obstacle
 from solver.schedule import Obstacle, Places, Request, Solution, simulate_unplanned
 from solver.sizes_deadlines_progress import Deadline, check_time_limit, interrupted
-from solver.solving import attempt, with_state_choices
+from solver.solving import attempt, time_s, with_state_choices
 
 N_BUDGETS = 20
 BUDGET_SPACING_EXPONENT = 1.5
@@ -202,7 +201,7 @@ def _schedules_carried_up(points: Sequence[Solution]) -> list[Solution]:
     carried: list[Solution] = []
     best: Solution | None = None
     for point in points:
-        if best is not None and _time_s(best) < _time_s(point):
+        if best is not None and time_s(best) < time_s(point):
             point = dataclasses.replace(
                 point,
                 graph=best.graph,
@@ -215,10 +214,6 @@ def _schedules_carried_up(points: Sequence[Solution]) -> list[Solution]:
             best = point
         carried.append(point)
     return carried
-
-
-def _time_s(point: Solution) -> float:
-    return math.inf if point.simulation is None else point.simulation.time_s
 
 
 def _bounds_carried_down(points: Sequence[Solution]) -> list[Solution]:

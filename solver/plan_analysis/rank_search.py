@@ -37,14 +37,7 @@ from solver.bound import RankCuts, Span, StorageGraph, one_in_flight, span_graph
 from solver.methods import METHODS, fold_simulation, schedule_from_cuts
 from solver.plan_analysis.planned_stages import optimizer_s
 from solver.plan_analysis.rank_peak import StageBytes, held_in_flight, peak_of, resident_bytes
-from solver.schedule import (
-    IllegalScheduleError,
-    Schedule,
-    Simulation,
-    Solution,
-    baseline,
-    simulate,
-)
+from solver.schedule import IllegalScheduleError, Schedule, Simulation, Solution, baseline, simulate
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 
 GAP = 5e-4
@@ -104,13 +97,6 @@ class Stage:
     def n_in_flight(self, stage: int) -> int:
         """The most micro-batches of stage `stage` in flight during a pass of this one."""
         return max(others[stage] for others in self._others)
-
-    def may_save_bytes(self, variant: int) -> tuple[int, int]:
-        """The least and the most bytes that the variant can save for backward."""
-        folded = StorageGraph.of(self.plain[variant].graph)
-        least_bytes = int(folded.held_bytes[folded.n_forward]) - folded.graph.resident_bytes
-        made = (u for n in range(folded.n_forward) for u in folded.makes[n])
-        return least_bytes, sum(folded.unit_bytes[u] for u in made)
 
     def bound_s(self, variant: int, most_bytes: int, others_bytes: int) -> float:
         """The best known bound on plans of this variant under these limits (see `plan`)."""
@@ -257,8 +243,9 @@ class RankSearch:
         """One box for each combination of variants, with all that the stages can save."""
         for variants in itertools.product(*(range(len(stage.plain)) for stage in self.stages)):
             pairs = list(zip(self.stages, variants, strict=True))
-            limits = [stage.may_save_bytes(at) for stage, at in pairs]
-            least, most = zip(*limits, strict=True)
+            steps = [StorageGraph.of(stage.plain[at].graph) for stage, at in pairs]
+            least = tuple(folded.least_saved_bytes for folded in steps)
+            most = tuple(folded.made_bytes for folded in steps)
             time_s = math.fsum(stage.plain[at].time_s for stage, at in pairs)
             yield from self._tighten(Box(time_s, variants, least, most, target=most))
 

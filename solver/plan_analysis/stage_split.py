@@ -34,9 +34,7 @@ from solver.sizes_deadlines_progress import (
     format_time,
     telling,
 )
-from solver.solving import (
-    check_options,
-)
+from solver.solving import check_options
 
 if TYPE_CHECKING:
     import torch

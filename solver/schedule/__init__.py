@@ -3,11 +3,9 @@
 from solver.schedule.copy_addresses import CopyLayout, copy_layout
 from solver.schedule.host_and_disk import Link, Place, Places
 from solver.schedule.memory import (
-    CATEGORIES,
     LAYERS,
     OTHER_MICRO_BATCHES,
     Occupancy,
-    activation_bytes_by_dtype,
     copied_out_for_backward,
     held_during,
     live_bytes_by,
@@ -48,7 +46,6 @@ from solver.schedule.recompute import (
 )
 from solver.schedule.request import BUDGETS_OF, Obstacle, Request
 from solver.schedule.reserved_memory import (
-    Reserved,
     least_capacity_bytes,
     reserved,
     reserved_by_setting,
@@ -59,6 +56,7 @@ from solver.schedule.simulator import (
     Simulation,
     Stay,
     simulate,
+    simulate_if_legal,
     starts_s,
     stays,
     timeline,

@@ -153,6 +153,9 @@ class CachingAllocator:
     n_returns: how often free memory was returned to a full device, which synchronizes the device.
     """
 
+    least_large_rest_bytes = SMALL_BYTES + ALLOCATION_BYTES
+    """`Pool.least_rest_bytes` of the large pool."""
+
     def __init__(self, *, capacity_bytes: float = math.inf) -> None:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.max_allocated_bytes = 0
@@ -165,10 +168,9 @@ class CachingAllocator:
         """Return a block of at least `size_bytes` > 0 for a stream. Raises DeviceFullError."""
         size_bytes = _round_up(size_bytes, ALLOCATION_BYTES)
         is_small = size_bytes <= SMALL_BYTES
-        key = (stream, is_small)
-        pool = self.pools.setdefault(
-            key, self._new_small_pool() if is_small else self._new_large_pool()
-        )
+        page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
+        least_rest_bytes = ALLOCATION_BYTES if is_small else self.least_large_rest_bytes
+        pool = self.pools.setdefault((stream, is_small), Pool(page_bytes, least_rest_bytes))
         block = self._cached_block(pool, size_bytes) or self._block_from_device(pool, size_bytes)
         if block is None:  # the device is full: return all free memory to it, and try again
             self.n_returns += 1
@@ -193,12 +195,6 @@ class CachingAllocator:
         block.is_free = True
         block.join_neighbours()
         block.pool.add(block)
-
-    def _new_small_pool(self) -> Pool:
-        return Pool(SMALL_SEGMENT_BYTES, ALLOCATION_BYTES)
-
-    def _new_large_pool(self) -> Pool:
-        return Pool(LARGE_SEGMENT_BYTES, SMALL_BYTES + ALLOCATION_BYTES)
 
     def _cached_block(self, pool: Pool, size_bytes: int) -> Block | None:
         return next(pool.blocks_of_at_least(size_bytes), None)
@@ -235,8 +231,7 @@ class CachingAllocator:
 class ExpandableAllocator(CachingAllocator):
     """The allocator with `expandable_segments:True`."""
 
-    def _new_large_pool(self) -> Pool:
-        return Pool(LARGE_SEGMENT_BYTES, ALLOCATION_BYTES)
+    least_large_rest_bytes = ALLOCATION_BYTES
 
     def _cached_block(self, pool: Pool, size_bytes: int) -> Block | None:
         """The free block that could grow to the fewest bytes; a block without room to grow counts

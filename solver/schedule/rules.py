@@ -37,17 +37,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from graphs.graph import Graph, Node, Tensor
-from solver.schedule.ops import (
-    Compute,
-    Copy,
-    Delete,
-    Drop,
-    Fetch,
-    Free,
-    Op,
-    Store,
-    word_for,
-)
+from solver.schedule.ops import Compute, Copy, Delete, Drop, Fetch, Free, Op, Store, word_for
 from solver.schedule.simulation import IllegalScheduleError, Layer, Stay
 from solver.schedule.streams import CopyError, Streams
 

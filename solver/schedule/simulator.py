@@ -55,6 +55,16 @@ def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) 
     )
 
 
+def simulate_if_legal(
+    graph: Graph, schedule: Schedule, *, places: Places | None = None
+) -> Simulation | None:
+    """As `simulate`; None for an illegal schedule."""
+    try:
+        return simulate(graph, schedule, places=places)
+    except IllegalScheduleError:
+        return None
+
+
 def stays(graph: Graph, schedule: Schedule) -> tuple[Stay, ...]:
     """The storages that the step allocates, and when each is on the device; without resident ones.
 

@@ -67,10 +67,6 @@ class Memory:
         self.bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
-    def note_copy_from(self, storage: str, end_s: float) -> None:
-        """Note that a copy from this storage ends at `end_s`."""
-        self.busy_s[storage] = max(end_s, self.busy_s.get(storage, 0.0))
-
     def remove(self, storage: str, size_bytes: int) -> None:
         """Give up a copy; its bytes can be reused once the copies from and to it have ended."""
         self.ready_s.pop(storage, None)
@@ -143,7 +139,7 @@ class Streams:
         )
         end_s = self._run(stream, position, start_s, time_s)
         self._busy_s.setdefault(stream, []).append(time_s)
-        source.note_copy_from(op.storage, end_s)
+        source.busy_s[op.storage] = max(end_s, source.busy_s.get(op.storage, 0.0))
         target.add(op.storage, size_bytes, end_s)
 
     def drop_copy(self, op: Drop | Delete, size_bytes: int) -> None:

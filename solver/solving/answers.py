@@ -17,21 +17,18 @@ from solver.schedule import (
     Status,
     copy_layout,
     simulate,
-    simulate_unplanned,
 )
-from solver.sizes_deadlines_progress import now_s
 
 
 def solution_from_proposal(
-    graph: Graph, request: Request, proposal: Proposal, *, plain: Graph, started_s: float
+    graph: Graph, request: Request, proposal: Proposal, *, baseline: Simulation
 ) -> Solution:
     """Simulate a method's proposal and return it as a Solution.
 
     An illegal schedule, or one above the budget, is dropped with a warning.
 
     graph: the variant of the step that the proposal is for.
-    plain: the step without rewrites, for the baseline.
-    started_s: when the work began (`now_s`), for the solve time.
+    baseline: the step without a plan.
     """
     simulation = _simulate_if_valid(graph, request, proposal.schedule)
     bound_s = proposal.lower_bound_s
@@ -44,10 +41,10 @@ def solution_from_proposal(
         schedule=None if simulation is None else proposal.schedule,
         simulation=simulation,
         request=request,
-        baseline=simulate_unplanned(plain),
+        baseline=baseline,
         lower_bound_s=bound_s,
         method=request.method,
-        solve_time_s=now_s() - started_s,
+        solve_time_s=0.0,  # `attempt` sets it for all variants together
         timed_out=proposal.timed_out,
     ).with_bound(bound_s)
 

@@ -15,11 +15,10 @@ from graphs.host_state import with_state_on_device
 from graphs.rewrites import Variants, is_stock
 from solver.bound import StorageGraph, least_time_s, lower_bound_s, relaxed_bound
 from solver.methods import METHODS, find_obstacle, transfer_schedule
-from solver.schedule import Request, Schedule, Solution, simulate
+from solver.schedule import Request, Schedule, Simulation, Solution, simulate, simulate_unplanned
 from solver.sizes_deadlines_progress import Deadline, interrupted, now_s
 from solver.solving.answers import best, excess_bytes, fastest, solution_from_proposal, time_s
-from solver.solving.more_proof import with_more_proven
-from solver.solving.refined import with_fastest_refined
+from solver.solving.improved import with_fastest_refined, with_more_proven
 from solver.solving.state_choices import with_state_choices
 from solver.solving.within_reserved import plan_within_reserved, with_reserved
 
@@ -86,7 +85,12 @@ def attempt(
     variants = with_state_choices(
         step, request.places, where=request.optimizer_state, parameters=request.parameters
     )
-    thorough = thorough and _may_prove_more(variants.plain, request)
+    thorough = (
+        thorough
+        and request.time_limit_s >= THOROUGH_TIME_LIMIT_S
+        and request.budget_of == "allocated"
+        and _is_one_pass_on_device(variants.plain, request)
+    )
 
     def plan(request: Request) -> Solution:
         effort = {"quick": quick, "thorough": thorough}
@@ -104,12 +108,6 @@ def attempt(
         timed_out=found.timed_out and not was_interrupted,
         interrupted=was_interrupted,
     )
-
-
-def _may_prove_more(step: Graph, request: Request) -> bool:
-    """Whether this request allows minutes of proof."""
-    is_long = request.time_limit_s >= THOROUGH_TIME_LIMIT_S
-    return is_long and request.budget_of == "allocated" and _is_one_pass_on_device(step, request)
 
 
 def _is_one_pass_on_device(step: Graph, request: Request) -> bool:
@@ -139,6 +137,7 @@ def _plan_variants(
         deadline if refine is None else deadline.earlier(REFINING_SHARE * deadline.left_s)
     )
     graphs_in_order = _planning_order(variants.planned, request, deadline)
+    baseline = simulate_unplanned(variants.plain)
     answers: list[Solution] = []
     for index, (graph, bound_s) in enumerate(graphs_in_order, 1):
         if answers:
@@ -150,7 +149,9 @@ def _plan_variants(
         known = [s for s in starts if s.graph_id == graph.graph_id]
         if method.takes_starts:
             known += [
-                transfer_schedule(graph, schedule) for schedule in _schedules_near_bound(answers)
+                transfer_schedule(graph, earlier.schedule)
+                for earlier in answers
+                if earlier.schedule is not None and (earlier.gap or 0.0) < FAR_GAP
             ]
         is_last = all(later.graph_id == graph.graph_id for later, _ in graphs_in_order[index:])
         variant_deadline = (
@@ -162,32 +163,17 @@ def _plan_variants(
             _plan_variant(
                 graph,
                 request,
-                plain=variants.plain,
+                baseline=baseline,
                 starts=known,
                 quick=quick,
                 deadline=variant_deadline,
             )
         )
     if refine is not None:
-        answers = with_fastest_refined(
-            answers, request, refine=refine, plain=variants.plain, deadline=deadline
-        )
+        answers = with_fastest_refined(answers, refine=refine, deadline=deadline)
     if thorough and method.prove_more is not None:
-        answers = with_more_proven(
-            answers,
-            request,
-            prove_more=method.prove_more,
-            plain=variants.plain,
-            deadline=deadline,
-        )
+        answers = with_more_proven(answers, prove_more=method.prove_more, deadline=deadline)
     return best(answers)
-
-
-def _schedules_near_bound(answers: Sequence[Solution]) -> Iterator[Schedule]:
-    """The schedules with a gap below FAR_GAP."""
-    for answer in answers:
-        if answer.schedule is not None and answer.gap is not None and answer.gap < FAR_GAP:
-            yield answer.schedule
 
 
 def _planning_order(
@@ -231,13 +217,12 @@ def _plan_variant(
     graph: Graph,
     request: Request,
     *,
-    plain: Graph,
+    baseline: Simulation,
     starts: Sequence[Schedule],
     quick: bool,
     deadline: Deadline,
 ) -> Solution:
     """Run the requested method on one variant, simulate its proposal, and bound it."""
-    started_s = now_s()
     method = METHODS[request.method]
     proposal = method(
         graph,
@@ -258,7 +243,7 @@ def _plan_variant(
         )
         bound_s = max(bound_s, cut_s)
     proposal = dataclasses.replace(proposal, lower_bound_s=bound_s)
-    return solution_from_proposal(graph, request, proposal, plain=plain, started_s=started_s)
+    return solution_from_proposal(graph, request, proposal, baseline=baseline)
 
 
 def with_obstacle(solution: Solution, *, deadline: Deadline | None = None) -> Solution:

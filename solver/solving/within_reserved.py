@@ -43,9 +43,10 @@ def plan_within_reserved(
     """
 
     def plan_for(available_bytes: int) -> Solution:
-        allocated_request = dataclasses.replace(request, budget_of="allocated")
         return plan_allocated(
-            dataclasses.replace(allocated_request, budget_bytes=available_bytes, reserve_bytes=0)
+            dataclasses.replace(
+                request, budget_of="allocated", budget_bytes=available_bytes, reserve_bytes=0
+            )
         )
 
     first = plan_for(request.available_bytes + rounding_bytes(graph))

@@ -52,7 +52,7 @@ def offer_anchored(search: Search, *, base: int) -> None:
             )
             program.keep_everywhere(units)
             cuts = program.solve_lp_and_round()
-            found = None if cuts.kept is None else search.offer_cuts({base: cuts.kept[0]})
+            found = None if cuts.kept is None else search.offer_cuts(cuts.kept)
             if found is None:
                 break
             over_bytes = found.simulation.peak_bytes - search.budget_bytes

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from solver.bound import StorageGraph
 from solver.methods.auto.copy_placement import Gap
+from solver.methods.auto.runs import Runs
 from solver.schedule import missing_computes, without_dead_computes
 
 LEAST_GAIN = 1e-9
@@ -63,13 +64,9 @@ def _neighbouring_orders(folded: StorageGraph, best: Attempt) -> Iterator[Sequen
     The storage is recomputed right before the use for which it would be fetched.
     """
     graph, order = folded.graph, best.order
-    seen: set[str] = set()
-    repeats = []
-    for i, name in enumerate(order):
-        if name in seen:
-            repeats.append(i)
-        seen.add(name)
-    for i in sorted(repeats, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)):
+    for i in sorted(
+        Runs(folded, order).repeats, key=lambda i: (-graph.node_by_name[order[i]].time_s, i)
+    ):
         # without_dead_computes also removes what was recomputed only for it
         yield without_dead_computes(graph, [*order[:i], *order[i + 1 :]])
     for gap in sorted(best.gaps, key=lambda gap: (-best.waits_s.get(gap.unit, 0.0), gap)):

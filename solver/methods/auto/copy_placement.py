@@ -29,11 +29,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
-from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.methods.auto.copy_placement_state import HostAndDisk, goes_to_disk
+from solver.methods.auto.runs import live_bytes
 from solver.schedule import (
     Compute,
     Free,
@@ -183,13 +182,6 @@ def longest_to_disk(folded: StorageGraph, gaps: Iterable[Gap], places: Places) -
     return goes_to_disk(stays, folded.unit_bytes, places)
 
 
-def live_bytes_by_run(graph: Graph, order: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Bytes on the device while each node of the order runs, without copies."""
-    plain = free_after_last_use(graph, order)
-    held = zip(plain.ops, simulate(graph, plain).live_bytes, strict=True)
-    return np.array([held_bytes for op, held_bytes in held if isinstance(op, Compute)], np.int64)
-
-
 class _Sweep:
     """live: bytes on the device while each node runs, and at the end, as far as known so far."""
 
@@ -213,11 +205,9 @@ class _Sweep:
             elif isinstance(op, Free):
                 self.frees[-1].append(op.tensor)
         end_bytes = graph.resident_bytes + sum(
-            folded.unit_bytes[u]
-            for u, uses in enumerate(folded.uses)
-            if uses and uses[-1] == folded.n_nodes
+            folded.unit_bytes[u] for u in range(folded.n_units) if folded.is_output(u)
         )
-        self.live = np.append(live_bytes_by_run(graph, order), end_bytes)
+        self.live = np.append(live_bytes(plain, simulate(graph, plain)), end_bytes)
         self.time_s = [graph.node_by_name[name].time_s for name in order]
         self.start_s = list(accumulate(self.time_s, initial=0.0))
         self.gaps_from: dict[int, list[Gap]] = {}
@@ -311,8 +301,8 @@ class _Sweep:
         while self.offloaded and self.offload.fetches_end_s < end_s:
             on_host = (each for each in self.offloaded if self.offload.is_on_host(each[1]))
             for last, _, gap in heapq.nsmallest(N_FETCH_CANDIDATES, on_host):
-                size_bytes = self.folded.unit_bytes[gap.unit]
-                if gap in self.fetched or self._fetch_fits(i, last, size_bytes):
+                room = self.budget_bytes - self.folded.unit_bytes[gap.unit]
+                if gap in self.fetched or last <= i or int(self.live[i:last].max()) <= room:
                     break
             else:
                 return
@@ -333,9 +323,6 @@ class _Sweep:
                 return
             if not self.offload.load(u, self.now_s, make_room=False):
                 return
-
-    def _fetch_fits(self, i: int, last: int, size_bytes: int) -> bool:
-        return last <= i or int(self.live[i:last].max()) + size_bytes <= self.budget_bytes
 
     def _fetch(self, gap: Gap, i: int) -> None:
         u = gap.unit

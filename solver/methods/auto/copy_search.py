@@ -19,7 +19,7 @@ from solver.methods.auto.search import DONE_GAP
 from solver.methods.auto.stages import recompute_only
 from solver.methods.best_so_far import BestSoFar
 from solver.methods.proposal import Proposal
-from solver.schedule import IllegalScheduleError, Places, Schedule, Simulation, simulate
+from solver.schedule import Places, Schedule, Simulation, simulate_if_legal
 from solver.sizes_deadlines_progress import interrupted
 
 COLUMNS = 4_000
@@ -58,11 +58,9 @@ class CopySearch(BestSoFar):
 
     def offer(self, schedule: Schedule) -> Simulation | None:
         """Simulate the schedule and keep it if it is the best; None: it is illegal."""
-        try:
-            simulation = simulate(self.graph, schedule, places=self.copy_places)
-        except IllegalScheduleError:
-            return None
-        self.keep_if_best(schedule, simulation)
+        simulation = simulate_if_legal(self.graph, schedule, places=self.copy_places)
+        if simulation is not None:
+            self.keep_if_best(schedule, simulation)
         return simulation
 
     def offer_proposal(self, proposal: Proposal) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from solver.bound import StorageGraph
+from solver.bound import StorageGraph, spread_out
 from solver.schedule import (
     Compute,
     Schedule,
@@ -104,13 +104,13 @@ class FoldedSimulation:
         distance: the positions are further apart than this.
         excluded: positions to leave out.
         """
-        chosen: list[int] = []
-        for p in sorted(range(len(self.stage_bytes)), key=lambda p: (-self.stage_bytes[p], p)):
-            if self.stage_bytes[p] <= budget_bytes or len(chosen) == n_most:
-                break
-            if p not in excluded and all(abs(p - q) > distance for q in chosen):
-                chosen.append(p)
-        return chosen
+        over_budget = [
+            p
+            for p, held_bytes in enumerate(self.stage_bytes)
+            if held_bytes > budget_bytes and p not in excluded
+        ]
+        fullest_first = sorted(over_budget, key=lambda p: (-self.stage_bytes[p], p))
+        return spread_out(fullest_first, n_most, distance=distance)
 
 
 def fold_simulation(folded: StorageGraph, schedule: Schedule) -> FoldedSimulation:

@@ -91,7 +91,7 @@ def _add_positions(search: Search) -> None:
         proven_before = cuts.lost_share
         kept = {
             p: held.union(u for u in small if folded.maker[u] < p <= folded.uses[u][-1])
-            for p, held in zip(cuts.positions, cuts.kept, strict=True)
+            for p, held in cuts.kept.items()
         }
         found = search.offer_cuts(kept)
         if found is None:

@@ -16,10 +16,9 @@ import numpy as np
 from solver.bound import StorageGraph
 from solver.methods.auto.runs import Runs, live_bytes
 from solver.schedule import (
-    IllegalScheduleError,
     Schedule,
     free_after_last_use,
-    simulate,
+    simulate_if_legal,
     without_dead_computes,
 )
 from solver.sizes_deadlines_progress import NEVER, Deadline
@@ -50,9 +49,8 @@ def _one_pass(
 ) -> Schedule | None:
     """Remove all runs that fit, one after the other; None: none, or the deadline has passed."""
     graph = folded.graph
-    try:
-        simulation = simulate(graph, schedule)
-    except IllegalScheduleError:
+    simulation = simulate_if_legal(graph, schedule)
+    if simulation is None:
         return None
     order = schedule.order
     live = live_bytes(schedule, simulation)
@@ -78,8 +76,5 @@ def _one_pass(
         return None
     remaining = [name for i, name in enumerate(order) if i not in removed]
     shorter = free_after_last_use(graph, without_dead_computes(graph, remaining))
-    try:
-        fits = simulate(graph, shorter).peak_bytes <= budget_bytes
-    except IllegalScheduleError:
-        return None
-    return shorter if fits else None
+    found = simulate_if_legal(graph, shorter)
+    return shorter if found is not None and found.peak_bytes <= budget_bytes else None

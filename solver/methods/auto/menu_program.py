@@ -155,7 +155,4 @@ def kept_by_best(
     values = answer.values
     if values is None or np.dot(program.cost, values) >= below - TIME_ERROR:
         return None
-    return {
-        p: frozenset(u for u, column in keep.items() if values[column] > 0.5)
-        for p, keep in zip(cuts.positions, cuts.keep, strict=True)
-    }
+    return cuts.kept_units(values)

@@ -32,6 +32,7 @@ import numpy as np
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph, large_units_only
+from solver.methods.auto.menu_program import kept_by_best
 from solver.methods.auto.runs import Runs, live_bytes
 from solver.methods.auto.search import Search
 from solver.methods.auto.stretch_program import Stretch, StretchMilp
@@ -133,7 +134,8 @@ def _solve_middle(
         budget_bytes=search.budget_bytes,
         deadline=search.deadline,
     )
-    return program, program.find_kept(below=plan.lost_share(stretch.first, stretch.last))
+    below = plan.lost_share(stretch.first, stretch.last)
+    return program, kept_by_best(program, below=below, deadline=search.deadline)
 
 
 def _offer_spliced(
@@ -267,10 +269,8 @@ class _Plan:
     ) -> Stretch:
         """The middle with the positions near it at which the schedule recomputes."""
         n_near, recompute_at = N_NEAR[size], self.recompute_at
-        before, after = (
-            bisect_left(recompute_at, positions[0]),
-            bisect_right(recompute_at, positions[-1]),
-        )
+        before = bisect_left(recompute_at, positions[0])
+        after = bisect_right(recompute_at, positions[-1])
         near = [
             *recompute_at[max(0, before - n_near) : before],
             *recompute_at[after : after + n_near],

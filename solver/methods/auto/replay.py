@@ -135,13 +135,7 @@ class _Replay:
 
     def _nodes_to_recompute(self, wanted: Sequence[int]) -> list[int]:
         """Nodes to recompute so that all of these units are on the device, in order."""
-        folded, found, unchecked = self._folded, set[int](), list(wanted)
-        while unchecked:
-            u = unchecked.pop()
-            maker = folded.maker[u]
-            if u not in self._live and maker not in found:
-                found.add(maker)
-                unchecked += folded.reads[maker]
+        found = self._folded.nodes_to_make(wanted, is_there=self._live.__contains__)
         self.work += len(found)
         return sorted(found)
 

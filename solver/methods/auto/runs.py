@@ -44,9 +44,8 @@ class Runs:
                 self.last[u].append(i)
             if self.first_run.setdefault(n, i) != i:
                 self.repeats.append(i)
-        for u, uses in enumerate(folded.uses):
-            if uses and uses[-1] == folded.n_nodes:
-                self.last[u][-1] = len(order)
+        for u in filter(folded.is_output, range(folded.n_units)):
+            self.last[u][-1] = len(order)
 
     def to_hold_instead_of(self, i: int) -> list[tuple[int, int]] | None:
         """What has to be held if the run at i is removed: (unit, run after its last use).

@@ -9,6 +9,8 @@ allowance, and from then on the program proves nothing and serves only as a guid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from solver.bound import CutMilp, Cuts
 from solver.methods.auto.search import Search
 
@@ -38,7 +40,7 @@ GAP = 3e-4
 
 def offer_several_cuts(
     search: Search, cuts: Cuts, *, max_columns: int = MAX_COLUMNS
-) -> dict[int, frozenset[int]]:
+) -> Mapping[int, frozenset[int]]:
     """Offer the schedules of the cuts, round by round.
 
     cuts: the solution of the strongest single cut.
@@ -47,20 +49,21 @@ def offer_several_cuts(
     Returns the guide, by position the units held, of the last round without allowances.
     """
     allowance_bytes = dict.fromkeys(cuts.positions, 0)
-    proven_guide: dict[int, frozenset[int]] = {}
+    proven_guide: Mapping[int, frozenset[int]] = {}
     proven_by_cuts = search.binding.lost_share  # not search.lost_share: other stages may prove more
     for _ in range(MAX_ROUNDS):
         if cuts.kept is None:
             break
-        guide = dict(zip(cuts.positions, cuts.kept, strict=True))
         if not any(allowance_bytes.values()):
-            proven_guide = guide
-        simulated = search.offer_cuts(guide)
+            proven_guide = cuts.kept
+        simulated = search.offer_cuts(cuts.kept)
         if simulated is None or search.is_close:
             break
         over_budget = simulated.overflowing_positions(
             search.budget_bytes, n_most=N_NEW_POSITIONS, distance=LEAST_DISTANCE
         )
+        if not over_budget:
+            break
         for p in over_budget:
             if p in allowance_bytes:
                 allowance_bytes[p] += simulated.stage_bytes[p] - search.budget_bytes
@@ -74,11 +77,11 @@ def offer_several_cuts(
             deadline=search.deadline,
         )
         too_large = len(allowance_bytes) > MAX_POSITIONS or program.n_columns > max_columns
-        if not over_budget or too_large:
+        if too_large:
             break
         proves = not any(allowance_bytes.values())
         cuts = _solve(search, program, proven_by_cuts, proves=proves)
-        if not any(allowance_bytes.values()) and cuts.lost_share < proven_by_cuts + LEAST_GAIN:
+        if proves and cuts.lost_share < proven_by_cuts + LEAST_GAIN:
             break
         proven_by_cuts = max(proven_by_cuts, cuts.lost_share)
     return proven_guide

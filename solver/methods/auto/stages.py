@@ -169,7 +169,7 @@ def single_cut(search: Search) -> None:
     search.prove(search.binding.lost_share)
     cuts = search.binding.cuts
     if not search.is_done and cuts is not None and cuts.kept is not None:
-        search.offer_cuts(dict(zip(cuts.positions, cuts.kept, strict=True)))
+        search.offer_cuts(cuts.kept)
 
 
 def anchored_cut(search: Search) -> None:
@@ -248,7 +248,7 @@ def recombination(search: Search) -> None:
         )
         if cuts.kept is None:
             break
-        search.offer_cuts({base: cuts.kept[0]})  # for the menu
+        search.offer_cuts(cuts.kept)  # for the menu
     recombine(search, base=base)
 
 

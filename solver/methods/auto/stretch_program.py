@@ -23,15 +23,9 @@ import numpy.typing as npt
 from graphs.graph import Graph
 from solver.bound import CutMilp, StorageGraph, add_rounded_byte_rows
 from solver.methods.auto.from_cuts import droppable_names, order_just_in_time
-from solver.methods.auto.menu_program import kept_by_best
 from solver.methods.auto.recompute_rows import add_recompute_rows
 from solver.methods.auto.runs import Runs
-from solver.schedule import (
-    Schedule,
-    free_after_last_use,
-    missing_computes,
-    without_dead_computes,
-)
+from solver.schedule import Schedule, free_after_last_use, missing_computes, without_dead_computes
 from solver.sizes_deadlines_progress import NEVER, Deadline
 
 
@@ -137,14 +131,6 @@ class StretchMilp(CutMilp):
             held = {begin[u]: folded.unit_bytes[u] for u, s in self.held_since.items() if s < until}
             room = self.budget_bytes - int(self._live_bytes[since:until].max())
             self.add_byte_row(held, room)
-
-    def find_kept(self, *, below: float) -> dict[int, frozenset[int]] | None:
-        """By position, the units that the best solution found holds.
-
-        Returns None if no solution is found that loses less than `below` in the stretch, as a share
-        of the baseline's time.
-        """
-        return kept_by_best(self, below=below, deadline=self._deadline)
 
     def splice_into(self, kept: Mapping[int, frozenset[int]], runs: Runs) -> Schedule:
         """Put the solution in the place of the stretch in these runs.

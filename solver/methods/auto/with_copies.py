@@ -39,12 +39,12 @@ from functools import partial
 from operator import itemgetter
 
 from graphs.graph import Graph
-from solver.bound import binding_copy_cut, binding_cut, least_time_s
+from solver.bound import StorageGraph, binding_copy_cut, binding_cut, least_time_s
 from solver.methods.auto.around_copies import recompute_around
 from solver.methods.auto.copies_local_optimum import Attempt, climb
-from solver.methods.auto.copy_placement import Gap, never_copied
+from solver.methods.auto.copy_placement import Gap, find_gaps, never_copied
 from solver.methods.auto.copy_search import CopySearch
-from solver.methods.auto.overflow import gaps_to_offload
+from solver.methods.auto.runs import live_bytes
 from solver.methods.auto.search import DONE_GAP
 from solver.methods.proposal import Proposal
 from solver.schedule import (
@@ -54,6 +54,8 @@ from solver.schedule import (
     Schedule,
     Spill,
     baseline,
+    free_after_last_use,
+    simulate,
 )
 
 GAP = 3e-4
@@ -91,7 +93,7 @@ it.
 Stage = Callable[[CopySearch], None]
 
 
-def with_copies(
+def recompute_and_copy(
     graph: Graph,
     *,
     budget_bytes: int,
@@ -114,7 +116,7 @@ def with_copies(
         quick=quick,
     )
     plan_for_host_only = partial(
-        with_copies,
+        recompute_and_copy,
         graph,
         budget_bytes=budget_bytes,
         places=Places(host=places.host),
@@ -302,6 +304,34 @@ def _copy_overflow(search: CopySearch, order: Sequence[str], gaps: Sequence[Gap]
     """The order with these copies, and copies of what still exceeds the budget."""
     more = gaps_to_offload(search.folded, order, search.budget_bytes, offloaded=gaps)
     return search.place(order, [*gaps, *more]).schedule
+
+
+def gaps_to_offload(
+    folded: StorageGraph, order: Sequence[str], budget_bytes: int, *, offloaded: Sequence[Gap] = ()
+) -> list[Gap]:
+    """Gaps to spend on the host so that the order fits, the longest first.
+
+    If it cannot fit, all gaps that help.
+    offloaded: gaps that are spent on the host already.
+    """
+    plain = free_after_last_use(folded.graph, order)
+    live = live_bytes(plain, simulate(folded.graph, plain))
+    for gap in offloaded:
+        live[gap.first + 1 : gap.last] -= folded.unit_bytes[gap.unit]
+    gaps = sorted(set(find_gaps(folded, order)).difference(offloaded))
+    gaps.sort(key=lambda gap: gap.first - gap.last)
+    chosen = []
+    for gap in gaps:
+        span = live[gap.first + 1 : gap.last]
+        if int(span.max()) > budget_bytes:
+            span -= folded.unit_bytes[gap.unit]
+            chosen.append(gap)
+    for gap in chosen[:]:  # remove those that became unnecessary through later choices
+        span = live[gap.first + 1 : gap.last]
+        if int(span.max()) + folded.unit_bytes[gap.unit] <= budget_bytes:
+            span += folded.unit_bytes[gap.unit]
+            chosen.remove(gap)
+    return chosen
 
 
 COPY_STAGES: tuple[Stage, ...] = (

@@ -11,9 +11,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from graphs.graph import Graph
+from solver.module_checkpointing.for_other_frameworks.forecasts import forecast
 from solver.module_checkpointing.for_other_frameworks.model_layers import layers
 from solver.module_checkpointing.for_other_frameworks.systems import SYSTEMS, Candidate, Family
-from solver.module_checkpointing.forecasts import forecast
 from solver.schedule import Simulation, simulate
 
 

@@ -261,7 +261,7 @@ def test_what_a_cut_keeps_fits_to_the_byte() -> None:
             if kept is None:
                 continue
             n_kept += 1
-            held = sum(folded.unit_bytes[u] for u in kept[0] if not folded.is_pinned(u, p))
+            held = sum(folded.unit_bytes[u] for u in kept[p] if not folded.is_pinned(u, p))
             room = budget_bytes - int(folded.held_bytes[p]) - int(folded.own_bytes[p])
             assert held <= room
     assert n_kept

@@ -44,7 +44,7 @@ def test_disk_revolve_of_aupy_herrmann_hovland_robert_2016() -> None:
     for n_steps, n_memory, write, read, published in PUBLISHED["disk_revolve"]:
         slots = [(n_memory, 0.0, 0.0), (ENDLESS, write, read)]
         memory, disk = as_levels(slots)
-        found = disk_revolve(n_steps=n_steps, memory=memory, disk=disk)
+        found = disk_revolve(n_steps=n_steps, levels=(memory, disk))
         assert checked(n_steps, found, slots) == pytest.approx(published)
 
 
@@ -68,8 +68,8 @@ def test_a_period_costs_little_more_than_the_best_on_long_chains() -> None:
         slots = [(n_memory, 0.0, 0.0), (ENDLESS, float(write), float(read))]
         memory, disk = as_levels(slots)
         for n_steps in (1, 2, 17, 60):
-            best = disk_revolve(n_steps=n_steps, memory=memory, disk=disk)
-            found = periodic_disk_revolve(n_steps=n_steps, memory=memory, disk=disk)
+            best = disk_revolve(n_steps=n_steps, levels=(memory, disk))
+            found = periodic_disk_revolve(n_steps=n_steps, levels=(memory, disk))
             least, cost = checked(n_steps, best, slots), checked(n_steps, found, slots)
             assert least - 1e-9 <= cost <= 1.1 * least
 
@@ -110,9 +110,9 @@ def test_no_schedule_of_a_short_chain_costs_less(seed: int) -> None:
             endless = [slots[0], (n_steps, *slots[1][1:])]
             truth = least_cost(n_steps, endless)
             memory, disk = levels
-            found = disk_revolve(n_steps=n_steps, memory=memory, disk=disk)
+            found = disk_revolve(n_steps=n_steps, levels=(memory, disk))
             assert checked(n_steps, found, endless) == truth
-            found = periodic_disk_revolve(n_steps=n_steps, memory=memory, disk=disk)
+            found = periodic_disk_revolve(n_steps=n_steps, levels=(memory, disk))
             assert checked(n_steps, found, endless) >= truth
 
 

@@ -264,7 +264,7 @@ def as_stated(levels: Levels) -> float:
             always = arrival is not None and arrival.always_due[k - 1]
             if_read = arrival is not None and (always or arrival.due_if_read[k - 1])
             arrived = least("P", i, k - 1, m) if if_read else before
-            alone_s = levels.unaided_saving_s(k, held) + (arrived if always else before)
+            alone_s = levels.saving_s(k, held, unaided=True) + (arrived if always else before)
             found.append(rest + min(alone_s, levels.saving_s(k, held) + arrived))
             if k > i + 1:
                 one = rest + levels.saving_s(k, held - w)

@@ -96,7 +96,7 @@ def test_one_of_two_states_in_an_empty_range_does_not_do_for_both() -> None:
 def test_a_level_alone_reads_only_what_later_nodes_read_of_the_one_before() -> None:
     levels = two_states()
     assert [levels.saving_s(2, held) for held in (0, 4, 8)] == [12.0, 4.0, 0.0]
-    assert [levels.unaided_saving_s(2, held) for held in (0, 4, 8)] == [math.inf, 8.0, 0.0]
+    assert [levels.saving_s(2, held, unaided=True) for held in (0, 4, 8)] == [math.inf, 8.0, 0.0]
 
 
 @pytest.mark.parametrize(("unit_bytes", "is_due"), [(8, True), (4, False)])

@@ -14,7 +14,7 @@ from solver.chain.blocks import split_into_blocks
 from solver.chain.from_graph import constant_bytes, to_chain
 from solver.chain.rotor import solve_chain
 from solver.chain.to_schedule import chain_to_schedule
-from solver.methods.auto import auto
+from solver.methods.auto_method import auto
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.proposal import Proposal

@@ -237,7 +237,7 @@ def test_an_interrupted_search_hands_on_the_best_so_far(
             signal.raise_signal(signal.SIGINT)
         return simulate(graph, schedule, **options)
 
-    monkeypatch.setattr("solver.methods.best_so_far.simulate", simulate_then_ctrl_c)
+    monkeypatch.setattr("solver.methods.best_so_far.simulate_if_legal", simulate_then_ctrl_c)
     with ctrl_c_ends_searches() as interrupt:
         proposal = run(name, graph, budget_above_resident(graph, 0.9))
     assert interrupt.is_set()

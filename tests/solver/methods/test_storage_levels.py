@@ -7,8 +7,7 @@ import pytest
 from checkpoint_solver.cli.command import main
 from graphs.graph import Graph
 from solver import solve
-from solver.methods import METHODS, storage_levels
-from solver.methods import auto_then_chain_methods as after_auto
+from solver.methods import METHODS, auto_method, storage_levels
 from solver.methods.proposal import Proposal
 from solver.schedule import Link, Place, Places, Schedule, Spill, simulate
 from tests.support import synthetic_graphs
@@ -68,7 +67,7 @@ def test_copies_beside_the_computation_cost_no_more_than_published() -> None:
     graph = uniform_chain(40)
     beside = run("disk_revolve", graph, 5, places(40, 2.0))
     memory, slow = Level(1), Level(40, 2.0, 2.0)
-    published = cost_of(disk_revolve(n_steps=40, memory=memory, disk=slow), (memory, slow))
+    published = cost_of(disk_revolve(n_steps=40, levels=(memory, slow)), (memory, slow))
     assert beside.time_s - graph.baseline_time_s <= published
 
 
@@ -132,7 +131,9 @@ def test_auto_schedules_the_same_reversal_once(monkeypatch: pytest.MonkeyPatch) 
         return scheduled(search, blocks, actions, *rest)
 
     monkeypatch.setattr(storage_levels, "_make_schedule", counted)
-    monkeypatch.setattr(after_auto, "auto", lambda *_given, **_options: Proposal(None, 0.0, False))
+    monkeypatch.setattr(
+        auto_method, "recompute_and_copy", lambda *_given, **_options: Proposal(None)
+    )
     assert run("auto", uniform_chain(16), 4, places(16, 2.0)) is not None
     assert tried
     assert len(tried) == len(set(tried))

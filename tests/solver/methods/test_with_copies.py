@@ -10,9 +10,10 @@ from graphs.graph import Graph
 from graphs.synthetic import nets
 from solver.bound import StorageGraph
 from solver.methods import find_obstacle
-from solver.methods.auto import auto, copy_placement, with_copies
+from solver.methods.auto import copy_placement, with_copies
 from solver.methods.auto.copy_placement import find_gaps, longest_to_disk, place_copies
 from solver.methods.auto.copy_search import CopySearch
+from solver.methods.auto_method import auto
 from solver.methods.proposal import Proposal
 from solver.schedule import (
     CopyLayout,
@@ -235,9 +236,12 @@ def test_a_large_step_begins_with_recomputation_alone(
     graph = chain(n_blocks=50)
     rate = len(graph.nodes) / 240.0  # 40 % of 600 s
     monkeypatch.setattr(with_copies, "NODES_PER_S", (0.9 if is_large else 1.1) * rate)
-    budget_bytes = baseline_peak_bytes(graph) - 7000
-    options = {"budget_bytes": budget_bytes, "time_limit_s": 600.0, "seed": 0}
-    proposal = auto(graph, places=host(1.0), **options)
+    proposal = with_copies.recompute_and_copy(
+        graph,
+        budget_bytes=baseline_peak_bytes(graph) - 7000,
+        time_limit_s=600.0,
+        places=host(1.0),
+    )
     assert begun[0] == ("RECOMPUTE_STAGES" if is_large else "COPY_STAGES")
     assert found(graph, proposal, host(1.0)) == pytest.approx(107.0)
 

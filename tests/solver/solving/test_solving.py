@@ -15,7 +15,7 @@ from graphs.trace import TraceError, trace
 from scheduler_runtime import apply
 from scheduler_runtime.measuring import measure
 from solver import solve
-from solver.methods.auto import auto
+from solver.methods.auto_method import auto
 from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS

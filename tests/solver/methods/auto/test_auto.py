@@ -7,9 +7,9 @@ import pytest
 
 from graphs.graph import Graph
 from solver.bound.storage_graph import StorageGraph
-from solver.methods.auto import auto
 from solver.methods.auto.local_optimum import drop_recomputation
 from solver.methods.auto.search import DONE_GAP
+from solver.methods.auto_method import auto
 from solver.methods.evict import evict
 from solver.methods.registry import METHODS
 from solver.schedule.simulator import simulate

@@ -7,8 +7,8 @@ import pytest
 from graphs.synthetic import nets
 from solver.bound import StorageGraph
 from solver.chain import split_into_blocks
-from solver.methods.auto import auto
 from solver.methods.auto.replay import replay_within
+from solver.methods.auto_method import auto
 from solver.methods.revolve import reversal_to_schedule, revolve
 from solver.schedule import baseline, simulate
 from tests.support.synthetic_graphs import random_dag

@@ -14,12 +14,12 @@ from solver.bound.cut import CutMilp, solve_cuts
 from solver.bound.lower_bound import binding_cut
 from solver.bound.storage_graph import StorageGraph
 from solver.methods import find_obstacle
-from solver.methods.auto import auto
 from solver.methods.auto.from_cuts import fold_simulation, schedule_from_cuts
 from solver.methods.auto.menu_program import menu_program
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
 from solver.methods.auto.several_cuts import offer_several_cuts
+from solver.methods.auto_method import auto
 from solver.methods.evict import evict
 from solver.schedule.simulator import simulate
 from tests.support.budgets import budget_above_least
@@ -73,9 +73,8 @@ def test_the_replay_loses_no_more_than_the_cuts_counted(name: str) -> None:
     cuts = solve_cuts(
         folded, positions=positions, budget_bytes=budget_bytes, as_milp=True, gap=1e-3
     )
-    guide = dict(zip(cuts.positions, cuts.kept, strict=True))
     lost_s = (
-        fold_simulation(folded, schedule_from_cuts(folded, guide)).simulation.time_s
+        fold_simulation(folded, schedule_from_cuts(folded, cuts.kept)).simulation.time_s
         - graph.baseline_time_s
     )
     assert lost_s <= (cuts.cost_share + 1e-6) * graph.baseline_time_s
@@ -91,7 +90,7 @@ def test_a_rounded_cut_fits_and_costs_what_it_says(seed: int) -> None:
         cuts = program.solve_lp_and_round()
         if cuts.kept is None or math.isinf(cuts.cost_share):
             continue
-        (kept,) = cuts.kept
+        kept = cuts.kept[p]
         held_bytes = sum(folded.unit_bytes[u] for u in kept if not folded.is_pinned(u, p))
         held_bytes += int(folded.held_bytes[p] + folded.own_bytes[p])
         assert held_bytes <= budget_bytes

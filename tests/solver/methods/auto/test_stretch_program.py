@@ -11,12 +11,14 @@ import pytest
 from graphs.graph import Graph
 from solver.bound.lower_bound import proven_least_budget_bytes
 from solver.bound.storage_graph import StorageGraph
+from solver.methods.auto.menu_program import kept_by_best
 from solver.methods.auto.runs import Runs, live_bytes
 from solver.methods.auto.stretch_program import Stretch, StretchMilp
 from solver.methods.ilp import ilp
 from solver.methods.least_budget import least_schedule
 from solver.schedule.ops import Schedule
 from solver.schedule.simulator import simulate
+from solver.sizes_deadlines_progress import NEVER
 from tests.support.budgets import baseline_peak_bytes
 from tests.support.synthetic_graphs import chain, dense, random_dag, residual, transformer, u_shape
 
@@ -54,7 +56,7 @@ class Planned:
         )
 
     def solution(self, program: StretchMilp, *, below: float = math.inf) -> Schedule | None:
-        kept = program.find_kept(below=below)
+        kept = kept_by_best(program, below=below, deadline=NEVER)
         return None if kept is None else program.splice_into(kept, self.runs)
 
     def lost_share(self, schedule: Schedule) -> float:
@@ -134,7 +136,8 @@ def test_stretches_that_do_not_overlap_are_spliced_in_one_after_the_other() -> N
         planned = Planned(graph, share=0.1)
         for first in range(planned.folded.n_forward, len(graph.nodes) - 8, 4):
             early, late = planned.program(first, first + 3), planned.program(first + 4, first + 7)
-            alone, kept = planned.solution(early), late.find_kept(below=math.inf)
+            alone = planned.solution(early)
+            kept = kept_by_best(late, below=math.inf, deadline=NEVER)
             both = late.splice_into(kept, Runs(planned.folded, alone.order))
             if simulate(graph, both).peak_bytes <= planned.budget_bytes:
                 second = late.splice_into(kept, planned.runs)

@@ -17,9 +17,9 @@ from graphs.graph import Graph
 from graphs.trace import trace
 from scheduler_runtime.measuring import measure
 from solver.module_checkpointing.for_other_frameworks.closest_setting import nearest
+from solver.module_checkpointing.for_other_frameworks.forecasts import forecast
 from solver.module_checkpointing.for_other_frameworks.model_layers import NoLayersError, layers
 from solver.module_checkpointing.for_other_frameworks.systems import SYSTEMS
-from solver.module_checkpointing.forecasts import forecast
 from solver.module_checkpointing.regions import CheckpointRegion
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
