@@ -101,7 +101,7 @@ def test_planning_leaves_parameters_that_are_written_in_place() -> None:
     torch.manual_seed(0)
     plain, batch = AroundBranching("frozen"), torch.randn(8, 16)
     fitted = fit(copy.deepcopy(plain), budget="1MB", optimizer=[])
-    assert_same_bits(plain, fitted, batch)
+    assert_bitwise_identical(plain, fitted, batch)
     for how in ("trained", "part"):
         model = AroundBranching(how)
         before = copy.deepcopy(model.state_dict())
