@@ -155,8 +155,10 @@ def random_places(rng: random.Random) -> Places:
 
 
 def planned_step_s(graph: Graph, *, budget_bytes: int, places: Places) -> float:
-    """Seconds of the step under the plan that `recompute_and_copy` proposes. Asserts that the plan is
-    within the budget and not below the proposal's bound."""
+    """Seconds of the step under the plan that `recompute_and_copy` proposes.
+
+    Asserts that the plan is within the budget and not below the proposal's bound.
+    """
     proposal = with_copies.recompute_and_copy(
         graph, budget_bytes=budget_bytes, time_limit_s=6000, places=places
     )
