@@ -264,8 +264,18 @@ def gradient_of_parameter_read(x: Tensor, layer: Layer) -> Tensor:
     return x if gradient is None else x * gradient.abs().mean()
 
 
+def moved_to_another_dtype(x: Tensor, layer: Layer) -> Tensor:
+    layer.up.double().float()
+    return x
+
+
 def gradient_of_parameter_set(x: Tensor, layer: Layer) -> Tensor:
     layer.up.weight.grad = torch.ones_like(layer.up.weight)
+    return x
+
+
+def moved_to_its_own_dtype(x: Tensor, layer: Layer) -> Tensor:
+    layer.up = layer.up.to(x.dtype)
     return x
 
 
@@ -427,6 +437,7 @@ SAME: dict[str, Trick] = {
         detached_changed_in_place,
         no_grad_changed_in_place,
         set_to_other_memory,
+        moved_to_its_own_dtype,
         grad_switched,
         requires_grad_off,
         module_requires_grad_off,
@@ -477,6 +488,7 @@ REFUSED: dict[str, tuple[Trick, str]] = {
         (parameter_data, r"assigns to the .data"),
         (gradient_of_parameter_read, r"the \.grad of a parameter"),
         (gradient_of_parameter_set, r"the \.grad of a parameter"),
+        (moved_to_another_dtype, r"the \.grad of a parameter"),
     )
 }
 """Tricks that are refused, with a pattern of the error message."""

@@ -14,6 +14,7 @@ from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replace
 from graphs.capture.refuse.side_effects import (
     HOOKS,
     MODULE_ATTRIBUTES,
+    PLAIN_TYPES,
     DrawError,
     HookError,
     SideEffectError,

@@ -230,6 +230,10 @@ def overwritten(module: Any, x: torch.Tensor) -> None:
     module.n = x.shape[0]
 
 
+def with_its_dtype(module: Any, x: torch.Tensor) -> None:
+    module.dtype, module.part.device = x.dtype, x.device
+
+
 def unset(module: Any, _: torch.Tensor) -> None:
     del module.n
 
@@ -257,7 +261,7 @@ READS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [lambda *_: None, overwritten])
+@pytest.mark.parametrize("how", [lambda *_: None, overwritten, with_its_dtype])
 def test_a_number_that_is_set_unread_needs_no_plan_of_its_own(how: Any) -> None:
     batches = [torch.randn(n, 4) for n in (2, 3, 5)]
     torch.manual_seed(0)
@@ -269,6 +273,7 @@ def test_a_number_that_is_set_unread_needs_no_plan_of_its_own(how: Any) -> None:
             model(batches[index]).backward()
         assert torch.equal(plain.part.weight.grad, fitted.part.weight.grad)
         assert (fitted.n, fitted.part.m) == (plain.n, plain.part.m)
+        assert getattr(fitted, "dtype", None) == getattr(plain, "dtype", None)
     assert len(plans_of(fitted)) == 3
 
 
