@@ -19,9 +19,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.capture.as_eager import KnowingMode, Recipe, evaluate
-from graphs.capture.refuse import MODULE_ATTRIBUTES, SideEffectError, attributes_unchanged
-
-_PLAIN_TYPES = (bool, int, float, str, type(None))
+from graphs.capture.refuse import (
+    MODULE_ATTRIBUTES,
+    PLAIN_TYPES,
+    SideEffectError,
+    attributes_unchanged,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +45,7 @@ class FilledAttribute:
 
     @property
     def is_plain(self) -> bool:
-        return isinstance(self.value, _PLAIN_TYPES)
+        return isinstance(self.value, PLAIN_TYPES)
 
     def set_on(self, model: nn.Module) -> None:
         """Set the attribute to the value."""
@@ -68,7 +71,7 @@ def find_filled_attributes(
                 old = before[module].get(attribute, ...)
                 is_other = (type(value), value) != (type(old), old)
                 if (
-                    isinstance(value, _PLAIN_TYPES)
+                    isinstance(value, PLAIN_TYPES)
                     and is_other
                     and attribute not in MODULE_ATTRIBUTES
                 ):

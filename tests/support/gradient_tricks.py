@@ -156,6 +156,11 @@ def set_to_other_memory(x: Tensor, _layer: Layer) -> Tensor:
     return out
 
 
+def moved_to_its_own_dtype(x: Tensor, layer: Layer) -> Tensor:
+    layer.up = layer.up.to(x.dtype)
+    return x
+
+
 def grad_switched(x: Tensor, _layer: Layer) -> Tensor:
     before = torch.is_grad_enabled()
     torch.set_grad_enabled(False)
@@ -313,6 +318,7 @@ PLANNED_TRICKS: dict[str, Trick] = {
         detached_changed_in_place,
         no_grad_changed_in_place,
         set_to_other_memory,
+        moved_to_its_own_dtype,
         grad_switched,
         requires_grad_off,
         module_requires_grad_off,

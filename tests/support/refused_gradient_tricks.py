@@ -118,6 +118,11 @@ def gradient_of_parameter_read(x: Tensor, layer: Layer) -> Tensor:
     return x if gradient is None else x * gradient.abs().mean()
 
 
+def moved_to_another_dtype(x: Tensor, layer: Layer) -> Tensor:
+    layer.up.double().float()
+    return x
+
+
 def gradient_of_parameter_set(x: Tensor, layer: Layer) -> Tensor:
     layer.up.weight.grad = torch.ones_like(layer.up.weight)
     return x
@@ -142,6 +147,7 @@ REFUSED_TRICKS: dict[str, tuple[Trick, str]] = {
         (parameter_data, r"assigns to the .data"),
         (gradient_of_parameter_read, r"the \.grad of a parameter"),
         (gradient_of_parameter_set, r"the \.grad of a parameter"),
+        (moved_to_another_dtype, r"the \.grad of a parameter"),
     )
 }
 """Tricks that are refused, with a pattern of the error message."""

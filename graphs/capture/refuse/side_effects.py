@@ -365,6 +365,8 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
         raise found[0]
 
 
+PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
+"""Types of values that are compared by what they are, wherever they lie."""
 _MISSING = object()
 _RNN_BOOKKEEPING = ("_flat_weights", "_flat_weight_refs")
 """nn.LSTM, nn.GRU and nn.RNN list their weights here, and rebuild the list whenever one is set."""
@@ -378,4 +380,4 @@ def _is_same(before: Any, after: Any) -> bool:
         return False
     if isinstance(before, tuple):
         return len(before) == len(after) and all(map(_is_same, before, after))
-    return isinstance(before, bool | int | float | str | None) and before == after
+    return isinstance(before, PLAIN_TYPES) and bool(before == after)

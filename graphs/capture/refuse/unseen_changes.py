@@ -136,7 +136,25 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
         setter = _DataSetter(module, _refusing_wrapper(lambda *_: _DATA, data.__set__))
         stack.enter_context(mock.patch.object(torch.Tensor, "data", property(data.__get__, setter)))
         stack.enter_context(mock.patch.object(torch.Tensor, "grad", property(*grad_accessors)))
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply_if_it_changes))
         yield
+
+
+_apply = nn.Module._apply
+
+
+def _apply_if_it_changes(
+    module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """`module.to(dtype)` and the like, which read each parameter's `.grad` even to change nothing.
+
+    Routers of mixtures of experts call it in each forward pass.
+    """
+    with torch.no_grad():
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        if all(function(tensor) is tensor for tensor in tensors):
+            return module
+    return _apply(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _DataSetter:

@@ -213,6 +213,29 @@ def test_a_number_that_changes_in_each_call_is_refused() -> None:
     assert model.part.pooled == 1
 
 
+class Router(nn.Module):
+    """Remembers the dtype and device of its input; computes in its own dtype, as Switch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.input_dtype, self.device = x.dtype, x.device
+        self.part = self.part.to(torch.float32)
+        return self.part(x.float()).to(self.input_dtype).sum()
+
+
+def test_a_router_that_keeps_dtypes_is_planned() -> None:
+    torch.manual_seed(0)
+    plain, x = Router(), torch.randn(3, 4)
+    fitted = fit(copy.deepcopy(plain), budget="5MB", optimizer=[])
+    for model in (plain, fitted):
+        model(x).backward()
+    assert torch.equal(plain.part.weight.grad, fitted.part.weight.grad)
+    assert (fitted.input_dtype, fitted.device) == (torch.float32, torch.device("cpu"))
+
+
 class Storing(nn.Module):
     """Sets attributes to the length of its batch. forward: what it does with them besides."""
 
