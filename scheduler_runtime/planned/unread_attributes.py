@@ -1,9 +1,9 @@
 """Numbers, strings and containers in attributes that the training loop changes, and `forward` does
 not read: a count of steps, the best loss so far, a list or dict of metrics.
 
-Until one changes, nothing is known of it. Then the step is traced again, and the attributes that
-have changed are watched meanwhile. A program that is made from a trace that reads none of them is
-for all of their values.
+Each trace watches them: containers always, numbers and strings once they have changed, since most
+modules have some that never do. A program that is made from a trace that reads none of them is for
+all of their values.
 
 `__getattribute__` of the class sees who reads an attribute. Who reads `vars(module)`, or copies the
 module, reads them all. Only `object.__getattribute__` goes unnoticed.
@@ -15,18 +15,19 @@ import contextlib
 import sys
 import types
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 from unittest import mock
 
 from torch import nn
 
-from graphs.capture import Capture, one_at_a_time
+from graphs.capture import MODULE_ATTRIBUTES, Capture, one_at_a_time
 from graphs.trace import CapturedStep
 from scheduler_runtime.planned.guards import changed_values
 
 _MISSING: Any = object()
+_FILLED_BY_LOOPS = (list, dict, set, deque)
 
 
 class UnreadAttributes:
@@ -45,7 +46,7 @@ class UnreadAttributes:
     @one_at_a_time  # the watches are on the classes, which other threads may plan as well
     def trace(self, model: nn.Module, trace: Callable[[], CapturedStep]) -> CapturedStep:
         """What `trace` returns, watched."""
-        places = frozenset(self._changing)
+        places = self._changing | _containers(model)
         if not places:
             return trace()
         with _reads(model, places) as (there, read):
@@ -64,6 +65,16 @@ class UnreadAttributes:
         """The watched attributes that this trace has not read."""
         found = (names for ref, names in self._unread if ref() is captured)
         return next(found, frozenset())
+
+
+def _containers(model: nn.Module) -> set[tuple[str, str]]:
+    """Module path and name of the attributes that a training loop may fill."""
+    return {
+        (path, name)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, _FILLED_BY_LOOPS) and name not in MODULE_ATTRIBUTES
+    }
 
 
 @contextlib.contextmanager

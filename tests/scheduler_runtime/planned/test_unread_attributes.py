@@ -145,6 +145,21 @@ def test_what_forward_does_not_read_is_planned_once_more(make: type, n_plans: in
     assert [*vars(make)] == class_attributes
 
 
+@pytest.mark.parametrize(("make", "n_plans"), [(Counting, 1), (ByLength, 5), (ByEntry, 5)])
+def test_containers_that_forward_does_not_read_need_no_second_plan(
+    make: type, n_plans: int
+) -> None:
+    model = make()
+    fit(model, budget="1GB", optimizer=sgd(model))
+    for step in range(5):
+        model(torch.randn(8, 4)).backward()
+        model.history.append(step)
+        model.last["n_steps"] = step
+        model.recent.append(step)
+        model.zero_grad()
+    assert len(plans_of(model)) == n_plans
+
+
 def test_with_tighter_plans_for_a_shortage_it_is_planned_once_more_too() -> None:
     model = Counting()
     fit(model, budget="1GB", optimizer=sgd(model), on_pressure="replan")
