@@ -24,5 +24,6 @@ from solver.bound.lower_bound import (
 from solver.bound.milp import Milp
 from solver.bound.rank_cuts import RankCuts, one_in_flight
 from solver.bound.rounded_byte_rows import add_rounded_byte_rows
+from solver.bound.scip import has_scip, solve_by_scip
 from solver.bound.storage_graph import StorageGraph
 from solver.bound.windows import WindowCuts, large_units_only, lost_share_by_windows, spread_out

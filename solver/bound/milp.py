@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -86,11 +87,15 @@ class Milp:
         self.most += other.most
         self.integer += other.integer
         self._has_counts = self._has_counts or other._has_counts
-        limits = zip(pairwise(other._row_starts), other._lower, other._upper, strict=True)
-        for (start, end), lower, upper in limits:
-            columns = [first + column for column in other._columns[start:end]]
-            self.row(columns, other._values[start:end], lower=lower, upper=upper)
+        for columns, values, lower, upper in other.rows():
+            self.row([first + column for column in columns], values, lower=lower, upper=upper)
         return first
+
+    def rows(self) -> Iterator[tuple[list[int], list[float], float, float]]:
+        """Yield each row's columns, their values, and the row's lower and upper limit."""
+        limits = zip(pairwise(self._row_starts), self._lower, self._upper, strict=True)
+        for (start, end), lower, upper in limits:
+            yield self._columns[start:end], self._values[start:end], lower, upper
 
     def solve(
         self,

@@ -12,6 +12,9 @@ Positions are added as in `several_cuts`: those at which the schedule of the sol
 budget. No position gets an allowance, so each round is a proof. A solution whose schedule fits is
 about as good as the bound, and that schedule is proposed.
 
+SCIP solves the programs if it is installed (`solver.bound.scip`): it ends programs of twice the
+size in the same time.
+
 Skipped on large steps for which nested reversals prove far more than cuts. Of no use for deep
 networks of equal blocks, where the LP of all positions proves more than this program of a dozen,
 and for graphs of thousands of nodes, whose programs are too large.
@@ -20,9 +23,19 @@ and for graphs of thousands of nodes, whose programs are too large.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from graphs.graph import Graph
-from solver.bound import Cuts, StorageGraph, WindowCuts, add_rounded_byte_rows, large_units_only
+from solver.bound import (
+    Cuts,
+    Milp,
+    StorageGraph,
+    WindowCuts,
+    add_rounded_byte_rows,
+    has_scip,
+    large_units_only,
+    solve_by_scip,
+)
 from solver.chain import split_into_blocks
 from solver.methods.auto.nested_reversals import prove_by_reversals
 from solver.methods.auto.search import Search
@@ -35,9 +48,9 @@ N_NEW_POSITIONS, LEAST_DISTANCE = 2, 2
 """Maximum positions that one round adds, and the distance that they must exceed. With larger values
 the programs grow faster than what they prove.
 """
-MAX_COLUMNS = 5_000
-"""Maximum columns of one program, which then takes half a minute."""
-NODES_TIMES_COLUMNS = 300_000
+MAX_COLUMNS, MAX_COLUMNS_BY_SCIP = 5_000, 10_000
+"""Maximum columns of one program, which then takes about a minute."""
+NODES_TIMES_COLUMNS, NODES_TIMES_COLUMNS_BY_SCIP = 300_000, 2_000_000
 """Branch-and-bound nodes times columns of one program."""
 GAP = 3e-4
 """A program is solved to within this share of the baseline's time."""
@@ -116,14 +129,12 @@ def _solve(search: Search, coarse: StorageGraph, positions: list[int]) -> Cuts |
         budget_bytes=search.budget_bytes,
         deadline=search.deadline,
     )
-    if program.n_columns > MAX_COLUMNS:
+    n_columns, by_scip = program.n_columns, has_scip()
+    if n_columns > (MAX_COLUMNS_BY_SCIP if by_scip else MAX_COLUMNS):
         return None
     add_rounded_byte_rows(program)
-    answer = program.program.solve(
-        as_milp=True,
-        gap=GAP,
-        node_limit=max(1, NODES_TIMES_COLUMNS // max(1, program.n_columns)),
-        deadline=search.deadline,
-    )
+    n_nodes = (NODES_TIMES_COLUMNS_BY_SCIP if by_scip else NODES_TIMES_COLUMNS) // max(1, n_columns)
+    solve = solve_by_scip if by_scip else partial(Milp.solve, as_milp=True)
+    answer = solve(program.program, gap=GAP, node_limit=max(1, n_nodes), deadline=search.deadline)
     search.timed_out = search.timed_out or answer.timed_out
     return program.to_cuts(answer)

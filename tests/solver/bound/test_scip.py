@@ -11,6 +11,8 @@ import pytest
 from solver.bound import Milp, solve_by_scip
 from solver.sizes_deadlines_progress import Deadline
 
+pytest.importorskip("pyscipopt")
+
 
 def random_program(rng: random.Random) -> Milp:
     """Some random rows over at most nine binary columns; now and then no values satisfy them."""

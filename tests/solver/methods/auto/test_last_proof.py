@@ -31,6 +31,8 @@ def proven(graph: Graph, *, budget_bytes: int) -> tuple[float, float]:
 @pytest.mark.parametrize("seed", range(40))
 def test_it_is_below_the_truth(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_DISTANCE", 0)
+    if seed % 2:  # by HiGHS
+        monkeypatch.setattr(module, "has_scip", lambda: False)
     rng = random.Random(seed)
     for k in range(10):
         graph = random_dag(
