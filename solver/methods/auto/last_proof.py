@@ -48,8 +48,8 @@ N_NEW_POSITIONS, LEAST_DISTANCE = 2, 2
 """Maximum positions that one round adds, and the distance that they must exceed. With larger values
 the programs grow faster than what they prove.
 """
-MAX_COLUMNS, MAX_COLUMNS_BY_SCIP = 5_000, 10_000
-"""Maximum columns of one program, which then takes about a minute."""
+MAX_COLUMNS, MAX_COLUMNS_BY_SCIP = 5_000, 20_000
+"""Maximum columns of one program, which then takes one to three minutes."""
 NODES_TIMES_COLUMNS, NODES_TIMES_COLUMNS_BY_SCIP = 300_000, 2_000_000
 """Branch-and-bound nodes times columns of one program."""
 GAP = 3e-4
