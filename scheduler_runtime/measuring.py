@@ -40,7 +40,6 @@ class Measurement:
 
     peak_bytes: the most bytes on the device during the step, resident ones included.
     time_s: median of `times_s`.
-    spread_s: the slowest of `times_s` minus the fastest.
     reserved_bytes: what CUDA's allocator took from the device (None on the CPU).
     context_bytes: what else was in use on the device: contexts, kernels and other processes (None
         on the CPU).
@@ -49,7 +48,6 @@ class Measurement:
 
     peak_bytes: int
     time_s: float
-    spread_s: float = 0.0
     reserved_bytes: int | None = None
     context_bytes: int | None = None
     times_s: tuple[float, ...] = ()
@@ -206,7 +204,6 @@ def measure_in_turns(
             Measurement(
                 peak_bytes=peak_bytes,
                 time_s=statistics.median(timed_s),
-                spread_s=max(timed_s) - min(timed_s),
                 reserved_bytes=torch.cuda.max_memory_reserved(device) if is_cuda else None,
                 context_bytes=context_bytes(device) if is_cuda else None,
                 times_s=tuple(timed_s),

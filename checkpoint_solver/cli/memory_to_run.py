@@ -1,4 +1,4 @@
-"""The memory that it takes at least to build a model with its weights and run it on this machine.
+"""The least memory needed to build a model with its weights and run it on this machine.
 
 It is estimated before a model that cannot be traced is run: the user is told, and if it cannot fit,
 nothing is built.

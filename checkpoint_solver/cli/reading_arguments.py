@@ -195,7 +195,7 @@ def _check_outputs(arguments: Arguments) -> None:
     option_of: dict[Path, str] = {}
     for entry in dataclasses.fields(arguments):
         path = getattr(arguments, entry.name)
-        if not isinstance(path, Path):
+        if not isinstance(path, Path) or entry.metadata["group"] != "output":
             continue
         option = entry.metadata["short"] or flag_of(entry.name)
         suffixes = entry.metadata.get("suffixes")

@@ -256,6 +256,9 @@ class CheckpointedForward(ExportedForward):
         return forward, AsInForward(recomputation, self._model, self.changed_buffers)
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
 class AsInForward(contextlib.AbstractContextManager[None]):
     """The context, in which parameters and buffers are the tensors that they are now, and plain
     attributes of modules (`eps`, `training`) have their values of now: tensors of
@@ -284,7 +287,7 @@ class AsInForward(contextlib.AbstractContextManager[None]):
             # other tensors in attributes may be activations, which this would hold
             for held in (each._parameters, each._buffers, vars(each))
             for name, value in held.items()
-            if held is not vars(each) or isinstance(value, bool | int | float | str | None)
+            if held is not vars(each) or isinstance(value, _PLAIN)
         ]
         self._entered: list[contextlib.ExitStack] = []
 

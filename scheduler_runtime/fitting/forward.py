@@ -171,14 +171,18 @@ class FittedForward(PlanningPart):
         self._expected_gradients = reached
         held_bytes += returned_bytes
         of_call, situation = self.kind(call)
-        kind = (of_call, held_bytes), situation
-        program = self._programs.find(kind, self._model, call)
+        program = self._programs.find(((of_call, held_bytes), situation), self._model, call)
         if not isinstance(program, BoundProgram | Ladder):
             with _disable_current_modes():  # modes of the training must not see the planning
                 found = self._plan_call(call, held_bytes=held_bytes)
             program = found.program if isinstance(found, PendingPlan) else found
             serves_all = isinstance(found, PendingPlan) and not found.fitted.solution.overhead
-            self._programs.add(kind, program, other_kind=self.kind(call) if serves_all else None)
+            of_call, situation = self.kind_for(program, call)
+            self._programs.add(
+                ((of_call, held_bytes), situation),
+                program,
+                other_kind=(of_call, situation) if serves_all else None,
+            )
             if (
                 isinstance(found, PendingPlan) and serves_all
             ):  # no overhead: later calls use it, too

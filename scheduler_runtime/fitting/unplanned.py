@@ -19,8 +19,8 @@ from torch import nn
 class UncalledWatch:
     """Reports once, at the end of the first backward pass that reaches the module, unless ended.
 
-    If the module has run without gradients, that may be a loss on its outputs (GradCache computes
-    them once more, by chunks, with gradients), so the second backward pass counts.
+    If the module has run without gradients, the first backward pass may be that of a loss on
+    detached outputs (GradCache), so the report waits for the second.
 
     tell: called with the message.
     """

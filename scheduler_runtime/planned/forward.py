@@ -238,7 +238,14 @@ class PlannedForward(ReplacedForward):
         if not isinstance(program, BoundProgram):
             return self.kind(call)  # again: tracing may have set attributes
         unread = program.sets_unread | self._unread.unread_by(program.captured)
-        return kind_of(self._model, call, ignored=unread), self.situation()
+        of_call, situation = self.kind(call)
+        ignoring = kind_of(self._model, call, ignored=unread)
+        if ignoring != of_call:  # some of them hold what other attributes hold, too
+            ignored = {
+                each for each in unread if kind_of(self._model, call, ignored=(each,)) == of_call
+            }
+            ignoring = kind_of(self._model, call, ignored=ignored)
+        return ignoring, situation
 
     def constants(self) -> Iterator[torch.Tensor]:
         for _, program in self._programs.programs:

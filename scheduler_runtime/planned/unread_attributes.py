@@ -1,22 +1,24 @@
 """Numbers, strings and containers in attributes that the training loop changes, and `forward` does
 not read: a count of steps, the best loss so far, a list or dict of metrics.
 
-Each trace watches them: containers always, numbers and strings once they have changed, since most
-modules have some that never do. A program that is made from a trace that reads none of them is for
-all of their values.
+Each trace watches them: containers always (after `gc.freeze`, once they have changed), numbers and
+strings once they have changed, since most modules have some that never do. A program serves all
+values of those that its trace did not read.
 
-`__getattribute__` of the class sees who reads an attribute. Who reads `vars(module)`, or copies the
-module, reads them all. Only `object.__getattribute__` goes unnoticed.
+`__getattribute__` of the class sees who reads an attribute. Reading `vars(module)` or copying the
+module counts as reading all of them. So does a container that something else refers to: a closure,
+another object, a bound method. Reads by `object.__getattribute__` or `super()` go unnoticed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 from unittest import mock
 
@@ -46,7 +48,9 @@ class UnreadAttributes:
     @one_at_a_time  # the watches are on the classes, which other threads may plan as well
     def trace(self, model: nn.Module, trace: Callable[[], CapturedStep]) -> CapturedStep:
         """What `trace` returns, watched."""
-        places = self._changing | _containers(model)
+        places = set(self._changing)
+        if not gc.get_freeze_count():  # frozen objects that refer to a container are not found
+            places |= _containers(model)
         if not places:
             return trace()
         with _reads(model, places) as (there, read):
@@ -82,7 +86,7 @@ def _reads(
     model: nn.Module, places: Set[tuple[str, str]]
 ) -> Iterator[tuple[dict[tuple[str, str], nn.Module], Set[tuple[str, str]]]]:
     """Those of these places that exist, with their modules, and those that are read in this
-    context."""
+    context, or may be read without being noticed."""
     modules = dict(model.named_modules())
     there = {
         (path, name): modules[path]
@@ -92,7 +96,7 @@ def _reads(
     watched: dict[int, dict[str, tuple[str, str]]] = defaultdict(dict)
     for (path, name), module in there.items():
         watched[id(module)][name] = path, name
-    read: set[tuple[str, str]] = set()
+    read = _held_elsewhere(there)
 
     def watching(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def get(module: Any, name: str) -> Any:
@@ -105,11 +109,35 @@ def _reads(
 
         return get
 
+    kinds = {type(module) for module in there.values()}
+    plain: Any = object.__getattribute__
+    unwatched = {kind for kind in kinds if kind.__getattribute__ is not plain}
     with contextlib.ExitStack() as stack:
-        for kind in {type(module) for module in there.values()}:
-            own: Any = kind.__getattribute__
-            stack.enter_context(mock.patch.object(kind, "__getattribute__", watching(own)))
+        for kind in kinds - unwatched:
+            original: Any = kind.__getattribute__
+            try:
+                stack.enter_context(mock.patch.object(kind, "__getattribute__", watching(original)))
+            except (AttributeError, TypeError):  # its metaclass does not allow it
+                unwatched.add(kind)
+        read.update(place for place, module in there.items() if type(module) in unwatched)
         yield there, read
+
+
+def _held_elsewhere(there: Mapping[tuple[str, str], nn.Module]) -> set[tuple[str, str]]:
+    """The containers to which something else refers, so that forward may read them there.
+
+    there: places of attributes, with their modules.
+    """
+    containers = {
+        (path, name): vars(module)[name]
+        for (path, name), module in there.items()
+        if isinstance(vars(module)[name], _FILLED_BY_LOOPS)
+    }
+    holders = (containers, *there.values(), *map(vars, there.values()))
+    known = {id(each) for each in holders}
+    others = [each for each in gc.get_referrers(*containers.values()) if id(each) not in known]
+    elsewhere = {id(value) for each in others for value in gc.get_referents(each)}
+    return {place for place, value in containers.items() if id(value) in elsewhere}
 
 
 def _is_of_tracing(frame: types.FrameType) -> bool:

@@ -9,7 +9,6 @@ uses this file.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -20,8 +19,12 @@ from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError, int
 
 
 def has_scip() -> bool:
-    """Whether `pyscipopt` is installed."""
-    return importlib.util.find_spec("pyscipopt") is not None
+    """Whether `pyscipopt` is installed and can be loaded."""
+    try:
+        import pyscipopt  # noqa: F401 (here: optional, and slow to import)
+    except ImportError:
+        return False
+    return True
 
 
 def solve_by_scip(
@@ -46,7 +49,11 @@ def solve_by_scip(
         model.setParam("limits/time", max(0.0, deadline.left_s))
     try:
         interruptible(model.optimizeNogil)
+    except KeyboardInterrupt:
+        model.interruptSolve()  # it runs in another thread
+        raise
     except OutOfTimeError:
+        model.interruptSolve()
         return Answer(values=None, bound=-math.inf, timed_out=True)
     status = model.getStatus()
     if status == "infeasible":

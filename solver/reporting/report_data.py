@@ -383,6 +383,7 @@ def _verification(report: Report) -> dict[str, Any] | None:
         "measured_time_s": found.measured_time_s,
         "baseline_measured_time_s": found.baseline_measured_time_s,
         "overhead": found.overhead,
+        "overheads": list(found.overheads),
         "fits": found.fits,
         "baseline_fits": found.baseline_fits,
         "passed": found.passed,

@@ -37,7 +37,7 @@ def size_rows(search: SizeSearch) -> Iterator[Row]:
         return
     limit = "" if beyond is None else f"; for {beyond.size} {misfit_text(beyond)}"
     between = beyond is not None and beyond.size > largest.size + 1
-    limit += ", and sizes in between were not tried" if between else ""
+    limit += ". Sizes in between were not tried" if between else ""
     yield "largest", f"{largest.size}{limit}"
     if saturated is not None and saturated.rate_per_s and largest.rate_per_s:
         rate = f"{_rate(saturated.rate_per_s)} {RATE_UNITS[search.size]}"

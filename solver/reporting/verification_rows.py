@@ -51,8 +51,8 @@ def verification_rows(found: Verification, *, reader: Reader) -> Iterator[Row]:
     yield "device", found.device
     rounds = counted(len(found.times_s), "round")
     times = f"{_range(found.times_s)} with the plan, {_range(found.baseline_times_s)} without"
-    text = f"of the round with the median overhead ({rounds}: {times})"
-    yield "timing", f"{text}; other load on the machine affects it"
+    text = f"times of the round with the median overhead; over {rounds}: {times}"
+    yield "timing", f"{text}. Other load on the machine affects them"
     yield "overhead", found.overhead_text(reader)
     if found.fits:
         yield "budget", f"met: {format_both(found.available_bytes)} available"

@@ -89,6 +89,8 @@ class _KeptValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     overwritten: `.data` of the parameters that were written, and their values before.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -366,7 +366,7 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
 
 
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
-"""Types of values that are compared by what they are, wherever they lie."""
+"""Types of values that are compared by value, not by identity."""
 _MISSING = object()
 _RNN_BOOKKEEPING = ("_flat_weights", "_flat_weight_refs")
 """nn.LSTM, nn.GRU and nn.RNN list their weights here, and rebuild the list whenever one is set."""

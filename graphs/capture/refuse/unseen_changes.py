@@ -136,7 +136,8 @@ def no_unseen_changes(module: nn.Module) -> Iterator[None]:
         setter = _DataSetter(module, _refusing_wrapper(lambda *_: _DATA, data.__set__))
         stack.enter_context(mock.patch.object(torch.Tensor, "data", property(data.__get__, setter)))
         stack.enter_context(mock.patch.object(torch.Tensor, "grad", property(*grad_accessors)))
-        stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply_if_it_changes))
+        apply = in_this_thread(_apply_if_it_changes, _apply)
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", apply))
         yield
 
 

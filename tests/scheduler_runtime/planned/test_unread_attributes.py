@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections import deque
 from unittest import mock
@@ -68,7 +69,7 @@ class ByAnotherName(Counting):
 
 
 class ByItsVars(Counting):
-    """It reads the count where a descriptor does not see it."""
+    """It reads the count without asking for the attribute."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.inner(x) * (1 + vars(self)["n_steps"])).square().mean()
@@ -145,6 +146,15 @@ def test_what_forward_does_not_read_is_planned_once_more(make: type, n_plans: in
     assert [*vars(make)] == class_attributes
 
 
+@pytest.fixture
+def nothing_frozen():
+    """The tests freeze the objects of imports, among which no referrers are found."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 @pytest.mark.parametrize(("make", "n_plans"), [(Counting, 1), (ByLength, 5), (ByEntry, 5)])
 def test_containers_that_forward_does_not_read_need_no_second_plan(
     make: type, n_plans: int
@@ -158,6 +168,91 @@ def test_containers_that_forward_does_not_read_need_no_second_plan(
         model.recent.append(step)
         model.zero_grad()
     assert len(plans_of(model)) == n_plans
+
+
+class Scaled(nn.Module):
+    def __init__(self, config: dict[str, float]) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.config["scale"]
+
+
+class Shared(Counting):
+    """A part reads the dict, and the model holds it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"scale": 1.0}
+        self.part = Scaled(self.config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.inner(x)).square().mean()
+
+
+class InClosure(Counting):
+    """It reads the dict, but not the attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = self.config = {"scale": 1.0}
+        self.scale = lambda: config["scale"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * self.scale()).square().mean()
+
+
+class ByBoundMethod(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"scale": 1.0}
+        self.scale = self.config.get
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * self.scale("scale")).square().mean()
+
+
+class WithOwnGetattribute(Shared):
+    def __getattribute__(self, name: str) -> object:
+        return super().__getattribute__(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        config = object.__getattribute__(self, "config")
+        return (self.inner(x) * config["scale"]).square().mean()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+@pytest.mark.parametrize("make", [Shared, InClosure, ByBoundMethod, WithOwnGetattribute])
+def test_a_container_that_is_read_elsewhere_is_compared(make: type) -> None:
+    plain = make()
+    model = make()
+    fit(model, budget="1GB", optimizer=sgd(model))
+    x = torch.randn(8, 4)
+    for step in range(6):
+        if step > 3:
+            plain.config["scale"] = model.config["scale"] = 1.0 * step
+        loss = model(x)
+        assert_equal([plain(x)], [loss])
+        loss.backward()
+        model.zero_grad()
+    assert len(plans_of(model)) == 3
+
+
+class ReadOnlyClass(type(nn.Module)):
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise TypeError("read-only")
+
+
+class OfReadOnlyClass(Counting, metaclass=ReadOnlyClass):
+    pass
+
+
+def test_a_class_that_cannot_be_changed_is_planned() -> None:
+    model = OfReadOnlyClass()
+    fit(model, budget="1GB", optimizer=sgd(model))
+    model(torch.randn(8, 4)).backward()
+    assert len(plans_of(model)) == 1
 
 
 def test_with_tighter_plans_for_a_shortage_it_is_planned_once_more_too() -> None:

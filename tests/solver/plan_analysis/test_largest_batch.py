@@ -233,7 +233,7 @@ def test_sizes_that_were_not_tried_are_told():
     far = SizeSearch("batch_size", (*fitting, dataclasses.replace(found.beyond, size=99)))
     for search, has_gap in ((found, False), (far, True)):
         row = dict(size_rows(search))["largest"]
-        assert row.endswith("found none, and sizes in between were not tried") == has_gap
+        assert row.endswith("found none. Sizes in between were not tried") == has_gap
 
 
 def test_why_the_next_size_has_no_plan_is_told_apart():
