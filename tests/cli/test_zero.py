@@ -86,6 +86,8 @@ def test_the_largest_batch_is_that_of_a_rank(file, config, capsys) -> None:
         (["--zero", "2", "--ranks", "2", "--fsdp", "2"], "--fsdp cannot be combined with --zero"),
         (["--zero", "1", "--ranks", "2", "--verify"], "cannot be combined with --zero"),
         (["--zero", "1", "--ranks", "2", "--ds-config", "no.json"], "--ds-config no.json"),
+        # an input: a folder in which nothing can be written will do
+        (["--zero", "1", "--ranks", "2", "--ds-config", "/proc/version"], "not valid JSON"),
     ],
 )
 def test_what_is_not_planned_is_refused(words: list[str], message: str, file, capsys) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from graphs.capture import FailsOnBatchError
 from graphs.trace import TraceError
@@ -49,6 +50,17 @@ class Branches(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x).sum()
         return y if y.item() > 0 else 2 * y
+
+
+class WithFlexAttention(Model):
+    """A higher-order operator, for which tracing has no rule; running it needs none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            q = x.view(1, 1, 8, 4)
+            z = flex_attention(q, q, q)
+        return (y * z.view(8, 4)).sum()
 
 
 X = torch.randn(8, 4)
@@ -100,7 +112,7 @@ def test_a_model_that_fails_on_another_dtype(model: nn.Module, operator: str) ->
     assert "submodules" not in str(caught.value)
 
 
-@pytest.mark.parametrize("model", [UsesNumpy(), Branches()])
+@pytest.mark.parametrize("model", [UsesNumpy(), Branches(), WithFlexAttention()])
 def test_a_model_that_only_a_trace_cannot_run(model: nn.Module) -> None:
     model(X)
     with pytest.raises(TraceError, match="cannot be traced") as caught:
