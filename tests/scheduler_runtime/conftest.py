@@ -1,5 +1,6 @@
 """What a test leaves on PyTorch's stacks is taken off before the next."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,11 @@ def _watches_end() -> Iterator[None]:
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, LossWatch):
             mode.end()
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """As in a training that does not call `gc.freeze`, which the tests do (`tests/conftest.py`)."""
+    gc.unfreeze()
+    yield
+    gc.freeze()

@@ -18,6 +18,8 @@ from tests.scheduler_runtime.fitting.test_fitting import Tower, numbers
 from tests.support.bitwise import assert_equal
 from tests.support.full_device import FailingOperators
 
+pytestmark = pytest.mark.usefixtures("nothing_frozen")  # the modules fill a list
+
 
 class Whole(LightningModule):
     """Its own forward runs the network; the loss is computed in training_step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
 from collections import deque
 from unittest import mock
@@ -144,14 +143,6 @@ def test_what_forward_does_not_read_is_planned_once_more(make: type, n_plans: in
     assert [name for name in vars(model) if name != "forward"] == names
     assert model.n_steps == plain.n_steps
     assert [*vars(make)] == class_attributes
-
-
-@pytest.fixture
-def nothing_frozen():
-    """The tests freeze the objects of imports, among which no referrers are found."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
 
 
 @pytest.mark.usefixtures("nothing_frozen")
