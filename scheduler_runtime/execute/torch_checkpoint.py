@@ -31,6 +31,9 @@ from graphs.model_calls import Call, is_distributed_class
 from scheduler_runtime.execute.replaced_forward import ReplacedForward, restore_forward
 from scheduler_runtime.execute.unread_results import Keep, skipping_contexts
 
+_PLAIN = (bool, int, float, str, type(None))
+"""Types of the attributes that keep their values of the forward pass during recomputation."""
+
 
 class CountMismatchError(RuntimeError):
     """A module ran other operators than its plan was made for; the message says which."""
@@ -254,9 +257,6 @@ class CheckpointedForward(ExportedForward):
         nothing = contextlib.nullcontext()
         forward, recomputation = self.saved.contexts() if self.saved else (nothing, nothing)
         return forward, AsInForward(recomputation, self._model, self.changed_buffers)
-
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class AsInForward(contextlib.AbstractContextManager[None]):
