@@ -8,6 +8,9 @@ caller's thread). Frees of memory allocated before the profiler started are seen
 (torch does not know their size, except for addresses in use under an earlier profiler), so the
 measured code should not free what it did not allocate.
 
+A thread has one profiler at most. If the caller's thread has one already (the user profiles some
+steps of a training, one of which needs a new plan), the code runs in another thread meanwhile.
+
 This uses torch's first profiler, which still exists beneath `torch.profiler`: it gives the same
 sums, keeps the order itself instead of time stamps, starts in microseconds instead of seconds, and
 prints nothing.
@@ -15,14 +18,18 @@ prints nothing.
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._C._autograd import (
     ProfilerEvent,
     _disable_profiler_legacy,
     _enable_profiler_legacy,
+    _profiler_enabled,
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.autograd.profiler import record_function
@@ -50,7 +57,7 @@ def cpu_peak_bytes(run: Callable[[], object]) -> MemoryUse:
     """Run once under the profiler and return the bytes taken. What `run` returns is freed before
     the end.
 
-    Raises what `run` raises, and RuntimeError if another profiler is active.
+    Raises what `run` raises.
     """
     taken_bytes = peak_bytes = 0
     for event in _record_events(run):
@@ -83,6 +90,8 @@ def begin_part(name: str) -> None:
 
 def _record_events(run: Callable[[], object]) -> list[ProfilerEvent]:
     """Memory events and part marks of a run, in the order of time over all threads."""
+    if _profiler_enabled():
+        return _record_events_in_another_thread(run)
     _enable_profiler_legacy(
         ProfilerConfig(
             ProfilerState.CPU,
@@ -103,3 +112,21 @@ def _record_events(run: Callable[[], object]) -> list[ProfilerEvent]:
     wanted = [e for e in events if e.kind() == _ALLOCATION or e.name().startswith(_PART_PREFIX)]
     # a thread's own events are in order already; a stable sort keeps it where times are equal
     return sorted(wanted, key=lambda event: start.cpu_elapsed_us(event))
+
+
+def _record_events_in_another_thread(run: Callable[[], object]) -> list[ProfilerEvent]:
+    """`_record_events` in a thread without a profiler, under the caller's grad mode, autocast and
+    context variables."""
+    is_grad_enabled, context = torch.is_grad_enabled(), contextvars.copy_context()
+    autocast = {
+        "enabled": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_autocast_dtype("cpu"),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+
+    def record() -> list[ProfilerEvent]:
+        with torch.set_grad_enabled(is_grad_enabled), torch.autocast("cpu", **autocast):
+            return _record_events(run)
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(context.run, record).result()

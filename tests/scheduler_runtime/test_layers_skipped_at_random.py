@@ -107,6 +107,29 @@ def test_a_plan_of_one_choice_is_followed_by_plans_of_the_others() -> None:
     assert_equal(train(plain, batch), train(planned, batch))
 
 
+class Branching(nn.Module):
+    """A layer that is planned as one piece, and measured for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if x.sum() > 0 else -self.inner(x)
+
+
+@pytest.mark.slow
+def test_a_choice_with_another_piece_is_planned_while_the_user_profiles() -> None:
+    plain, batch = made("scalar")
+    plain.layers[1] = Branching()
+    fitted = fit(copy.deepcopy(plain), budget="1MB", optimizer=[])
+    expected = train(plain, batch)
+    with torch.profiler.profile() as profiler:
+        assert_equal(expected, train(fitted, batch))
+    assert len(plans_of(fitted)) > 1
+    assert any(event.key == "aten::embedding" for event in profiler.key_averages())
+
+
 def test_planning_draws_nothing() -> None:
     model, batch = made("scalar")
     before = torch.get_rng_state()

@@ -110,13 +110,6 @@ def with_opaque_parts(
     with model_restored(model, model_device):
         refuse_failure_on_values(model, first_error, lambda: run_forward(model, call))
     reasons = _parts_after_failure(model, call, model_device, first_error, {})
-    if reasons and model_device.type == "cpu" and torch._C._autograd._profiler_enabled():
-        path, why = next(iter(reasons.items()))
-        raise TraceError(
-            f"{path!r} cannot be traced ({why}) and would be planned as one piece, which is "
-            "measured with PyTorch's profiler, and one is active already: plan before it starts "
-            "(with one step, or plan_ahead)"
-        ) from first_error
     for _ in range(MOST_TRACES):
         if not reasons:
             raise first_error

@@ -149,13 +149,16 @@ def _apply_if_it_changes(
 ) -> nn.Module:
     """`module.to(dtype)` and the like, which read each parameter's `.grad` even to change nothing.
 
-    Routers of mixtures of experts call it in each forward pass.
+    Routers of mixtures of experts call it in each forward pass. A submodule may have an `_apply` of
+    its own.
     """
+    for child in module.children() if recurse else ():
+        child._apply(function)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        tensors = (*module.parameters(recurse), *module.buffers(recurse))
-        if all(function(tensor) is tensor for tensor in tensors):
-            return module
-    return _apply(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if not all(function(tensor) is tensor for tensor in tensors):
+            _apply(module, function, recurse=False)  # type: ignore[no-untyped-call]
+    return module
 
 
 class _DataSetter:

@@ -236,6 +236,24 @@ def test_a_router_that_keeps_dtypes_is_planned() -> None:
     assert (fitted.input_dtype, fitted.device) == (torch.float32, torch.device("cpu"))
 
 
+class WithSign(nn.Linear):
+    """Sets a tensor in an `_apply` of its own."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.sign = fn(torch.full((), -1.0))
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * getattr(self, "sign", 1.0)
+
+
+def test_what_a_submodules_own_apply_changes_is_refused() -> None:
+    model = Router()
+    model.part = nn.Sequential(WithSign(4, 4))
+    with pytest.raises(TraceError, match=r"cannot be planned.*'sign' of 'part.0'"):
+        trace(model, torch.randn(3, 4))
+
+
 class Storing(nn.Module):
     """Sets attributes to the length of its batch. forward: what it does with them besides."""
 

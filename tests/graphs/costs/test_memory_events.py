@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -77,10 +79,20 @@ def test_an_error_passes_through_and_leaves_no_profiler_behind() -> None:
     assert cpu_peak_bytes(lambda: torch.empty(N, N)).peak_bytes == SQUARE
 
 
-def test_one_profiler_at_a_time() -> None:
-    with pytest.raises(RuntimeError, match="already enabled"):
-        cpu_peak_bytes(lambda: cpu_peak_bytes(lambda: None))
-    assert cpu_peak_bytes(lambda: torch.empty(N, N)).peak_bytes == SQUARE
+@pytest.mark.parametrize("profile", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_the_callers_own_profiler_goes_on(profile: Any) -> None:
+    def step() -> None:
+        assert torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+        torch.empty(N, N)
+
+    with profile() as profiler, torch.no_grad(), torch.autocast("cpu"):
+        torch.ones(1).sin()
+        assert cpu_peak_bytes(step).peak_bytes == SQUARE
+        assert cpu_peak_bytes(lambda: cpu_peak_bytes(step)).peak_bytes == 0
+        with pytest.raises(ZeroDivisionError):
+            cpu_peak_bytes(lambda: 1 / 0)
+        torch.ones(1).cos()
+    assert {"aten::sin", "aten::cos"} <= {event.key for event in profiler.key_averages()}
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
