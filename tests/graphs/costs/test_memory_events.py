@@ -82,7 +82,8 @@ def test_an_error_passes_through_and_leaves_no_profiler_behind() -> None:
 @pytest.mark.parametrize("profile", [torch.profiler.profile, torch.autograd.profiler.profile])
 def test_the_callers_own_profiler_goes_on(profile: Any) -> None:
     def step() -> None:
-        assert torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_grad_enabled()
         torch.empty(N, N)
 
     with profile() as profiler, torch.no_grad(), torch.autocast("cpu"):
