@@ -46,6 +46,7 @@ from scheduler_runtime.planned import (
     Difference,
     PassesInFlight,
     Plan,
+    PlanMismatchError,
     PlannedForward,
     PlannedPass,
     check_arguments,
@@ -66,10 +67,6 @@ from solver.schedule import Free, Spill, simulate
 from solver.sizes_deadlines_progress import format_both, format_time, names_checked, now_s, tell
 
 ON_MISMATCH = ("smaller", "replan", "error")
-
-
-class PlanMismatchError(ValueError):
-    """The module, its batch or its environment is not the planned one; says what differs."""
 
 
 @names_checked
@@ -366,8 +363,10 @@ class AppliedForward(PlannedForward):
                 f"the plan is of {place.words}: is this module another stage? Apply the plan of "
                 f"its own stage, else {remedy}"
             )
+        title = type(self._model).__name__
         return PlanMismatchError(
-            f"the plan does not fit this call of {type(self._model).__name__}: {reason}; {remedy}"
+            f"the plan does not fit this call of {title}: {reason}; {remedy}",
+            difference=str(reason),
         )
 
     def _trace(self, call: Call) -> CapturedStep:

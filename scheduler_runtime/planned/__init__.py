@@ -4,6 +4,7 @@ from scheduler_runtime.planned.existing_gradients import warn_of_existing
 from scheduler_runtime.planned.forward import PlannedForward, module_schedule, refuse_second
 from scheduler_runtime.planned.mismatch import (
     Difference,
+    PlanMismatchError,
     check_arguments,
     difference,
     difference_of_bits,

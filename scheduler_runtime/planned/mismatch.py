@@ -34,6 +34,17 @@ FIELDS = ("device", "arguments", "shapes", "dtypes", "train", "autocast", "torch
 """Fields of the environment, in the order in which they are compared."""
 
 
+class PlanMismatchError(ValueError):
+    """The module, its batch or its environment is not the planned one; says what differs.
+
+    difference: the part of the message that says what differs; "" if it has no such part.
+    """
+
+    def __init__(self, message: str, *, difference: str = "") -> None:
+        super().__init__(message)
+        self.difference = difference
+
+
 @dataclass(frozen=True)
 class Resized:
     """How the shapes of a call's tensors differ from the planned ones, dimension by dimension.

@@ -32,7 +32,7 @@ from graphs.hardware import is_cuda
 from graphs.model_calls import nested
 from graphs.passes import passes_of
 from graphs.rewrites import results_of
-from scheduler_runtime.applying import apply, remove
+from scheduler_runtime.applying import PlanMismatchError, apply, remove
 from scheduler_runtime.execute import no_watching_modes, without_plans
 from scheduler_runtime.host_memory import on_device
 from scheduler_runtime.measuring import Measurement, TrainingStep, measure_in_turns
@@ -248,6 +248,12 @@ class _Bench:
         apply(self.model, solution, optimizer=optimizer, on_mismatch="error")
         try:
             yield optimizer
+        except PlanMismatchError as error:
+            raise ValueError(
+                f"not the planned step: {error.difference or error}. The functions that create the "
+                "model and the batch (get_model and get_batch of a model file) have to return the "
+                "planned shapes, types and settings in every call"
+            ) from error
         finally:
             remove(self.model)
 

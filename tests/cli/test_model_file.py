@@ -421,3 +421,12 @@ def test_verify_that_cannot_run(model_file, capsys, monkeypatch):
     output = capsys.readouterr()
     assert "can't allocate memory" in " ".join(output.out.split())
     assert "can't allocate memory" in output.err
+
+
+def test_verify_with_another_batch_in_each_call(model_file, capsys):
+    growing = ("batch_size=64):", "sizes=[16, 32, 48]):\n    batch_size = sizes.pop()")
+    assert main([*PLAN, "--verify", model_file(growing)]) == 5
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "not the planned step: argument x has shape [16, 32], planned for [32, 32]." in line
+    assert "get_batch of a model file) have to return the planned shapes" in line
+    assert "apply(" not in line
