@@ -19,12 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.capture.as_eager import KnowingMode, Recipe, evaluate
-from graphs.capture.refuse import (
-    MODULE_ATTRIBUTES,
-    PLAIN_TYPES,
-    SideEffectError,
-    attributes_unchanged,
-)
+from graphs.capture.refuse import MODULE_ATTRIBUTES, SideEffectError, attributes_unchanged
+from graphs.model_calls import PLAIN_TYPES
 
 
 @dataclass(frozen=True, eq=False)

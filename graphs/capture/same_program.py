@@ -22,15 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from graphs.capture.refuse import global_hooks, shared_storages
 from graphs.capture.shell import Shell
-from graphs.model_calls import Call, is_distributed, is_distributed_class, local_part, storage_key
+from graphs.model_calls import (
+    PLAIN_TYPES,
+    Call,
+    is_distributed,
+    is_distributed_class,
+    local_part,
+    storage_key,
+)
 
 _LIFT_OPERATORS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Operators whose argument is a real tensor that forward makes in each call, such as
 `torch.tensor(2.0)`."""
-_PLAIN_TYPES = (
-    *(bool, int, float, complex, str, type(None)),
-    *(torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size),
-)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class _DigestMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield from self._words([*item.items()], by_value=by_value)
         elif isinstance(item, torch.Tensor):
             yield self._tensor_words(item, by_value=by_value)
-        elif type(item) in _PLAIN_TYPES:
+        elif type(item) in PLAIN_TYPES:
             yield f"{type(item).__name__} {item!r}"
         else:
             yield self._identity_words(item)

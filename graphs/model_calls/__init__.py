@@ -22,6 +22,7 @@ from graphs.model_calls.forms import (
     parameter_forms,
 )
 from graphs.model_calls.names import named_state, tensor_names, title_of
+from graphs.model_calls.nested import PLAIN_TYPES
 from graphs.model_calls.tensors import (
     autograd_functions,
     dense_storage_key,

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from graphs.model_calls import nested
 from graphs.model_calls.call import HOLE, Call, signature_of
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -50,7 +49,8 @@ def plain_arguments(call: Call, model: nn.Module) -> dict[str, str]:
         defaults = {name: each.default for name, each in signature.parameters.items()}
     found: dict[str, str] = {}
     for name, item in _named_leaves(call, model):
-        default, is_plain = defaults.get(name, inspect.Parameter.empty), isinstance(item, _PLAIN)
+        default = defaults.get(name, inspect.Parameter.empty)
+        is_plain = isinstance(item, nested.PLAIN_TYPES)
         is_equal = is_plain and type(item) is type(default) and bool(item == default)
         if item is not HOLE and item is not default and not is_equal:
             found[name] = repr(item)[:80] if is_plain else f"a {type(item).__name__}"

@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+PLAIN_TYPES = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(torch.dtype, torch.device, torch.memory_format, torch.layout),
+)
+"""Types of immutable values that are compared by value, not by identity."""
 Spec = pytree.TreeSpec
 unflatten = pytree.tree_unflatten
 

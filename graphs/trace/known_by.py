@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphs.model_calls import PLAIN_TYPES
+
 MOST_ELEMENTS = 2**16
 """The largest buffer whose content is part of a key; a module with a larger one gets no key."""
-_BY_VALUE = (bool, int, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
+_BY_REPR = (float, complex)  # tells -0.0 from 0.0
+_BY_VALUE = {*PLAIN_TYPES, torch.Size}.difference(_BY_REPR)
 _BY_IDENTITY = (enum.Enum, types.BuiltinFunctionType, type)
 
 
@@ -45,10 +48,10 @@ def _key(value: Any, seen: dict[int, int]) -> Hashable:
     seen: identity of each module, tensor and storage so far -> its number, in order of appearance.
     """
     kind = type(value)
-    if value is None or kind in _BY_VALUE or isinstance(value, _BY_IDENTITY):
+    if kind in _BY_VALUE or isinstance(value, _BY_IDENTITY):
         return kind, value
-    if kind is float:
-        return kind, repr(value)  # tells -0.0 from 0.0
+    if kind in _BY_REPR:
+        return kind, repr(value)
     if kind in (dict, OrderedDict):
         return kind, tuple((_key(key, seen), _key(each, seen)) for key, each in value.items())
     if kind in (list, tuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
 
-from graphs.model_calls import nested
+from graphs.model_calls import named_state, nested
 from scheduler_runtime.execute import remove_torch_checkpoint
 from scheduler_runtime.measuring import (
     TrainingStep,
@@ -51,17 +52,24 @@ class ObservedStep(TrainingStep):
                     sizes[kind] = sizes.get(kind, 0) + storage.nbytes()
         return sizes
 
-    def changed_buffers(self) -> tuple[str, ...]:
-        """The names of the buffers that a step changes."""
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+    @contextlib.contextmanager
+    def changed_state(self) -> Iterator[tuple[str, ...]]:
+        """A context that yields the names of the parameters and buffers that a forward pass
+        changes. On leaving it, they have the values that they have now."""
+        before = {name: tensor.detach().clone() for name, tensor in named_state(self.model)}
         with state_restored(self.model):
             self.forward()
             self.release()
-            return tuple(
-                name
-                for name, buffer in self.model.named_buffers()
-                if not buffer.equal(before[name])
-            )
+            after = dict(named_state(self.model))
+            changed = {n: old for n, old in before.items() if not after[n].equal(old)}
+        del before
+        try:
+            yield tuple(changed)
+        finally:
+            after = dict(named_state(self.model))
+            with torch.no_grad():
+                for name, value in changed.items():
+                    after[name].copy_(value)
 
     def peak_bytes(self, put_checkpoints: Callable[[], object]) -> int:
         """The peak of one step with a plan, resident bytes included.

@@ -23,6 +23,7 @@ counted as resident and the step is planned again, so the reported peak is one t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -90,8 +91,8 @@ def plan_chain(
 ) -> SubmoduleSolution:
     """Observe a few real training steps of the model and plan its submodules.
 
-    The model is left as it was: buffers, gradients and random state are restored. Each observed
-    step starts with all gradients None.
+    The model is left as it was: parameters that `forward` changes, buffers, gradients and random
+    state are restored. Each observed step starts with all gradients None.
 
     budget: bytes of the device for the whole step.
     reserve: the part of the budget that the step may not use (default: CUDA_RESERVE_BYTES on a CUDA
@@ -110,9 +111,11 @@ def plan_chain(
     budget_bytes, reserve_bytes = budget_for(model, budget, reserve)
     started_s = now_s()
     request = Request(budget_bytes, reserve_bytes, time_limit_s=time_limit_s)
-    with telling(f"measuring steps of {type(model).__name__}..."), no_watching_modes():
+    measuring = telling(f"measuring steps of {type(model).__name__}...")
+    with measuring, no_watching_modes(), contextlib.ExitStack() as stack:
         try:
             step = ObservedStep(model, batch, loss=loss, inputs=inputs)
+            changed_state = stack.enter_context(step.changed_state())
             sequences = find_sequences(model, step.forward)
             if not sequences:
                 raise FallbackError(
@@ -127,7 +130,6 @@ def plan_chain(
             ]
         except TraceError as error:
             raise FallbackError(str(error)) from error
-        changed_buffers = step.changed_buffers()
         optimizer_figures = None
         if optimizer is not None:
             costs = Roofline(named("cpu"))
@@ -136,7 +138,7 @@ def plan_chain(
         # an nn.Sequential, and several sequences; the better plan is taken.
         plans = (
             _plan_blocks(
-                model, step, find_loop(model, observed), changed_buffers, optimizer_figures, request
+                model, step, find_loop(model, observed), changed_state, optimizer_figures, request
             )
             for observed in observations
         )
@@ -157,7 +159,7 @@ def _plan_blocks(
     model: nn.Module,
     step: ObservedStep,
     observed: Observed,
-    changed_buffers: tuple[str, ...],
+    changed_state: tuple[str, ...],
     optimizer_figures: dict[str, Any] | None,
     request: Request,
 ) -> SubmoduleSolution:
@@ -182,11 +184,11 @@ def _plan_blocks(
         if plan is not None:  # measured already; the graph now counts what it took
             plan = plan_regions(graph, plan.regions, in_loop=plan.in_loop)
             if plan.peak_bytes <= solution.request.available_bytes:
-                return _solution_with(solution, observed, plan, changed_buffers)
+                return _solution_with(solution, observed, plan, changed_state)
         plan, least_bytes = _fastest_that_fits(solution, observed)
         if plan is None:
             return _nothing_fits(solution, observed, least_bytes)
-        found = _solution_with(solution, observed, plan, changed_buffers)
+        found = _solution_with(solution, observed, plan, changed_state)
         measured_bytes = step.peak_bytes(functools.partial(put_checkpoints, model, found))
         excess_bytes = measured_bytes - _peak_in_step(found)
         if excess_bytes <= 0:
@@ -234,7 +236,7 @@ def _fastest_that_fits(solution: Solution, observed: Observed) -> tuple[RegionPl
 
 
 def _solution_with(
-    solution: Solution, observed: Observed, plan: RegionPlan, changed_buffers: tuple[str, ...]
+    solution: Solution, observed: Observed, plan: RegionPlan, changed_state: tuple[str, ...]
 ) -> SubmoduleSolution:
     slower_s = plan.simulation.time_s - solution.lower_bound_s
     return SubmoduleSolution.of(
@@ -248,7 +250,7 @@ def _solution_with(
         segments=plan.regions if plan.in_loop else (),
         container=observed.container,
         left_alone=_notes_on_unplanned(observed),
-        changed_buffers=changed_buffers,
+        changed_state=changed_state,
     )
 
 

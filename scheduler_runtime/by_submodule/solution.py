@@ -33,8 +33,8 @@ class SubmoduleSolution(Solution):
         whose children are the blocks; () if each checkpoint is of one submodule.
     container: path of that nn.Sequential.
     left_alone: sentences on what was not planned.
-    changed_buffers: names of the buffers that a step changes; recomputations must not change them
-        again.
+    changed_state: names of the parameters and buffers that the forward pass of a step changes.
+        Recomputations read the values that it has read, and must not change them again.
     """
 
     scope: str = SCOPE
@@ -43,7 +43,7 @@ class SubmoduleSolution(Solution):
     segments: tuple[CheckpointRegion, ...] = ()
     container: str = ""
     left_alone: tuple[str, ...] = ()
-    changed_buffers: tuple[str, ...] = field(default=(), repr=False)
+    changed_state: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, solution: Solution, **changes: Any) -> SubmoduleSolution:
@@ -95,12 +95,12 @@ def put_checkpoints(model: nn.Module, solution: SubmoduleSolution) -> nn.Module:
                 f"the plan is for an nn.Sequential {where} with {n_blocks} children and no hooks; "
                 f"this is a {type(container).__name__}"
             )
-        names = names_inside(solution.changed_buffers, solution.container)
+        names = names_inside(solution.changed_state, solution.container)
         container.forward = SegmentedForward(  # type: ignore[method-assign]
-            container, segments=solution.segments, changed_buffers=names
+            container, segments=solution.segments, rewound=names
         )
         return model
     for path in solution.checkpointed:
-        names = names_inside(solution.changed_buffers, path)
-        modules[path].forward = CheckpointedForward(modules[path], changed_buffers=names)
+        names = names_inside(solution.changed_state, path)
+        modules[path].forward = CheckpointedForward(modules[path], rewound=names)
     return model

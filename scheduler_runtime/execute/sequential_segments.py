@@ -38,7 +38,7 @@ class SegmentedForward(ExportedForward):
     """Runs the children of an nn.Sequential, with a checkpoint for each segment.
 
     segments: regions of consecutive children to checkpoint.
-    changed_buffers: names, relative to the module, of buffers that a step changes.
+    rewound: names, relative to the module, of parameters and buffers that a step changes.
     n_runs: how often each child has run outside of no_grad, recomputations included.
     """
 
@@ -47,11 +47,11 @@ class SegmentedForward(ExportedForward):
         module: nn.Sequential,
         *,
         segments: Sequence[CheckpointRegion],
-        changed_buffers: Sequence[str] = (),
+        rewound: Sequence[str] = (),
     ) -> None:
         super().__init__(module)
         self.segments = segments
-        self.changed_buffers = changed_buffers
+        self.rewound = rewound
         self.n_runs = [0] * len(module)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class SegmentedForward(ExportedForward):
 
     def _contexts(self, segment: CheckpointRegion) -> tuple[Any, Any]:
         children = {path.rpartition(".")[2] for path in segment.modules}
-        inside = [name for name in self.changed_buffers if name.partition(".")[0] in children]
+        inside = [name for name in self.rewound if name.partition(".")[0] in children]
         nothing = contextlib.nullcontext()
         parts = [self._model.get_submodule(name) for name in children]
-        return nothing, AsInForward(nothing, self._model, inside, parts=parts)
+        return nothing, AsInForward(nothing, self._model, (), rewound=inside, parts=parts)

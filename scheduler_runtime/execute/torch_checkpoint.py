@@ -5,8 +5,8 @@ It is set on the instance, so parameter names and state dict keys stay the same,
 and the user's) run once, outside of it. All tensors of a call, however deeply nested, are passed to
 `checkpoint` as arguments, so that an outer checkpoint can free them.
 
-Buffers that the forward pass changes (running statistics) are restored after a recomputation;
-PyTorch's checkpoints would change them twice.
+A recomputation changes copies of what the forward pass changes in place (running statistics), not
+the module's own buffers and parameters; PyTorch's checkpoints would change them twice.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from graphs.model_calls import Call, is_distributed_class
+from graphs.model_calls import PLAIN_TYPES, Call, is_distributed_class
 from scheduler_runtime.execute.replaced_forward import ReplacedForward, restore_forward
 from scheduler_runtime.execute.unread_results import Keep, skipping_contexts
-
-_PLAIN = (bool, int, float, str, type(None))
-"""Types of the attributes that keep their values of the forward pass during recomputation."""
 
 
 class CountMismatchError(RuntimeError):
@@ -215,7 +211,10 @@ class CheckpointedForward(ExportedForward):
     """Recomputes the module as a whole, except for the saved calls.
 
     saved: the calls that keep their results (None: none do).
-    changed_buffers: names, relative to the module, of buffers that its forward pass changes.
+    changed_buffers: names, relative to the module, of buffers that its forward pass changes, and
+        whose values do not matter to its results.
+    rewound: names, relative to the module, of parameters and buffers that the step changes, and
+        whose values may matter. They are copied in each call.
     n_runs: how often the module has run outside of no_grad, recomputations included.
     """
 
@@ -225,10 +224,11 @@ class CheckpointedForward(ExportedForward):
         *,
         saved: SavedCalls | None = None,
         changed_buffers: Sequence[str] = (),
+        rewound: Sequence[str] = (),
     ) -> None:
         super().__init__(module)
         self.saved = saved
-        self.changed_buffers = changed_buffers
+        self.changed_buffers, self.rewound = changed_buffers, rewound
         self.n_runs = 0
         # as a partial: torch.compile accepts only plain functions and partials of them
         self._compiled_contexts: Any = (
@@ -256,7 +256,9 @@ class CheckpointedForward(ExportedForward):
     def _contexts(self) -> tuple[Any, Any]:
         nothing = contextlib.nullcontext()
         forward, recomputation = self.saved.contexts() if self.saved else (nothing, nothing)
-        return forward, AsInForward(recomputation, self._model, self.changed_buffers)
+        return forward, AsInForward(
+            recomputation, self._model, self.changed_buffers, rewound=self.rewound
+        )
 
 
 class AsInForward(contextlib.AbstractContextManager[None]):
@@ -265,9 +267,11 @@ class AsInForward(contextlib.AbstractContextManager[None]):
     `torch.func.functional_call` are gone when the backward pass recomputes, and the training may
     have changed attributes.
 
-    On leaving it, `changed_buffers` of the module have their earlier values. It may be entered
+    What the module changes in place is a copy while it is recomputed. The context may be entered
     again: with `retain_graph` each backward pass recomputes.
 
+    changed_buffers: names of buffers in whose place there are copies of their present values.
+    rewound: names of parameters and buffers in whose place there are copies of their values now.
     parts: what is recomputed of the module (None: all of it).
     """
 
@@ -277,9 +281,10 @@ class AsInForward(contextlib.AbstractContextManager[None]):
         module: nn.Module,
         changed_buffers: Iterable[str],
         *,
+        rewound: Iterable[str] = (),
         parts: Iterable[nn.Module] | None = None,
     ) -> None:
-        self._context, self._module, self._changed = context, module, changed_buffers
+        self._context = context
         self._now: list[tuple[dict[str, Any], str, Any]] = [
             (held, name, value)
             for part in ((module,) if parts is None else parts)
@@ -287,45 +292,40 @@ class AsInForward(contextlib.AbstractContextManager[None]):
             # other tensors in attributes may be activations, which this would hold
             for held in (each._parameters, each._buffers, vars(each))
             for name, value in held.items()
-            if held is not vars(each) or isinstance(value, _PLAIN)
+            if held is not vars(each) or isinstance(value, PLAIN_TYPES)
         ]
+        # id of each tensor that is copied -> the tensor whose values the copy gets
+        self._sources = {id(each): each for each in map(module.get_buffer, changed_buffers)}
+        for tensor in (_tensor_at(module, name) for name in rewound):
+            self._sources[id(tensor)] = tensor.detach().clone()
         self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
+        copies = {key: source.detach().clone() for key, source in self._sources.items()}
         with contextlib.ExitStack() as stack:
             for held, name, value in self._now:
-                other = held.get(name, value)
-                if other is not value and not _are_sharded(value, other):
+                other, now = held.get(name, value), copies.get(id(value), value)
+                if isinstance(value, nn.Parameter) and now is not value:
+                    now = nn.Parameter(now, requires_grad=value.requires_grad)
+                if other is not now and not _are_sharded(value, other):
                     stack.callback(held.__setitem__, name, other)
-                    held[name] = value
-            stack.enter_context(_with_buffers_kept(self._context, self._module, self._changed))
+                    held[name] = now
+            stack.enter_context(self._context)
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *raised: Any) -> None:
         self._entered.pop().__exit__(*raised)
 
 
+def _tensor_at(module: nn.Module, name: str) -> torch.Tensor:
+    path, _, attribute = name.rpartition(".")
+    found: torch.Tensor = getattr(module.get_submodule(path), attribute)
+    return found
+
+
 def _are_sharded(*values: Any) -> bool:
     """FSDP2 itself puts whole parameters in the place of these, and back."""
     return any(is_distributed_class(type(value)) for value in values)
-
-
-@contextlib.contextmanager
-def _with_buffers_kept(
-    context: Any, module: nn.Module, changed_buffers: Iterable[str]
-) -> Iterator[None]:
-    """The given context; on exit, these buffers of the module get their earlier values back."""
-    buffers = [module.get_buffer(name) for name in changed_buffers]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        with context:
-            yield
-    finally:
-        for buffer, value in zip(buffers, before, strict=True):
-            # The version stays: batch norm saves its buffers for backward without reading their
-            # values there.
-            with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
-                buffer.copy_(value)
 
 
 def checkpointed(

@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from graphs.capture import HOOKS, MODULE_ATTRIBUTES, global_hooks, shared_storages
-from graphs.model_calls import Call
+from graphs.model_calls import PLAIN_TYPES, Call
 
 MAX_ENTRIES = 1000
 """Maximum number of entries of a container that are compared; of a longer one, only the length is.
@@ -45,11 +45,9 @@ LARGE_BYTES = 2**20
 """Largest array in an attribute whose content is compared; a larger one is compared by identity."""
 _COMMON: frozenset[type] = frozenset({bool, int, str, types.NoneType})
 """The most common plain types, compared with `==`; looking in a set is faster than in `_PLAIN`."""
-_PLAIN = (
-    *(bool, int, str, bytes, float, complex, types.NoneType),
-    *(np.generic, range, slice, enum.Enum, PurePath),
-    *(torch.dtype, torch.device, torch.memory_format, torch.layout),
-)
+_PLAIN = (*PLAIN_TYPES, np.generic, range, slice, enum.Enum, PurePath)
+"""Of the last five, a trace sets no attribute to one (`graphs.capture.filled_once`), but `forward` may
+read them."""
 _CODE = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 

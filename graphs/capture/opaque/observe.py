@@ -42,11 +42,10 @@ from graphs.capture.refuse import (
     objects_unchanged,
 )
 from graphs.costs import ObservedRun, OperatorCalls, ValueReads
-from graphs.model_calls import HOLE, Call, nested, storage_key
+from graphs.model_calls import HOLE, PLAIN_TYPES, Call, nested, storage_key
 
 N_SHUFFLED = 2
 """How many shuffled inputs to measure."""
-_CONSTANT_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 Requests = Mapping[str, Sequence[GradientRequest]]
 """Path of an opaque part -> for each of its calls, which gradients it is asked for."""
@@ -253,7 +252,7 @@ class _Watch:
         All its buffers count as changed, and all tensors as given to the backward pass.
         """
         for item in call.rest:
-            is_object = item is not HOLE and not isinstance(item, _CONSTANT_TYPES)
+            is_object = item is not HOLE and not isinstance(item, PLAIN_TYPES)
             if is_object and (not is_function(self.path) or holds_tensors(item)):
                 raise self._error(f"an argument is an object of type {type(item).__name__}")
         state, names = state_of(self.module)

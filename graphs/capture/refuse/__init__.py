@@ -13,7 +13,6 @@ from graphs.capture.refuse.mixed_dtypes import RefusingMixedDtypes, refuse_mixed
 from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replaced_forwards
 from graphs.capture.refuse.side_effects import (
     HOOKS,
-    PLAIN_TYPES,
     DrawError,
     HookError,
     SideEffectError,

@@ -31,7 +31,7 @@ from graphs.capture.refuse.traced_hooks import (
     computed_weights,
     is_traced,
 )
-from graphs.model_calls import nested, title_of
+from graphs.model_calls import PLAIN_TYPES, nested, title_of
 
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -365,8 +365,6 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
         raise found[0]
 
 
-PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
-"""Types of values that are compared by value, not by identity."""
 _MISSING = object()
 _RNN_BOOKKEEPING = ("_flat_weights", "_flat_weight_refs")
 """nn.LSTM, nn.GRU and nn.RNN list their weights here, and rebuild the list whenever one is set."""

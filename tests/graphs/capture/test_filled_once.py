@@ -206,6 +206,16 @@ def test_a_number_that_each_call_leaves_is_left_by_planned_steps() -> None:
     assert len(plans_of(fitted)) == 1
 
 
+@pytest.mark.parametrize("value", [2j, b"two", torch.channels_last, torch.strided])
+def test_plain_values_of_any_type_are_left_by_planned_steps(value: object) -> None:
+    model = Storing(lambda module, _: setattr(module, "value", value))
+    fitted = fit(model, budget="5MB", optimizer=[])
+    for _ in range(2):
+        fitted(torch.ones(2, 4)).backward()
+        assert fitted.value == value
+        del fitted.value
+
+
 def test_a_number_that_changes_in_each_call_is_refused() -> None:
     model = Numbering(lambda n: n + 1)
     with pytest.raises(TraceError, match=r"cannot be planned.*'pooled' of 'part'"):

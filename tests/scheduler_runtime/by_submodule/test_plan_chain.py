@@ -106,6 +106,56 @@ def test_the_planned_step_keeps_to_the_predicted_peak_and_the_bits(share: float)
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+class Changing(nn.Module):
+    """Reads a parameter or a buffer that it changes. how: which."""
+
+    def __init__(self, how: str, width: int = 64) -> None:
+        super().__init__()
+        self.part, self.how = nn.Linear(width, width), how
+        self.scale = nn.Parameter(torch.ones(width), requires_grad=how != "frozen parameter")
+        if how == "spectral norm":
+            self.part = nn.utils.parametrizations.spectral_norm(self.part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how != "spectral norm":
+            with torch.no_grad():
+                self.scale.mul_(0.9)
+        x = x * self.scale if x.sum().item() < 1e9 else x
+        return self.part(x).exp().log().relu()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["parameter", "frozen parameter", "spectral norm"])
+@pytest.mark.parametrize("together", [False, True])
+def test_recomputation_reads_the_changed_state_that_forward_read(how: str, together: bool) -> None:
+    torch.manual_seed(0)
+    plain, batch = Network([Changing(how) for _ in range(6)], together), torch.randn(512, 64)
+    model, before = copy.deepcopy(plain), copy.deepcopy(plain.state_dict())
+    plain_bytes = measure(copy.deepcopy(plain), batch, n_steps=1).peak_bytes
+    solution = plan_chain(model, batch, budget=int(0.75 * plain_bytes))
+    assert_equal(before.values(), model.state_dict().values())
+    assert solution.checkpointed
+    apply(model, solution)
+    for seed in range(2):
+        assert_equal(one_step(plain, batch, seed), one_step(model, batch, seed))
+        assert_equal(plain.state_dict().values(), model.state_dict().values())
+
+
+class Network(nn.Module):
+    """Runs modules one after the other. together: as the children of an nn.Sequential."""
+
+    def __init__(self, parts: list[nn.Module], together: bool) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*parts) if together else nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.parts, nn.Sequential):
+            return self.parts(x).sum()
+        for part in self.parts:
+            x = part(x)
+        return x.sum()
+
+
 @pytest.mark.slow
 def test_planning_changes_nothing() -> None:
     model, batch = model_and_batch()
