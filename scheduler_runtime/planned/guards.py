@@ -46,8 +46,8 @@ LARGE_BYTES = 2**20
 _COMMON: frozenset[type] = frozenset({bool, int, str, types.NoneType})
 """The most common plain types, compared with `==`; looking in a set is faster than in `_PLAIN`."""
 _PLAIN = (*PLAIN_TYPES, np.generic, range, slice, enum.Enum, PurePath)
-"""Of the last five, a trace sets no attribute to one (`graphs.capture.filled_once`), but `forward` may
-read them."""
+"""A trace sets no attribute to a value of the last five types (`graphs.capture.filled_once`), but
+`forward` may read one."""
 _CODE = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
