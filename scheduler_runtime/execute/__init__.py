@@ -37,6 +37,7 @@ from scheduler_runtime.execute.torch_checkpoint import (
     CheckpointedForward,
     ExportedForward,
     SavedCalls,
+    checkpointed_as_whole,
     exports_in,
     functional_name,
     has_checkpoints,

@@ -337,6 +337,20 @@ def checkpointed(
     return checkpoint(run, *call.tensors, use_reentrant=False, **options)
 
 
+def checkpointed_as_whole(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a forward of the module, and keep nothing for backward but its arguments and copies of
+    the buffers."""
+    nothing = contextlib.nullcontext()
+
+    def contexts() -> tuple[Any, Any]:
+        buffers = [name for name, _ in module.named_buffers()]
+        return nothing, AsInForward(nothing, module, (), rewound=buffers)
+
+    return checkpointed(forward, args, kwargs, context_fn=contexts)
+
+
 def _run_with(function: Callable[..., Any], rest: list[Any], spec: Any, *tensors: Any) -> Any:
     args, kwargs = Call(list(tensors), rest, spec).arguments(tensors)
     return function(*args, **kwargs)

@@ -11,7 +11,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.graph import warn
 from graphs.model_calls import Call
-from scheduler_runtime.execute import ArrivedGradients, BoundProgram, StepProgram
+from scheduler_runtime.execute import (
+    ArrivedGradients,
+    BoundProgram,
+    StepProgram,
+    checkpointed_as_whole,
+)
 from scheduler_runtime.fitting.first_planned_step import PendingPlan, PendingPlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
 from scheduler_runtime.fitting.held_optimizers import HeldOptimizers
@@ -31,8 +36,8 @@ logger = logging.getLogger(__name__)
 class FittedForward(PlanningPart):
     """Plans each kind of call, in training mode. whole, parts: as in `CalledPart`.
 
-    expects_backward: whether backward passes follow; if not, the module's own forward runs, without
-        gradients.
+    expects_backward: whether backward passes follow; if not, the module's own forward runs and
+        saves nothing. It is recomputed if gradients come all the same (`torch.autograd.grad`).
     """
 
     made_by = "fit"
@@ -109,8 +114,9 @@ class FittedForward(PlanningPart):
     def unplanned(self, *args: Any, **kwargs: Any) -> Any:
         if self.watch is not None and (self._model.training or torch.is_grad_enabled()):
             self.watch.note_unplanned_pass()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.expects_backward):
-            return super().unplanned(*args, **kwargs)
+        if torch.is_grad_enabled() and not self.expects_backward:
+            return checkpointed_as_whole(self._model, super().unplanned, args, kwargs)
+        return super().unplanned(*args, **kwargs)
 
     def situation(self) -> Any:
         buckets = buckets_of(self._model)
