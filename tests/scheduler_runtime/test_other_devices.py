@@ -94,5 +94,5 @@ class SeenStep:
     forward = None
     release = None
 
-    def changed_buffers(self):
-        return ()
+    def changed_state(self):
+        return contextlib.nullcontext(())

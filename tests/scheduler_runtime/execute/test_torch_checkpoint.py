@@ -32,7 +32,7 @@ def in_segments(model: nn.Sequential) -> nn.Sequential:
     outer = CheckpointRegion((), ("0", "1", "2"), inner=(inner,))
     segments = [outer, CheckpointRegion((), ("3", "4"))]
     changed = [name for name, _ in model.named_buffers()]
-    model.forward = SegmentedForward(model, segments=segments, changed_buffers=changed)
+    model.forward = SegmentedForward(model, segments=segments, rewound=changed)
     return model
 
 
