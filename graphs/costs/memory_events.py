@@ -118,7 +118,7 @@ def _record_events_in_another_thread(run: Callable[[], object]) -> list[Profiler
     """`_record_events` in a thread without a profiler, under the caller's grad mode, autocast and
     context variables."""
     is_grad_enabled, context = torch.is_grad_enabled(), contextvars.copy_context()
-    autocast = {
+    autocast: dict[str, Any] = {
         "enabled": torch.is_autocast_enabled("cpu"),
         "dtype": torch.get_autocast_dtype("cpu"),
         "cache_enabled": torch.is_autocast_cache_enabled(),
