@@ -19,13 +19,12 @@ from solver.reporting import Verification, rows
 from solver.reporting.memory_rows import dtype_table, memory_table
 from solver.reporting.report_data import Report, best, rewritten, step_notes, to_json
 from solver.reporting.terminal import show
-from solver.reporting.verification_rows import verification_rows
 from solver.schedule.memory import CATEGORIES, memory_at, node_at
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.schedule.solution import Solution
-from solver.sizes_deadlines_progress import IN_PYTHON, OF_THE_COMMAND, format_size
-from solver.sizes_deadlines_progress.format import describe_op, format_share, format_time
+from solver.sizes_deadlines_progress import format_size
+from solver.sizes_deadlines_progress.format import describe_op
 from solver.solving import solve
 from tests.support.budgets import baseline_peak_bytes
 from tests.support.overwriting import with_overwrites
@@ -287,27 +286,6 @@ def nothing_found(gpt2: Graph, **changes: object) -> Solution:
     return dataclasses.replace(solution, **changes)
 
 
-def test_the_measured_overhead_has_its_range():
-    found = dataclasses.replace(
-        verified(), times_s=(1.25, 9.0, 3.0), baseline_times_s=(1.0, 8.0, 2.0)
-    )
-    assert found.overhead == 0.25
-    assert "+25.00 % (+12.50 % to +50.00 % in 3 rounds) measured, +11.11 % predicted" in repr(found)
-    rows = dict(verification_rows(found, reader=IN_PYTHON))
-    assert rows["overhead"].startswith("+25.00 % (+12.50 % to +50.00 % in 3 rounds) measured")
-    assert "rounds" not in repr(verified())
-
-
-def test_a_prediction_by_the_rates_of_a_device_says_so():
-    found = dataclasses.replace(verified(), rates_of="NVIDIA H100")
-    said = "+11.11 % predicted by the rates of NVIDIA H100; to compare the two, plan for this "
-    for reader in (IN_PYTHON, OF_THE_COMMAND):
-        row = dict(verification_rows(found, reader=reader))["overhead"]
-        assert row.endswith(f"{said}machine with {reader.measured}")
-    assert said in repr(found)
-    assert "rates" not in repr(verified())
-
-
 def test_colour_is_for_terminals_that_want_it(planned, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[1;36mfeasible" in shown(
@@ -341,28 +319,6 @@ def test_every_method_can_be_reported():
     text = shown(report_of(*solutions))
     assert all(name in text for name in names)
     json.dumps(to_json(report_of(*solutions)), allow_nan=False)
-
-
-@pytest.mark.parametrize(
-    ("time_s", "text"),
-    [
-        (0.0, "0 s"),
-        (1.234, "1.23 s"),
-        (12.34, "12.3 s"),
-        (123.4, "123 s"),
-        (0.0456, "45.6 ms"),
-        (7.89e-4, "789 us"),
-        (5e-8, "50.0 ns"),
-        (1e-12, "1.0e-12 s"),
-    ],
-)
-def test_times_have_three_figures(time_s, text):
-    assert format_time(time_s) == text
-
-
-def test_shares_have_a_sign():
-    assert format_share(0.0473) == "+4.73 %"
-    assert format_share(None) == ""
 
 
 # Activations by dtype.

@@ -6,7 +6,7 @@ import dataclasses
 
 from solver.reporting.report_data import to_json
 from solver.reporting.verification_rows import verification_rows, verification_table
-from solver.sizes_deadlines_progress import IN_PYTHON
+from solver.sizes_deadlines_progress import IN_PYTHON, OF_THE_COMMAND
 from tests.solver.reporting.test_report import gpt2, planned, report_of, shown, verified
 
 __all__ = ["gpt2", "planned"]
@@ -116,3 +116,24 @@ def test_the_table_shows_the_times_that_the_overhead_is_of(planned):
     assert in_json["measured_time_s"] / in_json["baseline_measured_time_s"] - 1 == found.overhead
     timing = dict(verification_rows(found, reader=IN_PYTHON))["timing"]
     assert "3 rounds: 1.10 s to 6.00 s with the plan, 900 ms to 5.00 s without" in timing
+
+
+def test_the_measured_overhead_has_its_range():
+    found = dataclasses.replace(
+        verified(), times_s=(1.25, 9.0, 3.0), baseline_times_s=(1.0, 8.0, 2.0)
+    )
+    assert found.overhead == 0.25
+    assert "+25.00 % (+12.50 % to +50.00 % in 3 rounds) measured, +11.11 % predicted" in repr(found)
+    rows = dict(verification_rows(found, reader=IN_PYTHON))
+    assert rows["overhead"].startswith("+25.00 % (+12.50 % to +50.00 % in 3 rounds) measured")
+    assert "rounds" not in repr(verified())
+
+
+def test_a_prediction_by_the_rates_of_a_device_says_so():
+    found = dataclasses.replace(verified(), rates_of="NVIDIA H100")
+    said = "+11.11 % predicted by the rates of NVIDIA H100; to compare the two, plan for this "
+    for reader in (IN_PYTHON, OF_THE_COMMAND):
+        row = dict(verification_rows(found, reader=reader))["overhead"]
+        assert row.endswith(f"{said}machine with {reader.measured}")
+    assert said in repr(found)
+    assert "rates" not in repr(verified())

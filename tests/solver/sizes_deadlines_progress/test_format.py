@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from solver.sizes_deadlines_progress.format import counted, format_percent, format_share
+from solver.sizes_deadlines_progress.format import (
+    counted,
+    format_percent,
+    format_share,
+    format_time,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,3 +33,20 @@ def test_parts_and_counts() -> None:
     assert format_percent(0.12345, digits=1) == "12.3 %"
     assert [counted(n, "op") for n in (0, 1, 2)] == ["0 ops", "1 op", "2 ops"]
     assert [counted(n, "try", "tries") for n in (1, 2)] == ["1 try", "2 tries"]
+
+
+@pytest.mark.parametrize(
+    ("time_s", "text"),
+    [
+        (0.0, "0 s"),
+        (1.234, "1.23 s"),
+        (12.34, "12.3 s"),
+        (123.4, "123 s"),
+        (0.0456, "45.6 ms"),
+        (7.89e-4, "789 us"),
+        (5e-8, "50.0 ns"),
+        (1e-12, "1.0e-12 s"),
+    ],
+)
+def test_times_have_three_figures(time_s, text):
+    assert format_time(time_s) == text
