@@ -1,9 +1,10 @@
 """Attributes that one forward pass sets and later ones find: a causal mask, positions, a number.
 
-A planned step would not set them. If such a value is computed from constants alone, every forward
-pass leaves the same value. So the value is computed first, as if the module had been called before,
-and the step that finds it in the attribute is traced. If the attribute holds another tensor in a
-later step, `HeldTensor` notices; if it holds another number, `planned.guards` does.
+A planned step would not set them. If such a value is computed from constants and buffers alone, and
+later calls leave it there, every forward pass leaves the same value. So the value is computed
+first, as if the module had been called before, and the step that finds it in the attribute is
+traced. If the attribute holds another tensor in a later step, `HeldTensor` notices; if it holds
+another number, `planned.guards` does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -22,6 +24,7 @@ from graphs.capture.as_eager import KnowingMode, Recipe, evaluate
 from graphs.capture.refuse import (
     MODULE_ATTRIBUTES,
     PLAIN_TYPES,
+    Registered,
     SideEffectError,
     attributes_unchanged,
 )
@@ -34,6 +37,8 @@ class FilledAttribute:
     module: path of the module.
     attribute: name of the attribute.
     value: a tensor, or a plain value.
+    persistent: for a buffer that forward registers: whether the state dict has it (None: the
+        attribute is not a buffer).
     is_unread: whether forward is known to set the attribute before it reads it, so that the value
         left by an earlier call does not matter.
     """
@@ -41,6 +46,7 @@ class FilledAttribute:
     module: str
     attribute: str
     value: object
+    persistent: bool | None = None
     is_unread: bool = False
 
     @property
@@ -48,14 +54,20 @@ class FilledAttribute:
         return isinstance(self.value, PLAIN_TYPES)
 
     def set_on(self, model: nn.Module) -> None:
-        """Set the attribute to the value."""
-        setattr(model.get_submodule(self.module), self.attribute, self.value)
+        """Set the attribute to the value, or register the buffer unless it is there."""
+        module = model.get_submodule(self.module)
+        if self.persistent is None:
+            setattr(module, self.attribute, self.value)
+        elif module._buffers.get(self.attribute) is None:
+            assert isinstance(self.value, torch.Tensor)
+            module.register_buffer(self.attribute, self.value, persistent=self.persistent)
 
 
 def find_filled_attributes(
     model: nn.Module, mode: KnowingMode, run: Callable[[], object]
 ) -> tuple[FilledAttribute, ...]:
-    """Find the attributes that a forward pass fills with constants or sets to plain values.
+    """Find the attributes that a forward pass fills with values of constants and buffers, or sets to plain
+    values.
 
     All attributes are restored afterwards.
 
@@ -63,7 +75,15 @@ def find_filled_attributes(
     run: calls the module on fake tensors.
     """
     before = {module: dict(vars(module)) for module in model.modules()}
+    registered = Registered(model)
     found: list[FilledAttribute] = []
+
+    def find(path: str, name: str, value: FakeTensor, persistent: bool | None = None) -> None:
+        recipe = mode.value_of(value)
+        if isinstance(recipe, Recipe) and recipe.is_of_model:
+            value_now = evaluate(recipe, mode.leaves)
+            found.append(FilledAttribute(path, name, value_now, persistent))
+
     with contextlib.suppress(SideEffectError), attributes_unchanged(model), mode:
         run()
         for path, module in model.named_modules():
@@ -76,11 +96,13 @@ def find_filled_attributes(
                     and attribute not in MODULE_ATTRIBUTES
                 ):
                     found.append(FilledAttribute(path, attribute, value))
-                if value is old or not isinstance(value, FakeTensor):
-                    continue
-                recipe = mode.value_of(value)
-                if isinstance(recipe, Recipe) and not recipe.leaves and not recipe.reads_constants:
-                    found.append(FilledAttribute(path, attribute, evaluate(recipe, {})))
+                if value is not old and isinstance(value, FakeTensor):
+                    find(path, attribute, value)
+        paths = {module: path for path, module in model.named_modules()}
+        for module, name, buffer in registered.new_buffers():
+            if isinstance(buffer, FakeTensor):
+                is_saved = name not in module._non_persistent_buffers_set
+                find(paths[module], name, buffer, is_saved)
     return tuple(found)
 
 
@@ -173,7 +195,7 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def attributes_filled(model: nn.Module, filled: Sequence[FilledAttribute]) -> Iterator[None]:
-    """While inside, the attributes have their values."""
+    """While inside, the attributes have their values; buffers too are plain attributes."""
     with contextlib.ExitStack() as stack:
         for each in filled:
             attributes = vars(model.get_submodule(each.module))

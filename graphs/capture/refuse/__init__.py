@@ -10,6 +10,7 @@ from graphs.capture.refuse.generators import (
 )
 from graphs.capture.refuse.generators import state_of as state_of_generator
 from graphs.capture.refuse.mixed_dtypes import RefusingMixedDtypes, refuse_mixed_dtypes
+from graphs.capture.refuse.registered import Registered
 from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replaced_forwards
 from graphs.capture.refuse.side_effects import (
     HOOKS,

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from graphs.capture.refuse.generators import generators_of, restore_state, state_of
+from graphs.capture.refuse.registered import Registered
 from graphs.capture.refuse.tensors_in_attributes import MODULE_ATTRIBUTES, tensors_restored
 from graphs.capture.refuse.traced_hooks import (
     capturing_hooks_removed,
@@ -153,11 +154,13 @@ def refuse_parametrization_cache(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def attributes_unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore plain attributes that change inside, and raise SideEffectError naming the first.
+    """Restore attributes that change inside, and raise SideEffectError naming the first.
 
     A new attribute counts as a change (a cache that the first call fills: it would hold fake
-    tensors), and so does a change to a list, dict, set or deque in an attribute.
+    tensors), and so do a change to a list, dict, set or deque in an attribute, and a new parameter,
+    buffer or submodule.
     """
+    registered = Registered(model)
     before = {module: dict(vars(module)) for module in model.modules()}
     contents = list(_contents_of(model))
     try:
@@ -178,6 +181,8 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
             else:
                 del vars(module)[attribute]
         changed += _restore_contents(contents)
+        changed_state = registered.restore()
+    _refuse_registered(model, changed_state)
     changed = [
         (module, attribute, value)
         for module, attribute, value in changed
@@ -227,6 +232,19 @@ def _refuse_changed(model: nn.Module, changed: _ChangedAttributes) -> None:
             f"forward changes the attribute {attribute!r} of {where!r}, which a planned step would "
             "not do; keep it in a buffer that is updated in place, or outside of forward"
             + (_STATE_ADVICE if nested.tensors(value) else "")
+        )
+
+
+def _refuse_registered(model: nn.Module, changed: list[tuple[nn.Module, str, str]]) -> None:
+    """Raise SideEffectError for the first parameter, buffer or submodule that forward registers."""
+    if changed:
+        names = {module: name for name, module in model.named_modules()}
+        module, kind, name = changed[0]
+        raise SideEffectError(
+            f"forward registers the {kind} {name!r} in {names.get(module) or title_of(module)!r}, "
+            "which a planned step would not do; create it in __init__, or, where the first call "
+            "alone does so, call the model once before it is planned"
+            + ("" if kind == "buffer" else " and before its optimizer is made")
         )
 
 
@@ -303,10 +321,13 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -> None:
     """Raise SideEffectError if forward has assigned a buffer (`self.mean = 0.9 * self.mean + ...`).
 
+    New buffers are for `attributes_unchanged`.
+
     before: `buffers_of(model)` before forward was called.
     """
-    for name, tensor in buffers_of(model).items():
-        if before.get(name) is not tensor:
+    now = buffers_of(model)
+    for name, tensor in before.items():
+        if now.get(name) is not tensor:
             raise SideEffectError(
                 f"forward replaces buffer {name!r} by another tensor; update it in place "
                 f"(self.{name.rpartition('.')[2]}.copy_(...)), or, where the first call alone "
