@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -36,7 +36,7 @@ class FilledAttribute:
 
     module: path of the module.
     attribute: name of the attribute.
-    value: a tensor, or a plain value.
+    value: a tensor, a plain value, or a list or tuple of these.
     persistent: for a buffer that forward registers: whether the state dict has it (None: the
         attribute is not a buffer).
     is_unread: whether forward is known to set the attribute before it reads it, so that the value
@@ -66,8 +66,8 @@ class FilledAttribute:
 def find_filled_attributes(
     model: nn.Module, mode: KnowingMode, run: Callable[[], object]
 ) -> tuple[FilledAttribute, ...]:
-    """Find the attributes that a forward pass fills with values of constants and buffers, or sets to plain
-    values.
+    """Find the attributes that a forward pass fills: with plain values, or tensors computed from
+    constants and buffers alone, or lists and tuples of these.
 
     All attributes are restored afterwards.
 
@@ -77,33 +77,48 @@ def find_filled_attributes(
     before = {module: dict(vars(module)) for module in model.modules()}
     registered = Registered(model)
     found: list[FilledAttribute] = []
-
-    def find(path: str, name: str, value: FakeTensor, persistent: bool | None = None) -> None:
-        recipe = mode.value_of(value)
-        if isinstance(recipe, Recipe) and recipe.is_of_model:
-            value_now = evaluate(recipe, mode.leaves)
-            found.append(FilledAttribute(path, name, value_now, persistent))
-
     with contextlib.suppress(SideEffectError), attributes_unchanged(model), mode:
         run()
-        for path, module in model.named_modules():
-            for attribute, value in vars(module).items():
-                old = before[module].get(attribute, ...)
-                is_other = (type(value), value) != (type(old), old)
-                if (
-                    isinstance(value, PLAIN_TYPES)
-                    and is_other
-                    and attribute not in MODULE_ATTRIBUTES
-                ):
-                    found.append(FilledAttribute(path, attribute, value))
-                if value is not old and isinstance(value, FakeTensor):
-                    find(path, attribute, value)
         paths = {module: path for path, module in model.named_modules()}
-        for module, name, buffer in registered.new_buffers():
-            if isinstance(buffer, FakeTensor):
-                is_saved = name not in module._non_persistent_buffers_set
-                find(paths[module], name, buffer, is_saved)
+        changed: list[tuple[nn.Module, str, Any, bool | None]] = [
+            (module, attribute, value, None)
+            for module in paths
+            for attribute, value in vars(module).items()
+            if attribute not in MODULE_ATTRIBUTES and _is_other(value, before[module], attribute)
+        ]
+        changed += [
+            (module, name, buffer, name not in module._non_persistent_buffers_set)
+            for module, name, buffer in registered.new_buffers()
+        ]
+        for module, attribute, value, persistent in changed:
+            with contextlib.suppress(_UnknownValueError):
+                real = _real_value(value, mode)
+                found.append(FilledAttribute(paths[module], attribute, real, persistent))
     return tuple(found)
+
+
+class _UnknownValueError(Exception):
+    """A value depends on more than constants and buffers."""
+
+
+def _is_other(value: object, before: Mapping[str, object], attribute: str) -> bool:
+    """Whether an attribute has another value than before."""
+    old = before.get(attribute, _MISSING)
+    if isinstance(value, PLAIN_TYPES):
+        return type(value) is not type(old) or value != old
+    return value is not old
+
+
+def _real_value(value: Any, mode: KnowingMode) -> Any:
+    """What forward leaves in an attribute, with real tensors. Raises _UnknownValueError."""
+    if isinstance(value, PLAIN_TYPES):
+        return value
+    if type(value) in (list, tuple, torch.Size):
+        return type(value)(_real_value(item, mode) for item in value)
+    recipe = mode.value_of(value) if isinstance(value, FakeTensor) else None
+    if not isinstance(recipe, Recipe) or not recipe.is_of_model:
+        raise _UnknownValueError
+    return evaluate(recipe, mode.leaves)
 
 
 class SetBeforeRead:

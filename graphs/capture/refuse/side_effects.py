@@ -27,19 +27,8 @@ from torch.nn.utils import parametrize
 from graphs.capture.refuse.generators import generators_of, restore_state, state_of
 from graphs.capture.refuse.registered import Registered
 from graphs.capture.refuse.tensors_in_attributes import MODULE_ATTRIBUTES, tensors_restored
-from graphs.capture.refuse.traced_hooks import (
-    capturing_hooks_removed,
-    computed_weights,
-    is_traced,
-)
+from graphs.capture.refuse.traced_hooks import capturing_hooks_removed, computed_weights
 from graphs.model_calls import nested, title_of
-
-HOOKS = {
-    "_forward_hooks": "forward hook",
-    "_forward_pre_hooks": "forward pre-hook",
-    "_backward_hooks": "backward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-}
 
 
 class SideEffectError(ValueError):
@@ -51,10 +40,6 @@ class SideEffectError(ValueError):
     def __init__(self, why: str, *, short: str = "") -> None:
         super().__init__(why)
         self.short = short or why
-
-
-class HookError(SideEffectError):
-    """A submodule has a hook that a planned step would not run."""
 
 
 class DrawError(SideEffectError):
@@ -71,21 +56,6 @@ class DrawError(SideEffectError):
             "as one piece"
         )
         self.module = module
-
-
-def global_hooks() -> tuple[Any, ...]:
-    """The hooks that run for every module of the process, as code objects for comparison.
-
-    They are traced with the module, so what they change is part of the program. They are compared
-    by code, since a profiler may register a new closure in every step. Hooks that a trace registers
-    are left out, and so are PyTorch's own (of its FLOP counter), which change nothing.
-    """
-    hooks = [
-        h for attribute in HOOKS for h in getattr(nn.modules.module, f"_global{attribute}").values()
-    ]
-    functions = [getattr(h, "__func__", h) for h in hooks if not getattr(h, "is_of_trace", False)]
-    own = [f for f in functions if not str(getattr(f, "__module__", "")).startswith("torch.")]
-    return tuple(getattr(function, "__code__", function) for function in own)
 
 
 @contextlib.contextmanager
@@ -115,31 +85,6 @@ def around_module_calls(
         nn.modules.module.register_module_forward_hook(end, always_call=True),
     ):
         yield
-
-
-def has_refused_hook(module: nn.Module) -> bool:
-    """Whether the module itself has a hook that a trace does not record."""
-    return any(not all(map(is_traced, getattr(module, attribute).values())) for attribute in HOOKS)
-
-
-def refuse_hooks(model: nn.Module, *, except_in: Iterable[nn.Module] = ()) -> None:
-    """Raise HookError if a submodule has a hook that a trace does not record.
-
-    Hooks of the model itself are fine: they run around the planned step.
-
-    except_in: opaque modules, in which a planned step does run the hooks, those of submodules
-        included.
-    """
-    allowed = {model, *(submodule for module in except_in for submodule in module.modules())}
-    for name, module in model.named_modules():
-        for attribute, kind in HOOKS.items():
-            hooks = getattr(module, attribute).values()
-            if module not in allowed and not all(map(is_traced, hooks)):
-                raise HookError(
-                    f"submodule {name!r} has a {kind}, which a planned step would not run; "
-                    "remove it, register it on the model itself or on parameters, or compute it in "
-                    "forward"
-                )
 
 
 def refuse_parametrization_cache(model: nn.Module) -> None:
@@ -399,6 +344,7 @@ def _is_same(before: Any, after: Any) -> bool:
         return True
     if type(before) is not type(after):
         return False
-    if isinstance(before, tuple):
+    if isinstance(before, tuple):  # its own entries: a subclass may refuse `len` (e3nn's Irreps)
+        before, after = (tuple.__getitem__(each, slice(None)) for each in (before, after))
         return len(before) == len(after) and all(map(_is_same, before, after))
     return isinstance(before, PLAIN_TYPES) and bool(before == after)
