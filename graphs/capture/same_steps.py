@@ -64,7 +64,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments = tuple(map(self._describe, flat))
         result = func(*args, **(kwargs or {}))
         tensors = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
-        if func._schema.is_mutable or not all(self._constant_recipe(item) for item in tensors):
+        if func._schema.is_mutable or not all(self._known_recipe(item) for item in tensors):
             for index, item in enumerate(tensors):
                 self._remember(item, (len(self.steps), index))
             self.steps.append((func, spec, arguments))
@@ -74,10 +74,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._named_tensors[id(tensor)] = tensor, name
         self._storages.setdefault(storage_key(tensor), name)
 
-    def _constant_recipe(self, tensor: torch.Tensor) -> Recipe | None:
+    def _known_recipe(self, tensor: torch.Tensor) -> Recipe | None:
         value = self.shell.mode.value_of(tensor)
-        is_known = isinstance(value, Recipe) and all(leaf.kind == "buffer" for leaf in value.leaves)
-        return value if is_known else None
+        if not isinstance(value, Recipe) or any(leaf.kind != "buffer" for leaf in value.leaves):
+            return None
+        return value
 
     def _describe(self, item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
@@ -85,8 +86,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._named_tensors.get(id(item))
         if known is not None:
             return known[1]
-        constant = self._constant_recipe(item)
-        return constant or self._storages.get(storage_key(item))
+        known_value = self._known_recipe(item)
+        return known_value or self._storages.get(storage_key(item))
 
 
 def are_same_steps(one: StepRecorder, other: StepRecorder) -> bool:
