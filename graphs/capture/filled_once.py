@@ -1,25 +1,32 @@
 """Attributes that one forward pass sets and later ones find: a causal mask, positions, a number.
 
-A planned step would not set them. If such a value is computed from constants alone, every forward
-pass leaves the same value. So the value is computed first, as if the module had been called before,
-and the step that finds it in the attribute is traced. If the attribute holds another tensor in a
-later step, `HeldTensor` notices; if it holds another number, `planned.guards` does.
+A planned step would not set them. If such a value is computed from constants and buffers alone, and
+later calls leave it there, every forward pass leaves the same value. So the value is computed
+first, as if the module had been called before, and the step that finds it in the attribute is
+traced. If the attribute holds another tensor in a later step, `HeldTensor` notices; if it holds
+another number, `planned.guards` does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.capture.as_eager import KnowingMode, Recipe, evaluate
-from graphs.capture.refuse import MODULE_ATTRIBUTES, SideEffectError, attributes_unchanged
+from graphs.capture.refuse import (
+    MODULE_ATTRIBUTES,
+    Registered,
+    SideEffectError,
+    attributes_unchanged,
+)
 from graphs.model_calls import PLAIN_TYPES
 
 
@@ -29,7 +36,9 @@ class FilledAttribute:
 
     module: path of the module.
     attribute: name of the attribute.
-    value: a tensor, or a plain value.
+    value: a tensor, a plain value, or a list or tuple of these.
+    persistent: for a buffer that forward registers: whether the state dict has it (None: the
+        attribute is not a buffer).
     is_unread: whether forward is known to set the attribute before it reads it, so that the value
         left by an earlier call does not matter.
     """
@@ -37,6 +46,7 @@ class FilledAttribute:
     module: str
     attribute: str
     value: object
+    persistent: bool | None = None
     is_unread: bool = False
 
     @property
@@ -44,14 +54,20 @@ class FilledAttribute:
         return isinstance(self.value, PLAIN_TYPES)
 
     def set_on(self, model: nn.Module) -> None:
-        """Set the attribute to the value."""
-        setattr(model.get_submodule(self.module), self.attribute, self.value)
+        """Set the attribute to the value, or register the buffer unless it is there."""
+        module = model.get_submodule(self.module)
+        if self.persistent is None:
+            setattr(module, self.attribute, self.value)
+        elif module._buffers.get(self.attribute) is None:
+            assert isinstance(self.value, torch.Tensor)
+            module.register_buffer(self.attribute, self.value, persistent=self.persistent)
 
 
 def find_filled_attributes(
     model: nn.Module, mode: KnowingMode, run: Callable[[], object]
 ) -> tuple[FilledAttribute, ...]:
-    """Find the attributes that a forward pass fills with constants or sets to plain values.
+    """Find the attributes that a forward pass fills: with plain values, or tensors computed from
+    constants and buffers alone, or lists and tuples of these.
 
     All attributes are restored afterwards.
 
@@ -59,25 +75,50 @@ def find_filled_attributes(
     run: calls the module on fake tensors.
     """
     before = {module: dict(vars(module)) for module in model.modules()}
+    registered = Registered(model)
     found: list[FilledAttribute] = []
     with contextlib.suppress(SideEffectError), attributes_unchanged(model), mode:
         run()
-        for path, module in model.named_modules():
-            for attribute, value in vars(module).items():
-                old = before[module].get(attribute, ...)
-                is_other = (type(value), value) != (type(old), old)
-                if (
-                    isinstance(value, PLAIN_TYPES)
-                    and is_other
-                    and attribute not in MODULE_ATTRIBUTES
-                ):
-                    found.append(FilledAttribute(path, attribute, value))
-                if value is old or not isinstance(value, FakeTensor):
-                    continue
-                recipe = mode.value_of(value)
-                if isinstance(recipe, Recipe) and not recipe.leaves and not recipe.reads_constants:
-                    found.append(FilledAttribute(path, attribute, evaluate(recipe, {})))
+        paths = {module: path for path, module in model.named_modules()}
+        changed: list[tuple[nn.Module, str, Any, bool | None]] = [
+            (module, attribute, value, None)
+            for module in paths
+            for attribute, value in vars(module).items()
+            if attribute not in MODULE_ATTRIBUTES and _is_other(value, before[module], attribute)
+        ]
+        changed += [
+            (module, name, buffer, name not in module._non_persistent_buffers_set)
+            for module, name, buffer in registered.new_buffers()
+        ]
+        for module, attribute, value, persistent in changed:
+            with contextlib.suppress(_UnknownValueError):
+                real = _real_value(value, mode)
+                found.append(FilledAttribute(paths[module], attribute, real, persistent))
     return tuple(found)
+
+
+class _UnknownValueError(Exception):
+    """A value depends on more than constants and buffers."""
+
+
+def _is_other(value: object, before: Mapping[str, object], attribute: str) -> bool:
+    """Whether an attribute has another value than before."""
+    old = before.get(attribute, _MISSING)
+    if isinstance(value, PLAIN_TYPES):
+        return type(value) is not type(old) or value != old
+    return value is not old
+
+
+def _real_value(value: Any, mode: KnowingMode) -> Any:
+    """What forward leaves in an attribute, with real tensors. Raises _UnknownValueError."""
+    if isinstance(value, PLAIN_TYPES):
+        return value
+    if type(value) in (list, tuple, torch.Size):
+        return type(value)(_real_value(item, mode) for item in value)
+    recipe = mode.value_of(value) if isinstance(value, FakeTensor) else None
+    if not isinstance(recipe, Recipe) or not recipe.is_of_model:
+        raise _UnknownValueError
+    return evaluate(recipe, mode.leaves)
 
 
 class SetBeforeRead:
@@ -169,7 +210,7 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def attributes_filled(model: nn.Module, filled: Sequence[FilledAttribute]) -> Iterator[None]:
-    """While inside, the attributes have their values."""
+    """While inside, the attributes have their values; buffers too are plain attributes."""
     with contextlib.ExitStack() as stack:
         for each in filled:
             attributes = vars(model.get_submodule(each.module))

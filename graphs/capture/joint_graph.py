@@ -288,7 +288,7 @@ def _trace_with_filled_attributes(
             again.shell.mode,
         ):
             again.run()
-    if not are_same_steps(first.steps, later.steps):
+    if not are_same_steps(first, later):
         where, attribute = filled[0].module or title_of(model), filled[0].attribute
         raise TraceError(
             f"the first call of {title_of(model)} fills the attribute {attribute!r} of "
@@ -297,7 +297,7 @@ def _trace_with_filled_attributes(
             "attribute in __init__"
         )
     # Not known with opaque parts: the attributes that they read were not seen.
-    is_shown = not stand_ins and are_same_steps(later.steps, again.steps)
+    is_shown = not stand_ins and are_same_steps(later, again)
     return result, unread.with_is_unread() if is_shown else filled
 
 

@@ -8,14 +8,14 @@ compared. This includes the backward pass, since an attribute may affect gradien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.capture.as_eager import Recipe, evaluate
+from graphs.capture.as_eager import Leaf, Recipe, evaluate
 from graphs.capture.same_program import gradients
 from graphs.capture.shell import Shell
 from graphs.model_calls import storage_key
@@ -24,11 +24,12 @@ Step = tuple[Any, pytree.TreeSpec, tuple[Any, ...]]
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators of a call on fake tensors, except those that compute constants.
+    """Records the operators of a call on fake tensors, except those that compute from
+    constants and buffers alone.
 
     steps: (operator, structure, flat arguments) for each of them. The first flat argument is
         whether gradients are enabled. A tensor is described by the step that returned it, by its
-        position among the shell's own tensors, or by its recipe if it is a constant. The last step
+        position among the shell's own tensors, or by its recipe if it is known. The last step
         describes the gradients.
     """
 
@@ -63,7 +64,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments = tuple(map(self._describe, flat))
         result = func(*args, **(kwargs or {}))
         tensors = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
-        if func._schema.is_mutable or not all(self._constant_recipe(item) for item in tensors):
+        if func._schema.is_mutable or not all(self._known_recipe(item) for item in tensors):
             for index, item in enumerate(tensors):
                 self._remember(item, (len(self.steps), index))
             self.steps.append((func, spec, arguments))
@@ -73,9 +74,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._named_tensors[id(tensor)] = tensor, name
         self._storages.setdefault(storage_key(tensor), name)
 
-    def _constant_recipe(self, tensor: torch.Tensor) -> Recipe | None:
+    def _known_recipe(self, tensor: torch.Tensor) -> Recipe | None:
         value = self.shell.mode.value_of(tensor)
-        return value if isinstance(value, Recipe) and not value.leaves else None
+        if not isinstance(value, Recipe) or any(leaf.kind != "buffer" for leaf in value.leaves):
+            return None
+        return value
 
     def _describe(self, item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
@@ -83,20 +86,22 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._named_tensors.get(id(item))
         if known is not None:
             return known[1]
-        constant = self._constant_recipe(item)
-        return constant or self._storages.get(storage_key(item))
+        known_value = self._known_recipe(item)
+        return known_value or self._storages.get(storage_key(item))
 
 
-def are_same_steps(one: Sequence[Step], other: Sequence[Step]) -> bool:
+def are_same_steps(one: StepRecorder, other: StepRecorder) -> bool:
     """Whether both calls compute the same from their parameters, buffers and batch."""
-    return len(one) == len(other) and all(
-        a[:2] == b[:2] and all(map(_are_equal, a[2], b[2])) for a, b in zip(one, other, strict=True)
+    leaves = one.shell.mode.leaves
+    return len(one.steps) == len(other.steps) and all(
+        a[:2] == b[:2] and all(_are_equal(*pair, leaves) for pair in zip(a[2], b[2], strict=True))
+        for a, b in zip(one.steps, other.steps, strict=True)
     )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any, leaves: Mapping[Leaf, torch.Tensor]) -> bool:
     if isinstance(one, Recipe) and isinstance(other, Recipe):
-        a, b = (evaluate(each, {}) for each in (one, other))
+        a, b = (evaluate(each, leaves) for each in (one, other))
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         return torch.equal(*(t.detach().cpu().reshape(-1).view(torch.uint8) for t in (a, b)))

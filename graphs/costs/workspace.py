@@ -172,6 +172,26 @@ def _trilinear(call: OpCall) -> int:
     return int((pair_elements + all_elements) * factors[0].element_size())
 
 
+def _distances(call: OpCall) -> int:
+    """Workspace of Euclidean distances by a matrix product (ATen/native/Distance.cpp).
+
+    Each row gets two more columns, its squared norm and a one, so that a product has the squared
+    distances. Before that, the first rows times -2 are there with all four columns.
+    """
+    x, y = call.args[:2]
+    n_x, n_y, width = x[..., 0].numel(), y[..., 0].numel(), x.shape[-1]
+    in_product = (n_x + n_y) * (width + 2)
+    before = 2 * n_x * (width + 2) + 2 * n_y - call.outputs()[0].numel()
+    return int(max(in_product, before) * x.element_size())
+
+
+def _distances_of_rows(call: OpCall) -> int:
+    """Computed by a matrix product for many rows, or where asked for."""
+    x, y, p, mode = (*call.args, None)[:4]
+    is_product = mode == 1 or (not mode and max(x.shape[-2], y.shape[-2]) > 25)
+    return _distances(call) if p == 2 and is_product else 0
+
+
 def _patches_copy_bytes(call: OpCall) -> int:
     """A contiguous copy of an input that is not contiguous. If the output is larger than the input,
     also the storage first allocated for it, which was only as large as the input."""
@@ -202,6 +222,8 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     **COPIES,
     aten.convolution: convolution,
     aten._trilinear: _trilinear,
+    aten._euclidean_dist: _distances,
+    aten._cdist_forward: _distances_of_rows,
     aten.linalg_matrix_exp: matrix_exp_bytes,
     aten.mse_loss: _unreduced_loss_bytes,
     aten.smooth_l1_loss: _unreduced_loss_bytes,

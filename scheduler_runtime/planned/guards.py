@@ -304,6 +304,8 @@ def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
             seen |= tried
             return kind, state
         seen.add(id(value))
+    if isinstance(value, tuple):  # its own entries: a subclass may refuse `len` (e3nn's Irreps)
+        value = tuple.__getitem__(value, slice(None))
     if len(value) > MAX_ENTRIES:
         return kind, len(value)
     read = functools.partial(_read, in_object=True) if in_object else _setting

@@ -76,6 +76,11 @@ class Recipe:
         return dataclasses.replace(self, index=index, key=key)
 
     @property
+    def is_of_model(self) -> bool:
+        """Whether it depends on constants and buffers alone."""
+        return all(leaf.kind == "buffer" for leaf in self.leaves) and not self.reads_constants
+
+    @property
     def is_chance(self) -> bool:
         """Whether it depends on random numbers."""
         return any(leaf.kind == "random" for leaf in self.leaves)

@@ -111,7 +111,7 @@ def holds_tensors(value: object) -> bool:
         if isinstance(each, dict):
             stack += each.values()
         elif isinstance(each, list | tuple | set | frozenset):
-            stack += each
+            stack += iter(each)
         else:
             stack += getattr(each, "__dict__", {}).values()
     return False

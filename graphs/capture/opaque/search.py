@@ -29,7 +29,7 @@ from graphs.capture.own_failure import (
     refuse_own_failure,
     refuse_same_failure,
 )
-from graphs.capture.refuse import DrawError, HookError, has_refused_hook
+from graphs.capture.refuse import DrawError, HookError, SideEffectError, has_refused_hook
 from graphs.model_calls import Call, TraceError, device_of
 
 MOST_TRACES = 12
@@ -218,9 +218,12 @@ def _parts_after_failure(
     Returns the new ones, in the same form.
     """
     cause = error.__cause__
-    if isinstance(cause, HookError):
-        # Hooks need no further trace to be found: all modules with hooks become opaque at once.
-        hooked = [p for p, m in model.named_modules() if p and has_refused_hook(m)]
+    hooked = [p for p, m in model.named_modules() if p and has_refused_hook(m)]
+    # Hooks need no further trace to be found: all modules with hooks become opaque at once. What
+    # forward changes may be what the model's own hooks change.
+    if isinstance(cause, HookError) or (
+        isinstance(cause, SideEffectError) and not reasons and hooked
+    ):
         return _outermost_parts({**reasons, **dict.fromkeys(hooked, "it has hooks")})
     path = _failing_module_path(model, error)
     if path is None and (function := outermost_function(model, error)) is not None:

@@ -9,21 +9,24 @@ from graphs.capture.refuse.generators import (
     restore_state,
 )
 from graphs.capture.refuse.generators import state_of as state_of_generator
+from graphs.capture.refuse.hooks import (
+    HOOKS,
+    HookError,
+    global_hooks,
+    has_refused_hook,
+    refuse_hooks,
+)
 from graphs.capture.refuse.mixed_dtypes import RefusingMixedDtypes, refuse_mixed_dtypes
+from graphs.capture.refuse.registered import Registered
 from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replaced_forwards
 from graphs.capture.refuse.side_effects import (
-    HOOKS,
     DrawError,
-    HookError,
     SideEffectError,
     around_module_calls,
     attributes_unchanged,
     buffers_of,
-    global_hooks,
-    has_refused_hook,
     objects_unchanged,
     random_states_untouched,
-    refuse_hooks,
     refuse_parametrization_cache,
     refuse_replaced_buffers,
 )

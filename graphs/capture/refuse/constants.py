@@ -36,7 +36,8 @@ class HeldTensor:
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the attribute still holds this very tensor."""
-        value = vars(model.get_submodule(self.module)).get(self.attribute)
+        module = model.get_submodule(self.module)
+        value = vars(module).get(self.attribute, module._buffers.get(self.attribute))
         tensors = list(_tensors_in(value))
         return self.index < len(tensors) and tensors[self.index] is self.tensor
 

@@ -179,6 +179,6 @@ def _values_inside(value: Any) -> Iterator[Any]:
         if isinstance(each, dict):
             stack += each.values()
         elif isinstance(each, list | tuple):
-            stack += each
+            stack += iter(each)  # a subclass may refuse `len`, as e3nn's Irreps does
         elif each is value and not isinstance(each, nn.Module | type | ModuleType):
             stack += (getattr(each, "__dict__", None) or {}).values()

@@ -25,20 +25,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from graphs.capture.refuse.generators import generators_of, restore_state, state_of
+from graphs.capture.refuse.registered import Registered
 from graphs.capture.refuse.tensors_in_attributes import MODULE_ATTRIBUTES, tensors_restored
-from graphs.capture.refuse.traced_hooks import (
-    capturing_hooks_removed,
-    computed_weights,
-    is_traced,
-)
+from graphs.capture.refuse.traced_hooks import capturing_hooks_removed, computed_weights
 from graphs.model_calls import PLAIN_TYPES, nested, title_of
-
-HOOKS = {
-    "_forward_hooks": "forward hook",
-    "_forward_pre_hooks": "forward pre-hook",
-    "_backward_hooks": "backward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-}
 
 
 class SideEffectError(ValueError):
@@ -50,10 +40,6 @@ class SideEffectError(ValueError):
     def __init__(self, why: str, *, short: str = "") -> None:
         super().__init__(why)
         self.short = short or why
-
-
-class HookError(SideEffectError):
-    """A submodule has a hook that a planned step would not run."""
 
 
 class DrawError(SideEffectError):
@@ -70,21 +56,6 @@ class DrawError(SideEffectError):
             "as one piece"
         )
         self.module = module
-
-
-def global_hooks() -> tuple[Any, ...]:
-    """The hooks that run for every module of the process, as code objects for comparison.
-
-    They are traced with the module, so what they change is part of the program. They are compared
-    by code, since a profiler may register a new closure in every step. Hooks that a trace registers
-    are left out, and so are PyTorch's own (of its FLOP counter), which change nothing.
-    """
-    hooks = [
-        h for attribute in HOOKS for h in getattr(nn.modules.module, f"_global{attribute}").values()
-    ]
-    functions = [getattr(h, "__func__", h) for h in hooks if not getattr(h, "is_of_trace", False)]
-    own = [f for f in functions if not str(getattr(f, "__module__", "")).startswith("torch.")]
-    return tuple(getattr(function, "__code__", function) for function in own)
 
 
 @contextlib.contextmanager
@@ -116,31 +87,6 @@ def around_module_calls(
         yield
 
 
-def has_refused_hook(module: nn.Module) -> bool:
-    """Whether the module itself has a hook that a trace does not record."""
-    return any(not all(map(is_traced, getattr(module, attribute).values())) for attribute in HOOKS)
-
-
-def refuse_hooks(model: nn.Module, *, except_in: Iterable[nn.Module] = ()) -> None:
-    """Raise HookError if a submodule has a hook that a trace does not record.
-
-    Hooks of the model itself are fine: they run around the planned step.
-
-    except_in: opaque modules, in which a planned step does run the hooks, those of submodules
-        included.
-    """
-    allowed = {model, *(submodule for module in except_in for submodule in module.modules())}
-    for name, module in model.named_modules():
-        for attribute, kind in HOOKS.items():
-            hooks = getattr(module, attribute).values()
-            if module not in allowed and not all(map(is_traced, hooks)):
-                raise HookError(
-                    f"submodule {name!r} has a {kind}, which a planned step would not run; "
-                    "remove it, register it on the model itself or on parameters, or compute it in "
-                    "forward"
-                )
-
-
 def refuse_parametrization_cache(model: nn.Module) -> None:
     """Raise SideEffectError inside of `parametrize.cached()`, which shares weights among calls."""
     if parametrize._cache_enabled and any(map(parametrize.is_parametrized, model.modules())):
@@ -153,11 +99,13 @@ def refuse_parametrization_cache(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def attributes_unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore plain attributes that change inside, and raise SideEffectError naming the first.
+    """Restore attributes that change inside, and raise SideEffectError naming the first.
 
     A new attribute counts as a change (a cache that the first call fills: it would hold fake
-    tensors), and so does a change to a list, dict, set or deque in an attribute.
+    tensors), and so do a change to a list, dict, set or deque in an attribute, and a new parameter,
+    buffer or submodule.
     """
+    registered = Registered(model)
     before = {module: dict(vars(module)) for module in model.modules()}
     contents = list(_contents_of(model))
     try:
@@ -178,6 +126,8 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
             else:
                 del vars(module)[attribute]
         changed += _restore_contents(contents)
+        changed_state = registered.restore()
+    _refuse_registered(model, changed_state)
     changed = [
         (module, attribute, value)
         for module, attribute, value in changed
@@ -227,6 +177,19 @@ def _refuse_changed(model: nn.Module, changed: _ChangedAttributes) -> None:
             f"forward changes the attribute {attribute!r} of {where!r}, which a planned step would "
             "not do; keep it in a buffer that is updated in place, or outside of forward"
             + (_STATE_ADVICE if nested.tensors(value) else "")
+        )
+
+
+def _refuse_registered(model: nn.Module, changed: list[tuple[nn.Module, str, str]]) -> None:
+    """Raise SideEffectError for the first parameter, buffer or submodule that forward registers."""
+    if changed:
+        names = {module: name for name, module in model.named_modules()}
+        module, kind, name = changed[0]
+        raise SideEffectError(
+            f"forward registers the {kind} {name!r} in {names.get(module) or title_of(module)!r}, "
+            "which a planned step would not do; create it in __init__, or, where the first call "
+            "alone does so, call the model once before it is planned"
+            + ("" if kind == "buffer" else " and before its optimizer is made")
         )
 
 
@@ -303,10 +266,13 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -> None:
     """Raise SideEffectError if forward has assigned a buffer (`self.mean = 0.9 * self.mean + ...`).
 
+    New buffers are for `attributes_unchanged`.
+
     before: `buffers_of(model)` before forward was called.
     """
-    for name, tensor in buffers_of(model).items():
-        if before.get(name) is not tensor:
+    now = buffers_of(model)
+    for name, tensor in before.items():
+        if now.get(name) is not tensor:
             raise SideEffectError(
                 f"forward replaces buffer {name!r} by another tensor; update it in place "
                 f"(self.{name.rpartition('.')[2]}.copy_(...)), or, where the first call alone "
@@ -376,6 +342,7 @@ def _is_same(before: Any, after: Any) -> bool:
         return True
     if type(before) is not type(after):
         return False
-    if isinstance(before, tuple):
+    if isinstance(before, tuple):  # its own entries: a subclass may refuse `len` (e3nn's Irreps)
+        before, after = (tuple.__getitem__(each, slice(None)) for each in (before, after))
         return len(before) == len(after) and all(map(_is_same, before, after))
     return isinstance(before, PLAIN_TYPES) and bool(before == after)

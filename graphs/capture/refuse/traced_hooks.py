@@ -10,11 +10,14 @@
   call, which pass tensors on within one forward pass, and marks itself as having done so. After a
   trace both the hooks and the mark are removed: with only the mark left, the model would collect
   nothing; with only the hooks left, everything twice.
+- A forward hook that is a method of one of the model's modules (BYOL and DINO keep the output of a
+  layer like that) is traced as forward is, and what it leaves in attributes is refused alike.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -37,6 +40,14 @@ def is_traced(hook: Callable[..., Any]) -> bool:
     """Whether a trace records all that the hook does."""
     is_of_known_module = getattr(hook, "__module__", None) in (_CAPTURING, _OBSERVING)
     return is_of_known_module or is_of_parallel_style(hook) or isinstance(hook, _COMPUTING_WEIGHTS)
+
+
+def is_own(hook: Callable[..., Any], model: nn.Module) -> bool:
+    """Whether the hook is a method of one of the model's modules."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    return owner is not None and any(owner is module for module in model.modules())
 
 
 def computed_weights(module: nn.Module) -> set[str]:

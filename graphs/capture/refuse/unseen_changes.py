@@ -47,7 +47,8 @@ _AFTER_BACKWARD = (
 )
 _DATA = (
     "forward assigns to the .data of a tensor, which a planned step would not do; write values in "
-    "place under torch.no_grad() (copy_), or compute x + (new - x).detach()"
+    "place under torch.no_grad() (copy_), or compute x + (new - x).detach(); where the first call "
+    "alone does so (ActNorm), call the model once before it is planned"
 )
 _GRAD = (
     "forward reads or changes the .grad of a parameter, which a planned step would not do; keep "

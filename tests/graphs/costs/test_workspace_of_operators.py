@@ -79,6 +79,13 @@ CASES: dict[str, Case] = {
     "its gradient": _case(
         aten._trilinear.default, square, cube, square, [2, 3], [0], [1, 2], [1, 3]
     ),
+    "distances": _case(aten._euclidean_dist.default, x, x[:20]),
+    "distances of few numbers": _case(aten._euclidean_dist.default, x[:, :3], x[:100, :3]),
+    "distances in a batch": _case(aten._euclidean_dist.default, cube, cube[:, :10]),
+    "distances by a product": _case(aten._cdist_forward.default, x, x[:20], 2.0, None),
+    "distances of few rows": _case(aten._cdist_forward.default, x[:9], x[:20], 2.0, None),
+    "distances by differences": _case(aten._cdist_forward.default, x, x, 2.0, 2),
+    "sums of differences": _case(aten._cdist_forward.default, x, x, 1.0, None),
     "exponentials of matrices": _case(aten.linalg_matrix_exp.default, cube),
     "exponential of one matrix": _case(aten.linalg_matrix_exp.default, square),
     "eigenvalues": _case(aten._linalg_eigh.default, definite, "L", False),

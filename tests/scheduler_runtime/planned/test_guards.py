@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from graphs.capture.refuse import generators_of
+from graphs.trace import trace
 from scheduler_runtime import apply
 from scheduler_runtime.planned.guards import settings_of
 from solver.solving import solve
@@ -207,3 +209,30 @@ def test_a_setting_that_changes_with_every_step_is_told(caplog: pytest.LogCaptur
     warned = [r for r in caplog.records if r.name == "scheduler_runtime.planned.forward"]
     (warning,) = warned
     assert "Settable has been planned for 8 kinds of call; shapes, " in warning.getMessage()
+
+
+class Unsized(tuple[int, ...]):
+    """A tuple that refuses its length, as the representations of e3nn do."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class SettingUnsized(nn.Linear):
+    sizes: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes = Unsized((2, 3))  # equal in each call
+        return super().forward(x).sum()
+
+
+def test_a_tuple_that_refuses_its_length_is_compared_by_its_entries() -> None:
+    model = SettingUnsized(4, 4)
+    found = []
+    for sizes in ((2, 3), (2, 3), (2, 4)):
+        model.sizes = Unsized(sizes)
+        found.append(settings(model))
+    assert found[0] == found[1] != found[2]
+    assert not generators_of(model).keys() - generators_of(nn.Linear(4, 4)).keys()
+    model.sizes = Unsized((2, 3))
+    assert trace(model, torch.randn(2, 4)).nodes
