@@ -228,7 +228,7 @@ class Shell(_WithoutHooks):
                 )
             raise TraceError(
                 f"the model returns an object of type {name}, which hides its tensors; return "
-                "tensors, tuples, lists or dicts"
+                "tensors, tuples, lists, dicts, dataclasses or distributions of torch"
             )
         gradient_outputs = self._unregistered[2](output)
         if missing := [index for index in gradient_outputs if not 0 <= index < len(flat)]:

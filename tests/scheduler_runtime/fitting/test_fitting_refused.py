@@ -32,6 +32,16 @@ def test_nothing_fits_is_an_error_with_the_least_budget_and_the_op() -> None:
         model(numbers(512)[0])
 
 
+def test_nothing_fits_beside_the_gradients_of_the_last_step() -> None:
+    """zero_grad() after the forward pass, as in many loops of reinforcement learning."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+    fit(model, budget="20KB", optimizer=adamw(model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(FitError, match=r"call zero_grad\(\) before the forward pass, not after it"):
+        model(numbers(512)[0])
+
+
 class _WithHidden(nn.Module):
     """Returns its loss, and what a training loop may add terms of."""
 
