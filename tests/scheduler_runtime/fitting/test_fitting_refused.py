@@ -153,6 +153,29 @@ def test_compiled_modules_are_refused() -> None:
         fit(model, budget="1GB")
 
 
+class _PassesAttributesOn(nn.Module):
+    """Sets what is set on it on the module inside, too, as Lightning Fabric's wrapper does."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "inside" in self.__dict__.get("_modules", {}):
+            setattr(self.inside, name, value)
+        super().__setattr__(name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x)
+
+
+def test_a_wrapper_that_passes_attributes_on_is_refused() -> None:
+    wrapper = _PassesAttributesOn(nn.Linear(10, 10))
+    with pytest.raises(FitError, match=r"passes .*'inside'.*: call fit on the wrapped module"):
+        fit(wrapper, budget="1GB")
+    assert not {"forward"} & {*vars(wrapper), *vars(wrapper.inside)}
+
+
 def test_a_module_that_must_be_compiled_whole_afterwards_is_refused() -> None:
     # PyTorch remembers that a frame could not be compiled, and then runs it eagerly in silence
     torch._dynamo.reset()
