@@ -28,7 +28,7 @@ from graphs.model_calls import (
     local_part,
     nested,
 )
-from graphs.training_step import GivenOptimizer, read_optimizer
+from graphs.training_step import GivenOptimizer, read_optimizer, state_tensors
 from scheduler_runtime.execute import ReplacedForward, no_watching_modes
 from scheduler_runtime.host_memory import host_blocks
 from solver.sizes_deadlines_progress import names_checked
@@ -299,7 +299,7 @@ def resident_tensors(
     yield from nested.tensors(batch)
     for each in optimizers:
         on_host = {block.untyped_storage()._cdata for block in host_blocks(each)}
-        for tensor in nested.tensors(list(each.state.values())):
+        for tensor in state_tensors(each):
             if tensor.untyped_storage()._cdata not in on_host:
                 yield tensor
 

@@ -11,6 +11,7 @@ are looked for before, so that the error can name the switch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -183,7 +184,37 @@ def why_not_planned(model: nn.Module) -> str | None:
             f"{name} is compiled, and the compiler decides what is saved for backward: call fit on "
             "the module before torch.compile, and leave torch.compile out"
         )
+    if path := _also_sets_forward_of(model):
+        return (
+            f"{name} passes attributes that are set on it on to the module that it wraps "
+            f"({path!r}), whose forward would be replaced, too: call fit on the wrapped module"
+        )
     return None
+
+
+def _also_sets_forward_of(model: nn.Module) -> str:
+    """The path of a submodule that gets a `forward` that is assigned to the module (Lightning
+    Fabric's wrapper); "" if there is none."""
+    if type(model).__setattr__ is nn.Module.__setattr__:
+        return ""
+    before = [(module, module.__dict__.get("forward")) for module in model.modules()]
+    probe = functools.partial(type(model).forward, model)
+    try:
+        model.forward = probe
+        return next(
+            (
+                path
+                for path, module in model.named_modules()
+                if module is not model and module.__dict__.get("forward") is probe
+            ),
+            "",
+        )
+    finally:
+        for module, forward in before:
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
 
 
 class CheckpointedAlreadyError(TraceError):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import annotate
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphs.capture.as_eager import (
@@ -211,7 +212,7 @@ class Shell(_WithoutHooks):
             output = self._call(tensors, fakes)
         flat, self.spec = nested.flatten(output)
         flat = nested.with_repeats_marked(flat)
-        for item in flat:
+        for index, item in enumerate(flat):
             if is_distributed(item):
                 raise TraceError(
                     "the model returns a DTensor; return this rank's part (use_local_output=True "
@@ -226,9 +227,11 @@ class Shell(_WithoutHooks):
                     "the model returns the cache that transformers fills for generation "
                     f"({name}); pass use_cache=False"
                 )
+            where = pytree.keystr(nested.paths(self.spec)[index])
+            title = f"{name} (output{where})" if where else name
             raise TraceError(
-                f"the model returns an object of type {name}, which hides its tensors; return "
-                "tensors, tuples, lists or dicts"
+                f"the model returns an object of type {title}, which hides its tensors; return "
+                "tensors, tuples, lists, dicts, dataclasses or distributions of torch"
             )
         gradient_outputs = self._unregistered[2](output)
         if missing := [index for index in gradient_outputs if not 0 <= index < len(flat)]:

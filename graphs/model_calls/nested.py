@@ -1,9 +1,9 @@
 """Nested values that contain tensors: the arguments and outputs of a model.
 
 PyTorch's pytree traverses tuples, lists, dicts, named tuples and registered classes (such as the
-outputs of transformers). This module also traverses dataclasses that contain a tensor. It converts
-them temporarily ("opens" them), since registering another library's class with pytree would affect
-the whole process.
+outputs of transformers). This module also traverses dataclasses and distributions
+(`torch.distributions`) that contain a tensor. It converts them temporarily ("opens" them), since
+registering another library's class with pytree would affect the whole process.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
 PLAIN_TYPES = (
@@ -80,7 +81,7 @@ def with_repeats_restored(flat: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
-    """A dataclass instance, as its class and its attributes (fields first)."""
+    """A dataclass instance or distribution, as its class and its attributes (fields first)."""
 
     kind: type
     names: tuple[str, ...]
@@ -88,15 +89,20 @@ class _Opened:
 
 
 def _opened(value: Any, enclosing: tuple[int, ...]) -> Any:
-    """The value with its dataclass instances opened.
+    """The value with its dataclass instances and distributions opened.
 
     enclosing: ids of the enclosing instances, which are not opened again (a cycle).
     """
 
     def opened(leaf: Any) -> Any:
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type) or id(leaf) in enclosing:
+        if isinstance(leaf, type) or id(leaf) in enclosing:
             return leaf
-        attributes = {f.name: None for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
+        if dataclasses.is_dataclass(leaf):
+            attributes = {f.name: None for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
+        elif isinstance(leaf, Distribution):
+            attributes = {}
+        else:
+            return leaf
         names = tuple(attributes | getattr(leaf, "__dict__", {}))
         inside = (*enclosing, id(leaf))
         values = tuple(_opened(getattr(leaf, name), inside) for name in names)

@@ -26,6 +26,7 @@ from graphs.training_step.optimizer import (
     check_parameters,
     combined_figures,
     optimizer_costs,
+    state_tensors,
     without_state,
 )
 from graphs.training_step.outside_loss import MetaOutputs, OutsideLoss

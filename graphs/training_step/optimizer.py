@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,8 +110,8 @@ def optimizer_costs(
             all_figures = step()
             storages = {
                 storage_key(item): item.untyped_storage().nbytes()
-                for item in pytree.tree_leaves(list(twin.state.values()))
-                if isinstance(item, torch.Tensor) and item.device.type == device.type
+                for item in state_tensors(twin)
+                if item.device.type == device.type
             }
             state_bytes = sum(storages.values())
             figures_of_all = {
@@ -198,6 +198,20 @@ def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return other
 
 
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors of an optimizer's state, also those in attributes of objects in it (the
+    preconditioners of Shampoo). Some may share storage."""
+    waiting: list[Any] = list(optimizer.state.values())
+    seen: set[int] = set()
+    while waiting:
+        for item in pytree.tree_leaves(waiting.pop()):
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif id(item) not in seen and not isinstance(item, type | nn.Module):
+                seen.add(id(item))
+                waiting.append(list(getattr(item, "__dict__", {}).values()))
+
+
 def combined_figures(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The figures of several optimizers that step one after the other, as one; None if there are
     none.
@@ -251,14 +265,17 @@ def _twin(
     for parameter, kept in optimizer.state.items():  # some create their state when constructed
         shape = getattr(parameter, "shape", None)
 
-        def fake_state(tensor: torch.Tensor, shape: Any = shape) -> torch.Tensor:
-            part = local_part(_shard(tensor, n_ranks) if tensor.shape == shape else tensor)
+        def fake_state(item: Any, shape: Any = shape) -> Any:
+            if not isinstance(item, torch.Tensor):  # an object may hold tensors, and be changed
+                with FakeCopyMode(mode):
+                    return copy.deepcopy(item, memo)
+            part = local_part(_shard(item, n_ranks) if item.shape == shape else item)
             # step counts on the host stay there
-            stays_on_host = tensor.dim() == 0 and tensor.device.type == "cpu"
-            return strided_like(part, tensor.device if stays_on_host else device)
+            stays_on_host = item.dim() == 0 and item.device.type == "cpu"
+            return strided_like(part, item.device if stays_on_host else device)
 
         key = fakes.get(id(parameter), parameter)
-        state[key] = pytree.tree_map_only(torch.Tensor, fake_state, kept)
+        state[key] = pytree.tree_map(fake_state, kept)
     twin.__setstate__({**attributes, "state": state, "param_groups": groups})
     return twin
 

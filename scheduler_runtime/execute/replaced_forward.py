@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,7 +77,17 @@ class ReplacedForward(abc.ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():
             return self.run_for_export(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            caller = _calling_module(sys._getframe(1))
+            if caller is not None and caller is not self._model:
+                return self._own_forward_of(caller)(*args, **kwargs)
         return self.run(*args, **kwargs)
+
+    def _own_forward_of(self, other: nn.Module) -> Callable[..., Any]:
+        """What runs without a plan in a module that holds this object because it was made with the
+        attributes of the planned one, but has other parameters (the fast weights of
+        meta-learning)."""
+        return self.instance_forward or types.MethodType(type(other).forward, other)
 
     def run_for_export(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass that torch.export, torch.jit.trace or torch.fx traces."""
@@ -85,6 +96,15 @@ class ReplacedForward(abc.ABC):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass of training or evaluation."""
         return self.own_forward(*args, **kwargs)
+
+
+def _calling_module(frame: types.FrameType) -> nn.Module | None:
+    """The module whose `__call__` has this frame (None if it is a frame of anything else).
+
+    A forward in the attributes of a module gets no `self`."""
+    if frame.f_code is not nn.Module._call_impl.__code__:
+        return None
+    return frame.f_locals["self"]  # type: ignore[no-any-return]
 
 
 def restore_forward(module: nn.Module) -> None:

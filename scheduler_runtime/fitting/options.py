@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from graphs.costs import CostModel
-from graphs.training_step import GivenOptimizer
+from graphs.training_step import ACCUMULATE, GivenOptimizer
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import Rates, format_both
 
@@ -27,9 +27,10 @@ def nothing_fits(name: str, solution: Solution, *, runs_again: bool = False) -> 
     """
     longer = ": raise time_limit_s=" if solution.status == "time_limit" else ""
     again = _RUNS_AGAIN if runs_again else ""
+    gradients = _GRADIENTS_EXIST if solution.graph.meta.gradients == ACCUMULATE else ""
     return FitError(
         f"no schedule of {name}'s step fits {format_both(solution.request.available_bytes)} "
-        f"({solution.status}{longer}){solution.obstacle_text}{again}"
+        f"({solution.status}{longer}){solution.obstacle_text}{again}{gradients}"
     )
 
 
@@ -38,6 +39,12 @@ _RUNS_AGAIN = (
     "minimum budget named above is for this step alone. Name the outputs that the loss is computed "
     "from, and one forward pass is enough: fit(..., loss_outputs=lambda output: (output.loss, "
     "output.hidden))"
+)
+
+
+_GRADIENTS_EXIST = (
+    ". Gradients of an earlier backward pass exist while forward runs, and count: unless the step "
+    "is to accumulate, call zero_grad() before the forward pass, not after it"
 )
 
 

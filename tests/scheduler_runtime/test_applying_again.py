@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from graphs.trace import trace
-from scheduler_runtime import PlanMismatchError, ReplanError, apply
+from scheduler_runtime import PlanMismatchError, ReplanError, apply, fit
 from scheduler_runtime.measuring import measure
 from solver.schedule.recompute import baseline
 from solver.schedule.solution import Solution
@@ -183,3 +184,17 @@ def test_a_changed_attribute_is_another_program() -> None:
     for scale in (1.0, 3.0):
         plain.scale = planned.scale = scale
         assert torch.equal(plain(x)["loss"], planned(x)["loss"])
+
+
+def test_a_module_made_from_its_attributes_runs_with_its_own_parameters() -> None:
+    """As in meta-learning (learn2learn, higher): fast weights in a copy of the __dict__."""
+    model = nn.Linear(10, 10)
+    x = torch.ones(8, 10)
+    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters()))
+    model(x).sum().backward()
+    fast = {name: 2 * parameter for name, parameter in model.named_parameters()}
+    adapted = nn.Linear.__new__(nn.Linear)
+    adapted.__dict__ = {**model.__dict__, "_parameters": fast}
+    assert_equal(adapted(x), F.linear(x, fast["weight"], fast["bias"]))
+    (gradient,) = torch.autograd.grad(adapted(x).sum(), fast["weight"], create_graph=True)
+    assert_equal(gradient, x.sum(0).expand(10, 10))

@@ -66,6 +66,13 @@ class Branching(nn.Module):
         return self.drop(self.down(hidden))
 
 
+class MakesLeaf(Branching):
+    """Adds to a tensor that requires a gradient and that it makes (a sum of losses begun at 0)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.zeros([], requires_grad=True)
+
+
 class _InNumpy(torch.autograd.Function):
     """Like a kernel of another library: cannot be traced in forward or backward."""
 
@@ -201,6 +208,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "experts": Experts,
     "boolean mask": Masked,
     "branch": Branching,
+    "own leaf": MakesLeaf,
     "autograd function": OwnKernel,
     "NumPy": NumPyFilter,
     "LSTM": Recurrent,

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,7 +190,8 @@ class _Watch:
                 result = island.forward(tensors)
             draws_others = before != random.other_states()
             draws_torchs = not all(map(torch.equal, torch_states, random.torch_states()))
-        self._check_supported(result, tensors)
+        with random.states_restored():
+            self._check_supported(result, tensors, again=lambda: island.forward(tensors))
         written = self._write_changed_buffers(island, result, tensors)
         # All parameters and unchanged buffers, and the inputs and outputs that backward reads.
         state = {*range(island.n_inputs, len(tensors))}
@@ -287,8 +288,17 @@ class _Watch:
             changed_buffers=tuple(range(n_inputs + n_parameters, len(tensors))),
         ), tensors
 
-    def _check_supported(self, result: CallResult, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise NotOpaqueError if the call's outputs or saved tensors cannot be handled."""
+    def _check_supported(
+        self,
+        result: CallResult,
+        tensors: Sequence[torch.Tensor],
+        *,
+        again: Callable[[], CallResult],
+    ) -> None:
+        """Raise NotOpaqueError if the call's outputs or saved tensors cannot be handled.
+
+        again: runs the same call once more.
+        """
         if any(item is not HOLE and item is not None for item in result.rest):
             raise self._error("it returns something other than tensors and None")
         if any(not _is_plain(t, self._device) for t in result.outs):
@@ -299,8 +309,9 @@ class _Watch:
         made = {storage_key(t) for t in result.outs}
         if given & made or len(made) < len(result.outs):
             raise self._error("a tensor that it returns shares memory with another, or an input")
-        n_uses, reaches_others = _parameter_uses(result)
-        if reaches_others:
+        n_uses, others = _parameter_uses(result)
+        # a leaf that the call itself makes (a loss that begins as a zero) is another one each time
+        if others and any(a is b for a in others for b in _parameter_uses(again())[1]):
             raise self._error("a tensor that requires a gradient is not one of its parameters")
         if torch.is_autocast_enabled(self._device.type) and n_uses > 1:
             raise self._error("autocast casts a weight once that is used several times")
@@ -341,18 +352,19 @@ def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and tensor.device == device
 
 
-def _parameter_uses(result: CallResult) -> tuple[int, bool]:
-    """(largest number of uses of one parameter, whether gradients would reach another leaf)."""
+def _parameter_uses(result: CallResult) -> tuple[int, list[torch.Tensor]]:
+    """(largest number of uses of one parameter, other leaves that gradients would reach)."""
     ends = {edge.node for edge in result.saved.inputs if edge is not None}
     stack = [edge.node for edge in result.saved.outputs if edge is not None]
     seen = {*ends, *stack}
     n_uses: Counter[Any] = Counter()
+    others = []
     while stack:
         node = stack.pop()
         following = () if node in ends else [each for each, _ in node.next_functions if each]
         n_uses.update(each for each in following if each in ends and hasattr(each, "variable"))
         if node not in ends and hasattr(node, "variable"):
-            return 0, True
+            others.append(node.variable)
         stack += {*following} - seen
         seen.update(following)
-    return max(n_uses.values(), default=0), False
+    return max(n_uses.values(), default=0), others

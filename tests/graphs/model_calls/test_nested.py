@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Categorical, Independent, Normal
 
 from benchmarks.same_bits import keeping_nothing
 from graphs.model_calls import nested
 from graphs.trace import TraceError, trace
-from scheduler_runtime import PlanMismatchError, apply, fit
+from scheduler_runtime import PlanMismatchError, apply, fit, plans_of
 from scheduler_runtime.by_submodule.planning import plan_chain
 from tests.support.bitwise import assert_same_gradients
 
@@ -74,6 +75,10 @@ RETURNS: dict[str, tuple[Callable[..., Any], Callable[[Any], list[torch.Tensor]]
     "dicts in tuples in dicts": (
         lambda h, loss: {"x": [h, (h * 2, {"y": None, "z": loss})], "w": 7},
         lambda out: [out["x"][1][1]["z"], out["x"][0]],
+    ),
+    "distribution": (
+        lambda h, _loss: Independent(Normal(h, h.exp()), 1),
+        lambda out: [out.base_dist.loc, out.base_dist.scale],
     ),
 }
 """How to build the output, and which part of it the loss uses."""
@@ -154,6 +159,18 @@ def test_another_batch_is_refused_by_the_name_of_its_field() -> None:
     apply(model, keeping_nothing(trace(model, batch)), on_mismatch="error")
     with pytest.raises(PlanMismatchError, match=r"batch\.x"):
         model(dataclasses.replace(batch, x=torch.randn(9, 16)))
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda h: Categorical(logits=h), lambda h: Normal(h[:, :1], h[:, 1:].exp())]
+)
+def test_a_policy_may_return_the_distribution_of_its_actions(kind: Any) -> None:
+    torch.manual_seed(0)
+    plain, x = Returning(lambda h, _loss: kind(h)), torch.randn(8, 16)
+    fitted = fit(copy.deepcopy(plain), budget="1GB")
+    sampled = plain(x).sample()
+    assert_bitwise_identical(plain, fitted, x, lambda out: [out.log_prob(sampled), out.entropy()])
+    assert plans_of(fitted)
 
 
 def test_submodules_of_a_model_that_returns_a_dataclass_are_planned() -> None:

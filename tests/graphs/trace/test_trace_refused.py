@@ -35,6 +35,11 @@ class _Opaque(_Wrong):
         return _Box(self.layer(x).sum())
 
 
+class _OpaqueInside(_Wrong):
+    def forward(self, x: torch.Tensor) -> object:
+        return {"mean": (x, _Box(self.layer(x).sum()))}
+
+
 class _Box:
     def __init__(self, loss: torch.Tensor) -> None:
         self.loss = loss
@@ -114,7 +119,12 @@ def test_a_sparse_gradient_is_refused() -> None:
         (_Wrong(), torch.zeros(2, 4), "the loss must be one floating-point number"),
         (_Wrong(), torch.zeros(2, 5), "_Wrong fails on this batch"),
         (_DataDependent(), torch.zeros(2, 4), "_DataDependent cannot be traced"),
-        (_Opaque(), torch.zeros(2, 4), "hides its tensors"),
+        (_Opaque(), torch.zeros(2, 4), "of type _Box, which hides its tensors"),
+        (
+            _OpaqueInside(),
+            torch.zeros(2, 4),
+            r"of type _Box \(output\['mean'\]\[1\]\), which hides",
+        ),
         (_Wrong(), {"y": torch.zeros(2, 4)}, "missing a required argument"),
     ],
 )

@@ -32,6 +32,16 @@ def test_nothing_fits_is_an_error_with_the_least_budget_and_the_op() -> None:
         model(numbers(512)[0])
 
 
+def test_nothing_fits_beside_the_gradients_of_the_last_step() -> None:
+    """zero_grad() after the forward pass, as in many loops of reinforcement learning."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+    fit(model, budget="20KB", optimizer=adamw(model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(FitError, match=r"call zero_grad\(\) before the forward pass, not after it"):
+        model(numbers(512)[0])
+
+
 class _WithHidden(nn.Module):
     """Returns its loss, and what a training loop may add terms of."""
 
@@ -141,6 +151,29 @@ def test_compiled_modules_are_refused() -> None:
     model.compile()
     with pytest.raises(FitError, match=r"before torch\.compile"):
         fit(model, budget="1GB")
+
+
+class _PassesAttributesOn(nn.Module):
+    """Sets what is set on it on the module inside, too, as Lightning Fabric's wrapper does."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "inside" in self.__dict__.get("_modules", {}):
+            setattr(self.inside, name, value)
+        super().__setattr__(name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x)
+
+
+def test_a_wrapper_that_passes_attributes_on_is_refused() -> None:
+    wrapper = _PassesAttributesOn(nn.Linear(10, 10))
+    with pytest.raises(FitError, match=r"passes .*'inside'.*: call fit on the wrapped module"):
+        fit(wrapper, budget="1GB")
+    assert not {"forward"} & {*vars(wrapper), *vars(wrapper.inside)}
 
 
 def test_a_module_that_must_be_compiled_whole_afterwards_is_refused() -> None:
