@@ -191,7 +191,8 @@ def plan_ahead(model: nn.Module, calls: Iterable[Any]) -> tuple[Fitted, ...]:
     """Plan for the shapes of these batches before the training meets them; returns all plans.
 
     The plans are for steps as they would run now: under the current autocast, with the gradients
-    that exist. They share the budget of `fit`. Nothing is run.
+    and buffers that exist (load a checkpoint before). They share the budget of `fit`. Nothing is
+    run.
 
     calls: what the model will be called with, one batch of each shape (bucket): a tensor for
         model(x), a tuple for model(*x), a dict for model(**x). Values only matter if forward reads
