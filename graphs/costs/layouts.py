@@ -159,7 +159,7 @@ COPIES: Mapping[Any, Callable[[OpCall], int]] = {
     **dict.fromkeys(
         (
             *(aten._softmax_backward_data, aten._log_softmax_backward_data),
-            *(aten.nll_loss_forward, aten.nll_loss2d_forward, aten._cdist_forward),
+            *(aten.nll_loss_forward, aten.nll_loss2d_forward),
         ),
         reads_contiguous(0, 1),
     ),

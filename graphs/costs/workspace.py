@@ -186,10 +186,10 @@ def _distances(call: OpCall) -> int:
 
 
 def _distances_of_rows(call: OpCall) -> int:
-    """Computed by a matrix product for many rows, or where asked for."""
+    """Computed from contiguous rows: by a matrix product for many of them, or where asked for."""
     x, y, p, mode = (*call.args, None)[:4]
     is_product = mode == 1 or (not mode and max(x.shape[-2], y.shape[-2]) > 25)
-    return _distances(call) if p == 2 and is_product else 0
+    return copied_bytes(x, y) + (_distances(call) if p == 2 and is_product else 0)
 
 
 def _patches_copy_bytes(call: OpCall) -> int:

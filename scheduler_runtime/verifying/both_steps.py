@@ -249,7 +249,7 @@ class _Bench:
         try:
             yield optimizer
         except PlanMismatchError as error:
-            raise ValueError(
+            raise PlanMismatchError(
                 f"not the planned step: {error.difference or error}. The functions that create the "
                 "model and the batch (get_model and get_batch of a model file) have to return the "
                 "planned shapes, types and settings in every call"

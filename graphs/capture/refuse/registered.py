@@ -15,17 +15,19 @@ _NOT_IN_STATE_DICT = "_non_persistent_buffers_set"
 
 
 class Registered:
-    """The buffers, parameters and submodules of each module of a model, as they are now."""
+    """The buffers, parameters and submodules of each module of a model, as they are now.
+
+    Scripted modules are left out: their code can register nothing.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        modules = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
         self._before = [
             (module, attribute, dict(vars(module)[attribute]))
-            for module in model.modules()
+            for module in modules
             for attribute in _KINDS
         ]
-        self._not_saved = [
-            (module, set(vars(module)[_NOT_IN_STATE_DICT])) for module in model.modules()
-        ]
+        self._not_saved = [(module, set(vars(module)[_NOT_IN_STATE_DICT])) for module in modules]
 
     def new_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """(module, name, tensor) of each buffer that was not there before."""

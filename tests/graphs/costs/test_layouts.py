@@ -73,6 +73,7 @@ ONCE: dict[str, tuple[Any, Arguments]] = {
     "roll of all numbers": (aten.roll.default, lambda x: (x, [1], [])),
     "second dimension": (aten.index_select.default, lambda x: (x, 1, torch.arange(4))),
     "third dimension": (aten.index_select.default, lambda x: (x, 2, torch.arange(4))),
+    "distances by a product": (aten._cdist_forward.default, lambda x: (x, x, 2.0, 1)),
     "cross-entropy": (
         aten.nll_loss2d_forward.default,
         lambda x: (x, torch.zeros(N, H, W, dtype=torch.long), None, 1, -100),
