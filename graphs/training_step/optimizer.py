@@ -280,7 +280,8 @@ def _twin(
 
         key = fakes.get(id(parameter), parameter)
         # What cannot be copied (a lock, a generator) is created by the first step, as in a new one.
-        with contextlib.suppress(TypeError, RuntimeError):
+        # A user's object may raise anything.
+        with contextlib.suppress(Exception):
             state[key] = pytree.tree_map(fake_state, kept)
     twin.__setstate__({**attributes, "state": state, "param_groups": groups})
     return twin

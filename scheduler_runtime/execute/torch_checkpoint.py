@@ -275,14 +275,27 @@ def checkpointed_as_whole(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call a forward of the module, and keep nothing for backward but its arguments and copies of
-    the buffers."""
+    the buffers. If it has changed parameters, a backward pass raises RuntimeError."""
     nothing = contextlib.nullcontext()
+    changed: list[str] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if changed:
+            raise RuntimeError(
+                f"forward changes the parameter {changed[0]!r}, so it cannot be recomputed for a "
+                "gradient, and none was expected in this epoch (StochasticWeightAveraging updates "
+                "batch norm); make what forward changes a buffer"
+            )
+        before = {name: (each, each._version) for name, each in module.named_parameters()}
+        output = forward(*args, **kwargs)
+        changed.extend(n for n, (each, version) in before.items() if each._version != version)
+        return output
 
     def contexts() -> tuple[Any, Any]:
         buffers = [name for name, _ in module.named_buffers()]
         return nothing, AsInForward(nothing, module, (), rewound=buffers)
 
-    return checkpointed(forward, args, kwargs, context_fn=contexts)
+    return checkpointed(run, args, kwargs, context_fn=contexts)
 
 
 def _run_with(function: Callable[..., Any], rest: list[Any], spec: Any, *tensors: Any) -> Any:

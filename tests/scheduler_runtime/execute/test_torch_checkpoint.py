@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.func import functional_call
 
-from scheduler_runtime.execute import CheckpointedForward, SavedCalls
+from scheduler_runtime.execute import CheckpointedForward, SavedCalls, checkpointed_as_whole
 from scheduler_runtime.execute.sequential_segments import SegmentedForward
 from solver.module_checkpointing import CheckpointRegion
 from tests.support.bitwise import assert_equal
@@ -117,6 +117,26 @@ def test_a_changed_tensor_with_a_gradient_is_recomputed_alike() -> None:
     model = copy.deepcopy(plain)
     model.forward = CheckpointedForward(model, rewound=["scale"])
     assert_equal(step(plain), step(model))
+
+
+def test_a_whole_module_is_recomputed_unless_it_has_changed_parameters() -> None:
+    x, plain = torch.ones(4, 8), Decaying()
+    model = copy.deepcopy(plain)
+    for _ in range(2):
+        outputs = [plain(x), checkpointed_as_whole(model, model.forward, (x,), {})]
+        for _ in range(2):
+            gradients = [
+                torch.autograd.grad(output.sum(), [*each.parameters()], retain_graph=True)
+                for output, each in zip(outputs, (plain, model), strict=True)
+            ]
+            assert_equal(*gradients)
+        assert_equal(plain.scale, model.scale)
+    del model.scale
+    model.scale = nn.Parameter(torch.ones(8), requires_grad=False)
+    output = checkpointed_as_whole(model, model.forward, (x,), {})
+    with pytest.raises(RuntimeError, match="forward changes the parameter 'scale'"):
+        output.sum().backward()
+    assert_equal(model.scale, torch.full((8,), 0.5))
 
 
 @pytest.mark.distributed
