@@ -12,6 +12,7 @@ as the largest parameter.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,10 +109,13 @@ def optimizer_costs(
                 return tracker.peak_bytes, tracker.time_s
 
             all_figures = step()
+            trained = [p for group in twin.param_groups for p in group["params"]]
+            counted = {storage_key(t) for p in trained for t in (p, p.grad) if t is not None}
             storages = {
                 storage_key(item): item.untyped_storage().nbytes()
                 for item in state_tensors(twin)
-                if item.device.type == device.type
+                # an object in the state may refer to its parameter
+                if item.device.type == device.type and storage_key(item) not in counted
             }
             state_bytes = sum(storages.values())
             figures_of_all = {
@@ -275,7 +279,10 @@ def _twin(
             return strided_like(part, item.device if stays_on_host else device)
 
         key = fakes.get(id(parameter), parameter)
-        state[key] = pytree.tree_map(fake_state, kept)
+        # What cannot be copied (a lock, a generator) is created by the first step, as in a new one.
+        # A user's object may raise anything.
+        with contextlib.suppress(Exception):
+            state[key] = pytree.tree_map(fake_state, kept)
     twin.__setstate__({**attributes, "state": state, "param_groups": groups})
     return twin
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from graphs.model_calls import named_state, nested
+from graphs.model_calls import nested
 from scheduler_runtime.execute import remove_torch_checkpoint
 from scheduler_runtime.measuring import (
     TrainingStep,
@@ -56,20 +56,33 @@ class ObservedStep(TrainingStep):
     def changed_state(self) -> Iterator[tuple[str, ...]]:
         """A context that yields the names of the parameters and buffers that a forward pass
         changes. On leaving it, they have the values that they have now."""
-        before = {name: tensor.detach().clone() for name, tensor in named_state(self.model)}
+        state = self._named_state()
+        # in host memory: the device may have no room for the parameters twice
+        copies = {id(t): t.detach().to("cpu", copy=True) for t in state.values()}
+        before = {name: copies[id(tensor)] for name, tensor in state.items()}
         with state_restored(self.model):
             self.forward()
             self.release()
-            after = dict(named_state(self.model))
-            changed = {n: old for n, old in before.items() if not after[n].equal(old)}
-        del before
+            changed = {
+                name: before[name]
+                for name, tensor in self._named_state().items()
+                if not tensor.detach().cpu().equal(before[name])
+            }
+        del before, copies
         try:
             yield tuple(changed)
         finally:
-            after = dict(named_state(self.model))
+            after = self._named_state()
             with torch.no_grad():
                 for name, value in changed.items():
                     after[name].copy_(value)
+
+    def _named_state(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, those of shared modules under each of their names."""
+        return {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
 
     def peak_bytes(self, put_checkpoints: Callable[[], object]) -> int:
         """The peak of one step with a plan, resident bytes included.

@@ -79,7 +79,8 @@ class ReplacedForward(abc.ABC):
             return self.run_for_export(*args, **kwargs)
         if not torch.compiler.is_compiling():
             caller = _calling_module(sys._getframe(1))
-            if caller is not None and caller is not self._model:
+            # a module of another class, to which this was assigned, means the planned one
+            if caller is not self._model and isinstance(caller, type(self._model)):
                 return self._own_forward_of(caller)(*args, **kwargs)
         return self.run(*args, **kwargs)
 
@@ -98,13 +99,16 @@ class ReplacedForward(abc.ABC):
         return self.own_forward(*args, **kwargs)
 
 
+_CALL = nn.Module._call_impl.__code__
+_CALLS = {_CALL, *(each for each in _CALL.co_consts if isinstance(each, types.CodeType))}
+"""With hooks, a function inside of `_call_impl` calls forward."""
+
+
 def _calling_module(frame: types.FrameType) -> nn.Module | None:
     """The module whose `__call__` has this frame (None if it is a frame of anything else).
 
     A forward in the attributes of a module gets no `self`."""
-    if frame.f_code is not nn.Module._call_impl.__code__:
-        return None
-    return frame.f_locals["self"]  # type: ignore[no-any-return]
+    return frame.f_locals["self"] if frame.f_code in _CALLS else None
 
 
 def restore_forward(module: nn.Module) -> None:

@@ -17,11 +17,8 @@ import torch
 from torch import nn
 
 from graphs.capture import HOOKS
-from scheduler_runtime.execute.torch_checkpoint import (
-    AsInForward,
-    ExportedForward,
-    checkpointed,
-)
+from scheduler_runtime.execute.as_in_forward import AsInForward
+from scheduler_runtime.execute.torch_checkpoint import ExportedForward, checkpointed
 from solver.module_checkpointing import CheckpointRegion
 
 

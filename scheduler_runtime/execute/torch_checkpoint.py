@@ -26,7 +26,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from graphs.model_calls import PLAIN_TYPES, Call, is_distributed_class
+from graphs.model_calls import Call
+from scheduler_runtime.execute.as_in_forward import AsInForward
 from scheduler_runtime.execute.replaced_forward import ReplacedForward, restore_forward
 from scheduler_runtime.execute.unread_results import Keep, skipping_contexts
 
@@ -261,73 +262,6 @@ class CheckpointedForward(ExportedForward):
         )
 
 
-class AsInForward(contextlib.AbstractContextManager[None]):
-    """The context, in which parameters and buffers are the tensors that they are now, and plain
-    attributes of modules (`eps`, `training`) have their values of now: tensors of
-    `torch.func.functional_call` are gone when the backward pass recomputes, and the training may
-    have changed attributes.
-
-    What the module changes in place is a copy while it is recomputed. The context may be entered
-    again: with `retain_graph` each backward pass recomputes.
-
-    changed_buffers: names of buffers in whose place there are copies of their present values.
-    rewound: names of parameters and buffers in whose place there are copies of their values now.
-    parts: what is recomputed of the module (None: all of it).
-    """
-
-    def __init__(
-        self,
-        context: Any,
-        module: nn.Module,
-        changed_buffers: Iterable[str],
-        *,
-        rewound: Iterable[str] = (),
-        parts: Iterable[nn.Module] | None = None,
-    ) -> None:
-        self._context = context
-        self._now: list[tuple[dict[str, Any], str, Any]] = [
-            (held, name, value)
-            for part in ((module,) if parts is None else parts)
-            for each in part.modules()
-            # other tensors in attributes may be activations, which this would hold
-            for held in (each._parameters, each._buffers, vars(each))
-            for name, value in held.items()
-            if held is not vars(each) or isinstance(value, PLAIN_TYPES)
-        ]
-        # id of each tensor that is copied -> the tensor whose values the copy gets
-        self._sources = {id(each): each for each in map(module.get_buffer, changed_buffers)}
-        for tensor in (_tensor_at(module, name) for name in rewound):
-            self._sources[id(tensor)] = tensor.detach().clone()
-        self._entered: list[contextlib.ExitStack] = []
-
-    def __enter__(self) -> None:
-        copies = {key: source.detach().clone() for key, source in self._sources.items()}
-        with contextlib.ExitStack() as stack:
-            for held, name, value in self._now:
-                other, now = held.get(name, value), copies.get(id(value), value)
-                if isinstance(value, nn.Parameter) and now is not value:
-                    now = nn.Parameter(now, requires_grad=value.requires_grad)
-                if other is not now and not _are_sharded(value, other):
-                    stack.callback(held.__setitem__, name, other)
-                    held[name] = now
-            stack.enter_context(self._context)
-            self._entered.append(stack.pop_all())
-
-    def __exit__(self, *raised: Any) -> None:
-        self._entered.pop().__exit__(*raised)
-
-
-def _tensor_at(module: nn.Module, name: str) -> torch.Tensor:
-    path, _, attribute = name.rpartition(".")
-    found: torch.Tensor = getattr(module.get_submodule(path), attribute)
-    return found
-
-
-def _are_sharded(*values: Any) -> bool:
-    """FSDP2 itself puts whole parameters in the place of these, and back."""
-    return any(is_distributed_class(type(value)) for value in values)
-
-
 def checkpointed(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **options: Any
 ) -> Any:
@@ -341,14 +275,27 @@ def checkpointed_as_whole(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call a forward of the module, and keep nothing for backward but its arguments and copies of
-    the buffers."""
+    the buffers. If it has changed parameters, a backward pass raises RuntimeError."""
     nothing = contextlib.nullcontext()
+    changed: list[str] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if changed:
+            raise RuntimeError(
+                f"forward changes the parameter {changed[0]!r}, so it cannot be recomputed for a "
+                "gradient, and none was expected in this epoch (StochasticWeightAveraging updates "
+                "batch norm); make what forward changes a buffer"
+            )
+        before = {name: (each, each._version) for name, each in module.named_parameters()}
+        output = forward(*args, **kwargs)
+        changed.extend(n for n, (each, version) in before.items() if each._version != version)
+        return output
 
     def contexts() -> tuple[Any, Any]:
         buffers = [name for name, _ in module.named_buffers()]
         return nothing, AsInForward(nothing, module, (), rewound=buffers)
 
-    return checkpointed(forward, args, kwargs, context_fn=contexts)
+    return checkpointed(run, args, kwargs, context_fn=contexts)
 
 
 def _run_with(function: Callable[..., Any], rest: list[Any], spec: Any, *tensors: Any) -> Any:

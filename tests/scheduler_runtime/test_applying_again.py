@@ -14,6 +14,7 @@ from torch import nn
 
 from graphs.trace import trace
 from scheduler_runtime import PlanMismatchError, ReplanError, apply, fit
+from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.measuring import measure
 from solver.schedule.recompute import baseline
 from solver.schedule.solution import Solution
@@ -186,7 +187,8 @@ def test_a_changed_attribute_is_another_program() -> None:
         assert torch.equal(plain(x)["loss"], planned(x)["loss"])
 
 
-def test_a_module_made_from_its_attributes_runs_with_its_own_parameters() -> None:
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_a_module_made_from_its_attributes_runs_with_its_own_parameters(has_hook: bool) -> None:
     """As in meta-learning (learn2learn, higher): fast weights in a copy of the __dict__."""
     model = nn.Linear(10, 10)
     x = torch.ones(8, 10)
@@ -195,6 +197,24 @@ def test_a_module_made_from_its_attributes_runs_with_its_own_parameters() -> Non
     fast = {name: 2 * parameter for name, parameter in model.named_parameters()}
     adapted = nn.Linear.__new__(nn.Linear)
     adapted.__dict__ = {**model.__dict__, "_parameters": fast}
+    if has_hook:
+        adapted.register_forward_hook(lambda *_: None)
     assert_equal(adapted(x), F.linear(x, fast["weight"], fast["bias"]))
     (gradient,) = torch.autograd.grad(adapted(x).sum(), fast["weight"], create_graph=True)
     assert_equal(gradient, x.sum(0).expand(10, 10))
+
+
+class Delegating(nn.Module):
+    """Calls the forward of another module as its own."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped, self.forward = wrapped, wrapped.forward  # type: ignore[method-assign]
+
+
+def test_a_wrapper_with_the_planned_forward_runs_the_plan() -> None:
+    model, x = nn.Linear(10, 10), torch.ones(8, 10)
+    expected = Delegating(model)(x)
+    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters()))
+    assert_equal(Delegating(model)(x), expected)
+    assert len(plans_of(model)) == 1

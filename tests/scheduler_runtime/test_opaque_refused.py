@@ -26,15 +26,21 @@ class Refused(nn.Module):
         super().__init__()
         self.how, self.linear = how, nn.Linear(WIDTH, WIDTH)
         self.n_calls, self.counter = 0, SimpleNamespace(config=Counter())
+        self.register_buffer("steps", torch.zeros(()))
+        self.in_list = [self.steps]
 
     def forward(self, x: Tensor) -> Any:
         y = self.linear(x)
+        if self.how == "list first":
+            self.in_list[0].add_(1)
         if y.sum().item() > 1e9:
             y = 2 * y
         if self.how == "attribute":
             self.n_calls += 1
         if self.how == "object":
             self.counter.config.n_calls += 1
+        if self.how == "list":
+            self.in_list[0].add_(1)
         if self.how == "leak":
             LEAKED[:] = [y]
         if self.how == "view":
@@ -70,6 +76,7 @@ class Around(nn.Module):
     [
         ("attribute", "changes the attribute 'n_calls'"),
         ("object", "changes the attribute 'counter'"),
+        ("list", "a buffer by something else than its attribute"),
         ("leak", "held elsewhere after its call"),
         ("view", "shares memory with another, or an input"),
         ("in place", "in place"),
@@ -84,7 +91,15 @@ def test_what_cannot_be_one_piece_is_refused_as_before(how: str, why: str) -> No
     assert any(
         "'part' cannot be planned" in note and why in note for note in refused.value.__notes__
     )
-    assert model.part.n_calls == model.part.counter.config.n_calls == 0
+    assert model.part.n_calls == model.part.counter.config.n_calls == model.part.steps == 0
+
+
+@pytest.mark.slow(sample=1)
+def test_a_buffer_in_a_list_keeps_its_value() -> None:
+    model = Around("list first")
+    with pytest.raises(TraceError, match="changes in place a tensor that it has not made"):
+        trace(model, torch.randint(0, 50, (64,)))
+    assert model.part.steps == 0
 
 
 @pytest.mark.slow

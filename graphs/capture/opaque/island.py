@@ -262,22 +262,20 @@ class Island:
 
         as_planned: puts the outputs into the layout in which the backward pass will get them.
         """
-        n = self.n_inputs
-        saved = Saved()
+        n, saved = self.n_inputs, Saved()
         with autograd_keys_included(), torch.set_grad_enabled(self.request.grad_enabled):
             inputs = self._inputs(tensors[:n], saved)
             state, buffer_copies = self._module_state(tensors, saved)
-            watched = [t for i, t in enumerate(tensors) if i not in self.changed_buffers]
-            versions = [t._version for t in watched]
+            versions = [t._version for t in tensors]  # of what is changed, the call has copies
             args, kwargs = self.call.arguments(inputs)
             with self.autocast.context(), saved_tensors_hooks(saved.hooks.pack, saved.hooks.unpack):
                 output = torch.func.functional_call(
                     _CallWithHooks(self.module), state, args, kwargs, tie_weights=False
                 )
-            if [t._version for t in watched] != versions:
+            if [t._version for t in tensors] != versions:
                 raise SideEffectError(
-                    f"{type(self.module).__name__} changes one of its arguments, parameters or "
-                    "buffers in place"
+                    f"{type(self.module).__name__} changes one of its arguments or parameters in "
+                    "place, or a buffer by something else than its attribute (a list, a view)"
                 )
             flat, spec = nested.flatten(output)
             outs = [item for item in flat if isinstance(item, torch.Tensor)]

@@ -22,7 +22,7 @@ from graphs.capture.opaque.functions import is_function, outermost_function
 from graphs.capture.opaque.methods import failing_method, method_paths, method_that_draws
 from graphs.capture.opaque.nodes import StandIn, replaced_by_stand_ins, saved_bytes
 from graphs.capture.opaque.observe import NotOpaqueError, Requests, observe
-from graphs.capture.opaque.real_forward import model_restored, run_forward
+from graphs.capture.opaque.real_forward import buffers_restored, model_restored, run_forward
 from graphs.capture.own_failure import (
     frames_of,
     refuse_failure_on_values,
@@ -101,7 +101,8 @@ def with_opaque_parts(
     except TraceError as error:
         card = device_of(model) if torch.cuda.is_available() else torch.device("cpu")
         random = RandomSources.of(model, card)
-        with random.states_restored():  # forward may draw numbers, or set a seed
+        # forward may draw numbers, set a seed, or change a buffer that it finds in a list
+        with random.states_restored(), buffers_restored(model):
             refuse_own_failure(model, call, error)
         if not _has_values_on(model, call, device):
             raise

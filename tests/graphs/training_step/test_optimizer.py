@@ -281,39 +281,6 @@ def test_an_optimizer_that_torch_does_not_know() -> None:
     assert cost["workspace_bytes"] == pytest.approx(workspace_bytes, abs=SCALARS_BYTES)
 
 
-class Statistics:
-    """State of a parameter as an object, which the step changes in place."""
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self.sums = [torch.zeros_like(like)]
-
-    def add(self, gradient: torch.Tensor) -> torch.Tensor:
-        return self.sums[0].mul_(0.9).add_(gradient)
-
-
-class WithObjects(optim.Optimizer):
-    """Keeps its state in objects (Shampoo's preconditioners)."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            if not state:
-                state["statistics"] = Statistics(p)
-            p.add_(state["statistics"].add(p.grad), alpha=-0.1)
-
-
-def test_objects_in_the_state_count_and_are_untouched() -> None:
-    net = model()
-    optimizer = WithObjects(net.parameters(), {})
-    step_for_real(optimizer, n_steps=1)
-    kept = [state["statistics"].sums[0] for state in optimizer.state.values()]
-    before = [each.clone() for each in kept]
-    assert costs_of(optimizer, net)["state_bytes"] == parameter_bytes(net)
-    assert before
-    assert all(map(torch.equal, before, kept))
-
-
 class Lion(optim.Optimizer):
     """A user's own, that makes its state when constructed and steps a list of its own."""
 
