@@ -31,6 +31,7 @@ from graphs.capture.refuse import (
     SideEffectError,
     attributes_unchanged,
     global_hooks,
+    has_paired_hooks,
     refuse_plans,
     refuse_replaced_forwards,
     shared_storages,

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from graphs.capture.as_eager import ReadsRandomNumbers
-from graphs.capture.refuse import SideEffectError
+from graphs.capture.refuse import PairedHooksError, SideEffectError
 from graphs.model_calls import TraceError, title_of
 
 _READS_VALUES = (
@@ -41,7 +41,8 @@ def as_trace_error(model: nn.Module, error: Exception) -> TraceError:
     name, place = title_of(model), _user_line(error)
     if isinstance(error, SideEffectError):
         why = f"{name} cannot be planned{place}: {error}"
-        return TraceError(why, runs_in_eager=True, short=error.short)
+        may_checkpoint = not isinstance(error, PairedHooksError)
+        return TraceError(why, runs_in_eager=may_checkpoint, short=error.short)
     failure, advice = _failure_and_advice(error)
     why = f"{name} cannot be traced{place}: {failure}{advice}"
     return TraceError(why, runs_in_eager=True, short=f"{failure}{place}")

@@ -12,7 +12,9 @@ from graphs.capture.refuse.generators import state_of as state_of_generator
 from graphs.capture.refuse.hooks import (
     HOOKS,
     HookError,
+    PairedHooksError,
     global_hooks,
+    has_paired_hooks,
     has_refused_hook,
     refuse_hooks,
 )
