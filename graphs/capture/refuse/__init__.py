@@ -20,7 +20,11 @@ from graphs.capture.refuse.hooks import (
 )
 from graphs.capture.refuse.mixed_dtypes import RefusingMixedDtypes, refuse_mixed_dtypes
 from graphs.capture.refuse.registered import Registered
-from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replaced_forwards
+from graphs.capture.refuse.replaced_forwards import (
+    refuse_forwards_with_state,
+    refuse_plans,
+    refuse_replaced_forwards,
+)
 from graphs.capture.refuse.side_effects import (
     DrawError,
     SideEffectError,
