@@ -6,11 +6,15 @@ from __future__ import annotations
 import functools
 import types
 
+import torch
 from torch import nn
 
 from graphs.model_calls import TraceError
 
-_WITHOUT_STATE = (nn.Module, type, types.FunctionType, types.BuiltinFunctionType)
+_WITHOUT_STATE = (
+    *(nn.Module, type, types.FunctionType, types.BuiltinFunctionType),
+    torch.ScriptMethod,  # the forward of every module of torch.jit.script
+)
 
 
 def refuse_replaced_forwards(model: nn.Module) -> None:
