@@ -33,6 +33,11 @@ _COMPILED = (
     "`torch.compile(f)`), or call it in a submodule, which is planned as one piece"
 )
 _NESTED = ", which cannot be recorded; pad to one length and pass a mask instead"
+_KEPT_OUTSIDE = (
+    " in a global, a closure or an object (a cache; the traces of Pyro), which a plan would not "
+    "keep; make it a buffer, or, if the first call alone makes it, begin again and call the model "
+    "once before it is planned"
+)
 _TORCH = Path(torch.__file__).parent
 
 
@@ -61,6 +66,8 @@ def _failure_and_advice(error: Exception) -> tuple[str, str]:
         return "forward computes with a nested tensor (torch.nested)", _NESTED
     if paths and paths[-1] == _TORCH / "_dynamo" / "eval_frame.py":
         return "forward calls a function compiled by torch.compile", _COMPILED
+    if isinstance(error, AssertionError) and str(error).startswith("Unexpected fake buffer"):
+        return "forward reads a tensor that an earlier call has kept", _KEPT_OUTSIDE
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}", ""
 

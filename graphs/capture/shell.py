@@ -134,7 +134,8 @@ class Shell(_WithoutHooks):
             for leaf, tensor in leaves_of(model, call).items()
             if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
         }
-        self.mode = KnowingMode(real_leaves)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.mode = KnowingMode(real_leaves, names)
         with self.mode:
             for i, (name, parameter) in enumerate(model.named_parameters()):
                 fake = nn.Parameter(_fake(parameter, device), requires_grad=parameter.requires_grad)

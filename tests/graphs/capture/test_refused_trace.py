@@ -267,3 +267,19 @@ def test_a_function_in_place_of_a_submodules_forward_is_traced() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     model[0].forward = functools.partial(type(model[0]).forward, model[0])
     assert trace(model, torch.randn(2, 4), loss=lambda made, _: made.sum()).nodes
+
+
+def test_a_tensor_kept_outside_of_the_model_is_named() -> None:
+    """PyTorch fails with an assertion about a tensor without values, from the call before."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def scaled(model: Doing, x: torch.Tensor) -> torch.Tensor:
+        if "scale" not in kept:
+            kept["scale"] = torch.arange(4.0)
+        return model.layer(x) * kept["scale"]
+
+    with pytest.raises(TraceError, match="reads a tensor that an earlier call has kept in a glob"):
+        trace(Doing(scaled), torch.randn(2, 4))
+    kept.clear()
+    Doing(scaled)(torch.randn(2, 4))  # as the message says
+    assert trace(Doing(scaled), torch.randn(2, 4)).nodes
