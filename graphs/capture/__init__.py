@@ -31,6 +31,7 @@ from graphs.capture.refuse import (
     SideEffectError,
     attributes_unchanged,
     global_hooks,
+    has_paired_hooks,
     refuse_plans,
     refuse_replaced_forwards,
     shared_storages,
@@ -39,4 +40,4 @@ from graphs.capture.rehearsal import Rehearsed
 from graphs.capture.shell import leaves_of
 from graphs.capture.tensor_parallel import MeshError, has_parallel_style
 from graphs.capture.threads import one_at_a_time
-from graphs.capture.traced_calls import is_backward, is_random
+from graphs.capture.traced_calls import VIEW_OF_SCATTER, is_backward, is_random

@@ -17,17 +17,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphs.capture.captured_step import Capture
-from graphs.capture.traced_calls import is_backward
+from graphs.capture.traced_calls import VIEW_OF_SCATTER, is_backward
 from graphs.model_calls import storage_key
 
 aten = torch.ops.aten
-
-_VIEW_OF: dict[Any, Callable[..., Any]] = {
-    aten.slice_scatter.default: aten.slice.Tensor,
-    aten.select_scatter.default: aten.select.int,
-}
-"""Operator that replaces a part -> operator that views the part, with the same arguments."""
-
 
 _IN_PLACE: dict[Any, Callable[..., Any]] = {
     aten.copy.default: aten.copy_.default,
@@ -125,7 +118,7 @@ def part_writes(captured: Capture) -> PartWrites:
 def _replaces_part(node: fx.Node) -> bool:
     """Whether the node replaces a part of a tensor, at a position that no step changes."""
     return (
-        node.target in _VIEW_OF
+        node.target in VIEW_OF_SCATTER
         and not node.kwargs
         and all(isinstance(item, fx.Node) for item in node.args[:2])
         and not any(isinstance(item, fx.Node) for item in node.args[2:])
@@ -144,7 +137,7 @@ def _in_place_write(buffer: fx.Node, version: fx.Node, unneeded: set[fx.Node]) -
     part: list[View] = []
     node, before = version, version.args[0]
     while True:
-        part.append(View(_VIEW_OF[node.target], tuple(node.args[2:])))
+        part.append(View(VIEW_OF_SCATTER[node.target], tuple(node.args[2:])))
         value = node.args[1]
         assert isinstance(value, fx.Node)
         is_inner_write = _replaces_part(value) or (value.target in _IN_PLACE and not value.kwargs)
@@ -211,7 +204,7 @@ def _are_unread(versions: Sequence[fx.Node], unneeded: set[fx.Node]) -> bool:
     """
 
     def leads_to_write(user: fx.Node) -> bool:
-        return user.target in _VIEW_OF.values() and all(
+        return user.target in VIEW_OF_SCATTER.values() and all(
             reader.args[1:].count(user) == 0 if reader in unneeded else leads_to_write(reader)
             for reader in user.users
         )

@@ -21,7 +21,12 @@ from torch.utils import _pytree as pytree
 from graphs.capture.buffer_writes import Write, part_writes
 from graphs.capture.captured_step import Capture
 from graphs.capture.opaque import OpaqueForward
-from graphs.capture.traced_calls import annotations_of, is_backward, is_random
+from graphs.capture.traced_calls import (
+    VIEW_OF_SCATTER,
+    annotations_of,
+    is_backward,
+    is_random,
+)
 from graphs.costs import Cost
 from graphs.graph import RANDOM_STATE, Kind, Node, Phase, Tensor
 from graphs.model_calls import TraceError, strided_like
@@ -206,7 +211,7 @@ class _Extraction:
         # Facts about eager mode that the functional graph of single operators does not show.
         annotations, number = annotations_of(node), node.meta.get("seq_nr")
         if phase == "forward":
-            if annotations.get("in_place"):
+            if annotations.get("in_place", node.target in VIEW_OF_SCATTER):
                 self.layout.in_place.append(node.name)
             for path, module_call in annotations.get("module_calls", {}).items():
                 self.layout.module_calls.setdefault(path, set()).add(module_call)

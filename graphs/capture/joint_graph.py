@@ -49,6 +49,7 @@ from graphs.capture.own_failure import failures_not_logged
 from graphs.capture.refuse import (
     around_module_calls,
     attributes_unchanged,
+    refuse_forwards_with_state,
     refuse_hooks,
     refuse_parametrization_cache,
 )
@@ -323,6 +324,7 @@ def _trace_context(model: nn.Module, stand_ins: Sequence[StandIn]) -> Iterator[N
         no_cache(model),
         call_checkpoints_directly(),
     ):
+        refuse_forwards_with_state(model)
         try:
             refuse_hooks(model, except_in=[each.module for each in stand_ins])
             yield

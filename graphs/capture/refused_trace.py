@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from graphs.capture.as_eager import ReadsRandomNumbers
-from graphs.capture.refuse import SideEffectError
+from graphs.capture.refuse import PairedHooksError, SideEffectError
 from graphs.model_calls import TraceError, title_of
 
 _READS_VALUES = (
@@ -33,6 +33,11 @@ _COMPILED = (
     "`torch.compile(f)`), or call it in a submodule, which is planned as one piece"
 )
 _NESTED = ", which cannot be recorded; pad to one length and pass a mask instead"
+_KEPT_OUTSIDE = (
+    " in a global, a closure or an object (a cache; the traces of Pyro), which a plan would not "
+    "keep; make it a buffer, or, if the first call alone makes it, begin again and call the model "
+    "once before it is planned"
+)
 _TORCH = Path(torch.__file__).parent
 
 
@@ -41,7 +46,8 @@ def as_trace_error(model: nn.Module, error: Exception) -> TraceError:
     name, place = title_of(model), _user_line(error)
     if isinstance(error, SideEffectError):
         why = f"{name} cannot be planned{place}: {error}"
-        return TraceError(why, runs_in_eager=True, short=error.short)
+        may_checkpoint = not isinstance(error, PairedHooksError)
+        return TraceError(why, runs_in_eager=may_checkpoint, short=error.short)
     failure, advice = _failure_and_advice(error)
     why = f"{name} cannot be traced{place}: {failure}{advice}"
     return TraceError(why, runs_in_eager=True, short=f"{failure}{place}")
@@ -60,6 +66,8 @@ def _failure_and_advice(error: Exception) -> tuple[str, str]:
         return "forward computes with a nested tensor (torch.nested)", _NESTED
     if paths and paths[-1] == _TORCH / "_dynamo" / "eval_frame.py":
         return "forward calls a function compiled by torch.compile", _COMPILED
+    if isinstance(error, AssertionError) and str(error).startswith("Unexpected fake buffer"):
+        return "forward reads a tensor that an earlier call has kept", _KEPT_OUTSIDE
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}", ""
 

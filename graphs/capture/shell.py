@@ -44,6 +44,7 @@ from graphs.capture.tensor_parallel import (
     report_gradient_placement,
     with_local_part,
 )
+from graphs.capture.traced_calls import VIEW_OF_SCATTER
 from graphs.model_calls import (
     HOLE,
     Call,
@@ -133,7 +134,8 @@ class Shell(_WithoutHooks):
             for leaf, tensor in leaves_of(model, call).items()
             if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
         }
-        self.mode = KnowingMode(real_leaves)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.mode = KnowingMode(real_leaves, names)
         with self.mode:
             for i, (name, parameter) in enumerate(model.named_parameters()):
                 fake = nn.Parameter(_fake(parameter, device), requires_grad=parameter.requires_grad)
@@ -330,5 +332,7 @@ class _OperatorChecks(TorchDispatchMode):
         is_in_place = (
             first is not None and first.alias_info is not None and first.alias_info.is_write
         )
-        with annotate({"in_place": True}) if is_in_place else contextlib.nullcontext():
+        # A trace has scatters for writes into views, too: those that `forward` calls are marked.
+        is_marked = is_in_place or func in VIEW_OF_SCATTER
+        with annotate({"in_place": is_in_place}) if is_marked else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from graphs.model_calls import named_arguments
 def is_backward(node: torch.fx.Node) -> bool:
     """Whether the node runs in the backward pass, by the tag that PyTorch's partitioners use."""
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+VIEW_OF_SCATTER: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.slice_scatter.default: torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select_scatter.default: torch.ops.aten.select.int,
+    torch.ops.aten.diagonal_scatter.default: torch.ops.aten.diagonal.default,
+}
+"""Operator that makes a tensor with one part replaced -> operator that views the part, with the
+same arguments. A write of eager mode into the view is traced as the former."""
 
 
 def annotations_of(node: torch.fx.Node) -> dict[str, Any]:

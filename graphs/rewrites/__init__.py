@@ -40,4 +40,5 @@ from graphs.rewrites.registry import (
     losses_in_chunks,
     program_with,
     rewritten,
+    with_writes_in_place,
 )

@@ -4,6 +4,10 @@ An operator of the backward pass writes its result over an input of the same for
 afterwards; the result becomes an alias of that input. Results stay bitwise identical, since the
 same kernel runs, and it reads each position before it writes it.
 
+What eager mode writes into a part of a tensor is traced as a scatter, which copies the tensor. It
+is written in place again if the tensor is not read afterwards: in the backward pass, and in the
+forward pass for scratch memory (`graphs.rewrites.scratch`).
+
 The loss in row chunks writes the gradient of the logits over the logits, or over log-softmax, which
 was written over the logits. The operators that make and read these then run only once. Little is
 lost by that: the logits are last read at the beginning of the backward pass, where recomputing them
@@ -20,9 +24,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphs.capture import Layout, OpaqueBackward, OpaqueForward, Overwrite
+from graphs.capture import VIEW_OF_SCATTER, Layout, OpaqueBackward, OpaqueForward, Overwrite
 from graphs.graph import Node
 from graphs.rewrites.row_chunks import RowChunks
+from graphs.rewrites.scratch import PartWrite, scratch_memory
 
 aten = torch.ops.aten
 
@@ -86,6 +91,7 @@ def with_overwrites(layout: Layout, may_overwrite: Callable[[Node], bool]) -> La
     overwrites: dict[str, Overwrite] = {}
     run_once: set[str] = set()
     overwritable_forward = _overwritable_forward(layout, overwritable, last_reader)
+    overwritable_forward |= scratch_memory(layout, overwritable, readers)
     nodes = []
     for node in layout.nodes:
         call = layout.calls.get(node.name)
@@ -107,7 +113,8 @@ def with_overwrites(layout: Layout, may_overwrite: Callable[[Node], bool]) -> La
                 old = layout.storage[overwrite.argument]
                 root[node.outputs[0]] = root.get(old, old)
                 overwrites[node.name] = overwrite
-                run_once |= {maker[old].name, *readers[old]}
+                made = node.outputs[0]
+                run_once |= {maker[old].name, *readers[old], *readers.get(made, ())}
                 node = replace(node, overwrites=old)
         nodes.append(node)
     return replace(
@@ -182,6 +189,8 @@ def _writing_overload(target: Any) -> tuple[Callable[..., Any] | None, str | Non
         return IN_PLACE[target], None
     if isinstance(target, RowChunks):
         return target, "out"
+    if target in VIEW_OF_SCATTER:
+        return PartWrite(VIEW_OF_SCATTER[target]), None
     if not isinstance(target, torch._ops.OpOverload):
         return None, None
     is_local = torch.Tag.pointwise in target.tags or target in ELEMENTWISE or target in ROW_WISE

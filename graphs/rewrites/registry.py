@@ -134,6 +134,14 @@ def program_with(captured: Capture, rewrites: Sequence[str]) -> Capture:
     return captured
 
 
+def with_writes_in_place(captured: Capture, rewrites: Sequence[str]) -> Capture:
+    """The program with the writes into parts of tensors that "in_place" can do in place: a new one,
+    or the same object if nothing changes."""
+    from graphs.rewrites.scratch import with_direct_writes  # here: it takes torch
+
+    return with_direct_writes(captured) if "in_place" in rewrites else captured
+
+
 def losses_in_chunks(layout: Layout) -> list[dict[str, Any]]:
     """`GraphMeta.called_losses` of a rewritten step."""
     from graphs.rewrites.called_losses import loss_descriptions  # here: it takes torch

@@ -28,7 +28,13 @@ from graphs.capture import (
 from graphs.costs import CostModel, NodeCosts
 from graphs.graph import Graph
 from graphs.model_calls import Call, find_loss, nested
-from graphs.rewrites import Variant, program_with, rewrites_program, rewritten
+from graphs.rewrites import (
+    Variant,
+    program_with,
+    rewrites_program,
+    rewritten,
+    with_writes_in_place,
+)
 from graphs.trace.captured_graph import as_rehearsed, captured_graph
 from graphs.trace.traced_device import refuse_unsupported_device
 
@@ -128,6 +134,7 @@ def trace_module(
 
     def extract_step(program: Capture, variant: Variant, costs: CostModel | None) -> CapturedStep:
         cost = NodeCosts(costs)
+        program = with_writes_in_place(program, variant)
         layout = rewritten(extract(program, cost=cost), variant)
         model = model_reference()
         if model is None:

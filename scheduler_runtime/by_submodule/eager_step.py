@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from graphs.model_calls import nested
+from graphs.capture import SideEffectError, attributes_unchanged, has_paired_hooks
+from graphs.model_calls import TraceError, nested
 from scheduler_runtime.execute import remove_torch_checkpoint
 from scheduler_runtime.measuring import (
     TrainingStep,
@@ -31,6 +32,38 @@ def state_restored(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def hooks_keep_nothing(model: nn.Module) -> Iterator[None]:
+    """A context for a forward pass without a backward pass: raise TraceError if a submodule has
+    hooks of both passes, and its attributes or those of its parameters change.
+
+    Such hooks need one forward pass per backward pass, while a checkpointed submodule runs two. All
+    attributes are restored.
+    """
+    hooked = {name: each for name, each in model.named_modules() if has_paired_hooks(each)}
+    owned = [parameter for each in hooked.values() for parameter in each.parameters(recurse=False)]
+    before = [(vars(parameter), dict(vars(parameter))) for parameter in owned]
+    is_changed = False
+    try:
+        with contextlib.ExitStack() as stack:
+            for module in hooked.values():
+                stack.enter_context(attributes_unchanged(module))
+            yield
+    except SideEffectError:
+        is_changed = True
+    finally:
+        for attributes, old in before:
+            is_changed |= [*map(id, attributes.values())] != [*map(id, old.values())]
+            attributes.clear()
+            attributes.update(old)
+    if is_changed:
+        raise TraceError(
+            f"hooks of submodules ({min(hooked)!r} is one) keep something of the forward pass for "
+            "the backward pass, and a submodule with a checkpoint runs two forward passes per "
+            "backward pass; train without a plan, with smaller batches if memory is short"
+        )
 
 
 class ObservedStep(TrainingStep):
@@ -61,7 +94,8 @@ class ObservedStep(TrainingStep):
         copies = {id(t): t.detach().to("cpu", copy=True) for t in state.values()}
         before = {name: copies[id(tensor)] for name, tensor in state.items()}
         with state_restored(self.model):
-            self.forward()
+            with hooks_keep_nothing(self.model):
+                self.forward()
             self.release()
             changed = {
                 name: before[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,6 +76,12 @@ class BoundProgram:
         self._accumulates = accumulation(step.graph.meta.gradients).to_parameters
         targets = [each.target for each in calls.values()]
         self._opaque = [each.call.random for each in targets if isinstance(each, OpaqueForward)]
+
+    def with_others(self, others: OtherPrograms | None) -> BoundProgram:
+        """The same program for another module, whose steps run again with these other programs."""
+        found = copy.copy(self)
+        found._others = others if others is not None and can_run_again(self.captured) else None
+        return found
 
     @property
     def gradient_outputs(self) -> tuple[int, ...]:

@@ -54,6 +54,11 @@ class CalledPart(PlannedForward):
                 )
         self._restore_parts()
 
+    def _own_forward_of(self, other: nn.Module) -> Callable[..., Any]:
+        if self.watch is not None:
+            self.watch.note_run_for_copy()
+        return super()._own_forward_of(other)
+
     def restore(self) -> None:
         if self.watch is not None:
             self.watch.end()

@@ -90,7 +90,7 @@ class FittedForward(PlanningPart):
             ),
             model=self._model,
             show=functools.partial(self._history.update_figures, title=type(self._model).__name__),
-            drop=self._programs.drop,
+            drop=self._drop_outdated,
         )
         self._programs.drop_all(self._in_flight.record_output(output, self._model))
         return output
@@ -146,12 +146,19 @@ class FittedForward(PlanningPart):
         else:
             self._ahead.append(found)
 
+    def _drop_outdated(self, program: StepProgram) -> None:
+        """Forget a program: the next call of its kind, in any copy, needs a new one."""
+        self._programs.drop(program)
+        self._shared.drop(program)
+
     def program_for(self, call: Call) -> BoundProgram | Ladder:
         waiting = self.kind(call), self._model, call
         found: PendingPlan | Ladder
         if (ahead := self._ahead.take(*waiting)) is not None:
             found = ahead
         elif (outdated := self._first_steps.outdated.take(*waiting)) is None:
+            if (shared := self._program_of_other_copy(call)) is not None:
+                return shared
             found = self._plan_call(call, held_bytes=0)
         else:
             try:

@@ -40,6 +40,7 @@ from scheduler_runtime.fitting.plan_history import PlanHistory
 from scheduler_runtime.fitting.plan_notes import notes_on
 from scheduler_runtime.fitting.pressure import Pressure
 from scheduler_runtime.fitting.shared_budget import SharedBudget, where_state_may_be
+from scheduler_runtime.fitting.shared_plans import SharedPlans
 from scheduler_runtime.fitting.state_before_attempt import StateBeforeAttempt
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
 from scheduler_runtime.fitting.tighter_plans import NOT_ON_RANKS, Ladder, ladder_of
@@ -78,6 +79,7 @@ class PlanningPart(CalledPart):
         self._history = PlanHistory()
         self._optimizers = optimizers
         self._is_copy = False
+        self._shared = SharedPlans()
         self._budget = SharedBudget(options)
         self._expected_gradients: ArrivedGradients | None = None
         self._pressure = Pressure() if options.on_pressure == "replan" else None
@@ -160,6 +162,9 @@ class PlanningPart(CalledPart):
             names_of_outputs(to_plan.step),
         )
         kind = self.kind_for(program, call)
+        if self._is_copy and not held_bytes and Ranks.of(self._model) is None:
+            returned_bytes = _returned_bytes(to_plan.step)
+            self._shared.add(kind, program, fitted, self.options, returned_bytes=returned_bytes)
         return PendingPlan(kind, program, fitted, loss, to_plan.outputs, costs, names)
 
     def _where_state_may_be(self) -> str:
@@ -246,7 +251,6 @@ class PlanningPart(CalledPart):
             keep_on_host(optimizer, n_parameters, owner=self)
         step = to_plan.step.with_rewrites(solution.graph.meta.rewrites)
         part = step.graph.module_part()
-        returned_bytes = sum(part.tensor_by_name[name].size_bytes for name in part.returned)
         program = BoundProgram(
             step,
             build_program(
@@ -256,7 +260,9 @@ class PlanningPart(CalledPart):
                 pools=self._pools,
             ),
             others=OtherPrograms(
-                functools.partial(self._program_for_gradients, returned_bytes=returned_bytes),
+                functools.partial(
+                    self._program_for_gradients, returned_bytes=_returned_bytes(step)
+                ),
                 tighter,
                 self._on_begin,
                 without_disk(
@@ -269,6 +275,21 @@ class PlanningPart(CalledPart):
             ),
         )
         self._in_flight.passes.plan(program.program, PlannedPass.of_solution(solution))
+        return program
+
+    def _program_of_other_copy(self, call: Call) -> BoundProgram | None:
+        """The program that another copy of the same module has for this call, if there is one."""
+        shared = self._shared.find(self.kind(call), self._model, call) if self._is_copy else None
+        if shared is None:
+            return None
+        for_gradients = functools.partial(
+            self._program_for_gradients, returned_bytes=shared.returned_bytes
+        )
+        program = shared.program.with_others(
+            OtherPrograms(for_gradients, None, self._on_begin, None)
+        )
+        self._in_flight.passes.plan(program.program, shared.planned_pass)
+        self._history.add(shared.fitted, instead_of=None)
         return program
 
     def _solve_for_one_step(self, costs: CostModel, to_plan: StepToPlan) -> Solution:
@@ -331,3 +352,9 @@ class PlanningPart(CalledPart):
             passes=Passes(self._in_flight.n, accumulate=has_gradients(self._model, buckets)),
             others_bytes=self._in_flight.others_bytes,
         )
+
+
+def _returned_bytes(step: CapturedStep) -> int:
+    """Bytes of the outputs that the module returns."""
+    part = step.graph.module_part()
+    return sum(part.tensor_by_name[name].size_bytes for name in part.returned)

@@ -28,6 +28,7 @@ class UncalledWatch:
     def __init__(self, model: nn.Module, tell: Callable[[str], None]) -> None:
         self._model = weakref.ref(model)  # the hooks hold this object, and must not hold the model
         self._tell = tell
+        self._has_run_for_copy = False
         self._n_awaited = 1  # backward passes
         self._last_backward = -1
         self._hooks = [
@@ -46,6 +47,10 @@ class UncalledWatch:
         if self._last_backward == -1:
             self._n_awaited = 1 if torch.is_grad_enabled() else 2
 
+    def note_run_for_copy(self) -> None:
+        """Called when the forward runs for a module with other parameters, without a plan."""
+        self._has_run_for_copy = True
+
     def _on_gradient(self, _parameter: torch.Tensor) -> None:
         backward = torch._C._current_graph_task_id()
         if self._hooks and backward != self._last_backward:
@@ -59,11 +64,21 @@ class UncalledWatch:
     def _report(self) -> None:
         model = self._model()
         if model is not None:
-            self._tell(why_unplanned(model))
+            self._tell(why_unplanned(model, has_run_for_copy=self._has_run_for_copy))
 
 
-def why_unplanned(model: nn.Module) -> str:
-    """A message: why a module whose parameters have gradients has no plan, and what to do."""
+def why_unplanned(model: nn.Module, *, has_run_for_copy: bool = False) -> str:
+    """A message: why a module whose parameters have gradients has no plan, and what to do.
+
+    has_run_for_copy: whether its forward has run for a module with other parameters.
+    """
+    if has_run_for_copy:
+        return (
+            f"fit: gradients reached {type(model).__name__} through copies with computed "
+            "parameters (the fast weights of higher and learn2learn), which run without a plan. "
+            "The budget does not hold. A plan needs parameters that are leaves: in first-order "
+            "meta-learning, copy.deepcopy(model) makes copies that are planned"
+        )
     reached = [name for name, p in model.named_parameters() if p.grad is not None]
     path = _common_path([name.split(".")[:-1] for name in reached])
     part = model.get_submodule(".".join(path))

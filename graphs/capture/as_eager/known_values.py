@@ -118,15 +118,18 @@ class KnowingMode(FakeTensorMode):
     """A fake tensor mode whose tensors carry the recipes of their values, if known.
 
     leaves: the real tensors that fake ones stand for.
+    parameters: id of each of the module's parameters -> its name, for messages.
     guards: what the module has read, unless it is the same in every call.
     read_tensors: the real tensors that operators have read.
     """
 
-    def __init__(self, leaves: Mapping[Leaf, torch.Tensor]) -> None:
+    def __init__(
+        self, leaves: Mapping[Leaf, torch.Tensor], parameters: Mapping[int, str] | None = None
+    ) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.leaves = leaves
         self.guards: list[Guard] = []
-        self.read_tensors = ReadTensors()
+        self.read_tensors = ReadTensors(parameters or {})
         self._written: set[int] = set()  # addresses of live storages written in place
         self._draws: dict[str, Draws] = {}  # by type of device
 

@@ -12,13 +12,19 @@ from graphs.capture.refuse.generators import state_of as state_of_generator
 from graphs.capture.refuse.hooks import (
     HOOKS,
     HookError,
+    PairedHooksError,
     global_hooks,
+    has_paired_hooks,
     has_refused_hook,
     refuse_hooks,
 )
 from graphs.capture.refuse.mixed_dtypes import RefusingMixedDtypes, refuse_mixed_dtypes
 from graphs.capture.refuse.registered import Registered
-from graphs.capture.refuse.replaced_forwards import refuse_plans, refuse_replaced_forwards
+from graphs.capture.refuse.replaced_forwards import (
+    refuse_forwards_with_state,
+    refuse_plans,
+    refuse_replaced_forwards,
+)
 from graphs.capture.refuse.side_effects import (
     DrawError,
     SideEffectError,

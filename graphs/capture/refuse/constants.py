@@ -8,7 +8,7 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 
 import torch
@@ -42,10 +42,23 @@ class HeldTensor:
         return self.index < len(tensors) and tensors[self.index] is self.tensor
 
 
-class ReadTensors:
-    """The real tensors that were read in one trace."""
+_OTHER_WAY = (
+    "the step reads parameter {!r} by another way than as an attribute of its module in forward, "
+    "and a plan would give it no gradient there: through a dict, an object or a closure (the "
+    "TensorDictParams of torchrl's losses), or in the backward pass of an autograd.Function that "
+    "calls the module again (odeint_adjoint of torchdiffeq). Read it as an attribute, fit a module "
+    "inside of this one that does, or train without a plan"
+)
 
-    def __init__(self) -> None:
+
+class ReadTensors:
+    """The real tensors that were read in one trace.
+
+    parameters: id of each of the model's parameters -> its name.
+    """
+
+    def __init__(self, parameters: Mapping[int, str]) -> None:
+        self._parameters = parameters
         self._by_storage: dict[int, torch.Tensor] = {}
 
     def note(self, operator: object, args: Iterable[object]) -> None:
@@ -60,6 +73,8 @@ class ReadTensors:
             if item.requires_grad and torch.is_grad_enabled():
                 if operator is torch.ops.aten.detach.default:
                     continue
+                if (name := self._parameters.get(id(item))) is not None:
+                    raise TraceError(_OTHER_WAY.format(name))
                 raise TraceError(
                     f"forward reads a tensor of shape {tuple(item.shape)} that requires a gradient "
                     "and is not a parameter of the module, so no gradient would reach it: "

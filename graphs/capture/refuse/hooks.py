@@ -19,8 +19,15 @@ HOOKS = {
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
 class HookError(SideEffectError):
     """A submodule has a hook that a planned step would not run."""
+
+
+class PairedHooksError(HookError):
+    """A submodule has hooks of both passes, which may count the passes: no checkpoints either."""
 
 
 def global_hooks() -> tuple[Any, ...]:
@@ -43,6 +50,12 @@ def has_refused_hook(module: nn.Module) -> bool:
     return any(not all(map(is_traced, getattr(module, attribute).values())) for attribute in HOOKS)
 
 
+def has_paired_hooks(module: nn.Module) -> bool:
+    """Whether the module itself has hooks of the forward pass and of the backward pass."""
+    kinds = (_FORWARD_HOOKS, _BACKWARD_HOOKS)
+    return all(any(getattr(module, attribute) for attribute in kind) for kind in kinds)
+
+
 def refuse_hooks(model: nn.Module, *, except_in: Iterable[nn.Module] = ()) -> None:
     """Raise HookError if a submodule has a hook that a trace does not record.
 
@@ -58,6 +71,14 @@ def refuse_hooks(model: nn.Module, *, except_in: Iterable[nn.Module] = ()) -> No
             if attribute in _FORWARD_HOOKS:
                 hooks = [h for h in hooks if not is_own(h, model)]
             if hooks and module not in allowed:
+                if has_paired_hooks(module):
+                    raise PairedHooksError(
+                        f"submodule {name!r} has forward and backward hooks. Those that take the "
+                        "input of a layer to its backward pass (the per-sample gradients of "
+                        "Opacus) need one forward pass per backward pass, and recomputation runs "
+                        "two. Train without a plan; smaller batches take less memory (the "
+                        "BatchMemoryManager of Opacus)"
+                    )
                 raise HookError(
                     f"submodule {name!r} has a {kind}, which a planned step would not run; "
                     "remove it, register it on the model itself or on parameters, or compute it in "

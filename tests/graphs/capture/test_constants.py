@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +120,47 @@ class Unregistered(nn.Module):
 def test_a_parameter_that_is_not_registered_is_refused() -> None:
     with pytest.raises(TraceError, match=r"shape \(16,\) that requires a gradient and is not a"):
         trace(Unregistered(), torch.randn(4, WIDTH))
+
+
+class _CallsAgain(torch.autograd.Function):
+    """Its backward pass calls the module again, as adjoint methods of differential equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            leaves = (x, *ctx.layer.parameters())
+            return None, *torch.autograd.grad(ctx.layer(x), leaves, gradients)
+
+
+class Elsewhere(nn.Module):
+    """Reads a registered parameter through something else that refers to it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
+        self.store = {"weight": self.layer.weight} if how == "dict" else None
+        self.helper = Helper()
+        if how == "object":
+            self.helper.shift = self.layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "function":
+            return _CallsAgain.apply(self.layer, x, *self.layer.parameters()).mean()  # type: ignore[no-any-return]
+        weight = self.helper.shift if self.store is None else self.store["weight"]
+        return (x @ weight).mean()
+
+
+@pytest.mark.parametrize("how", ["dict", "object", "function"])
+def test_a_registered_parameter_that_is_read_elsewhere_is_named(how: str) -> None:
+    with pytest.raises(TraceError, match=r"reads parameter 'layer\.weight' by another way"):
+        trace(Elsewhere(how), torch.randn(4, WIDTH))
 
 
 def test_it_may_be_read_without_a_gradient() -> None:

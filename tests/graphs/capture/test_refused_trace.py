@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -241,3 +242,44 @@ class Piece(Doing):
 def test_in_a_submodule_it_is_one_piece(what: Any) -> None:
     graph = trace(Outer(Piece(what)), torch.randn(8, 4), loss=lambda output, _: output.sum())
     assert [each["module"] for each in graph.meta.environment["opaque"]] == ["inner"]
+
+
+class _Chooses:
+    """Takes the place of a layer's forward, as AdaptiveLayerLoss of sentence-transformers does."""
+
+    def __init__(self, forward: Any) -> None:
+        self.forward, self.factor = forward, 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.forward(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_method", [False, True])
+def test_an_object_in_place_of_a_submodules_forward_is_refused(is_method: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    chooses = _Chooses(model[0].forward)
+    model[0].forward = chooses.__call__ if is_method else chooses
+    with pytest.raises(TraceError, match=r"the forward of its submodule '0' .* type _Chooses"):
+        trace(model, torch.randn(2, 4), loss=lambda made, _: made.sum())
+
+
+def test_a_function_in_place_of_a_submodules_forward_is_traced() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[0].forward = functools.partial(type(model[0]).forward, model[0])
+    assert trace(model, torch.randn(2, 4), loss=lambda made, _: made.sum()).nodes
+
+
+def test_a_tensor_kept_outside_of_the_model_is_named() -> None:
+    """PyTorch fails with an assertion about a tensor without values, from the call before."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def scaled(model: Doing, x: torch.Tensor) -> torch.Tensor:
+        if "scale" not in kept:
+            kept["scale"] = torch.arange(4.0)
+        return model.layer(x) * kept["scale"]
+
+    with pytest.raises(TraceError, match="reads a tensor that an earlier call has kept in a glob"):
+        trace(Doing(scaled), torch.randn(2, 4))
+    kept.clear()
+    Doing(scaled)(torch.randn(2, 4))  # as the message says
+    assert trace(Doing(scaled), torch.randn(2, 4)).nodes

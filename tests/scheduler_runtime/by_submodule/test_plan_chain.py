@@ -389,3 +389,38 @@ def test_what_the_last_step_held_is_not_freed_in_the_next() -> None:
 
     observe(step.model, forward, ("blocks.0", "blocks.1"), release=step.release)
     assert held == [False] * 5
+
+
+def _with_per_sample_gradients(layer: nn.Linear) -> None:
+    """Registers hooks as Opacus does: they count the passes that wait for their backward pass."""
+    weight: Any = layer.weight
+
+    def keep(module: Any, args: Any, _output: Any) -> None:
+        module.inputs = [*getattr(module, "inputs", []), args[0].detach()]
+        weight.n_waiting = getattr(weight, "n_waiting", 0) + 1
+
+    def use(module: Any, _given: Any, gradients: Any) -> None:
+        module.per_sample = torch.einsum("ni,nj->nij", gradients[0], module.inputs.pop())
+        weight.n_waiting -= 1
+
+    layer.register_forward_hook(keep)
+    layer.register_full_backward_hook(use)
+
+
+def test_hooks_that_count_passes_are_refused_and_left_as_they_were() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 4)
+    _with_per_sample_gradients(model[0])
+    with pytest.raises(FallbackError, match=r"hooks of submodules \('0' is one\) keep something"):
+        plan_chain(model, x, budget="1GB", loss=lambda made, _: made.square().sum())
+    assert not hasattr(model[0], "inputs")
+    assert not hasattr(model[0].weight, "n_waiting")
+    with pytest.raises(TraceError, match=r"forward and backward hooks.* Train without") as caught:
+        solve(model, x, budget="1GB", loss=lambda made, _: made.square().sum())
+    assert "plan_chain" not in str(caught.value)
+
+
+def test_hooks_of_both_passes_that_keep_nothing_are_planned() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 4)
+    model[0].register_forward_hook(lambda *_: None)
+    model[0].register_full_backward_hook(lambda *_: None)
+    assert plan_chain(model, x, budget="1GB", loss=lambda made, _: made.square().sum()).schedule

@@ -141,6 +141,21 @@ def test_what_is_never_called_is_told_at_the_first_gradients(run: Any, words: st
             step(model, go)  # it was told
 
 
+def test_copies_with_computed_parameters_are_named() -> None:
+    """As `higher` and `clone_module` of learn2learn make them: with the attributes of the model."""
+    model = fitted(Head())
+    layer: Any = nn.Linear.__new__(nn.Linear)
+    adapted: Any = Head.__new__(Head)
+    for made, of in ((layer, model.layer), (adapted, model)):
+        made.__dict__ = {**vars(of), "_parameters": {}, "_modules": {}}
+    layer._parameters = {name: 2.0 * p for name, p in model.layer.named_parameters()}
+    adapted._modules = {"layer": layer}
+    with pytest.warns(
+        UserWarning, match=r"through copies with computed parameters .*copy\.deepcopy"
+    ):
+        adapted(torch.randn(2, 10)).sum().backward()
+
+
 def test_a_part_that_was_left_in_evaluation_mode_is_named() -> None:
     """Trainers call train() on the module that they know, or on none."""
     model = fitted(Whole(tower=Tower(2)))
