@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.capture.as_eager import Guard
 from graphs.capture.filled_once import FilledAttribute
+from graphs.capture.left_behind import LeftAttribute
 from graphs.capture.opaque import OpaquePart
 from graphs.capture.refuse import HeldTensor, refuse_overlapping
 from graphs.capture.shared_outputs import remove_markers, title
@@ -66,6 +67,8 @@ class Capture:
     guards: values that the module read; a call with other values needs another program.
     held: tensors in plain attributes of the module, which are constants of the program.
     filled: attributes that each of the module's calls sets to the same value.
+    left: attributes in which forward leaves tensors. If there are any, the outputs are those of the
+        pair (the model's output, a list of what is left in each of them).
     opaque: modules that cannot be traced; each call is one forward and one backward node.
     gradient_specs: placeholder of a distributed parameter -> how DTensor places its gradient.
     """
@@ -83,8 +86,14 @@ class Capture:
     guards: tuple[Guard, ...]
     held: tuple[HeldTensor, ...]
     filled: tuple[FilledAttribute, ...] = ()
+    left: tuple[LeftAttribute, ...] = ()
     opaque: tuple[OpaquePart, ...] = ()
     gradient_specs: Mapping[torch.fx.Node, Any] = field(default_factory=dict)
+
+    @property
+    def buffer_inputs(self) -> dict[str, torch.fx.Node]:
+        """Path of a buffer -> its placeholder."""
+        return {s.name: node for node, s in self.sources.items() if s.kind == "buffer"}
 
     @property
     def has_checks(self) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -122,7 +122,7 @@ def _real_value(value: Any, mode: KnowingMode) -> Any:
 
 
 class SetBeforeRead:
-    """A context that finds out which plain attributes forward sets before it reads them.
+    """A context that finds out which attributes forward sets before it reads them.
 
     While entered, the attributes are missing from their modules' `__dict__`, and descriptors on the
     classes watch them: a first read returns the value as usual, a first write marks the attribute
@@ -131,20 +131,20 @@ class SetBeforeRead:
     since it could not notice `is None` or `isinstance`.
     """
 
-    def __init__(self, model: nn.Module, filled: Sequence[FilledAttribute]) -> None:
-        self._filled = tuple(filled)
-        self._modules = {each.module: model.get_submodule(each.module) for each in filled}
+    def __init__(self, model: nn.Module, places: Iterable[tuple[str, str]]) -> None:
+        """places: module path and name of the attributes to watch."""
+        self._places = tuple(places)
+        self._modules = {path: model.get_submodule(path) for path, _ in self._places}
         self._watches: dict[tuple[type, str], _Watch] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        for each in self._filled:
-            module, name = self._modules[each.module], each.attribute
+        for path, name in self._places:
+            module = self._modules[path]
             default = inspect.getattr_static(type(module), name, _MISSING)
-            if each.is_plain and not hasattr(type(default), "__get__"):
-                place = type(module), name
-                watch = self._watches.setdefault(place, _Watch(name, default))
-                watch.unread_values[id(module)] = each.value
+            if not hasattr(type(default), "__get__"):
+                watch = self._watches.setdefault((type(module), name), _Watch(name, default))
+                watch.unread_values[id(module)] = vars(module).get(name, default)
         for module in self._modules.values():
             # Restores the order of attributes too, since calls are also compared by it.
             attributes = vars(module)
@@ -153,24 +153,24 @@ class SetBeforeRead:
         for (kind, name), watch in self._watches.items():
             for module in self._modules.values():
                 if id(module) in watch.unread_values:
-                    del vars(module)[name]
+                    vars(module).pop(name, None)
             self._stack.enter_context(mock.patch.object(kind, name, watch, create=True))
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def with_is_unread(self) -> tuple[FilledAttribute, ...]:
-        """The attributes with `is_unread` set.
+    @property
+    def unread(self) -> Set[tuple[str, str]]:
+        """The attributes that forward has set before it read them.
 
         Valid after a step inside that ran the same operators as outside.
         """
-        found = []
-        for each in self._filled:
-            module = self._modules[each.module]
-            watch = self._watches.get((type(module), each.attribute))
-            is_unread = watch is not None and id(module) in watch.set_first
-            found.append(replace(each, is_unread=is_unread))
-        return tuple(found)
+        return {
+            (path, name)
+            for path, name in self._places
+            if (watch := self._watches.get((type(self._modules[path]), name))) is not None
+            and id(self._modules[path]) in watch.set_first
+        }
 
 
 class _Watch:
@@ -187,7 +187,9 @@ class _Watch:
 
     def __get__(self, module: object, kind: type) -> Any:
         if id(module) in self.unread_values:
-            vars(module)[self._name] = self.unread_values.pop(id(module))
+            value = self.unread_values.pop(id(module))
+            if value is not _MISSING:
+                vars(module)[self._name] = value
         own = {} if module is None else vars(module)
         value = own.get(self._name, self._default)
         if value is _MISSING:

@@ -33,27 +33,19 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import annotate
 
-from graphs.capture.as_eager import eager_branches, eager_kernels, no_cache, refuse_fast_path
+from graphs.capture.as_eager import eager_kernels
 from graphs.capture.captured_step import Capture, read_joint
 from graphs.capture.checkpoints import call_checkpoints_directly
 from graphs.capture.eager_calls import EagerCalls
 from graphs.capture.extraction import Layout
-from graphs.capture.filled_once import (
-    FilledAttribute,
-    SetBeforeRead,
-    attributes_filled,
-    find_filled_attributes,
-)
+from graphs.capture.filled_once import attributes_filled
+from graphs.capture.left_behind import LeftBehind, refuse_read_state
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_dominant_part, with_opaque_parts
-from graphs.capture.own_failure import failures_not_logged
 from graphs.capture.refuse import (
     around_module_calls,
     attributes_unchanged,
-    refuse_forwards_with_state,
-    refuse_hooks,
     refuse_parametrization_cache,
 )
-from graphs.capture.refused_trace import as_trace_error
 from graphs.capture.rehearsal import (
     Rehearsed,
     compare_backward,
@@ -61,12 +53,12 @@ from graphs.capture.rehearsal import (
     saved_by_functions,
 )
 from graphs.capture.same_program import StepDescription, describe
-from graphs.capture.same_steps import StepRecorder, are_same_steps
+from graphs.capture.set_attributes import forward_shell, trace_context, with_attributes
 from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import forget_placements, has_distributed, meshes_on
 from graphs.capture.threads import one_at_a_time
 from graphs.capture.traced_calls import is_backward
-from graphs.model_calls import Call, TraceError, strided_like, title_of
+from graphs.model_calls import Call, TraceError, strided_like
 
 _R = TypeVar("_R")
 
@@ -93,7 +85,7 @@ def capture(
     """
 
     def trace(stand_ins: Sequence[StandIn]) -> Capture:
-        def run() -> Capture:
+        def run(left: LeftBehind | None) -> Capture:
             shell = Shell(
                 model,
                 call,
@@ -101,6 +93,7 @@ def capture(
                 device=device,
                 stand_ins=stand_ins,
                 gradient_strides=gradient_strides,
+                left=left,
             )
             # PyTorch's cache of fake results ignores storage offsets: if it were not cleared, sizes
             # would depend on what this process has traced before.
@@ -113,7 +106,7 @@ def capture(
                 stack.enter_context(_annotate_module_paths(model))
                 # `backward()` is called after the autocast context has ended.
                 stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-                stack.enter_context(_trace_context(model, stand_ins))
+                stack.enter_context(trace_context(model, stand_ins))
                 refuse_parametrization_cache(model)
                 with attributes_unchanged(model):
                     joint = aot_export_joint_with_descriptors(stack, shell, tuple(shell.batch))
@@ -124,8 +117,9 @@ def capture(
                 shell.mode.leaves = {}  # the program's fake tensors refer to the mode
                 return captured
 
-        captured, filled = _trace_with_filled_attributes(model, call, device, run, stand_ins)
-        return replace(captured, filled=filled)
+        captured, filled, left = with_attributes(model, call, device, run, stand_ins)
+        refuse_read_state(model, left, captured.buffer_inputs)
+        return replace(captured, filled=filled, left=left)
 
     with call_checkpoints_directly():  # also when the model is run to observe opaque parts
         captured, opaque = with_opaque_parts(model, call, device, trace, planned=planned)
@@ -141,12 +135,12 @@ def fake_output(model: nn.Module, call: Call, *, device: torch.device | None) ->
     """
 
     def trace(stand_ins: Sequence[StandIn]) -> Any:
-        def run() -> Any:
-            shell = _forward_shell(model, call, device, stand_ins)
-            with _trace_context(model, stand_ins), attributes_unchanged(model), shell.mode:
+        def run(left: LeftBehind | None) -> Any:
+            shell = forward_shell(model, call, device, stand_ins, left=left)
+            with trace_context(model, stand_ins), attributes_unchanged(model), shell.mode:
                 return shell.call(shell.batch)
 
-        return _trace_with_filled_attributes(model, call, device, run, stand_ins)[0]
+        return with_attributes(model, call, device, run, stand_ins)[0]
 
     with call_checkpoints_directly():
         output, _ = with_opaque_parts(model, call, device, trace)
@@ -165,7 +159,7 @@ def describe_step(
     gradient_outputs: indices of the outputs that get a gradient.
     """
     shell = Shell(model, call, choose=lambda _output: gradient_outputs, device=device)
-    with _trace_context(model, ()), attributes_unchanged(model):
+    with trace_context(model, ()), attributes_unchanged(model):
         return describe(shell, call)
 
 
@@ -185,7 +179,10 @@ def rehearse(
         return Rehearsed()
     gradient_outputs = captured.gradient_outputs
     try:
-        shell = Shell(model, call, choose=lambda _output: gradient_outputs, device=device)
+        left = LeftBehind(model) if captured.left else None
+        shell = Shell(
+            model, call, choose=lambda _output: gradient_outputs, device=device, left=left
+        )
         with _in_eager_mode(model, captured, shell, device=device):
             with EagerCalls() as forward:
                 returned = shell(*shell.batch)
@@ -220,7 +217,9 @@ def _held_by_checkpointed_calls(
 
     Returns forward node -> tensors, as `held_by_variables` does; None: not known.
     """
-    shell = Shell(model, call, choose=lambda _output: captured.gradient_outputs, device=device)
+    left = LeftBehind(model) if captured.left else None
+    gradient_outputs = captured.gradient_outputs
+    shell = Shell(model, call, choose=lambda _output: gradient_outputs, device=device, left=left)
     try:
         with (
             _in_eager_mode(model, captured, shell, device=device),
@@ -239,7 +238,7 @@ def _in_eager_mode(
 ) -> Iterator[None]:
     """While inside, the captured step can be called on the shell's fake tensors in eager mode."""
     with (
-        _trace_context(model, ()),
+        trace_context(model, ()),
         attributes_filled(model, captured.filled),
         attributes_unchanged(model),
         eager_kernels(device or torch.device("cpu")),
@@ -247,91 +246,6 @@ def _in_eager_mode(
         torch.enable_grad(),
     ):
         yield
-
-
-def _trace_with_filled_attributes(
-    model: nn.Module,
-    call: Call,
-    device: torch.device | None,
-    run: Callable[[], _R],
-    stand_ins: Sequence[StandIn],
-) -> tuple[_R, tuple[FilledAttribute, ...]]:
-    """Call `run`, which traces; if it fails, retry with the attributes set that a call fills.
-
-    Returns its result, and these attributes (`graphs.capture.filled_once`). Raises TraceError if
-    both fail, if a call fills no attributes, or if the call that fills them differs from later
-    ones.
-    """
-    try:
-        return run(), ()
-    except TraceError:
-        shell = _forward_shell(model, call, device, stand_ins)
-        first = StepRecorder(shell)
-        filled: tuple[FilledAttribute, ...] = ()
-        with contextlib.suppress(TraceError), _trace_context(model, stand_ins):
-            filled = find_filled_attributes(model, shell.mode, first.run)
-        if not filled:
-            raise
-    with attributes_filled(model, filled):
-        result = run()
-        # A second call, which finds the attributes filled, must run the first one's operators.
-        later = StepRecorder(_forward_shell(model, call, device, stand_ins))
-        with _trace_context(model, stand_ins), attributes_unchanged(model), later.shell.mode:
-            later.run()
-        # A third call finds out which attributes forward sets before it reads them.
-        again = StepRecorder(_forward_shell(model, call, device, stand_ins))
-        unread = SetBeforeRead(model, filled)
-        with (
-            contextlib.suppress(TraceError),
-            _trace_context(model, stand_ins),
-            attributes_unchanged(model),
-            unread,
-            again.shell.mode,
-        ):
-            again.run()
-    if not are_same_steps(first, later):
-        where, attribute = filled[0].module or title_of(model), filled[0].attribute
-        raise TraceError(
-            f"the first call of {title_of(model)} fills the attribute {attribute!r} of "
-            f"{where!r} and computes something else than later calls; a plan is for one fixed "
-            "sequence of operators. Call the model once before it is planned, or fill the "
-            "attribute in __init__"
-        )
-    # Not known with opaque parts: the attributes that they read were not seen.
-    is_shown = not stand_ins and are_same_steps(later, again)
-    return result, unread.with_is_unread() if is_shown else filled
-
-
-def _forward_shell(
-    model: nn.Module, call: Call, device: torch.device | None, stand_ins: Sequence[StandIn]
-) -> Shell:
-    """A shell for a forward pass alone: no output gets a gradient."""
-    return Shell(model, call, choose=lambda _output: (), device=device, stand_ins=stand_ins)
-
-
-@contextlib.contextmanager
-def _trace_context(model: nn.Module, stand_ins: Sequence[StandIn]) -> Iterator[None]:
-    """Prepare a call of the model on fake tensors, and turn errors inside into TraceErrors.
-
-    Each such TraceError says where in the user's code the error arose.
-
-    stand_ins: stand-ins for the opaque parts, whose hooks need not be refused.
-    """
-    with (
-        failures_not_logged(),
-        eager_branches(),
-        refuse_fast_path(),
-        no_cache(model),
-        call_checkpoints_directly(),
-    ):
-        refuse_forwards_with_state(model)
-        try:
-            refuse_hooks(model, except_in=[each.module for each in stand_ins])
-            yield
-        except TraceError:
-            raise
-        except Exception as error:
-            raise as_trace_error(model, error) from error
 
 
 @contextlib.contextmanager

@@ -33,10 +33,10 @@ class KeptCapture:
     ) -> KeptCapture | None:
         """Keep a captured program; None if it cannot be recognised.
 
-        That is so with opaque parts and with attributes that a first call fills, if the program is
+        That is so with opaque parts and with attributes that calls fill, if the program is
         for another device than the model's, or if the step fails in eager mode on fake tensors.
         """
-        if captured.opaque or captured.filled or device_of(model) != device:
+        if captured.opaque or captured.filled or captured.left or device_of(model) != device:
             return None
         gradient_outputs = captured.gradient_outputs
         try:

@@ -27,6 +27,7 @@ from graphs.capture.as_eager import (
     record_checks,
 )
 from graphs.capture.called_losses import annotate_loss_calls
+from graphs.capture.left_behind import LeftBehind
 from graphs.capture.opaque import StandIn
 from graphs.capture.refuse import (
     SideEffectError,
@@ -71,9 +72,9 @@ class _Forward(_WithoutHooks):
     Raises SideEffectError for what a planned step would not do.
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, left: LeftBehind | None) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self._left = inner, left
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before = buffers_of(self.inner)
@@ -85,7 +86,12 @@ class _Forward(_WithoutHooks):
             _OperatorChecks(),
             annotate_loss_calls(),
         ):
-            output = inner.forward(*args, **kwargs)
+            if self._left is None:
+                output = inner.forward(*args, **kwargs)
+            else:
+                self._left.begin()
+                output = inner.forward(*args, **kwargs)
+                self._left.take()
         refuse_replaced_buffers(before, inner)
         return output
 
@@ -103,6 +109,7 @@ class Shell(_WithoutHooks):
     checks: results of the checks of values (`record_checks`) in the last call; returned after the
         flat outputs.
     gradient_specs: parameter -> how DTensor places its gradient, once it has been computed.
+    left: takes what forward leaves in attributes, as further outputs (None: this is refused).
     """
 
     def __init__(
@@ -114,9 +121,11 @@ class Shell(_WithoutHooks):
         device: torch.device | None,
         stand_ins: Sequence[StandIn] = (),
         gradient_strides: Mapping[int, tuple[int, ...]] | None = None,
+        left: LeftBehind | None = None,
     ) -> None:
         super().__init__()
         self._gradient_strides = {} if gradient_strides is None else gradient_strides
+        self.left = left
         refuse_distributed(model, call.tensors)
         self._stand_ins = tuple(stand_ins)
         self._unregistered = (model, call, choose)  # in a tuple: not registered as a submodule
@@ -194,7 +203,7 @@ class Shell(_WithoutHooks):
         # restore a fake tensor there.
         state = {f"inner.{name}": fakes[tensor] for name, tensor in named_state(model)}
         args, kwargs = call.arguments(tensors)
-        forward = _Forward(model)
+        forward = _Forward(model, self.left)
         with record_checks(self.checks):
             return torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)
 
@@ -212,7 +221,9 @@ class Shell(_WithoutHooks):
             attributes_unchanged(self.model),
         ):
             output = self._call(tensors, fakes)
-        flat, self.spec = nested.flatten(output)
+        # `choose` numbers the outputs of the model, which come first.
+        everything = output if self.left is None else (output, self.left.values)
+        flat, self.spec = nested.flatten(everything)
         flat = nested.with_repeats_marked(flat)
         for index, item in enumerate(flat):
             if is_distributed(item):

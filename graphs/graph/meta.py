@@ -109,6 +109,13 @@ class GraphMeta:
         return tuple(p for p in found if isinstance(p, dict)) if isinstance(found, list) else ()
 
     @property
+    def leaving_modules(self) -> tuple[str, ...]:
+        """Paths of the modules in whose attributes forward leaves tensors
+        (`graphs.capture.left_behind`)."""
+        found = self.environment.get("left")
+        return tuple(str(path) for path, _ in found) if isinstance(found, list) else ()
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on how the step differs from what the model does by itself."""
         values_read_note = _values_read_note(self.environment)

@@ -97,6 +97,8 @@ def captured_graph(
     environment["values_read"] = _values_read(captured)
     if captured.opaque:
         environment["opaque"] = [each.described() for each in captured.opaque]
+    if captured.left:
+        environment["left"] = [list(each.place) for each in captured.left]
     graph = Graph(
         nodes=tuple(layout.nodes),
         tensors=tuple(layout.tensors),

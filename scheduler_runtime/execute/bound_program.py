@@ -55,7 +55,9 @@ class BoundProgram:
         )
         self._guards = step.captured.guards
         self._held = step.captured.held
-        self._filled = step.captured.filled
+        self._filled, self._left = step.captured.filled, step.captured.left
+        buffers = step.captured.buffer_inputs
+        self._replaced = [buffers[each.path] for each in self._left if each.path in buffers]
         chosen = (step.captured.outputs[at] for at in step.captured.gradient_outputs)
         storages = [step.layout.storage[node] for node in chosen]
         self.shares_outputs = len({*storages}) < len(storages)
@@ -110,7 +112,8 @@ class BoundProgram:
     @property
     def sets_unread(self) -> frozenset[tuple[str, str]]:
         """Module path and name of the attributes that it sets without reading them before."""
-        return frozenset((f.module, f.attribute) for f in self._filled if f.is_unread)
+        filled = ((each.module, each.attribute) for each in self._filled if each.is_unread)
+        return frozenset((*filled, *(each.place for each in self._left if each.is_unread)))
 
     @property
     def sets_after_reading(self) -> tuple[str, ...]:
@@ -141,6 +144,10 @@ class BoundProgram:
         }
         for filled in self._filled:
             filled.set_on(model)
+        for left in self._left:
+            left.free_on(model)
+        for node in self._replaced:  # what an earlier step has left, with its graph
+            tensors[node] = tensors[node].detach()
         others, restartable, before = self._others, None, None
         try:
             before = self._state_before(tensors)
@@ -159,7 +166,7 @@ class BoundProgram:
                     accumulates=self._accumulates,
                 )
             outputs = run_step(self.program, tensors, restartable=restartable, before=before)
-            return self._output(outputs, tensors)
+            return self._output(model, outputs, tensors)
         except CheckError:
             assert before is not None
             before.restore_random()
@@ -209,15 +216,29 @@ class BoundProgram:
             raise
         return RestartedRun(run, self._places)
 
-    def _output(self, outputs: tuple[Any, ...], tensors: Mapping[fx.Node, torch.Tensor]) -> Any:
-        """Put the output of forward together. outputs: the tensors that the program computes."""
+    def _output(
+        self,
+        model: nn.Module,
+        outputs: tuple[Any, ...],
+        tensors: Mapping[fx.Node, torch.Tensor],
+    ) -> Any:
+        """Put the output of forward together, and set the attributes in which it leaves tensors.
+
+        outputs: the tensors that the program computes.
+        """
         computed = iter(outputs)
         flat = list(self.program.outputs)  # plain constants stay as they are
         for index, item in enumerate(flat):
             if isinstance(item, fx.Node):  # an input that is returned, or a computed tensor
                 flat[index] = tensors[item] if item in tensors else next(computed)
         returned = flat[: self._output_spec.num_leaves]  # the rest are results of checks
-        return nested.unflatten(nested.with_repeats_restored(returned), self._output_spec)
+        found = nested.unflatten(nested.with_repeats_restored(returned), self._output_spec)
+        if not self._left:
+            return found
+        output, values = found
+        for left, value in zip(self._left, values, strict=True):
+            left.set_on(model, value)
+        return output
 
 
 class RestartedRun:

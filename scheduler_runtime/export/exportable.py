@@ -72,16 +72,18 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
     """The modules that may be checkpointed, of those that the step calls.
 
     The blocks are the members of the outermost ModuleLists and Sequentials; in a model without
-    any, its children. Two kinds of modules are left out. One with a parallel style of its own can
+    any, its children. Three kinds of modules are left out. One with a parallel style of its own can
     only be recomputed by a module around it, since the style's collectives run outside of its
     forward. One that calls a loss in row chunks must run once, since a recomputation would call
-    PyTorch's own loss function instead.
+    PyTorch's own loss function instead. One that leaves tensors in attributes must run once, since
+    a recomputation would begin with what the first run has left.
     """
-    calls_loss = [str(call["module"]) for call in graph.meta.called_losses]
+    run_once = [str(call["module"]) for call in graph.meta.called_losses]
+    run_once += graph.meta.leaving_modules
     refused = {
         path
         for path, module in model.named_modules()
-        if has_parallel_style(module) or any(is_under(inside, path) for inside in calls_loss)
+        if has_parallel_style(module) or any(is_under(inside, path) for inside in run_once)
     }
     first: dict[str, int] = {}  # path -> position of the first operator in it
     for position, node in enumerate(graph.forward_nodes):

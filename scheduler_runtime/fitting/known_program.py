@@ -35,5 +35,5 @@ def known_program(
             captured = bound.captured
             # To be traced again: it fills attributes, which only a first call does, or has untraced
             # parts, which were measured.
-            return None if captured.filled or captured.opaque else captured
+            return None if captured.filled or captured.left or captured.opaque else captured
     return None

@@ -102,8 +102,8 @@ def why_unplanned(model: nn.Module, *, has_run_for_copy: bool = False) -> str:
     names = dict.fromkeys(each.split(".")[0] for each in reached if "." in each)
     return text + (
         f"The gradients are those of {', '.join(names) or 'its own parameters'}. If the training "
-        f"calls these and not {name} itself, move the calls into its forward and call that; or "
-        "give fit one of the parts"
+        f"calls these, or methods of {name}, call them in the forward of a small module that "
+        f"holds the {name}, and give fit that module; or give fit one of the parts"
     )
 
 

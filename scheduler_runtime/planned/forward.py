@@ -305,6 +305,8 @@ class PlannedForward(ReplacedForward):
                 step = trace() if known is not None else self._unread.trace(model, trace)
         for held in step.captured.filled:
             held.set_on(model)
+        for left in step.captured.left:
+            left.free_on(model)
         return step
 
     def rehearsed(self, step: CapturedStep, call: Call) -> CapturedStep:

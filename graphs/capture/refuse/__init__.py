@@ -27,10 +27,12 @@ from graphs.capture.refuse.replaced_forwards import (
 )
 from graphs.capture.refuse.side_effects import (
     DrawError,
+    LeftTensorsError,
     SideEffectError,
     around_module_calls,
     attributes_unchanged,
     buffers_of,
+    is_bookkeeping,
     objects_unchanged,
     random_states_untouched,
     refuse_parametrization_cache,

@@ -79,7 +79,9 @@ class ReadTensors:
                     f"forward reads a tensor of shape {tuple(item.shape)} that requires a gradient "
                     "and is not a parameter of the module, so no gradient would reach it: "
                     "register it (nn.Parameter as an attribute, nn.ParameterList for a list), "
-                    "pass it in with the batch, or detach it"
+                    "pass it in with the batch, or detach it. If an earlier call has left it (the "
+                    "state of a spiking neuron), reset it before each step, and put a loop over "
+                    "time steps into forward"
                 )
             self._by_storage[storage_key(item)] = item
 

@@ -42,6 +42,10 @@ class SideEffectError(ValueError):
         self.short = short or why
 
 
+class LeftTensorsError(SideEffectError):
+    """Forward leaves tensors in an attribute, or replaces a buffer."""
+
+
 class DrawError(SideEffectError):
     """Forward draws random numbers from a generator that is not one of torch's default ones.
 
@@ -131,10 +135,16 @@ def attributes_unchanged(model: nn.Module) -> Iterator[None]:
     changed = [
         (module, attribute, value)
         for module, attribute, value in changed
-        if (attribute not in _RNN_BOOKKEEPING or not isinstance(module, nn.RNNBase))
-        and attribute not in computed_weights(module)
+        if not is_bookkeeping(module, attribute)
     ]
     _refuse_changed(model, changed)
+
+
+def is_bookkeeping(module: nn.Module, attribute: str) -> bool:
+    """Whether PyTorch itself sets this attribute in each call, before it reads it."""
+    if isinstance(module, nn.RNNBase) and attribute in _RNN_BOOKKEEPING:
+        return True
+    return attribute in computed_weights(module)
 
 
 @contextlib.contextmanager
@@ -173,7 +183,8 @@ def _refuse_changed(model: nn.Module, changed: _ChangedAttributes) -> None:
         names = {module: name for name, module in model.named_modules()}
         module, attribute, value = changed[0]
         where = names.get(module) or title_of(module)
-        raise SideEffectError(
+        kind = LeftTensorsError if nested.tensors(value) else SideEffectError
+        raise kind(
             f"forward changes the attribute {attribute!r} of {where!r}, which a planned step would "
             "not do; keep it in a buffer that is updated in place, or outside of forward"
             + (_STATE_ADVICE if nested.tensors(value) else "")
@@ -273,7 +284,7 @@ def refuse_replaced_buffers(before: dict[str, torch.Tensor], model: nn.Module) -
     now = buffers_of(model)
     for name, tensor in before.items():
         if now.get(name) is not tensor:
-            raise SideEffectError(
+            raise LeftTensorsError(
                 f"forward replaces buffer {name!r} by another tensor; update it in place "
                 f"(self.{name.rpartition('.')[2]}.copy_(...)), or, where the first call alone "
                 "replaces it, call the model once before it is planned"

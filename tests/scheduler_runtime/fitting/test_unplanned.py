@@ -122,7 +122,7 @@ def in_evaluation(model: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (in_turn, "The gradients are those of tower, head. If the training calls these and not"),
+        (in_turn, "The gradients are those of tower, head. If the training calls these, or"),
         (method, "The gradients are those of tower, head. "),
         (head_by_its_method, r"of head\.layer\..* fit\(model\.head\.layer, \.\.\.\), FitCallback"),
         (in_evaluation, r"Whole is in evaluation mode, .* call train\(\) on it before"),
@@ -154,6 +154,26 @@ def test_copies_with_computed_parameters_are_named() -> None:
         UserWarning, match=r"through copies with computed parameters .*copy\.deepcopy"
     ):
         adapted(torch.randn(2, 10)).sum().backward()
+
+
+class Step(nn.Module):
+    """What docs/faq.md and the warning advise: its forward calls methods of the model's parts."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return method(self.whole)(x)
+
+
+def test_methods_are_planned_in_a_small_module_around_the_model() -> None:
+    model = Whole(tower=Tower(2), head=Head())
+    plain = copy.deepcopy(model)
+    expected = step(plain, method(plain))
+    planned = fitted(Step(model))
+    assert_equal(expected, step(planned, planned))
+    assert plans_of(planned)
 
 
 def test_a_part_that_was_left_in_evaluation_mode_is_named() -> None:

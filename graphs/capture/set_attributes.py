@@ -1,0 +1,227 @@
+"""Traces a step whose forward sets attributes: retries with them set, or takes what they hold.
+
+Attributes that every call sets to the same value are set beforehand (`graphs.capture.filled_once`);
+tensors that a call computes and leaves in attributes become outputs (`graphs.capture.left_behind`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.capture.as_eager import eager_branches, no_cache, refuse_fast_path
+from graphs.capture.checkpoints import call_checkpoints_directly
+from graphs.capture.filled_once import (
+    FilledAttribute,
+    SetBeforeRead,
+    attributes_filled,
+    find_filled_attributes,
+)
+from graphs.capture.left_behind import LeftAttribute, LeftBehind, left_set, with_is_unread
+from graphs.capture.opaque import StandIn
+from graphs.capture.own_failure import failures_not_logged
+from graphs.capture.refuse import (
+    LeftTensorsError,
+    attributes_unchanged,
+    refuse_forwards_with_state,
+    refuse_hooks,
+)
+from graphs.capture.refused_trace import as_trace_error
+from graphs.capture.same_steps import StepRecorder, are_same_steps
+from graphs.capture.shell import Shell
+from graphs.model_calls import Call, TraceError, nested, storage_key, title_of
+
+_R = TypeVar("_R")
+
+
+def with_attributes(
+    model: nn.Module,
+    call: Call,
+    device: torch.device | None,
+    run: Callable[[LeftBehind | None], _R],
+    stand_ins: Sequence[StandIn],
+) -> tuple[_R, tuple[FilledAttribute, ...], tuple[LeftAttribute, ...]]:
+    """Call `run`, which traces; if it fails since forward sets attributes, retry.
+
+    run: gets what takes the tensors that forward leaves in attributes (None: this is refused).
+    Returns its result, the attributes that each call sets to the same value, and those in which it
+    leaves tensors. Raises TraceError.
+    """
+    try:
+        result, filled = _with_filled_attributes(model, call, device, lambda: run(None), stand_ins)
+        return result, filled, ()
+    except TraceError as error:
+        # Opaque parts run the module's own code, so that what they read is not seen.
+        if stand_ins or not isinstance(error.__cause__, LeftTensorsError):
+            raise
+        left = LeftBehind(model)
+        try:
+            result = run(left)
+            found = _left_attributes(model, call, device)
+        except TraceError:
+            found = None
+        left.values = []
+        if found is None:
+            raise
+    return result, (), found
+
+
+def _left_attributes(
+    model: nn.Module, call: Call, device: torch.device | None
+) -> tuple[LeftAttribute, ...] | None:
+    """The attributes in which forward leaves tensors; None if later calls may use these.
+
+    Later steps do not use what forward leaves in an attribute that it sets before it reads it, or
+    in a buffer whose new value has a graph: the old value is an input of the step. They use no
+    attribute at all if a next call would read a tensor with its graph: in eager mode, its backward
+    pass would go through that graph a second time, so that a training loop resets the state.
+    """
+    shell = forward_shell(model, call, device, (), left=LeftBehind(model))
+    assert shell.left is not None
+    plain = StepRecorder(shell)
+    with trace_context(model, ()), attributes_unchanged(model), shell.mode:
+        plain.run()
+    found, values = shell.left.left, shell.left.values
+    again = StepRecorder(forward_shell(model, call, device, (), left=LeftBehind(model)))
+    watch = SetBeforeRead(model, [each.place for each in found if each.kind == "attribute"])
+    with trace_context(model, ()), attributes_unchanged(model), watch, again.shell.mode:
+        again.run()
+    found = with_is_unread(found, watch.unread if are_same_steps(plain, again) else ())
+    others = [(a, value) for a, value in zip(found, values, strict=True) if not a.is_unread]
+    state = [t for _, value in others for t in nested.tensors(value) if t.requires_grad]
+    own = {storage_key(t) for t in (*shell.parameters(), *shell.buffers(), *shell.batch)}
+    reads = _ReadStorages({storage_key(t) for t in state} - own)
+    with (
+        contextlib.suppress(TraceError),  # a call may fail on what an earlier one has left
+        trace_context(model, ()),
+        left_set(model, others),
+        attributes_unchanged(model),
+        shell.mode,
+        torch.enable_grad(),
+        reads,
+    ):
+        shell.call(shell.batch)
+
+    def is_unused(attribute: LeftAttribute, value: object) -> bool:
+        return attribute.kind == "buffer" and any(t.requires_grad for t in nested.tensors(value))
+
+    return found if reads.read or all(is_unused(*each) for each in others) else None
+
+
+class _ReadStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which of these storages operators read."""
+
+    def __init__(self, storages: Set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = storages
+        self.read: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.read |= self._storages & {storage_key(t) for t in nested.tensors((args, kwargs))}
+        return func(*args, **(kwargs or {}))
+
+
+def _with_filled_attributes(
+    model: nn.Module,
+    call: Call,
+    device: torch.device | None,
+    run: Callable[[], _R],
+    stand_ins: Sequence[StandIn],
+) -> tuple[_R, tuple[FilledAttribute, ...]]:
+    """Call `run`, which traces; if it fails, retry with the attributes set that a call fills.
+
+    Returns its result, and these attributes (`graphs.capture.filled_once`). Raises TraceError if
+    both fail, if a call fills no attributes, or if the call that fills them differs from later
+    ones.
+    """
+    try:
+        return run(), ()
+    except TraceError:
+        shell = forward_shell(model, call, device, stand_ins)
+        first = StepRecorder(shell)
+        filled: tuple[FilledAttribute, ...] = ()
+        with contextlib.suppress(TraceError), trace_context(model, stand_ins):
+            filled = find_filled_attributes(model, shell.mode, first.run)
+        if not filled:
+            raise
+    with attributes_filled(model, filled):
+        result = run()
+        # A second call, which finds the attributes filled, must run the first one's operators.
+        later = StepRecorder(forward_shell(model, call, device, stand_ins))
+        with trace_context(model, stand_ins), attributes_unchanged(model), later.shell.mode:
+            later.run()
+        # A third call finds out which attributes forward sets before it reads them.
+        again = StepRecorder(forward_shell(model, call, device, stand_ins))
+        plain = [(each.module, each.attribute) for each in filled if each.is_plain]
+        unread = SetBeforeRead(model, plain)
+        with (
+            contextlib.suppress(TraceError),
+            trace_context(model, stand_ins),
+            attributes_unchanged(model),
+            unread,
+            again.shell.mode,
+        ):
+            again.run()
+    if not are_same_steps(first, later):
+        where, attribute = filled[0].module or title_of(model), filled[0].attribute
+        raise TraceError(
+            f"the first call of {title_of(model)} fills the attribute {attribute!r} of "
+            f"{where!r} and computes something else than later calls; a plan is for one fixed "
+            "sequence of operators. Call the model once before it is planned, or fill the "
+            "attribute in __init__"
+        )
+    # Not known with opaque parts: the attributes that they read were not seen.
+    is_shown = not stand_ins and are_same_steps(later, again)
+    if not is_shown:
+        return result, filled
+    places = unread.unread
+    return result, tuple(
+        replace(each, is_unread=(each.module, each.attribute) in places) for each in filled
+    )
+
+
+def forward_shell(
+    model: nn.Module,
+    call: Call,
+    device: torch.device | None,
+    stand_ins: Sequence[StandIn],
+    *,
+    left: LeftBehind | None = None,
+) -> Shell:
+    """A shell for a forward pass alone: no output gets a gradient."""
+    return Shell(
+        model, call, choose=lambda _output: (), device=device, stand_ins=stand_ins, left=left
+    )
+
+
+@contextlib.contextmanager
+def trace_context(model: nn.Module, stand_ins: Sequence[StandIn]) -> Iterator[None]:
+    """Prepare a call of the model on fake tensors, and turn errors inside into TraceErrors.
+
+    Each such TraceError says where in the user's code the error arose.
+
+    stand_ins: stand-ins for the opaque parts, whose hooks need not be refused.
+    """
+    with (
+        failures_not_logged(),
+        eager_branches(),
+        refuse_fast_path(),
+        no_cache(model),
+        call_checkpoints_directly(),
+    ):
+        refuse_forwards_with_state(model)
+        try:
+            refuse_hooks(model, except_in=[each.module for each in stand_ins])
+            yield
+        except TraceError:
+            raise
+        except Exception as error:
+            raise as_trace_error(model, error) from error
