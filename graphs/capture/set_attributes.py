@@ -7,13 +7,12 @@ tensors that a call computes and leaves in attributes become outputs (`graphs.ca
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture.as_eager import eager_branches, no_cache, refuse_fast_path
 from graphs.capture.checkpoints import call_checkpoints_directly
@@ -35,7 +34,7 @@ from graphs.capture.refuse import (
 from graphs.capture.refused_trace import as_trace_error
 from graphs.capture.same_steps import StepRecorder, are_same_steps
 from graphs.capture.shell import Shell
-from graphs.model_calls import Call, TraceError, nested, storage_key, title_of
+from graphs.model_calls import Call, TraceError, autograd_functions, nested, title_of
 
 _R = TypeVar("_R")
 
@@ -79,8 +78,9 @@ def _left_attributes(
 
     Later steps do not use what forward leaves in an attribute that it sets before it reads it, or
     in a buffer whose new value has a graph: the old value is an input of the step. They use no
-    attribute at all if a next call would read a tensor with its graph: in eager mode, its backward
-    pass would go through that graph a second time, so that a training loop resets the state.
+    attribute at all if the output of a next call has the graph of what this one has left: in eager
+    mode, a backward pass would go through that graph a second time, so that a training loop resets
+    the state.
     """
     shell = forward_shell(model, call, device, (), left=LeftBehind(model))
     assert shell.left is not None
@@ -94,9 +94,8 @@ def _left_attributes(
         again.run()
     found = with_is_unread(found, watch.unread if are_same_steps(plain, again) else ())
     others = [(a, value) for a, value in zip(found, values, strict=True) if not a.is_unread]
-    state = [t for _, value in others for t in nested.tensors(value) if t.requires_grad]
-    own = {storage_key(t) for t in (*shell.parameters(), *shell.buffers(), *shell.batch)}
-    reads = _ReadStorages({storage_key(t) for t in state} - own)
+    state = [t.grad_fn for _, value in others for t in nested.tensors(value) if t.grad_fn]
+    is_reset = False
     with (
         contextlib.suppress(TraceError),  # a call may fail on what an earlier one has left
         trace_context(model, ()),
@@ -104,29 +103,14 @@ def _left_attributes(
         attributes_unchanged(model),
         shell.mode,
         torch.enable_grad(),
-        reads,
     ):
-        shell.call(shell.batch)
+        output = shell.call(shell.batch)
+        is_reset = not {*state}.isdisjoint(autograd_functions(nested.tensors(output)))
 
-    def is_unused(attribute: LeftAttribute, value: object) -> bool:
+    def is_input(attribute: LeftAttribute, value: object) -> bool:
         return attribute.kind == "buffer" and any(t.requires_grad for t in nested.tensors(value))
 
-    return found if reads.read or all(is_unused(*each) for each in others) else None
-
-
-class _ReadStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which of these storages operators read."""
-
-    def __init__(self, storages: Set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = storages
-        self.read: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.read |= self._storages & {storage_key(t) for t in nested.tensors((args, kwargs))}
-        return func(*args, **(kwargs or {}))
+    return found if is_reset or all(is_input(*each) for each in others) else None
 
 
 def _with_filled_attributes(
