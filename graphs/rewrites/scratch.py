@@ -63,8 +63,10 @@ def with_direct_writes(captured: Capture) -> Capture:
 
 def _have_same_form(one: torch.fx.Node, other: Any) -> bool:
     """Whether the values of two nodes have the same shape, dtype and device."""
-    a, b = (each.meta["val"] for each in (one, other))
-    return bool(a.shape == b.shape and a.dtype == b.dtype and a.device == b.device)
+    a, b = (each.meta.get("val") for each in (one, other))  # a constant has none
+    return isinstance(b, torch.Tensor) and (
+        (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    )
 
 
 def scratch_memory(
