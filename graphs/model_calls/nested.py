@@ -88,6 +88,13 @@ class _Opened:
     values: tuple[Any, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class _OpenedSize:
+    """A torch.Size, which pytree would rebuild as a tuple."""
+
+    entries: torch.Size
+
+
 def _opened(value: Any, enclosing: tuple[int, ...]) -> Any:
     """The value with its dataclass instances and distributions opened.
 
@@ -95,6 +102,8 @@ def _opened(value: Any, enclosing: tuple[int, ...]) -> Any:
     """
 
     def opened(leaf: Any) -> Any:
+        if type(leaf) is torch.Size:
+            return _OpenedSize(leaf)
         if isinstance(leaf, type) or id(leaf) in enclosing:
             return leaf
         if dataclasses.is_dataclass(leaf):
@@ -111,7 +120,7 @@ def _opened(value: Any, enclosing: tuple[int, ...]) -> Any:
             return leaf
         return _Opened(type(leaf), names, values)
 
-    return pytree.tree_map(opened, value)
+    return pytree.tree_map(opened, value, is_leaf=lambda each: type(each) is torch.Size)
 
 
 def _closed(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
@@ -130,5 +139,22 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=lambda opened: (
         [(pytree.GetAttrKey(n), v) for n, v in zip(opened.names, opened.values, strict=True)],
         (opened.kind, opened.names),
+    ),
+)
+
+
+def _closed_size(items: Any, _context: None) -> tuple[Any, ...]:
+    """A Size; a tuple if there are placeholders instead of numbers."""
+    items = tuple(items)
+    return torch.Size(items) if all(type(item) is int for item in items) else items
+
+
+pytree.register_pytree_node(
+    _OpenedSize,
+    lambda opened: (list(opened.entries), None),
+    _closed_size,
+    flatten_with_keys_fn=lambda opened: (
+        [(pytree.SequenceKey(i), v) for i, v in enumerate(opened.entries)],
+        None,
     ),
 )

@@ -169,6 +169,7 @@ def test_a_policy_may_return_the_distribution_of_its_actions(kind: Any) -> None:
     plain, x = Returning(lambda h, _loss: kind(h)), torch.randn(8, 16)
     fitted = fit(copy.deepcopy(plain), budget="1GB")
     sampled = plain(x).sample()
+    assert repr(plain(x).batch_shape) == repr(fitted(x).batch_shape)  # no tuple
     assert_bitwise_identical(plain, fitted, x, lambda out: [out.log_prob(sampled), out.entropy()])
     assert plans_of(fitted)
 
