@@ -18,14 +18,14 @@ class Registered:
     """The buffers, parameters and submodules of each module of a model, as they are now."""
 
     def __init__(self, model: nn.Module) -> None:
+        # a scripted module cannot register anything, and its dicts are none
+        modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._before = [
             (module, attribute, dict(vars(module)[attribute]))
-            for module in model.modules()
+            for module in modules
             for attribute in _KINDS
         ]
-        self._not_saved = [
-            (module, set(vars(module)[_NOT_IN_STATE_DICT])) for module in model.modules()
-        ]
+        self._not_saved = [(module, set(vars(module)[_NOT_IN_STATE_DICT])) for module in modules]
 
     def new_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """(module, name, tensor) of each buffer that was not there before."""
