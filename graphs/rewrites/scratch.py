@@ -63,10 +63,11 @@ def with_direct_writes(captured: Capture) -> Capture:
 
 def _have_same_form(one: torch.fx.Node, other: Any) -> bool:
     """Whether the values of two nodes have the same shape, dtype and device."""
-    a, b = (each.meta.get("val") for each in (one, other))  # a constant has none
-    return isinstance(b, torch.Tensor) and (
-        (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-    )
+    value = other.meta.get("val")  # a constant has none
+    if not isinstance(value, torch.Tensor):
+        return False
+    form, wanted = ((v.shape, v.dtype, v.device) for v in (value, one.meta["val"]))
+    return form == wanted
 
 
 def scratch_memory(
