@@ -86,7 +86,8 @@ class LeftBehind:
         """Called before forward."""
         self._modules = dict(self._model.named_modules())
         self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
-        self._buffers = {path: dict(module._buffers) for path, module in self._modules.items()}
+        # not `module._buffers`, which is something else for a module of TorchScript
+        self._buffers = {p: dict(vars(module)["_buffers"]) for p, module in self._modules.items()}
         self._items = {
             (path, name): dict(value)
             for path, attributes in self._before.items()
@@ -100,10 +101,11 @@ class LeftBehind:
         for path, module in self._modules.items():
             found += self._taken_attributes(path, module)
             before = self._buffers[path]
-            for name, value in module._buffers.items():
+            buffers = vars(module)["_buffers"]
+            for name, value in buffers.items():
                 if name in before and value is not before[name] and _is_left(value):
                     found.append((LeftAttribute(path, name, "buffer"), value))
-                    module._buffers[name] = before[name]
+                    buffers[name] = before[name]
         self.left = tuple(left for left, _ in found)
         self.values = [value for _, value in found]
 
