@@ -109,6 +109,29 @@ def _write_in_place(_module: RandomModule, _layer: int, values: Values) -> torch
     return result
 
 
+def _assemble(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
+    """Writes a tensor part by part, reads it, and writes a part again."""
+    result = torch.zeros_like(values[0])
+    result[:, : WIDTH // 2] = values[0][:, WIDTH // 2 :]
+    result[:, WIDTH // 2 :].copy_(torch.tanh(values[1][:, : WIDTH // 2]))
+    mean = result.mean(1, keepdim=True)
+    result[1:3] = values[2][:2]
+    return result + mean
+
+
+def _use_scratch(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
+    """Uses the same memory for two results, neither of which the backward pass needs."""
+    scratch = torch.empty_like(values[0])
+    with torch.no_grad():
+        for row, value in enumerate(values[1]):
+            torch.mul(value, 2.0, out=scratch[row])
+        largest = scratch.amax(1, keepdim=True)
+        scratch[:, ::2] -= largest
+        scratch.diagonal().mul_(0.5)
+        smallest = scratch.amin(1, keepdim=True)
+    return values[0] + 0.1 * largest + 0.1 * smallest
+
+
 def _attend(_module: RandomModule, _layer: int, values: Values) -> torch.Tensor:
     query, key, value = (v[None, None] for v in values)
     return F.scaled_dot_product_attention(query, key, value, dropout_p=0.2)[0, 0]
@@ -135,6 +158,8 @@ OPERATIONS: dict[str, Operation] = {
     "layer norm": lambda _m, _i, v: F.layer_norm(v[0], (WIDTH,)),
     "count": _read_and_change_buffer,
     "written": _write_in_place,
+    "assembled": _assemble,
+    "scratch": _use_scratch,
     "attended": _attend,
 }
 

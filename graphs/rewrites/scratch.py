@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from graphs.capture import VIEW_OF_SCATTER, Capture, Layout
+from graphs.model_calls import nested, storage_key
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def with_direct_writes(captured: Capture) -> Capture:
                 changed.graph.erase_node(copied)
             is_changed = True
         is_part = value.target is VIEW_OF_SCATTER[node.target] and value.kwargs == node.kwargs
-        if is_part and value.args == (whole, *part) and node not in changed.outputs:
+        is_up_to_date = is_part and value.args == (whole, *part)
+        if is_up_to_date and node not in changed.outputs and not _has_views(node):
             node.replace_all_uses_with(whole)
             for results in (gradients, mutations):
                 results.update({key: whole for key, each in results.items() if each is node})
@@ -59,6 +61,14 @@ def with_direct_writes(captured: Capture) -> Capture:
     if not is_changed:
         return captured
     return replace(changed, gradients=gradients, mutations=mutations)
+
+
+def _has_views(node: torch.fx.Node) -> bool:
+    """Whether a node returns a view of this one: the layout knows it by the storage of its value,
+    which would be that of no node any more."""
+    storage = storage_key(node.meta["val"])
+    values = (nested.tensors(user.meta.get("val")) for user in node.users)
+    return any(storage_key(value) == storage for each in values for value in each)
 
 
 def _have_same_form(one: torch.fx.Node, other: Any) -> bool:
