@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from graphs.capture import VIEW_OF_SCATTER, Capture, Layout
-from graphs.model_calls import nested, storage_key
+from graphs.model_calls import storage_key
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ def with_direct_writes(captured: Capture) -> Capture:
                 changed.graph.erase_node(copied)
             is_changed = True
         is_part = value.target is VIEW_OF_SCATTER[node.target] and value.kwargs == node.kwargs
-        is_up_to_date = is_part and value.args == (whole, *part)
-        if is_up_to_date and node not in changed.outputs and not _has_views(node):
-            node.replace_all_uses_with(whole)
+        is_part = is_part and value.args == (whole, *part) and _have_same_layout(node, whole)
+        if is_part and node not in changed.outputs:
+            _replace(node, whole)
             for results in (gradients, mutations):
                 results.update({key: whole for key, each in results.items() if each is node})
             changed.graph.erase_node(node)
@@ -63,21 +64,31 @@ def with_direct_writes(captured: Capture) -> Capture:
     return replace(changed, gradients=gradients, mutations=mutations)
 
 
-def _has_views(node: torch.fx.Node) -> bool:
-    """Whether a node returns a view of this one: the layout knows it by the storage of its value,
-    which would be that of no node any more."""
-    storage = storage_key(node.meta["val"])
-    values = (nested.tensors(user.meta.get("val")) for user in node.users)
-    return any(storage_key(value) == storage for each in values for value in each)
-
-
 def _have_same_form(one: torch.fx.Node, other: Any) -> bool:
     """Whether the values of two nodes have the same shape, dtype and device."""
-    value = other.meta.get("val")  # a constant has none
-    if not isinstance(value, torch.Tensor):
-        return False
-    form, wanted = ((v.shape, v.dtype, v.device) for v in (value, one.meta["val"]))
-    return form == wanted
+    a, b = (each.meta["val"] for each in (one, other))
+    return bool(a.shape == b.shape and a.dtype == b.dtype and a.device == b.device)
+
+
+def _have_same_layout(one: torch.fx.Node, other: torch.fx.Node) -> bool:
+    """Whether the values of two nodes of the same form lie in their storages in the same way."""
+    a, b = (each.meta["val"] for each in (one, other))
+    sizes = a.untyped_storage().nbytes(), b.untyped_storage().nbytes()
+    is_same = a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+    return bool(is_same and sizes[0] == sizes[1])
+
+
+def _replace(old: torch.fx.Node, new: torch.fx.Node) -> None:
+    """Replace all uses of a node; views of its value become views of the new one's storage."""
+    key, users = storage_key(old.meta["val"]), list(old.users)
+    old.replace_all_uses_with(new)
+    while users:
+        user = users.pop()
+        values = pytree.tree_leaves(user.meta.get("val"))
+        if any(isinstance(item, torch.Tensor) and storage_key(item) == key for item in values):
+            args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
+            user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
+            users += user.users
 
 
 def scratch_memory(

@@ -8,7 +8,8 @@ can see; if no program was made for the same, the call needs a new one. It reads
 - global settings of torch that decide which operators run, and global module hooks;
 - for each module its class, its `forward`, its training flag and the number of its hooks;
 - plain values (numbers, strings, dtypes, ...) in attributes of modules and of their classes, also
-  nested in lists, tuples, dicts, sets and deques (peft keeps its scaling in a dict);
+  nested in lists, tuples, dicts, sets and deques (peft keeps its scaling in a dict), and there the
+  form of tensors;
 - objects that hold only plain values: configs, dataclasses, namespaces. An object that holds
   anything else (a trainer, a logger) is compared by identity, since it may change in every step;
 - functions, classes and modules held in other places, by identity.
@@ -124,7 +125,7 @@ def changed_setting(planned: Any, here: Any, model: nn.Module) -> str | None:
 
 def changed_values(planned: Any, here: Any, model: nn.Module) -> set[tuple[str, str]]:
     """Path of the module and name of each attribute in which two `kind_of` this model differ, and
-    which is a number, a string, None or a container in both."""
+    which is a number, a string, None, a tensor or a container in both."""
     if len(planned) != len(here) or len(planned[-1]) != len(here[-1]):
         return set()
     found: set[tuple[str, str]] = set()
@@ -142,11 +143,13 @@ def changed_values(planned: Any, here: Any, model: nn.Module) -> set[tuple[str, 
 
 
 def _is_value(setting: Any) -> bool:
-    """Of a number, a string, None or a container, and not of an object or of code."""
+    """Of a number, a string, None, a tensor or a container, and not of an object or of code."""
     kind = setting[0] if isinstance(setting, tuple) and len(setting) == 2 else None
     if isinstance(kind, tuple):  # a tuple of plain values
         return True
-    return isinstance(kind, type) and issubclass(kind, (float, *_COMMON, *_CONTAINERS))
+    return isinstance(kind, type) and issubclass(
+        kind, (float, torch.Tensor, *_COMMON, *_CONTAINERS)
+    )
 
 
 def _describe_change(planned: Any, here: Any) -> str:
@@ -287,8 +290,11 @@ def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
         return value, _class_settings(value)
     if isinstance(value, np.ndarray):
         return _array(value) if value.nbytes <= LARGE_BYTES else _ByIdentity(value)
-    if isinstance(value, torch.Tensor | weakref.ref) and not in_object:
-        return kind  # tensors have guards of their own; nn.RNN recreates references to its weights
+    if isinstance(value, torch.Tensor) and not in_object:
+        # values have guards of their own (`HeldTensor`); forward may read the form alone
+        return kind, None if value.is_nested else _form(value)
+    if isinstance(value, weakref.ref) and not in_object:
+        return kind  # nn.RNN recreates references to its weights
     if isinstance(value, functools.partial):
         value = (value.func, value.args, value.keywords)
     if not isinstance(value, tuple | set | frozenset):

@@ -1,9 +1,9 @@
-"""Numbers, strings and containers in attributes that the training loop changes, and `forward` does
-not read: a count of steps, the best loss so far, a list or dict of metrics.
+"""Numbers, strings, tensors and containers in attributes that the training loop changes, and that
+`forward` does not read: a count of steps, the best loss so far, a list or dict of metrics.
 
-Each trace watches them: containers always (after `gc.freeze`, once they have changed), numbers and
-strings once they have changed, since most modules have some that never do. A program serves all
-values of those that its trace did not read.
+Each trace watches them: containers always (after `gc.freeze`, once they have changed), numbers,
+strings and tensors once they have changed (tensors: their form), since most modules have some that
+never do. A program serves all values of those that its trace did not read.
 
 `__getattribute__` of the class sees who reads an attribute. Reading `vars(module)` or copying the
 module counts as reading all of them. So does a container that something else refers to: a closure,

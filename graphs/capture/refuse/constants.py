@@ -70,9 +70,8 @@ class ReadTensors:
         for item in tensors_in(tuple(args)):
             if isinstance(item, FakeTensor):
                 continue
-            if item.requires_grad and torch.is_grad_enabled():
-                if operator is torch.ops.aten.detach.default:
-                    continue
+            is_detached = operator is torch.ops.aten.detach.default
+            if item.requires_grad and torch.is_grad_enabled() and not is_detached:
                 if (name := self._parameters.get(id(item))) is not None:
                     raise TraceError(_OTHER_WAY.format(name))
                 raise TraceError(

@@ -216,3 +216,30 @@ def test_a_buffer_with_a_graph_that_is_read_is_refused() -> None:
     model(batch()).backward()
     with pytest.raises(TraceError, match="an earlier call has left in the attribute 'mem'"):
         model(batch())
+
+
+class Either(nn.Module):
+    """Leaves its state in some calls, and reads it in the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, *, keeps: bool) -> torch.Tensor:
+        hidden = self.wide(x).tanh()
+        if keeps:
+            self.state = hidden
+        else:
+            hidden = hidden * self.state.detach()
+        return self.narrow(hidden).square().mean()
+
+
+def test_a_call_of_another_kind_reads_what_the_last_call_has_left() -> None:
+    plain, x = Either(), batch()
+    model = copy.deepcopy(plain)
+    fit(model, budget="1MB", optimizer=None)
+    for count in range(4):
+        for each in (plain, model):
+            each.zero_grad()
+            each(x * (count + 1), keeps=count % 2 == 0).backward()
+        assert_equal((p.grad for p in plain.parameters()), (p.grad for p in model.parameters()))

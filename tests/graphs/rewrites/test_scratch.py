@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.same_bits import solution_of
+from benchmarks.same_bits import keeping_nothing, solution_of
 from graphs.graph import Graph, as_eager
 from graphs.trace import trace
 from scheduler_runtime import apply
@@ -86,6 +86,36 @@ def test_every_bit_is_kept() -> None:
             losses[-1].backward()
         assert torch.equal(*losses)
         assert_same_gradients(plain, model)
+
+
+class SumsOfParts(nn.Module):
+    """Reads a part after it has been updated in place, and writes over it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.layer(x))
+        with torch.no_grad():
+            scratch, total = torch.empty(ROWS, 2048), torch.zeros(ROWS)
+            for _ in range(3):
+                scratch[:, :16] = hidden.repeat(1, 2) + total.unsqueeze(1)
+                scratch[:, :8] *= 2
+                total += scratch[:, :8].sum(1)
+        return (hidden * total.unsqueeze(1)).square().mean()
+
+
+def test_what_reads_a_part_that_is_written_again_runs_once() -> None:
+    torch.manual_seed(0)
+    model, x = SumsOfParts(), torch.randn(ROWS, 8)
+    plain, graph = copy.deepcopy(model), trace(model, x, rewrites=IN_PLACE)
+    assert sum(node.overwrites is not None for node in graph.forward_nodes) == 6
+    assert "aten.slice.Tensor" not in {node.op for node in graph.nodes}  # it allocates nothing
+    apply(model, keeping_nothing(graph))
+    for each in (plain, model):
+        each(x).backward()
+    assert_same_gradients(plain, model)
 
 
 class Padded(nn.Module):

@@ -67,13 +67,14 @@ class Settable(nn.Module):
         self.leaky = functools.partial(F.leaky_relu, negative_slope=0.1)
         self.scaling = Scaling(1.0)
         self.config = type("Config", (), {"by": 1.0})
+        self.measured = [torch.ones(2)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.act(self.linear(x)) * self.table["a"] * self.table["inner"]["b"]
         x = x * self.scale.by * self.scale.inner.extra * self.row[0] * self.by
         x = x * self.slotted.by * self.queue[0] * float(self.number)
         x = x * torch.from_numpy(self.numbers) * float(self.many_numbers[0])
-        x = self.leaky(self.scaling(x)) * self.config.by
+        x = self.leaky(self.scaling(x)) * self.config.by * len(self.measured[0])
         return (-x if "negative" in self.names else x).pow(2).sum()
 
 
@@ -126,6 +127,7 @@ CHANGES: dict[str, Callable[[Settable], object]] = {
     "words of a partial function": lambda m: m.leaky.keywords.update(negative_slope=0.5),
     "object in another's place": lambda m: setattr(m, "scaling", Scaling(0.5)),
     "attribute of a class that is a config": lambda m: setattr(m.config, "by", 0.5),
+    "form of a tensor": lambda m: m.measured.__setitem__(0, torch.ones(3)),
     "class of a submodule": _swap_class,
     "forward of a submodule": _own_forward,
 }

@@ -1,4 +1,4 @@
-"""Numbers, strings and containers that a training loop changes in attributes of the model."""
+"""Numbers, strings, tensors and containers in attributes that a training loop changes."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Counting(nn.Module):
         self.metrics: dict[str, list[float]] = {"loss": []}
         self.last: dict[str, float] = {}
         self.recent: deque[float] = deque(maxlen=3)
+        self.losses = torch.zeros(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).square().mean()
@@ -48,6 +49,11 @@ class FromThird(Counting):
 class ByLength(Counting):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.inner(x) * (2 if len(self.history) > 2 else 1)).square().mean()
+
+
+class ByShape(Counting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * (2 if len(self.losses) > 2 else 1)).square().mean()
 
 
 class ByEntry(Counting):
@@ -115,6 +121,7 @@ def trained(model: Counting, n_steps: int) -> list[torch.Tensor | None]:
         model.metrics["loss"].append(loss.item())
         model.last.update(loss=loss.item(), n_steps=step)
         model.recent.append(loss.item())
+        model.losses = torch.cat([model.losses, loss.detach()[None]])
     return found
 
 
@@ -124,6 +131,7 @@ def trained(model: Counting, n_steps: int) -> list[torch.Tensor | None]:
         (Counting, 2),
         (FromThird, 5),
         (ByLength, 5),
+        (ByShape, 5),
         (ByEntry, 5),
         (ByAnotherName, 5),
         (ByItsVars, 5),
