@@ -137,11 +137,15 @@ def _is_changed(old: dict[Any, Any], new: dict[Any, Any]) -> bool:
 
 
 def _is_left(value: object) -> bool:
-    """Whether a value holds tensors that the call has computed, and else plain values only."""
+    """Whether a value holds tensors that the call has computed, and else plain values only.
+
+    They get no gradients, so that forward must not call `retain_grad()` on them.
+    """
     leaves = nested.leaves(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     # in a trace, a tensor without a class of its own is a real one, which the call has not computed
     are_computed = all(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors)
+    are_computed = are_computed and not any(t.retains_grad for t in tensors)
     others = (leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
     return bool(tensors) and are_computed and all(isinstance(o, PLAIN_TYPES) for o in others)
 

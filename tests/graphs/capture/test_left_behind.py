@@ -243,3 +243,16 @@ def test_a_call_of_another_kind_reads_what_the_last_call_has_left() -> None:
             each.zero_grad()
             each(x * (count + 1), keeps=count % 2 == 0).backward()
         assert_equal((p.grad for p in plain.parameters()), (p.grad for p in model.parameters()))
+
+
+def test_a_tensor_that_is_to_keep_its_gradient_is_refused() -> None:
+    class Explained(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept = super().forward(x)
+            self.kept.retain_grad()
+            return self.kept.square().mean()
+
+    model = Explained(16, 16)
+    fit(model, budget="1MB", optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(TraceError, match="changes the attribute 'kept'"):
+        model(batch())
