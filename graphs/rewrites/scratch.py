@@ -66,8 +66,11 @@ def with_direct_writes(captured: Capture) -> Capture:
 
 def _have_same_form(one: torch.fx.Node, other: Any) -> bool:
     """Whether the values of two nodes have the same shape, dtype and device."""
-    a, b = (each.meta["val"] for each in (one, other))
-    return bool(a.shape == b.shape and a.dtype == b.dtype and a.device == b.device)
+    value = other.meta.get("val")  # a constant has none
+    if not isinstance(value, torch.Tensor):
+        return False
+    form, wanted = ((v.shape, v.dtype, v.device) for v in (value, one.meta["val"]))
+    return form == wanted
 
 
 def _have_same_layout(one: torch.fx.Node, other: torch.fx.Node) -> bool:

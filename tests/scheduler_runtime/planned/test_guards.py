@@ -217,7 +217,7 @@ class Unsized(tuple[int, ...]):
     """A tuple that refuses its length, as the representations of e3nn do."""
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        raise NotImplementedError  # nothing is missing: `len` of e3nn's class raises this, too
 
 
 class SettingUnsized(nn.Linear):
