@@ -291,7 +291,7 @@ def _model_problem(
         )
         stage = reported_stage(split, arguments.stage)
         solution = split.solutions[stage]
-        step = Variants.of(solution.variants or solution.graph)
+        step = solution.step
         return problem_of(
             file,
             step,
