@@ -116,7 +116,7 @@ def sweep(
     capacity_bytes: the bytes that budgets in percent refer to.
     """
     solution = problem if isinstance(problem, Solution) else None
-    step = problem if not isinstance(problem, Solution) else problem.variants or problem.graph
+    step = problem.step if isinstance(problem, Solution) else problem
     given = (budgets,) if isinstance(budgets, int | float | str) else budgets
     sizes = None if given is None else [parse_size(b, capacity_bytes=capacity_bytes) for b in given]
     like = solution.request if solution else Request(budget_bytes=0)

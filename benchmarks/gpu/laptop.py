@@ -37,10 +37,10 @@ def subjects() -> Iterator[tuple[str, Subject]]:
         yield name, LARGE[name]
 
 
-def traced_step(subject: Subject, device: str, costs: str) -> Graph:
+def traced_step(subject: Subject, card: str) -> Graph:
     """The training step with AdamW, traced from a model on the meta device, which takes no memory.
 
-    device: the step's device. costs: name of the hardware for the roofline.
+    card: name of the hardware for the roofline.
     """
     with torch.device("meta"):
         model = subject.build().to(dtype=subject.dtype).train()
@@ -49,7 +49,7 @@ def traced_step(subject: Subject, device: str, costs: str) -> Graph:
         for t in subject.batch(subject.batch_size)
     )
     return trace(
-        model, batch, device=device, costs=Roofline(named(costs)), optimizer=torch.optim.AdamW
+        model, batch, device="cuda", costs=Roofline(named(card)), optimizer=torch.optim.AdamW
     )
 
 
@@ -88,7 +88,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.out is not None:
         steps = {
-            name: comparable_fields(traced_step(subject, "cuda", arguments.device))
+            name: comparable_fields(traced_step(subject, arguments.device))
             for name, subject in subjects()
         }
         arguments.out.write_text(json.dumps({"device": arguments.device, "steps": steps}))
@@ -96,7 +96,7 @@ def main() -> int:
     earlier = json.loads(arguments.compare.read_text())
     failed = False
     for name, subject in subjects():
-        step = comparable_fields(traced_step(subject, "cuda", earlier["device"]))
+        step = comparable_fields(traced_step(subject, earlier["device"]))
         step_differences = differences(step, earlier["steps"][name])
         print(
             f"{name}: {len(step['operators'])} operators, {len(step_differences)} differences",

@@ -102,14 +102,14 @@ _SERIES = {"prediction_length": 7, "context_length": 14, "lags_sequence": [1, 2,
 # fmt: on
 
 
-def _two_towers(name: str, vision: Mapping[str, Any], **more: Any) -> Callable[[], Any]:
+def _two_towers(name: str, **more: Any) -> Callable[[], Any]:
     """The configuration of a model with a tower for texts and one for images."""
 
     def config() -> Any:
         import transformers
 
         return getattr(transformers, f"{name}Config")(
-            text_config=dict(_ENCODER), vision_config=dict(vision), **more
+            text_config=dict(_ENCODER), vision_config=dict(_VISION), **more
         )
 
     return config
@@ -312,10 +312,10 @@ FAMILIES: Mapping[str, Family] = {
         "num_blocks": 1, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
         "num_cross_attention_heads": 4, "qk_channels": 16, "v_channels": 16}),
     # images and texts
-    "clip": Family("CLIPModel", captioned(), _two_towers("CLIP", _VISION, projection_dim=16)),
-    "siglip": Family("SiglipModel", captioned(), _two_towers("Siglip", _VISION)),
+    "clip": Family("CLIPModel", captioned(), _two_towers("CLIP", projection_dim=16)),
+    "siglip": Family("SiglipModel", captioned(), _two_towers("Siglip")),
     "blip": Family("BlipForConditionalGeneration", captioned(generated=True), _two_towers("Blip",
-        _VISION, projection_dim=16)),
+        projection_dim=16)),
     "git": Family("GitForCausalLM", one_batch(lambda: {**unmasked(), "pixel_values": images()}),
         _DECODER | {"vision_config": _VISION}),
     "vilt": Family("ViltForQuestionAnswering", one_batch(lambda: {"input_ids": random_tokens(),

@@ -326,11 +326,11 @@ class Llama(nn.Module):
 class AttentionWithDropout(nn.Module):
     """Layers of fused attention with dropout inside the kernel, which never stores a mask."""
 
-    def __init__(self, width: int = 64, n_heads: int = 4, n_layers: int = 3) -> None:
+    def __init__(self, width: int, n_heads: int) -> None:
         super().__init__()
         self.n_heads = n_heads
-        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(n_layers))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(n_layers))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(3))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape

@@ -47,7 +47,7 @@ from solver.plan_analysis import FIRST_SIZE, RETRY_SIZE
 from solver.reporting import Verification, describe_costs, step_notes
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import OF_THE_COMMAND, Say, parse_budget
-from solver.solving import default_disk_rate, with_disk
+from solver.solving import with_disk
 
 if TYPE_CHECKING:
     from graphs.costs import CostModel
@@ -204,7 +204,8 @@ def _request(
         places=with_disk(
             host_places(arguments.host, arguments.host_link, hardware=hardware, costs=costs),
             arguments.disk,
-            arguments.disk_rate or default_disk_rate(arguments.disk, costs),
+            arguments.disk_rate,
+            costs=costs,
         ),
         budget_of=arguments.budget_of,
         optimizer_state=arguments.optimizer_state,
@@ -290,7 +291,7 @@ def _model_problem(
         )
         stage = reported_stage(split, arguments.stage)
         solution = split.solutions[stage]
-        step = Variants.of(solution.variants or solution.graph)
+        step = solution.step
         return problem_of(
             file,
             step,

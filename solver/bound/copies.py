@@ -26,11 +26,8 @@ recomputed (`StorageGraph.of` with `may_offload`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from solver.bound.cut import TIME_ERROR, CutMilp
 from solver.bound.link_rows import LinkRows
@@ -48,15 +45,12 @@ class CopyCut:
         nothing fits).
     kept, fetched: units that the solution has on the device at the position, and units that it
         fetches later (None: no solution found). Other units that are needed later are recomputed.
-    cost_share: what the solution loses (inf: not known).
     """
 
     position: int
     lost_share: float
     kept: frozenset[int] | None
     fetched: frozenset[int] | None
-    timed_out: bool = False
-    cost_share: float = math.inf
 
 
 class CopyMilp(CutMilp):
@@ -169,7 +163,7 @@ class CopyMilp(CutMilp):
     def _to_cut(self, answer: Answer) -> CopyCut:
         lost_share, values = self.lost_share(answer), answer.values
         if values is None:
-            return CopyCut(self.position, lost_share, None, None, answer.timed_out)
+            return CopyCut(self.position, lost_share, None, None)
         kept = self.units_by_share(values)
         fetched = frozenset(
             u
@@ -177,5 +171,4 @@ class CopyMilp(CutMilp):
             if u not in kept
             and values[column] >= max(TIME_ERROR, 0.5 * (1 - values[self.keep[0][u]]))
         )
-        cost_share = float(np.dot(self.program.cost, values))
-        return CopyCut(self.position, lost_share, kept, fetched, answer.timed_out, cost_share)
+        return CopyCut(self.position, lost_share, kept, fetched)

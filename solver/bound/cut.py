@@ -61,10 +61,6 @@ from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError
 
 TIME_ERROR = 1e-6
 """The solver's tolerance on the objective, as a share of the baseline: taken off every bound."""
-NODES_TIMES_COLUMNS_SQUARED = 10**9
-"""Limit on the branch-and-bound nodes of one solve times its columns squared, since the time of a
-node grows faster than the columns: ten seconds at most.
-"""
 ROUNDED_GAP = 2.5e-4
 """If a single cut's LP rounds to within this share of the baseline's time, no MILP is solved."""
 NODES_BEFORE_COUNTS, LEAST_EQUAL_COLUMNS = 100, 3
@@ -353,7 +349,6 @@ def solve_cuts(
     positions: Sequence[int],
     budget_bytes: int,
     as_milp: bool,
-    allowance_bytes: Mapping[int, int] | None = None,
     gap: float = 5e-4,
     node_limit: int = 10_000,
     deadline: Deadline = NEVER,
@@ -365,16 +360,10 @@ def solve_cuts(
     deadline: ends the search; timed_out is then set, and what is proven by then counts.
     """
     try:
-        program = CutMilp(
-            folded,
-            positions=positions,
-            budget_bytes=budget_bytes,
-            allowance_bytes=allowance_bytes,
-            deadline=deadline,
-        )
+        program = CutMilp(folded, positions=positions, budget_bytes=budget_bytes, deadline=deadline)
     except OutOfTimeError:
         return Cuts(tuple(positions), 0.0, None, timed_out=True)
-    affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, program.n_columns) ** 2
+    affordable = program.program.n_affordable_nodes
     n_nodes = most_nodes = min(node_limit, max(1, affordable))
     if as_milp and len(positions) == 1:
         cuts = program.solve_lp_and_round()

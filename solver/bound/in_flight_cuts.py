@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from graphs.graph import Graph
-from solver.bound.cut import NODES_TIMES_COLUMNS_SQUARED, CutMilp
+from solver.bound.cut import CutMilp
 from solver.bound.in_flight import BACKWARD_END, FORWARD_END, Span, span_graph
 from solver.bound.lower_bound import fullest_positions
 from solver.bound.storage_graph import StorageGraph
@@ -133,8 +133,7 @@ class _InFlightCuts(CutMilp):
         n_nodes = None
         if as_milp:
             self.count_equal_columns()
-            affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, self.n_columns) ** 2
-            n_nodes = max(1, min(MAX_SEARCH_NODES, affordable))
+            n_nodes = max(1, min(MAX_SEARCH_NODES, self.program.n_affordable_nodes))
         answer = self.program.solve(as_milp=as_milp, gap=gap, node_limit=n_nodes, deadline=deadline)
         cuts = self.to_cuts(answer)
         span = dataclasses.replace(self._span, lost_share=cuts.lost_share)

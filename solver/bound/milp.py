@@ -15,6 +15,11 @@ from solver.sizes_deadlines_progress import NEVER, Deadline, OutOfTimeError, int
 
 Floats = npt.NDArray[np.float64]
 
+NODES_TIMES_COLUMNS_SQUARED = 10**9
+"""Limit on the branch-and-bound nodes of one solve times its columns squared, since the time of a
+node grows faster than the columns: ten seconds at most.
+"""
+
 
 @dataclass
 class Milp:
@@ -45,6 +50,11 @@ class Milp:
         self.most.append(most)
         self.integer.append(integer)
         return len(self.cost) - 1
+
+    @property
+    def n_affordable_nodes(self) -> int:
+        """Branch-and-bound nodes that one solve can afford (0: not even the root)."""
+        return NODES_TIMES_COLUMNS_SQUARED // max(1, len(self.cost)) ** 2
 
     def add_count_of(self, columns: list[int]) -> None:
         """Add a variable that equals the sum of these columns.

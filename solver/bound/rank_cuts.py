@@ -23,14 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphs.graph import Graph
-from solver.bound.cut import NODES_TIMES_COLUMNS_SQUARED, TIME_ERROR, CutMilp
+from solver.bound.cut import TIME_ERROR, CutMilp
 from solver.bound.in_flight import FORWARD_END, Span, span_graph
+from solver.bound.in_flight_cuts import MAX_SEARCH_NODES
 from solver.bound.milp import Milp
 from solver.bound.storage_graph import StorageGraph
 from solver.sizes_deadlines_progress import NEVER, Deadline
-
-MAX_SEARCH_NODES = 300
-"""Maximum branch-and-bound nodes of one MILP."""
 
 OtherCounts = tuple[int, ...]
 """For each stage, how many of its micro-batches are in flight besides the one that runs."""
@@ -115,8 +113,7 @@ class RankCuts:
         for row, saved, least, most in limits:
             row_limits = ((each - saved.held_bytes) / self._scale for each in (least, most))
             self._program.limit(row, *row_limits)
-        affordable = NODES_TIMES_COLUMNS_SQUARED // max(1, len(self._program.cost)) ** 2
-        n_nodes = max(1, min(MAX_SEARCH_NODES, affordable))
+        n_nodes = max(1, min(MAX_SEARCH_NODES, self._program.n_affordable_nodes))
         answer = self._program.solve(
             as_milp=as_milp, gap=gap, node_limit=n_nodes, deadline=deadline
         )

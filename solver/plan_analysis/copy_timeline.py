@@ -176,15 +176,15 @@ class Copies:
         """The trip with the copies at these positions. until_s: when its `Drop` takes effect."""
         first, last, event_at = positions[0], positions[-1], self._event_at
         storage = name_in(self.ops[first])
-        is_out, is_back = isinstance(self.ops[first], Store), isinstance(self.ops[last], Fetch)
+        is_back = isinstance(self.ops[last], Fetch)
         ends_s = [event_at[position].end_s for position in positions]
         spans = {type(self.ops[p]): (event_at[p].start_s, event_at[p].end_s) for p in positions}
         return Trip(
             storage=storage,
             size_bytes=self.graph.tensor_by_name[storage].size_bytes,
             maker=self.graph.producer[storage],
-            out_s=(event_at[first].start_s, event_at[first].end_s) if is_out else None,
-            back_s=(event_at[last].start_s, event_at[last].end_s) if is_back else None,
+            out_s=spans.get(Store),
+            back_s=spans[Fetch] if is_back else None,
             from_s=event_at[first].start_s,
             until_s=max(until_s, *ends_s),
             reader=self._reader(storage, last) if is_back else None,

@@ -166,10 +166,8 @@ def neighbours(
         changed_request = dataclasses.replace(
             request, budget_bytes=budget_bytes, time_limit_s=time_limit_s, method=method
         )
-        step = solution.variants or solution.graph
-        answers.append(
-            attempt(step, changed_request) if changed_request.available_bytes > 0 else None
-        )
+        fits = changed_request.available_bytes > 0
+        answers.append(attempt(solution.step, changed_request) if fits else None)
     less, more = answers
     assert more is not None
     if more.simulation is None or more.simulation.time_s > _plan_of(solution)[1].time_s:

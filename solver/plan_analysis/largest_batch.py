@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from graphs.rewrites import Variants
 from solver.bound import StorageGraph
 from solver.schedule import Solution
 from solver.sizes_deadlines_progress import interrupted
@@ -185,7 +184,7 @@ def _expected_largest(candidates: Sequence[Candidate]) -> int | None:
     The bytes that an op needs are those that every schedule holds while it runs. If the search for
     the least budget ended above them at another size, the same ratio is assumed here.
     """
-    steps = {c.size: Variants.of(c.solution.variants or c.solution.graph) for c in candidates}
+    steps = {c.size: c.solution.step for c in candidates}
     if len(steps) < 2:
         return None
     a, b = sorted(steps)[-2:]

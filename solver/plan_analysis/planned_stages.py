@@ -204,7 +204,7 @@ def _moved_to(place: Pipeline, solution: Solution) -> Solution:
         meta = graph.meta.with_environment(pipeline=dataclasses.asdict(place))
         return dataclasses.replace(graph, meta=meta)
 
-    steps = Variants.of(solution.variants or solution.graph)
+    steps = solution.step
     # Leave out the traced program: it belongs to the module that was planned.
     variants = Variants(moved(steps.plain), tuple(map(moved, steps.planned)))
     return dataclasses.replace(solution, graph=moved(solution.graph), variants=variants)

@@ -19,7 +19,7 @@ from typing import overload
 from graphs.pipeline import PipelineError
 from solver.plan_analysis.planned_stages import micro_batch_s, optimizer_s
 from solver.plan_analysis.rank_peak import check_rank, in_pipeline_order, rank_peak_bytes
-from solver.plan_analysis.rank_search import RankSearch, StagePlan, variants_of
+from solver.plan_analysis.rank_search import RankSearch, StagePlan
 from solver.schedule import OPTIMAL_GAP, Solution, Status
 from solver.sizes_deadlines_progress import Deadline, format_percent, format_size
 
@@ -131,7 +131,7 @@ def _with_plan(given: Solution, plan: StagePlan) -> Solution:
     peak_bytes, request = plan.simulation.peak_bytes, given.request
     # A bound proven for a larger budget also holds for a smaller one.
     is_smaller = peak_bytes <= request.available_bytes
-    least_s = min(graph.baseline_time_s for graph in variants_of(given))
+    least_s = min(graph.baseline_time_s for graph in given.step.planned)
     return dataclasses.replace(
         given,
         graph=plan.graph,

@@ -32,7 +32,6 @@ import numpy as np
 
 from graphs.graph import Graph
 from graphs.pipeline import Pipeline
-from graphs.rewrites import Variants
 from solver.bound import RankCuts, Span, StorageGraph, one_in_flight, span_graph, without_span_nodes
 from solver.methods import METHODS, fold_simulation, schedule_from_cuts
 from solver.plan_analysis.planned_stages import optimizer_s
@@ -82,7 +81,7 @@ class Stage:
     def __init__(self, given: Solution, others: Sequence[tuple[int, ...]]) -> None:
         """others: for each of its passes, how many others of each stage are in flight."""
         self._request, self._others = given.request, others
-        self.plain = [StagePlan.of(graph, baseline(graph)) for graph in variants_of(given)]
+        self.plain = [StagePlan.of(graph, baseline(graph)) for graph in given.step.planned]
         self.plans = list(self.plain)
         known = given.schedule or (given.obstacle and given.obstacle.schedule)
         if known:
@@ -154,11 +153,6 @@ class Stage:
     def _add_plan(self, plan: StagePlan) -> None:
         self.plans.append(plan)
         self.plans.sort(key=lambda plan: plan.time_s)
-
-
-def variants_of(given: Solution) -> tuple[Graph, ...]:
-    """The graphs of a stage that may be planned: one for each variant."""
-    return Variants.of(given.variants or given.graph).planned
 
 
 @dataclass(frozen=True, order=True)

@@ -42,7 +42,7 @@ def size_rows(search: SizeSearch) -> Iterator[Row]:
     if saturated is not None and saturated.rate_per_s and largest.rate_per_s:
         rate = f"{_rate(saturated.rate_per_s)} {RATE_UNITS[search.size]}"
         text = f"{saturation_text(search)}, {rate}"
-        if text and saturated.size != largest.size:
+        if saturated.size != largest.size:
             text += f"; {_rate(largest.rate_per_s)} at {largest.size}"
         yield "throughput", text
 

@@ -81,6 +81,11 @@ class Solution:
         """The step without rewrites if it is known, else the graph of the plan."""
         return self.graph if self.variants is None else self.variants.plain
 
+    @property
+    def step(self) -> Variants:
+        """The programs that `graph` was chosen from, or `graph` alone if they are not known."""
+        return Variants.of(self.variants or self.graph)
+
     @cached_property
     def unplanned(self) -> Graph:
         """The plain step with the tensor lifetimes of eager mode (`graphs.graph.as_eager`)."""
@@ -111,9 +116,9 @@ class Solution:
         environment = self.graph.meta.environment
         if words := sharding_words(environment) or zero_words(environment):
             request_text += f" {words}"
-        if (pipeline := pipeline_of(self.graph.meta.environment)) is not None:
+        if (pipeline := pipeline_of(environment)) is not None:
             request_text += f", {pipeline.words}"
-        if (passes := passes_of(self.graph.meta.environment)).n > 1:
+        if (passes := passes_of(environment)).n > 1:
             request_text += f", {passes.words}"
         if self.simulation is None or self.overhead is None:
             return f"Solution({request_text}: no schedule{self.obstacle_text})"
@@ -124,8 +129,7 @@ class Solution:
         return (
             f"Solution({request_text}: peak {format_size(self.simulation.peak_bytes)}, "
             f"without checkpointing {format_size(self.baseline.peak_bytes)}; "
-            f"{copies_text}"
-            f"overhead {_unsigned_share(self.overhead)}, "
+            f"{copies_text}overhead {_unsigned_share(self.overhead)}, "
             f"proven at least {_unsigned_share(self.lower_bound_overhead)}; "
             f"{counted(self.simulation.n_recomputed, 'op')} recomputed)"
         )
@@ -133,13 +137,9 @@ class Solution:
     @property
     def proven_infeasible(self) -> bool:
         """Whether it is proven that no schedule fits, whichever method makes it."""
-        return self.simulation is None and (
-            math.isinf(self.lower_bound_s)
-            or (
-                self.obstacle is not None
-                and self.obstacle.proven_bytes > self.request.available_bytes
-            )
-        )
+        obstacle, available_bytes = self.obstacle, self.request.available_bytes
+        is_below = obstacle is not None and obstacle.proven_bytes > available_bytes
+        return self.simulation is None and (math.isinf(self.lower_bound_s) or is_below)
 
     @property
     def fits_without_plan(self) -> bool:

@@ -29,6 +29,7 @@ def with_disk(
     budget: str | int | float | None,
     rate: Rates | None = None,
     *,
+    costs: object = None,
     resident_bytes: int = 0,
 ) -> Places | None:
     """Return the places with a disk behind the host, or unchanged if no disk budget is given.
@@ -37,7 +38,7 @@ def with_disk(
         "500GB:/scratch", "500GB", 5e11.
     rate: bytes per second for writing and reading, "5GB/s" or one for each, "5GB/s,6GB/s"; a kind
         of disk such as "nvme4", for its published rates; or "measured", with a file that is written
-        to the directory and read.
+        to the directory and read (the default if `costs`, the step's, are measured too).
     resident_bytes: resident bytes of the step, to reject "500" if 500 GB was meant.
 
     Raises BudgetError for an invalid size, rate or directory, for a size without a rate or a rate
@@ -60,6 +61,8 @@ def with_disk(
     reject_share(size, what="disk budget")
     capacity_bytes = parse_size(size if isinstance(budget, str) else budget, what="disk budget")
     reject_missing_unit(size, resident_bytes=resident_bytes, what="disk budget")
+    if rate is None and directory and hasattr(type(costs), "host_copies"):
+        rate = MEASURED
     if rate is None:
         raise BudgetError(
             "the disk's rates are unknown; measure them (--disk-rate measured), name its kind "
@@ -119,12 +122,6 @@ def measured_rates(directory: str) -> tuple[float, float]:
             f"{format_size(MEASURED_BYTES)} of it. Or give them (--disk-rate 5GB/s,6GB/s)"
         ) from error
     return MEASURED_BYTES / (write_end_s - started_s), MEASURED_BYTES / (read_end_s - read_start_s)
-
-
-def default_disk_rate(budget: str | int | float | None, costs: object) -> str | None:
-    """The disk rate if none is given: "measured" if the costs are measured too and the budget names
-    a directory, else None."""
-    return MEASURED if disk_directory(budget) and hasattr(type(costs), "host_copies") else None
 
 
 def disk_directory(budget: str | int | float | None) -> str:

@@ -30,7 +30,7 @@ from solver.sizes_deadlines_progress import (
     tell,
     telling,
 )
-from solver.solving.disk import default_disk_rate, with_disk
+from solver.solving.disk import with_disk
 from solver.solving.problem import as_step, is_traced, name_of
 from solver.solving.solve_request import answer
 from solver.solving.state_choices import check_where
@@ -240,10 +240,7 @@ def request_for(
         rewrites=(rewrites or "bitwise") if is_module else "none",
         budget_of=budget_of,
         places=with_disk(
-            places,
-            disk_budget,
-            default_disk_rate(disk_budget, costs) if disk_rate is None else disk_rate,
-            resident_bytes=resident_bytes,
+            places, disk_budget, disk_rate, costs=costs, resident_bytes=resident_bytes
         ),
         **options,
     )

@@ -261,7 +261,7 @@ def with_obstacle(solution: Solution, *, deadline: Deadline | None = None) -> So
     if deadline is None:
         left_s = request.time_limit_s - solution.solve_time_s
         deadline = Deadline.after(max(KEPT_SHARE * request.time_limit_s, left_s))
-    graphs = Variants.of(solution.variants or solution.graph).planned
+    graphs = solution.step.planned
     # each variant gets an equal share of the time left
     obstacles = [
         find_obstacle(

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from graphs.graph import Graph, Node, Phase, Tensor
 from graphs.synthetic.nets import chain, recurrent, residual
 from graphs.synthetic.tape import Tape
+from tests.support.aliasing import aliasing_dag
+from tests.support.overwriting import overwriting_dag
 
 __all__ = [
     "chain",
@@ -20,6 +22,7 @@ __all__ = [
     "random_dag",
     "recurrent",
     "residual",
+    "some_graph",
     "transformer",
     "u_shape",
 ]
@@ -186,6 +189,13 @@ def random_dag(*, seed: int, n_forward: int, n_later: int) -> Graph:
     if made_names and made_names[-1] not in outputs:
         outputs.append(made_names[-1])
     return Graph(nodes=tuple(nodes), tensors=tuple(tensors), outputs=tuple(outputs))
+
+
+def some_graph(seed: int) -> Graph:
+    """A small graph: plain, with overwrites or with aliases, by turns."""
+    if seed % 3 == 0:
+        return random_dag(seed=seed, n_forward=seed % 8 + 3, n_later=seed % 7 + 2)
+    return overwriting_dag(seed) if seed % 3 == 1 else aliasing_dag(seed)
 
 
 def _pick_inputs(rng: random.Random, tensors: list[Tensor], *, recent: bool) -> tuple[str, ...]:

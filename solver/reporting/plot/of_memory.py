@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -312,11 +311,10 @@ def _forward_end_s(layers: Occupancy) -> float | None:
     """When the forward pass ends, in seconds: after the last first run of a forward node."""
     seen: set[str] = set()
     forward_end_s = None
-    ends_s = accumulate(node.time_s for node in layers.nodes)
-    for node, end_s in zip(layers.nodes, ends_s, strict=True):
+    for node, start_s in zip(layers.nodes, layers.edges_s, strict=False):
         if node.phase == "forward" and node.name not in seen:
             seen.add(node.name)
-            forward_end_s = end_s
+            forward_end_s = start_s + node.time_s
     return forward_end_s
 
 

@@ -4,9 +4,15 @@ import math
 
 import pytest
 
+from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.chain.nested_reversal_levels import Levels, Stretch, divide
 from tests.support.small_graphs import make, op
+
+
+def divided(graph: Graph, *, width_bytes: int = 8, **division: tuple[int, ...]) -> Levels:
+    folded = StorageGraph.of(graph)
+    return divide(folded, width_bytes=width_bytes, budget_bytes=100, **division)
 
 
 def one_state(width_bytes: int, *, far: str = "f") -> Levels:
@@ -27,15 +33,7 @@ def one_state(width_bytes: int, *, far: str = "f") -> Levels:
         {"a": 4, "s": 1, "f": 4, "b": 4, "c": 4, "p": 4, "d4": 1, "d3": 1, "d2": 1, "d1": 1},
         outputs="d1",
     )
-    levels = divide(
-        StorageGraph.of(graph),
-        bounds=(0, 1, 2, 4),
-        checks=(7, 6, 5),
-        width_bytes=width_bytes,
-        budget_bytes=100,
-    )
-    assert levels is not None
-    return levels
+    return divided(graph, bounds=(0, 1, 2, 4), checks=(7, 6, 5), width_bytes=width_bytes)
 
 
 def names(levels: Levels) -> list[str]:
@@ -77,11 +75,7 @@ def two_states() -> Levels:
         {"x1": 4, "y1": 4, "x2": 4, "y2": 4, "d3": 1, "d2": 1, "d1": 1},
         outputs="d1",
     )
-    levels = divide(
-        StorageGraph.of(graph), bounds=(0, 2, 4), checks=(6, 5), width_bytes=8, budget_bytes=100
-    )
-    assert levels is not None
-    return levels
+    return divided(graph, bounds=(0, 2, 4), checks=(6, 5))
 
 
 def test_one_of_two_states_in_an_empty_range_does_not_do_for_both() -> None:
@@ -112,9 +106,7 @@ def test_a_state_is_due_if_an_empty_range_cannot_have_it(unit_bytes: int, is_due
         {"x1": unit_bytes, "g1": 8, "x2": unit_bytes, "g2": 8, "d3": 1, "d2": 1, "d1": 1},
         outputs="d1",
     )
-    levels = divide(
-        StorageGraph.of(graph), bounds=(0, 1, 2), checks=(4, 3), width_bytes=8, budget_bytes=100
-    )
+    levels = divided(graph, bounds=(0, 1, 2), checks=(4, 3))
     assert levels.arrival.due_if_read == (False, is_due)
 
 
@@ -133,11 +125,7 @@ def with_another_read(other_bytes: int) -> Levels:
         {"g1": 8, "z1": other_bytes, "g2": 8, "k2": 8, "d3": 1, "d2": 1, "d1": 1},
         outputs="d1",
     )
-    levels = divide(
-        StorageGraph.of(graph), bounds=(0, 2, 4), checks=(6, 5), width_bytes=8, budget_bytes=100
-    )
-    assert levels is not None
-    return levels
+    return divided(graph, bounds=(0, 2, 4), checks=(6, 5))
 
 
 def test_what_is_due_can_take_less_than_the_demand() -> None:
@@ -164,9 +152,7 @@ def test_a_window_begins_after_the_check_of_the_level_above() -> None:
         {"x1": 8, "g1": 8, "g2": 8, "d3": 1, "d2": 1, "d1": 1},
         outputs="d1",
     )
-    levels = divide(
-        StorageGraph.of(graph), bounds=(0, 1, 2), checks=(4, 3), width_bytes=8, budget_bytes=100
-    )
+    levels = divided(graph, bounds=(0, 1, 2), checks=(4, 3))
     x1, g1, g2 = 0, 1, 2
     assert [each.demand for each in levels.stretches] == [{g1}, {g2}]
     assert levels.stretches[1].later == {x1}

@@ -22,12 +22,13 @@ from solver.reporting import plot
 from solver.reporting.plot import of_memory as plot_memory
 from solver.reporting.plot import of_schedule as plot_schedule
 from solver.reporting.plot import style as plot_style
-from solver.schedule import Request
+from solver.schedule import Link, Place, Places, Request
 from solver.schedule.memory import LAYERS, node_at, occupancy
 from solver.schedule.recompute import baseline
 from solver.schedule.solution import Solution
 from solver.solving import solve
 from tests.support.budgets import baseline_peak_bytes
+from tests.support.small_graphs import make, op, plan
 
 GRAPH = residual(n_blocks=5)
 PEAK_BYTES = baseline_peak_bytes(GRAPH)
@@ -178,6 +179,23 @@ def test_the_time_axis_shows_where_the_backward_pass_and_each_block_start(planne
     assert [block for _, block in backward] == list(range(blocks.n_blocks, 0, -1))
     assert forward[0][0] == 0.0
     assert forward_s <= backward[0][0] < backward[-1][0] < planned.simulation.time_s
+
+
+def test_the_forward_pass_ends_after_its_stalls():
+    graph = make(
+        [
+            op("f", "", "a", time_s=4.0),
+            op("g", "", "b", time_s=4.0),
+            op("h", "b", "c", time_s=4.0),
+            op("q", "a c", "d", time_s=1.0, phase="backward"),
+        ],
+        {"a": 8, "b": 4, "c": 4, "d": 0},
+        outputs="d",
+    )
+    places = Places(host=Place(100, Link(1.0, 8.0)))
+    schedule = plan(graph, "f store:a g -a h -b fetch:a q -a -c drop:a")  # g: 4 to 8 s, store: 12 s
+    layers = occupancy(graph, schedule, places=places)
+    assert plot_memory._forward_end_s(layers) == 16.0
 
 
 def test_blocks_have_the_same_numbers_without_the_plan():

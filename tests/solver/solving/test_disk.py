@@ -12,7 +12,7 @@ from solver.plan_analysis import copies
 from solver.reporting.copy_rows import trip_table
 from solver.schedule import Link, Place, Places, Solution
 from solver.sizes_deadlines_progress import BudgetError, format_size
-from solver.solving.disk import default_disk_rate, with_disk
+from solver.solving.disk import with_disk
 from tests.support.budgets import baseline_peak_bytes
 from tests.support.command import failed
 from tests.support.synthetic_graphs import residual
@@ -112,13 +112,16 @@ def test_the_command_knows_rates_by_a_word(rate: str, tmp_path: Path, capsys, mo
     assert ("6.90 GB/s out, 7.45 GB/s in," in printed) == (rate == "nvme4")
 
 
-def test_measured_costs_measure_the_disk() -> None:
+def test_measured_costs_measure_the_disk(tmp_path: Path, monkeypatch) -> None:
     class MeasuredCosts:
         host_copies = None
 
-    assert default_disk_rate("500GB:/tmp", MeasuredCosts()) == "measured"
-    assert default_disk_rate("500GB", MeasuredCosts()) is None
-    assert default_disk_rate("500GB:/tmp", None) is None
+    monkeypatch.setattr("solver.solving.disk.measured_rates", lambda _: (2e9, 3e9))
+    places = with_disk(HOST, f"500GB:{tmp_path}", costs=MeasuredCosts())
+    assert places.disk == Place(500 * 10**9, Link(2e9, 3e9))
+    for budget, costs in (("500GB", MeasuredCosts()), (f"500GB:{tmp_path}", None)):
+        with pytest.raises(BudgetError, match="the disk's rates are unknown"):
+            with_disk(HOST, budget, costs=costs)
 
 
 def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from solver.methods.registry import METHODS
 from solver.schedule.recompute import baseline
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import deadline
-from solver.sizes_deadlines_progress.sizes import BudgetError, parse_size
 from tests.support.bitwise import assert_equal
 from tests.support.budgets import baseline_peak_bytes
 from tests.support.synthetic_graphs import dense, pyramid, residual, u_shape
@@ -94,14 +93,6 @@ def test_a_loss_that_picks_what_the_model_computed_is_inside() -> None:
     assert trace(model, batch, loss=lambda output, _: output["loss"]).graph_id == plain.graph_id
     other = trace(model, batch, loss=lambda output, _: output["logits"].square().mean())
     assert any(node.phase == "outside" for node in other.nodes)
-
-
-@pytest.mark.parametrize(
-    ("budget", "right"), [("1.5", "write 16GB"), ("0.3", "write '30%' and name the device")]
-)
-def test_part_of_a_byte_is_no_budget(budget: str, right: str) -> None:
-    with pytest.raises(BudgetError, match=right):
-        parse_size(budget)
 
 
 def test_a_misspelt_argument_is_solves_and_names_the_nearest() -> None:

@@ -18,12 +18,10 @@ from solver.methods.auto.around_copies import (
 from solver.methods.auto.copy_placement import find_gaps, never_copied, place_copies
 from solver.methods.auto.stages import recompute_only
 from solver.schedule import Link, Place, Places, baseline, keep, simulate
-from tests.support.aliasing import aliasing_dag
 from tests.support.budgets import baseline_peak_bytes
-from tests.support.overwriting import overwriting_dag
 from tests.support.schedules_with_copies import planned_step_s
 from tests.support.small_graphs import make, op
-from tests.support.synthetic_graphs import random_dag
+from tests.support.synthetic_graphs import random_dag, some_graph
 
 LINK = Link(1.0, 1.0)
 
@@ -65,12 +63,6 @@ def test_a_unit_comes_back_by_a_node_that_may_run_again() -> None:
     order, gaps = without_fetches(folded, again)
     assert order == baseline(graph).order
     assert [(gap.first, gap.last, gap.unit) for gap in gaps] == [(1, 5, 0)]
-
-
-def some_graph(seed: int) -> Graph:
-    if seed % 3 == 0:
-        return random_dag(seed=seed, n_forward=seed % 8 + 3, n_later=seed % 7 + 2)
-    return overwriting_dag(seed) if seed % 3 == 1 else aliasing_dag(seed)
 
 
 @pytest.mark.slow

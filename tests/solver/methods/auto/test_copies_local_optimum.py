@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from graphs.graph import Graph
 from solver.bound import StorageGraph
 from solver.methods.auto import with_copies as module
 from solver.methods.auto.copies_local_optimum import Attempt, _neighbouring_orders, climb
@@ -21,17 +20,9 @@ from solver.schedule import (
     keep,
     simulate,
 )
-from tests.support.aliasing import aliasing_dag
 from tests.support.budgets import budget_above_resident
-from tests.support.overwriting import overwriting_dag
 from tests.support.schedules_with_copies import planned_step_s
-from tests.support.synthetic_graphs import random_dag, u_shape
-
-
-def some_graph(seed: int) -> Graph:
-    if seed % 3 == 0:
-        return random_dag(seed=seed, n_forward=seed % 8 + 3, n_later=seed % 7 + 2)
-    return overwriting_dag(seed) if seed % 3 == 1 else aliasing_dag(seed)
+from tests.support.synthetic_graphs import some_graph, u_shape
 
 
 @pytest.mark.parametrize("first_seed", [0, 50])

@@ -28,23 +28,15 @@ from solver.schedule import (
     simulate,
 )
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
-from tests.support.aliasing import aliasing_dag
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
 from tests.support.budgets import baseline_peak_bytes, budget_above_resident
-from tests.support.overwriting import overwriting_dag
 from tests.support.schedules_with_copies import output_storages
 from tests.support.small_graphs import make, op
-from tests.support.synthetic_graphs import chain, random_dag, residual
+from tests.support.synthetic_graphs import chain, random_dag, residual, some_graph
 
 
 def host(bytes_per_s: float, capacity_bytes: int = 10**18, latency_s: float = 0.0) -> Places:
     return Places(host=Place(capacity_bytes, Link(bytes_per_s, bytes_per_s, latency_s)))
-
-
-def some_graph(seed: int) -> Graph:
-    if seed % 3 == 0:
-        return random_dag(seed=seed, n_forward=seed % 8 + 3, n_later=seed % 7 + 2)
-    return overwriting_dag(seed) if seed % 3 == 1 else aliasing_dag(seed)
 
 
 @pytest.mark.parametrize("first_seed", range(0, 600, 200))
