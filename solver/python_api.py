@@ -19,6 +19,7 @@ from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import (
     IN_PYTHON,
     counted,
+    describe_type,
     format_time,
     names_checked,
     now_s,
@@ -38,10 +39,10 @@ def report(solution: Solution, *, file: TextIO | None = None) -> None:
     Raises TypeError for anything but a Solution.
     """
     if not isinstance(solution, Solution):
-        given = "None" if solution is None else f"an object of type {type(solution).__name__}"
         raise TypeError(
-            f"report() was given {given}; it takes the Solution that solve(model, batch, ...) "
-            "returns: report(solution), with file= to print elsewhere than to stdout"
+            f"report() was given {describe_type(solution)}; it takes the Solution that "
+            "solve(model, batch, ...) returns: report(solution), with file= to print elsewhere "
+            "than to stdout"
         )
     from rich.console import Console
 

@@ -28,7 +28,8 @@ from checkpoint_solver.cli.arguments import Arguments
 from checkpoint_solver.cli.ctrl_c import Watch, exit_now
 from checkpoint_solver.cli.exit_codes import Exit, error_line, exit_code
 from checkpoint_solver.cli.largest_batch import SIZE_WORDS, find_largest, size_notes
-from checkpoint_solver.cli.model_file import CONFIGURATION, LoadError, SizeError
+from checkpoint_solver.cli.model_file import SizeError
+from checkpoint_solver.cli.model_source import CONFIGURATION, LoadError
 from checkpoint_solver.cli.pipeline_stages import failing_stage
 from checkpoint_solver.cli.problem import Problem, open_problem
 from checkpoint_solver.cli.progress import Progress

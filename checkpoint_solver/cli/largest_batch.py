@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from checkpoint_solver.cli.arguments import Arguments
-from checkpoint_solver.cli.model_file import LoadError
+from checkpoint_solver.cli.model_source import LoadError
 from checkpoint_solver.cli.problem import Problem
 from checkpoint_solver.cli.progress import Progress
 from checkpoint_solver.cli.usage import UsageError

@@ -14,10 +14,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +22,8 @@ from types import ModuleType
 from typing import Any
 
 from checkpoint_solver.cli import hf_config
+from checkpoint_solver.cli.model_source import LoadError, ModelSource, error_text
+from solver.sizes_deadlines_progress import describe_type
 
 EXAMPLE_OF_SIZE = {"batch_size": 8, "seq_length": 1024}
 SIZE_NAMES = tuple(EXAMPLE_OF_SIZE)
@@ -32,56 +31,10 @@ SEED = 0
 """The random seed of every batch, so that `--verify` runs the batch that was planned for."""
 PARALLELIZE = "parallelize"
 """The function of a model file that distributes a model: `parallelize(model, mesh)`."""
-CONFIGURATION = "hf:"
-"""The prefix of the path of a Hugging Face configuration."""
-_NAME = r"[A-Za-z_]\w*"
-_PLACE_AND_FACTORY = re.compile(rf"(.*\.py|{_NAME}(?:\.{_NAME})*)(?::({_NAME}))?", re.DOTALL)
-
-
-class LoadError(ValueError):
-    """The model file, or a function in it, fails; the message names file and line."""
 
 
 class SizeError(ValueError):
     """A batch size or sequence length that the file does not accept, or that is missing."""
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where a model comes from.
-
-    place: a file (Path), or the name of an importable module.
-    factory: the function that creates the model.
-    is_configuration: whether the file is a Hugging Face configuration.
-    """
-
-    place: Path | str
-    factory: str = "get_model"
-    is_configuration: bool = False
-
-    def __str__(self) -> str:
-        return f"{CONFIGURATION}{self.place}" if self.is_configuration else str(self.place)
-
-
-def parse_source(text: str) -> ModelSource | None:
-    """Parse `model.py[:name]`, `package.module[:name]` or `hf:config.json`; None for others.
-
-    Raises LoadError for a model file that does not exist, before PyTorch is loaded for it.
-    """
-    if text.startswith(CONFIGURATION):
-        return ModelSource(Path(text.removeprefix(CONFIGURATION)), is_configuration=True)
-    match = _PLACE_AND_FACTORY.fullmatch(text)
-    if match is None:
-        return None
-    place, factory = match.groups(default="")
-    is_file = place.endswith(".py")
-    if is_file and Path(place).is_dir():
-        raise LoadError(f"{place}: is a directory; give a model file (model.py)")
-    if is_file and not Path(place).exists():
-        raise LoadError(f"{place}: no such file; give a model file (model.py) or graph.json")
-    if not is_file and not factory and ("." not in place or Path(place).exists()):
-        return None
-    return ModelSource(Path(place) if is_file else place, factory or "get_model")
 
 
 @dataclass(frozen=True)
@@ -191,7 +144,9 @@ class ModelFile:
 
     def _bad_result(self, call: str, value: object, expected: str) -> LoadError:
         place = self._place(call.partition("(")[0])
-        return LoadError(f"{place}: {call} returned {_kind(value)}; it must return {expected}")
+        return LoadError(
+            f"{place}: {call} returned {describe_type(value)}; it must return {expected}"
+        )
 
     def checked(self) -> ModelFile:
         """Check functions and sizes without calling the functions; returns the file itself.
@@ -246,7 +201,9 @@ class ModelFile:
                 f"{self.source} defines no {name}(); {rule}; it defines: {_functions(self.module)}"
             )
         if not callable(function):
-            raise LoadError(f"{self.source}: {name} is {_kind(function)}; it must be a function")
+            raise LoadError(
+                f"{self.source}: {name} is {describe_type(function)}; it must be a function"
+            )
         return function  # type: ignore[no-any-return]
 
     def _sizes_for(self, name: str) -> dict[str, int]:
@@ -350,52 +307,8 @@ def _import(source: ModelSource) -> ModuleType:
         raise LoadError(error_text(error, source)) from error
 
 
-def error_text(error: BaseException, source: ModelSource) -> str:
-    """File, line and reason of an error in the user's code, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    if isinstance(error, SyntaxError):
-        place = f"{_label(error.filename, source)}, line {error.lineno}" if error.lineno else source
-        return f"{place}: SyntaxError: {error.msg}"
-    if isinstance(error, SystemExit):
-        reason = f"called sys.exit({error.code!r})"
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if _is_user_code(frame.filename, source)]
-    if not user_frames:
-        return f"{source}: {reason}"
-    return f"{_label(user_frames[-1].filename, source)}, line {user_frames[-1].lineno}: {reason}"
-
-
-def _label(filename: str | None, source: ModelSource) -> str:
-    """The file's name for errors; the model file is named as on the command line."""
-    if filename is None or isinstance(source.place, str):
-        return filename or str(source)
-    return str(source) if Path(filename).resolve() == source.place.resolve() else filename
-
-
-def _is_user_code(filename: str, source: ModelSource) -> bool:
-    """Whether code in this file is the user's: beside the model file or in its package, and neither
-    in an installed library nor in this project."""
-    if filename.startswith("<"):  # generated code, or Python's own
-        return False
-    file = Path(filename).resolve()
-    libraries = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
-    libraries += [root for module in ("solver", "graphs") for root in sys.modules[module].__path__]
-    if any(file.is_relative_to(Path(directory).resolve()) for directory in libraries):
-        return False
-    if isinstance(source.place, Path):
-        return file.is_relative_to(source.place.resolve().parent)
-    module = sys.modules.get(source.place.partition(".")[0])
-    roots = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
-    return any(root is not None and file.is_relative_to(Path(root).resolve()) for root in roots)
-
-
 def _functions(module: ModuleType) -> str:
     functions = {name: value for name, value in vars(module).items() if callable(value)}
     own = [n for n, f in functions.items() if getattr(f, "__module__", None) == module.__name__]
     names = [name for name in own if not name.startswith("_")]
     return ", ".join(names[:8]) or "no function"
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"an object of type {type(value).__name__}"

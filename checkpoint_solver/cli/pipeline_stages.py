@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from checkpoint_solver.cli.arguments import Arguments
-from checkpoint_solver.cli.model_file import LoadError, ModelFile
+from checkpoint_solver.cli.model_file import ModelFile
+from checkpoint_solver.cli.model_source import LoadError
 from checkpoint_solver.cli.traced_step import (
     batch_with_values,
     build_on_meta,

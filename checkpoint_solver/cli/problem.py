@@ -18,15 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint_solver.cli import hf_config
 from checkpoint_solver.cli.arguments import STEP, Arguments
-from checkpoint_solver.cli.model_file import (
-    CONFIGURATION,
-    SIZE_NAMES,
-    LoadError,
-    ModelFile,
-    ModelSource,
-    open_model_file,
-    parse_source,
-)
+from checkpoint_solver.cli.model_file import SIZE_NAMES, ModelFile, open_model_file
+from checkpoint_solver.cli.model_source import CONFIGURATION, LoadError, ModelSource, parse_source
 from checkpoint_solver.cli.pipeline_stages import reported_stage, split_stages, stage_notes
 from checkpoint_solver.cli.progress import Progress
 from checkpoint_solver.cli.running_here import plan_by_submodules, verify_plan

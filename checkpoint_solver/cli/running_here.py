@@ -7,7 +7,8 @@ These are the two places where the command runs real training steps. They import
 from __future__ import annotations
 
 from checkpoint_solver.cli.memory_to_run import estimate_memory
-from checkpoint_solver.cli.model_file import LoadError, ModelFile, error_text
+from checkpoint_solver.cli.model_file import ModelFile
+from checkpoint_solver.cli.model_source import LoadError, error_text
 from checkpoint_solver.cli.progress import Progress
 from checkpoint_solver.cli.reading_arguments import Arguments
 from checkpoint_solver.cli.traced_step import NotTracedError

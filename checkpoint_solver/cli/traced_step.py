@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint_solver.cli.arguments import AUTO, Arguments
 from checkpoint_solver.cli.memory_to_run import ModelSizes, estimate_memory
-from checkpoint_solver.cli.model_file import LoadError, ModelFile, error_text
+from checkpoint_solver.cli.model_file import ModelFile
+from checkpoint_solver.cli.model_source import LoadError, error_text
 from checkpoint_solver.cli.usage import UsageError
 from graphs.files import FormatError
 from graphs.fsdp import MixedPrecision, Sharding, ShardingError

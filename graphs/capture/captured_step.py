@@ -169,38 +169,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
     }
     if shell.spec is None:
         raise TraceError("the model was never called while it was traced")
-    inputs = {node: source for node, source in sources.items() if source.kind != "tangent"}
-    input_storages = {storage_key(node.meta["val"]) for node in inputs}
-    nodes = {i: item for i, item in enumerate(outputs) if isinstance(item, torch.fx.Node)}
-    n_sharing = Counter(storage_key(node.meta["val"]) for node in nodes.values())
-    for index in shell.gradient_outputs:
-        node, storage = nodes[index], storage_key(nodes[index].meta["val"])
-        if node.op == "placeholder" or (storage in input_storages and n_sharing[storage] > 1):
-            raise TraceError(
-                f"{title(index, shell.spec)}, which gets a gradient, is one of the model's inputs "
-                "or parameters, or a view of one; return a clone of it"
-            )
-    # All changes of inputs are outputs, except those by the backward pass: a `copy_` in the graph.
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        if (source := sources.get(node.args[0])) is not None:
-            raise TraceError(
-                f"the backward pass of an autograd.Function or a hook changes {source.title} in "
-                "place, which a planned step would not do; change it in forward, or after "
-                "backward()",
-                runs_in_eager=True,
-            )
-    state = shell.state
-    tensors: dict[Any, torch.Tensor] = {
-        node: local_part(
-            shell.real_batch[source.index] if source.kind == "input" else state[source.name]
-        )
-        for node, source in inputs.items()
-    }
-    titles: dict[Any, str] = {node: source.title for node, source in inputs.items()}
-    for index, tensor in enumerate(shell.mode.read_tensors.tensors):
-        tensors[index], titles[index] = tensor, "a tensor that forward reads besides its arguments"
-    refuse_overlapping(tensors, mutations, titles)
-    return Capture(
+    captured = Capture(
         graph=module.graph,
         module=module,
         sources=sources,
@@ -219,6 +188,45 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
             if source.kind == "parameter" and source.name in shell.gradient_specs
         },
     )
+    _refuse_unplannable(captured, shell)
+    return captured
+
+
+def _refuse_unplannable(captured: Capture, shell: Shell) -> None:
+    """Raise TraceError for outputs and changes of inputs that a planned step cannot have."""
+    sources = captured.sources
+    inputs = {node: source for node, source in sources.items() if source.kind != "tangent"}
+    input_storages = {storage_key(node.meta["val"]) for node in inputs}
+    nodes = {i: item for i, item in enumerate(captured.outputs) if isinstance(item, torch.fx.Node)}
+    n_sharing = Counter(storage_key(node.meta["val"]) for node in nodes.values())
+    for index in captured.gradient_outputs:
+        node, storage = nodes[index], storage_key(nodes[index].meta["val"])
+        if node.op == "placeholder" or (storage in input_storages and n_sharing[storage] > 1):
+            raise TraceError(
+                f"{title(index, captured.output_spec)}, which gets a gradient, is one of the "
+                "model's inputs or parameters, or a view of one; return a clone of it"
+            )
+    # All changes of inputs are outputs, except those by the backward pass: a `copy_` in the graph.
+    copies = captured.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    for node in copies:
+        if (source := sources.get(node.args[0])) is not None:
+            raise TraceError(
+                f"the backward pass of an autograd.Function or a hook changes {source.title} in "
+                "place, which a planned step would not do; change it in forward, or after "
+                "backward()",
+                runs_in_eager=True,
+            )
+    state = shell.state
+    tensors: dict[Any, torch.Tensor] = {
+        node: local_part(
+            shell.real_batch[source.index] if source.kind == "input" else state[source.name]
+        )
+        for node, source in inputs.items()
+    }
+    titles: dict[Any, str] = {node: source.title for node, source in inputs.items()}
+    for index, tensor in enumerate(shell.mode.read_tensors.tensors):
+        tensors[index], titles[index] = tensor, "a tensor that forward reads besides its arguments"
+    refuse_overlapping(tensors, captured.mutations, titles)
 
 
 def _source(desc: Any, paths: Mapping[str, str]) -> Source:

@@ -177,13 +177,8 @@ def rehearse(
     """
     if captured.opaque or has_distributed(model):
         return Rehearsed()
-    gradient_outputs = captured.gradient_outputs
     try:
-        left = LeftBehind(model) if captured.left else None
-        shell = Shell(
-            model, call, choose=lambda _output: gradient_outputs, device=device, left=left
-        )
-        with _in_eager_mode(model, captured, shell, device=device):
+        with _in_eager_mode(model, call, captured, device=device) as shell:
             with EagerCalls() as forward:
                 returned = shell(*shell.batch)
             outputs = [item for item in returned if item.requires_grad]
@@ -217,12 +212,9 @@ def _held_by_checkpointed_calls(
 
     Returns forward node -> tensors, as `held_by_variables` does; None: not known.
     """
-    left = LeftBehind(model) if captured.left else None
-    gradient_outputs = captured.gradient_outputs
-    shell = Shell(model, call, choose=lambda _output: gradient_outputs, device=device, left=left)
     try:
         with (
-            _in_eager_mode(model, captured, shell, device=device),
+            _in_eager_mode(model, call, captured, device=device) as shell,
             EagerCalls() as forward,
             torch.autograd.graph.saved_tensors_hooks(lambda _saved: None, lambda none: none),
         ):
@@ -234,9 +226,12 @@ def _held_by_checkpointed_calls(
 
 @contextlib.contextmanager
 def _in_eager_mode(
-    model: nn.Module, captured: Capture, shell: Shell, *, device: torch.device | None
-) -> Iterator[None]:
-    """While inside, the captured step can be called on the shell's fake tensors in eager mode."""
+    model: nn.Module, call: Call, captured: Capture, *, device: torch.device | None
+) -> Iterator[Shell]:
+    """While inside, the captured step can be called in eager mode; yields its shell."""
+    left = LeftBehind(model) if captured.left else None
+    gradient_outputs = captured.gradient_outputs
+    shell = Shell(model, call, choose=lambda _output: gradient_outputs, device=device, left=left)
     with (
         trace_context(model, ()),
         attributes_filled(model, captured.filled),
@@ -245,7 +240,7 @@ def _in_eager_mode(
         shell.mode,
         torch.enable_grad(),
     ):
-        yield
+        yield shell
 
 
 @contextlib.contextmanager

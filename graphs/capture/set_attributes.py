@@ -82,16 +82,12 @@ def _left_attributes(
     mode, a backward pass would go through that graph a second time, so that a training loop resets
     the state.
     """
-    shell = forward_shell(model, call, device, (), left=LeftBehind(model))
-    assert shell.left is not None
-    plain = StepRecorder(shell)
-    with trace_context(model, ()), attributes_unchanged(model), shell.mode:
-        plain.run()
-    found, values = shell.left.left, shell.left.values
-    again = StepRecorder(forward_shell(model, call, device, (), left=LeftBehind(model)))
+    left = LeftBehind(model)
+    shell = forward_shell(model, call, device, (), left=left)
+    plain = _recorded(shell)
+    found, values = left.left, left.values
     watch = SetBeforeRead(model, [each.place for each in found if each.kind == "attribute"])
-    with trace_context(model, ()), attributes_unchanged(model), watch, again.shell.mode:
-        again.run()
+    again = _recorded(forward_shell(model, call, device, (), left=LeftBehind(model)), watch=watch)
     found = with_is_unread(found, watch.unread if are_same_steps(plain, again) else ())
     others = [(a, value) for a, value in zip(found, values, strict=True) if not a.is_unread]
     state = [t.grad_fn for _, value in others for t in nested.tensors(value) if t.grad_fn]
@@ -139,21 +135,13 @@ def _with_filled_attributes(
     with attributes_filled(model, filled):
         result = run()
         # A second call, which finds the attributes filled, must run the first one's operators.
-        later = StepRecorder(forward_shell(model, call, device, stand_ins))
-        with trace_context(model, stand_ins), attributes_unchanged(model), later.shell.mode:
-            later.run()
+        later = _recorded(forward_shell(model, call, device, stand_ins))
         # A third call finds out which attributes forward sets before it reads them.
-        again = StepRecorder(forward_shell(model, call, device, stand_ins))
         plain = [(each.module, each.attribute) for each in filled if each.is_plain]
-        unread = SetBeforeRead(model, plain)
-        with (
-            contextlib.suppress(TraceError),
-            trace_context(model, stand_ins),
-            attributes_unchanged(model),
-            unread,
-            again.shell.mode,
-        ):
-            again.run()
+        watch = SetBeforeRead(model, plain)
+        again: StepRecorder | None = None
+        with contextlib.suppress(TraceError):
+            again = _recorded(forward_shell(model, call, device, stand_ins), watch=watch)
     if not are_same_steps(first, later):
         where, attribute = filled[0].module or title_of(model), filled[0].attribute
         raise TraceError(
@@ -163,13 +151,25 @@ def _with_filled_attributes(
             "attribute in __init__"
         )
     # Not known with opaque parts: the attributes that they read were not seen.
-    is_shown = not stand_ins and are_same_steps(later, again)
-    if not is_shown:
+    if stand_ins or again is None or not are_same_steps(later, again):
         return result, filled
-    places = unread.unread
+    places = watch.unread
     return result, tuple(
         replace(each, is_unread=(each.module, each.attribute) in places) for each in filled
     )
+
+
+def _recorded(shell: Shell, *, watch: SetBeforeRead | None = None) -> StepRecorder:
+    """Record a step of the shell's model, watched if asked for. Raises TraceError."""
+    recorder, model = StepRecorder(shell), shell.model
+    with (
+        trace_context(model, shell.stand_ins),
+        attributes_unchanged(model),
+        watch or contextlib.nullcontext(),
+        shell.mode,
+    ):
+        recorder.run()
+    return recorder
 
 
 def forward_shell(

@@ -100,6 +100,7 @@ class Shell(_WithoutHooks):
     """Owns fake copies of a module's tensors and calls the module with them.
 
     batch, real_batch: the fake and the real tensors of the batch.
+    stand_ins: called instead of the opaque parts.
     paths: the shell's name of a parameter or buffer -> the model's.
     mode: the fake tensor mode of the copies.
     spec: structure of the model's output in the last call.
@@ -127,7 +128,7 @@ class Shell(_WithoutHooks):
         self._gradient_strides = {} if gradient_strides is None else gradient_strides
         self.left = left
         refuse_distributed(model, call.tensors)
-        self._stand_ins = tuple(stand_ins)
+        self.stand_ins = tuple(stand_ins)
         self._unregistered = (model, call, choose)  # in a tuple: not registered as a submodule
         self.real_batch = call.tensors
         self.paths: dict[str, str] = {}
@@ -196,7 +197,7 @@ class Shell(_WithoutHooks):
         model, call, _ = self._unregistered
         self.mode.begin_call()
         self.checks.clear()
-        for each in self._stand_ins:
+        for each in self.stand_ins:
             each.requests.clear()
         # Each attribute of each module once. With `tie_weights=True`, PyTorch would list an
         # attribute once for each name of its module (a shared module has several), and at the end

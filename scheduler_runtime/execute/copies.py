@@ -159,11 +159,11 @@ class Copies:
         tensors: the tensors on the storage that `fetch` will bring back.
         """
         source, outside_pool = storage_bytes(tensors[0]), None
-        if source.numel() > stop - start:
-            outside_pool = host_memory(source)
-            start = 0
-        stop = start if outside_pool is not None else start + source.numel()
-        target = self._host_block(start, stop) if outside_pool is None else outside_pool
+        if source.numel() <= stop - start:
+            stop = start + source.numel()
+        else:
+            start, stop, outside_pool = 0, 0, host_memory(source)
+        target = self._host_block(start, stop, outside_pool)
         after = self._transfers_using("host", start, stop)
         if storage in self._arriving:
             after.append(self._arriving[storage])
@@ -176,11 +176,7 @@ class Copies:
         """Copy a storage back. Returns the tensors of `store` in new device memory, which may be
         read after `arrive`."""
         copy, specs = self._on_host[storage], self._specs[storage]
-        source = (
-            self._host_block(copy.start, copy.stop)
-            if copy.outside_pool is None
-            else copy.outside_pool
-        )
+        source = self._host_block(copy.start, copy.stop, copy.outside_pool)
         target = torch.empty_like(source, device=specs[0].device, pin_memory=False)
         done = self._streams.to_device(target, source, [copy.ready])
         copy.transfers.append(done)
@@ -273,8 +269,10 @@ class Copies:
             for done in copy.transfers
         ]
 
-    def _host_block(self, start: int, stop: int) -> torch.Tensor:
-        return self._open_pool.host[start:stop]
+    def _host_block(
+        self, start: int, stop: int, outside_pool: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._open_pool.host[start:stop] if outside_pool is None else outside_pool
 
     @property
     def _open_pool(self) -> Pool:

@@ -15,11 +15,11 @@ from torch import nn
 from graphs.graph import warn
 from graphs.model_calls import device_of
 from scheduler_runtime.execute import BoundProgram
-from scheduler_runtime.fitting.first_planned_step import DROPS, PendingPlan, PendingPlans
 from scheduler_runtime.fitting.held_outputs import watch_outputs
 from scheduler_runtime.fitting.loss_outside import LossSeen
 from scheduler_runtime.fitting.loss_reserve import LossReserve
 from scheduler_runtime.fitting.options import Fitted
+from scheduler_runtime.fitting.pending_plans import DROPS, PendingPlan, PendingPlans
 from solver.sizes_deadlines_progress import format_both
 
 ShowFigures = Callable[[PendingPlan, Fitted, str], None]

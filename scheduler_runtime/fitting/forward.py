@@ -17,15 +17,15 @@ from scheduler_runtime.execute import (
     StepProgram,
     checkpointed_as_whole,
 )
-from scheduler_runtime.fitting.first_planned_step import PendingPlan, PendingPlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
 from scheduler_runtime.fitting.held_optimizers import HeldOptimizers
 from scheduler_runtime.fitting.in_flight import InFlight
 from scheduler_runtime.fitting.loss_reserve import LossReserve
 from scheduler_runtime.fitting.options import FitError, Fitted
+from scheduler_runtime.fitting.pending_plans import PendingPlan, PendingPlans
 from scheduler_runtime.fitting.plan_history import PlanHistory
 from scheduler_runtime.fitting.planning_part import PlanningPart
-from scheduler_runtime.fitting.tighter_plans import Ladder
+from scheduler_runtime.fitting.tighter_plans import Ladder, current_program
 from scheduler_runtime.host_memory import bring_back
 from scheduler_runtime.measuring import resident_tensors
 from scheduler_runtime.surroundings import buckets_of, has_gradients
@@ -129,9 +129,7 @@ class FittedForward(PlanningPart):
 
     def kind_for(self, program: StepProgram, call: Call) -> Any:
         """As in the base class. The programs of a ladder are made from one trace."""
-        if isinstance(program, Ladder):
-            program = program.program()
-        return super().kind_for(program, call)
+        return super().kind_for(current_program(program), call)
 
     def plan_ahead(self, call: Call) -> None:
         """Plan for a call as if it came now, without running it."""
@@ -185,21 +183,21 @@ class FittedForward(PlanningPart):
         held_bytes += returned_bytes
         of_call, situation = self.kind(call)
         program = self._programs.find(((of_call, held_bytes), situation), self._model, call)
-        if not isinstance(program, BoundProgram | Ladder):
+        if program is None:
             with _disable_current_modes():  # modes of the training must not see the planning
                 found = self._plan_call(call, held_bytes=held_bytes)
             program = found.program if isinstance(found, PendingPlan) else found
-            serves_all = isinstance(found, PendingPlan) and not found.fitted.solution.overhead
+            serves_all = False
+            if isinstance(found, PendingPlan):
+                serves_all = not found.fitted.solution.overhead  # later calls use it, too
+                if serves_all:
+                    self._first_steps.expect(found, n_most=self.n_kept)
+                else:
+                    self._history.single_step_plans.append(found.fitted)
             of_call, situation = self.kind_for(program, call)
             self._programs.add(
                 ((of_call, held_bytes), situation),
                 program,
                 other_kind=(of_call, situation) if serves_all else None,
             )
-            if (
-                isinstance(found, PendingPlan) and serves_all
-            ):  # no overhead: later calls use it, too
-                self._first_steps.expect(found, n_most=self.n_kept)
-            elif isinstance(found, PendingPlan):
-                self._history.single_step_plans.append(found.fitted)
-        return program.program() if isinstance(program, Ladder) else program
+        return current_program(program)

@@ -8,8 +8,7 @@ from torch import nn
 
 from graphs.capture import Capture
 from graphs.model_calls import Call
-from scheduler_runtime.execute import BoundProgram
-from scheduler_runtime.fitting.tighter_plans import Ladder
+from scheduler_runtime.fitting.tighter_plans import current_program
 from scheduler_runtime.planned import ProgramCache
 
 
@@ -30,9 +29,7 @@ def known_program(
             and planned_gradients == expected_gradients
             and program.fits(model, call)
         ):
-            bound = program.program() if isinstance(program, Ladder) else program
-            assert isinstance(bound, BoundProgram)
-            captured = bound.captured
+            captured = current_program(program).captured
             # To be traced again: it fills attributes, which only a first call does, or has untraced
             # parts, which were measured.
             return None if captured.filled or captured.left or captured.opaque else captured

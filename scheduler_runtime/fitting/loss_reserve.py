@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +11,12 @@ import torch
 
 from graphs.costs import CostModel
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen
-from scheduler_runtime.fitting.loss_watch import LossWatch, can_watch
+from scheduler_runtime.fitting.loss_watch import LossWatch, OnArrival, can_watch
 from scheduler_runtime.surroundings import size_on
 
 SHARE_THAT_MATTERS = 0.01
 """A plan that reserves less than this share of the available bytes for a loss is not made again,
 even if the loss takes less."""
-
-OnLossSeen = Callable[[LossSeen | None, Sequence[bool]], None]
 
 
 class LossReserve:
@@ -76,7 +74,7 @@ class LossReserve:
         *,
         costs: CostModel,
         device: torch.device,
-        on_seen: OnLossSeen,
+        on_seen: OnArrival,
     ) -> None:
         """Watch what the loss of this output takes.
 
@@ -86,18 +84,17 @@ class LossReserve:
         if not can_watch():
             return
         watch = LossWatch(costs, device, known)
-
         watch.begin(output, self._storing_seen(on_seen))
         self._watch = watch
 
-    def _storing_seen(self, on_seen: OnLossSeen) -> OnLossSeen:
+    def _storing_seen(self, on_seen: OnArrival) -> OnArrival:
         def store_and_call(seen: LossSeen | None, reached: Sequence[bool]) -> None:
             self._seen = self._seen if seen is None else seen
             on_seen(seen, reached)
 
         return store_and_call
 
-    def extend_watch(self, output: Any, on_seen: OnLossSeen) -> bool:
+    def extend_watch(self, output: Any, on_seen: OnArrival) -> bool:
         """Let a watch that is running for another pass also watch this output, for a common loss.
 
         Returns False if no watch is running.

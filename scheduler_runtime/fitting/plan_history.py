@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler_runtime.fitting.first_planned_step import PendingPlan
 from scheduler_runtime.fitting.options import Fitted
+from scheduler_runtime.fitting.pending_plans import PendingPlan
 from scheduler_runtime.planned import Difference, plan_summary, warn_of_another_plan
 from solver.methods import KnownPlan
 from solver.schedule import Solution

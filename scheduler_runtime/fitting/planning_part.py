@@ -24,7 +24,6 @@ from scheduler_runtime.execute import (
     restart_copy_bytes,
 )
 from scheduler_runtime.fitting.called_part import CalledPart
-from scheduler_runtime.fitting.first_planned_step import PendingPlan, PendingPlans
 from scheduler_runtime.fitting.first_steps import FirstSteps
 from scheduler_runtime.fitting.gradient_outputs import gradient_outputs
 from scheduler_runtime.fitting.held_optimizers import HeldOptimizers
@@ -36,6 +35,7 @@ from scheduler_runtime.fitting.loss_reserve import LossReserve
 from scheduler_runtime.fitting.loss_watch import losses_not_watched
 from scheduler_runtime.fitting.memory_beside_module import OtherMemory
 from scheduler_runtime.fitting.options import FitError, Fitted, Options, nothing_fits
+from scheduler_runtime.fitting.pending_plans import PendingPlan, PendingPlans
 from scheduler_runtime.fitting.plan_history import PlanHistory
 from scheduler_runtime.fitting.plan_notes import notes_on
 from scheduler_runtime.fitting.pressure import Pressure
@@ -142,14 +142,14 @@ class PlanningPart(CalledPart):
                     title=name,
                     device=device,
                     started_s=started_s,
-                    solve=functools.partial(self._solve_within_limit, costs),
-                    build_program=functools.partial(self._build_program, costs),
+                    solve=self._solve_within_limit,
+                    build_program=self._build_program,
                 )
                 self._history.tell(reason, full_limit_s=self.options.time_limit_s)
                 return ladder
             if instead_of is not None:
                 to_plan = replace(to_plan, losses=to_plan.losses[:1])
-            fitted, loss = self._solve(to_plan, costs, started_s, instead_of)
+            fitted, loss = self._solve(to_plan, started_s, instead_of)
         solution = fitted.solution
         if solution.schedule is None:
             raise nothing_fits(name, solution, runs_again=held_bytes > 0)
@@ -157,11 +157,8 @@ class PlanningPart(CalledPart):
             self._history.tell(reason, full_limit_s=self.options.time_limit_s)
         else:
             tell(instead_of.replacement_line(fitted, loss))
-        program, names = (
-            self._build_program(costs, to_plan, solution),
-            names_of_outputs(to_plan.step),
-        )
-        kind = self.kind_for(program, call)
+        program = self._build_program(to_plan, solution)
+        kind, names = self.kind_for(program, call), names_of_outputs(to_plan.step)
         if self._is_copy and not held_bytes and Ranks.of(self._model) is None:
             returned_bytes = _returned_bytes(to_plan.step)
             self._shared.add(kind, program, fitted, self.options, returned_bytes=returned_bytes)
@@ -173,29 +170,23 @@ class PlanningPart(CalledPart):
             return "device"
         return where_state_may_be(self.options, self._history.plans)
 
-    def _solve_within_limit(
-        self, costs: CostModel, to_plan: StepToPlan, started_s: float
-    ) -> Solution:
+    def _solve_within_limit(self, to_plan: StepToPlan, started_s: float) -> Solution:
         """Plan a step within other bytes, for a ladder.
 
         Plans made since then may have filled the host, or moved the optimizer's state there, so the
         place of the state is looked up again."""
         to_plan = to_plan.with_state(self._where_state_may_be())
-        return self._solve(to_plan, costs, started_s)[0].solution
+        return self._solve(to_plan, started_s)[0].solution
 
     def _solve(
-        self,
-        to_plan: StepToPlan,
-        costs: CostModel,
-        started_s: float,
-        instead_of: PendingPlan | None = None,
+        self, to_plan: StepToPlan, started_s: float, instead_of: PendingPlan | None = None
     ) -> tuple[Fitted, LossBytes | None]:
         """Solve for a step; keeps the answer in the history if it is a plan.
 
         Returns it with the loss that it counts."""
         known = self._history.known(self._first_steps.outdated) if instead_of is None else []
         found, loss = to_plan.plan(known)
-        finish_measuring(costs)  # after planning, which may measure ops of other variants
+        finish_measuring(to_plan.costs)  # after planning, which may measure ops of other variants
         solution, ranks = found.solution, Ranks.of(self._model)
         if ranks is not None:
             solution = ranks.with_plan_of_first(solution)
@@ -235,7 +226,6 @@ class PlanningPart(CalledPart):
 
     def _build_program(
         self,
-        costs: CostModel,
         to_plan: StepToPlan,
         solution: Solution,
         *,
@@ -269,8 +259,8 @@ class PlanningPart(CalledPart):
                     self._model,
                     to_plan,
                     solution,
-                    solve=functools.partial(self._solve_for_one_step, costs),
-                    build_program=functools.partial(self._build_program, costs),
+                    solve=self._solve_for_one_step,
+                    build_program=self._build_program,
                 ),
             ),
         )
@@ -292,10 +282,10 @@ class PlanningPart(CalledPart):
         self._history.add(shared.fitted, instead_of=None)
         return program
 
-    def _solve_for_one_step(self, costs: CostModel, to_plan: StepToPlan) -> Solution:
+    def _solve_for_one_step(self, to_plan: StepToPlan) -> Solution:
         """Solve for a step that runs again without the disk; later calls do not use the plan."""
         to_plan = to_plan.with_state(self._where_state_may_be())
-        fitted, _ = self._solve(to_plan, costs, now_s())
+        fitted, _ = self._solve(to_plan, now_s())
         if fitted.solution.schedule is not None:
             self._history.single_step_plans.append(fitted)
         return fitted.solution
@@ -351,6 +341,7 @@ class PlanningPart(CalledPart):
             keeps_gradients=always,
             passes=Passes(self._in_flight.n, accumulate=has_gradients(self._model, buckets)),
             others_bytes=self._in_flight.others_bytes,
+            costs=costs,
         )
 
 

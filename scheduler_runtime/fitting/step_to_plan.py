@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from graphs.costs import CostModel
 from graphs.graph import Graph, warn
 from graphs.passes import Passes, with_passes
 from graphs.rewrites import variants_of
@@ -40,6 +41,7 @@ class StepToPlan:
         backward pass may have to run again.
     passes: the forward passes that wait for one backward pass.
     others_bytes: what is counted at least for each other pass in flight.
+    costs: the cost model that the step was traced with.
     """
 
     step: CapturedStep
@@ -52,6 +54,7 @@ class StepToPlan:
     keeps_gradients: bool
     passes: Passes
     others_bytes: int
+    costs: CostModel
 
     def with_limit(self, available_bytes: int) -> StepToPlan:
         """The same step with another limit for its peak."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from graphs.model_calls import Call
-from scheduler_runtime.execute import BoundProgram, Shortage
+from scheduler_runtime.execute import BoundProgram, Shortage, StepProgram
 from scheduler_runtime.fitting.options import nothing_fits
 from scheduler_runtime.fitting.pressure import SHARE_KEPT, SHARE_OF_RESERVE, Pressure
 from scheduler_runtime.fitting.step_to_plan import StepToPlan
@@ -243,6 +243,13 @@ class Ladder:
                 *(self._title, format_size(max(0, room)), rung, tighter),
             )
         return tighter
+
+
+def current_program(program: StepProgram) -> BoundProgram:
+    """The program of a plan of `fit`; of a ladder, that of its fastest plan within the limit."""
+    found = program.program() if isinstance(program, Ladder) else program
+    assert isinstance(found, BoundProgram)
+    return found
 
 
 def ladder_of(

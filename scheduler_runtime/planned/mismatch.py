@@ -176,9 +176,13 @@ def _field_difference(field: str, planned: Mapping[str, Any], here: Mapping[str,
     each = list(zip(here["arguments"], here[field], planned[field], strict=True))
     differing = [(name, new, old) for name, new, old in each if new != old]
     name, new, old = differing[0]
-    others = "" if len(differing) == 1 else f" (and {len(differing) - 1} more)"
     what = "shape" if field == "shapes" else "dtype"
-    return f"argument {name}{others} has {what} {new}, planned for {old}"
+    return f"argument {name}{_and_more(differing)} has {what} {new}, planned for {old}"
+
+
+def _and_more(items: Sequence[object]) -> str:
+    """How many there are besides the first, for messages."""
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
 
 
 def _tensors_difference(here: Sequence[str], planned: Sequence[str] | None) -> str:
@@ -309,10 +313,9 @@ def _parameters_difference(planned: Mapping[str, str], here: Mapping[str, str]) 
     missing = [name for name in planned if name not in here]
     for names, verb in ((extra, "is not in the plan"), (missing, "is in the plan only")):
         if names:
-            others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             return (
                 f"the model has {counted(len(here), 'parameter')}, planned for {len(planned)}: "
-                f"{names[0]!r}{others} {verb} (another depth or another model?)"
+                f"{names[0]!r}{_and_more(names)} {verb} (another depth or another model?)"
             )
     for name, form in here.items():
         if (old := planned[name]) != form:

@@ -18,6 +18,7 @@ from graphs.rewrites import REWRITES
 from graphs.zero import zero_words
 from solver.methods import KnownPlan
 from solver.schedule import Compute, Request, SavedSchedule, Schedule, Solution
+from solver.sizes_deadlines_progress import describe_type
 
 AnyPlan: TypeAlias = Solution | SavedSchedule | str | Path
 
@@ -36,19 +37,15 @@ def check_order(model: object, plan: object, *, call: str = "apply") -> None:
     for each in plan if isinstance(plan, list | tuple) else [plan]:
         if not isinstance(each, AnyPlan):
             raise TypeError(
-                f"{call}() was given {_described(each)} as the plan; pass what solve(model, batch, "
-                f"...) returned: {right}"
+                f"{call}() was given {describe_type(each)} as the plan; pass what solve(model, "
+                f"batch, ...) returned: {right}"
             )
 
 
 def check_module(model: object, right: str) -> None:
     """Raise TypeError unless this is a module. right: the correct call, for the message."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is {_described(model)}, not a torch.nn.Module: {right}")
-
-
-def _described(value: object) -> str:
-    return "None" if value is None else f"an object of type {type(value).__name__}"
+        raise TypeError(f"the model is {describe_type(model)}, not a torch.nn.Module: {right}")
 
 
 @dataclass(frozen=True)
@@ -132,70 +129,32 @@ class Plan:
         if plan.schedule is None:
             why = plan if isinstance(plan, Solution) else f"its status is {plan.status}"
             raise ValueError(f"the solution has no schedule to apply: {why}")
-        known = KnownPlan.of(plan)
+        known, environment = KnownPlan.of(plan), plan.environment
         if isinstance(plan, Solution):
             assert plan.simulation is not None  # it has a schedule
             peak_bytes = plan.simulation.peak_bytes
             saved_bytes = plan.simulation.saved_bytes
             graph: Graph | None = plan.graph
             kept = None if plan.variants is None else plan.variants.kept
-            environment = plan.environment
             module_graph_id = plan.graph.module_part().graph_id
             meta = plan.graph.meta
             forms = meta.parameter_forms, meta.buffer_forms, meta.input_forms
             loss: Graph | None = plan.graph.loss_part()
         else:
+            saved_fields = Record(environment, where="environment")
             peak_bytes = plan.peak_bytes
-            saved_bytes = Record(plan.environment, where="environment").integer(
-                "saved_bytes", default=0
-            )
-            graph, kept, environment = None, None, plan.environment
+            saved_bytes = saved_fields.integer("saved_bytes", default=0)
+            graph, kept = None, None
             saved = environment.get("loss_graph")
             loss = None if saved is None else Graph.from_json(saved, source="loss_graph")
             _refuse_truncated(plan)
             module_graph_id = environment.get("module_graph_id", plan.schedule.graph_id)
-            saved_forms = Record(environment, where="environment")
             forms = (
-                saved_forms.mapping("parameter_forms", default={}),
-                saved_forms.mapping("buffer_forms", default={}),
-                saved_forms.strings("input_forms", default=[]),
+                saved_fields.mapping("parameter_forms", default={}),
+                saved_fields.mapping("buffer_forms", default={}),
+                saved_fields.strings("input_forms", default=[]),
             )
-        if words := sharding_words(environment):
-            raise ValueError(
-                f"the plan is for a sharded step ({words}): FSDP gathers parameters in hooks of "
-                "submodules, which a planned step does not run. Export it with "
-                "checkpoint_solver.export.to_torch_checkpoint(model, solution), then shard the "
-                "model with checkpoint_solver.fsdp.shard(model, solution)"
-            )
-        if words := zero_words(environment, sharded=True):
-            raise ValueError(
-                f"the plan is for a sharded step ({words}): the engine gathers parameters in hooks "
-                "of submodules, which a planned step does not run. Export it with "
-                "checkpoint_solver.export.to_torch_checkpoint(model, solution), then give the "
-                "model to deepspeed.initialize"
-            )
-        chosen = environment.get("gradient_outputs", [])
-        if not isinstance(chosen, list) or not all(isinstance(index, int) for index in chosen):
-            raise FormatError(
-                f"environment: field 'gradient_outputs' is {chosen!r:.60}; expected a list of "
-                "integers"
-            )
-        strides = environment.get("gradient_strides", [])
-        if not _are_strides(strides):
-            raise FormatError(
-                f"environment: field 'gradient_strides' is {strides!r:.60}; expected a list of "
-                "pairs: the index of an output, and a list of strides"
-            )
-        if not chosen:
-            raise ValueError(
-                "the plan was made from a graph file, not from a traced module; apply needs a plan "
-                "from solve(model, batch, ...) or `solve model.py`"
-            )
-        if unknown := [name for name in known.rewrites if name not in REWRITES]:
-            raise ValueError(
-                f"the plan was made with the rewrite {unknown[0]!r}, which this version does not "
-                "know; plan again, or use the version that made it"
-            )
+        _refuse_inapplicable(environment, known.rewrites)
         return cls(
             plan.schedule,
             plan.request,
@@ -208,6 +167,45 @@ class Plan:
             peak_bytes=peak_bytes,
             saved_bytes=saved_bytes,
             kept=kept,
+        )
+
+
+def _refuse_inapplicable(environment: Mapping[str, Any], rewrites: Sequence[str]) -> None:
+    """Raise ValueError for a plan that cannot be applied, FormatError if it is damaged."""
+    if words := sharding_words(environment):
+        raise ValueError(
+            f"the plan is for a sharded step ({words}): FSDP gathers parameters in hooks of "
+            "submodules, which a planned step does not run. Export it with "
+            "checkpoint_solver.export.to_torch_checkpoint(model, solution), then shard the "
+            "model with checkpoint_solver.fsdp.shard(model, solution)"
+        )
+    if words := zero_words(environment, sharded=True):
+        raise ValueError(
+            f"the plan is for a sharded step ({words}): the engine gathers parameters in hooks "
+            "of submodules, which a planned step does not run. Export it with "
+            "checkpoint_solver.export.to_torch_checkpoint(model, solution), then give the "
+            "model to deepspeed.initialize"
+        )
+    chosen = environment.get("gradient_outputs", [])
+    if not isinstance(chosen, list) or not all(isinstance(index, int) for index in chosen):
+        raise FormatError(
+            f"environment: field 'gradient_outputs' is {chosen!r:.60}; expected a list of integers"
+        )
+    strides = environment.get("gradient_strides", [])
+    if not _are_strides(strides):
+        raise FormatError(
+            f"environment: field 'gradient_strides' is {strides!r:.60}; expected a list of "
+            "pairs: the index of an output, and a list of strides"
+        )
+    if not chosen:
+        raise ValueError(
+            "the plan was made from a graph file, not from a traced module; apply needs a plan "
+            "from solve(model, batch, ...) or `solve model.py`"
+        )
+    if unknown := [name for name in rewrites if name not in REWRITES]:
+        raise ValueError(
+            f"the plan was made with the rewrite {unknown[0]!r}, which this version does not "
+            "know; plan again, or use the version that made it"
         )
 
 

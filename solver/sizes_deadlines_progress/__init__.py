@@ -20,6 +20,7 @@ from solver.sizes_deadlines_progress.deadline import (
 from solver.sizes_deadlines_progress.format import (
     counted,
     describe_op,
+    describe_type,
     format_percent,
     format_share,
     format_time,

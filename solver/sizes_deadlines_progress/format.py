@@ -41,6 +41,11 @@ def counted(n: int, thing: str, things: str | None = None) -> str:
     return f"{n} {thing if n == 1 else things or thing + 's'}"
 
 
+def describe_type(value: object) -> str:
+    """What a wrong value is, for errors: "None", "an object of type int"."""
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
 def describe_op(node: Node | None) -> str:
     """Describe an op by name, operator, phase and module. None stands for the state before the
     first op."""

@@ -15,7 +15,8 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config, ViTConfi
 from checkpoint_solver.cli import hf_config
 from checkpoint_solver.cli.command import main
 from checkpoint_solver.cli.hf_config import ConfigurationError
-from checkpoint_solver.cli.model_file import open_model_file, parse_source
+from checkpoint_solver.cli.model_file import open_model_file
+from checkpoint_solver.cli.model_source import parse_source
 from tests.support.command import failed
 
 LLAMA = LlamaConfig(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,10 +13,9 @@ from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import cpu_peak_bytes
-from scheduler_runtime import fit, measure
+from scheduler_runtime import fit
 from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.measuring import bytes_of, free_unreferenced
 from solver import solve
@@ -176,7 +174,7 @@ def _many(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return torch.stack([(x - k * t).abs() for k in range(6)]).mean()
 
 
-def _fitted_loop(loss: Loss, budget: int | str, holds: str = "") -> Loop:
+def fitted_loop(loss: Loss, budget: int | str, holds: str = "") -> Loop:
     torch.manual_seed(0)
     model, x = layers()
     loop = Loop(model, loss, (x, torch.randn(N_ROWS, WIDTH)), holds)
@@ -186,7 +184,7 @@ def _fitted_loop(loss: Loss, budget: int | str, holds: str = "") -> Loop:
 
 @pytest.mark.slow
 def test_a_loss_above_what_is_reserved_is_said_and_planned_for() -> None:
-    loop = _fitted_loop(_many, LARGE_BUDGET_BYTES)
+    loop = fitted_loop(_many, LARGE_BUDGET_BYTES)
     with pytest.warns(UserWarning, match=r"the loss takes .* were reserved: this step takes"):
         first_bytes = loop.first_peak_bytes()
     assert first_bytes > LARGE_BUDGET_BYTES
@@ -198,7 +196,7 @@ def test_a_loss_above_what_is_reserved_is_said_and_planned_for() -> None:
 @pytest.mark.slow
 def test_a_plan_for_a_loss_that_takes_less_becomes_faster(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    loop = _fitted_loop(F.cross_entropy, SMALL_BUDGET_BYTES)
+    loop = fitted_loop(F.cross_entropy, SMALL_BUDGET_BYTES)
     loop.batch = loop.batch[0], loop.batch[1].argmax(1)
     overheads = []
     for _ in range(3):
@@ -214,112 +212,9 @@ def test_losses_and_weights_are_those_of_eager_mode_while_the_loss_is_watched() 
     assert_equal(_steps(F.mse_loss, SMALL_BUDGET_BYTES), _steps(F.mse_loss, None))
 
 
-def test_the_watch_ends_at_the_optimizers_step() -> None:
-    loop = _fitted_loop(F.mse_loss, "10MB")
-    output = loop.model(loop.batch[0])
-    assert len(_get_current_dispatch_mode_stack()) == 1
-    F.mse_loss(output, loop.batch[1]).backward()
-    loop.optimizer.step()
-    assert not _get_current_dispatch_mode_stack()
-
-
-def test_an_output_that_is_dropped_is_watched_no_longer() -> None:
-    loop = _fitted_loop(F.mse_loss, "10MB")
-    output = loop.model(loop.batch[0])
-    assert len(_get_current_dispatch_mode_stack()) == 1
-    del output
-    assert not _get_current_dispatch_mode_stack()
-
-
-def test_a_loss_that_is_dropped_is_watched_no_longer_without_the_optimizers_step() -> None:
-    loop = _fitted_loop(F.mse_loss, "10MB")
-    loss = F.mse_loss(loop.model(loop.batch[0]), loop.batch[1])
-    loss.backward()
-    assert len(_get_current_dispatch_mode_stack()) == 1
-    del loss
-    assert not _get_current_dispatch_mode_stack()
-
-
-def test_a_loss_may_be_of_the_next_forward_pass_too() -> None:
-    loop = _fitted_loop(F.mse_loss, "10MB")
-    output = loop.model(loop.batch[0])
-    (watch,) = _get_current_dispatch_mode_stack()
-    with torch.no_grad():
-        loop.model(loop.batch[0])
-    assert _get_current_dispatch_mode_stack() == [watch]
-    outputs = [output, loop.model(loop.batch[0])]
-    del output
-    assert _get_current_dispatch_mode_stack() == [watch]
-    del outputs[0]
-    assert _get_current_dispatch_mode_stack() == [watch]
-    del outputs[0]
-    assert not _get_current_dispatch_mode_stack()
-
-
-def test_an_output_that_is_dropped_below_another_mode_is_watched_until_the_next() -> None:
-    loop = _fitted_loop(F.mse_loss, "10MB")
-    output = loop.model(loop.batch[0])
-    with FlopCounterMode(display=False) as counter:
-        del output
-        loop.model(loop.batch[0])
-    assert counter.get_total_flops() > 0
-    loop.model(loop.batch[0])
-    assert not _get_current_dispatch_mode_stack()
-
-
-@pytest.mark.slow
-def test_the_stack_of_another_thread_is_left_alone() -> None:
-    """The output dies in a thread with a watch of its own."""
-    here, there = (_fitted_loop(F.mse_loss, "10MB") for _ in range(2))
-    outputs = [here.model(here.batch[0])]
-    (watch,) = _get_current_dispatch_mode_stack()
-    seen = []
-
-    def other_thread() -> None:
-        output = there.model(there.batch[0])
-        outputs.clear()
-        seen.append(_get_current_dispatch_mode_stack())
-        del output
-        seen.append(_get_current_dispatch_mode_stack())
-
-    thread = threading.Thread(target=other_thread)
-    thread.start()
-    thread.join()
-    assert [len(stack) for stack in seen] == [1, 0]
-    assert _get_current_dispatch_mode_stack() == [watch] != seen[0]
-    here.model(here.batch[0])
-    assert not _get_current_dispatch_mode_stack()
-
-
-@pytest.mark.slow
-def test_a_model_that_is_not_called_again_leaves_the_next_one_to_be_watched() -> None:
-    outputs: list[torch.Tensor] = []
-    for _ in range(2):
-        loop = _fitted_loop(F.mse_loss, "10MB")
-        outputs.append(loop.model(loop.batch[0]))
-    assert len(_get_current_dispatch_mode_stack()) == 2
-    outputs.pop(0)
-    assert len(_get_current_dispatch_mode_stack()) == 2  # the other one is on top
-    outputs.pop(0)
-    assert not _get_current_dispatch_mode_stack()
-
-
-def test_measuring_another_model_sees_nothing_of_a_watch() -> None:
-    """A watch holds what an operator reads until it has looked at it."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    batch, loss = torch.randn(N_ROWS, WIDTH), lambda output, _: _held_by_a_mode(output)
-    alone = measure(model, batch, loss=loss, n_steps=1).peak_bytes
-    loop = _fitted_loop(F.mse_loss, "10MB")
-    output = loop.model(loop.batch[0])
-    assert measure(model, batch, loss=loss, n_steps=1).peak_bytes == alone
-    F.mse_loss(output, loop.batch[1]).backward()
-    loop.optimizer.step()
-    assert not _get_current_dispatch_mode_stack()
-
-
 @pytest.mark.slow
 def test_another_shape_is_planned_where_a_loss_that_was_seen_does_not_fit() -> None:
-    loop = _fitted_loop(_many, SMALL_BUDGET_BYTES)
+    loop = fitted_loop(_many, SMALL_BUDGET_BYTES)
     for match in ("this step takes up to", "The earlier plan stays in use"):
         with pytest.warns(UserWarning, match=match):
             loop.step()
@@ -331,7 +226,7 @@ def test_another_shape_is_planned_where_a_loss_that_was_seen_does_not_fit() -> N
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fit. (the loss takes|no schedule)")  # of the other model
 def test_two_models_in_one_step_are_both_watched() -> None:
-    loops = [_fitted_loop(F.cross_entropy, SMALL_BUDGET_BYTES) for _ in range(2)]
+    loops = [fitted_loop(F.cross_entropy, SMALL_BUDGET_BYTES) for _ in range(2)]
     (one, first), (other, second) = [(loop.model, loop.optimizer) for loop in loops]
     x, target = loops[0].batch[0], loops[0].batch[1].argmax(1)
     for _ in range(2):
@@ -344,19 +239,6 @@ def test_two_models_in_one_step_are_both_watched() -> None:
     for model in (one, other):
         (plan,) = plans_of(model)
         assert "196.6 KB" not in plan.notes[0]
-
-
-def test_inside_of_another_mode_nothing_is_watched() -> None:
-    loop = _fitted_loop(F.mse_loss, "10MB")
-    with FlopCounterMode(display=False):
-        output = loop.model(loop.batch[0])
-        assert len(_get_current_dispatch_mode_stack()) == 1
-    assert not _get_current_dispatch_mode_stack()
-    F.mse_loss(output, loop.batch[1]).backward()
-
-
-def _held_by_a_mode(x: torch.Tensor) -> torch.Tensor:
-    return x.index_select(0, torch.arange(N_ROWS - 1, -1, -1)).mean()
 
 
 def _of_sparse_rows(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -406,7 +288,7 @@ def _compiled(compiled_graphs: list[fx.GraphModule], loss: Loss) -> Any:
 
 def test_a_compiled_loss_stays_compiled_and_nothing_is_concluded_from_it() -> None:
     graphs: list[fx.GraphModule] = []
-    loop = _fitted_loop(_compiled(graphs, F.mse_loss), SMALL_BUDGET_BYTES)
+    loop = fitted_loop(_compiled(graphs, F.mse_loss), SMALL_BUDGET_BYTES)
     notes = []
     for _ in range(3):
         loop.step()

@@ -294,34 +294,6 @@ def test_an_error_elsewhere_that_the_device_has_counted_makes_the_next_step_tigh
     assert "out of memory outside of the model's passes" in caplog.text
 
 
-@pytest.mark.slow
-def test_what_attempt_cannot_run_again() -> None:
-    model = fitted(model_of())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, scale = torch.randn(N_ROWS, 16), torch.rand(16)
-
-    def whole_step() -> None:
-        criterion(model(x, scale)).backward()
-        optimizer.step()
-        raise torch.OutOfMemoryError("in the optimizer")
-
-    def adding() -> None:
-        criterion(model(x, scale)).backward()
-        raise torch.OutOfMemoryError("after backward")
-
-    def nothing() -> None:
-        raise torch.OutOfMemoryError("elsewhere")
-
-    for function, why in [
-        (whole_step, "changed parameters"),
-        (adding, "changed gradients that existed before"),
-        (nothing, "no training forward pass"),
-    ]:
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            attempt(model, function)
-        assert why in caught.value.__notes__[0]
-
-
 def descend(parameter: torch.Tensor) -> None:
     with torch.no_grad():
         parameter.sub_(parameter.grad)
@@ -379,25 +351,3 @@ def test_a_process_whose_memory_is_limited_trains_on() -> None:
 @pytest.fixture(autouse=True)
 def _warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-
-
-def test_attempt_puts_back_the_gradient_of_the_batch() -> None:
-    gradients = []
-    for n_errors in (0, 1):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            *(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)),) * 3
-        )
-        optimizer = torch.optim.SGD(model.parameters())
-        fit(model, budget="1MB", optimizer=optimizer, on_pressure="replan")
-        x = torch.randn(32, 16, requires_grad=True)
-        errors = [torch.OutOfMemoryError("after the backward pass")] * n_errors
-
-        def run(model: nn.Module = model, x: Any = x, errors: list[Exception] = errors) -> None:
-            model(x).square().sum().backward()
-            if errors:
-                raise errors.pop()
-
-        attempt(model, run)
-        gradients.append(x.grad)
-    assert torch.equal(*gradients)
