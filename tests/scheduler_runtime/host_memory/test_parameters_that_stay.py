@@ -8,6 +8,7 @@ from torch import nn, optim
 
 from checkpoint_solver import apply, solve
 from graphs.host_state import parameter_loads, parameters_on_host
+from solver.sizes_deadlines_progress import BudgetError
 from tests.scheduler_runtime.host_memory.test_planned_host_state import HOST, alike
 
 
@@ -43,3 +44,13 @@ def test_parameters_that_do_not_fill_their_storage_stay(monkeypatch: pytest.Monk
             net(x).backward()
             own.step()
     assert alike(plain.state_dict(), model.state_dict())
+
+
+@pytest.mark.slow
+def test_if_all_parameters_stay_the_error_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_loads, "LEAST_BYTES", 1024)
+    model = nn.Sequential(nn.Conv2d(8, 32, 3), nn.Tanh()).to(memory_format=torch.channels_last)
+    optimizer = optim.AdamW(model.parameters())
+    options = {"budget": "1GB", "optimizer": optimizer, "parameters": "host", **HOST}
+    with pytest.raises(BudgetError, match="not contiguous"):
+        solve(model, torch.randn(2, 8, 6, 6), loss=lambda out, _: out.sum(), **options)
