@@ -33,10 +33,13 @@ def load_name(tensor: str) -> str:
 def loadable_parameters(graph: Graph) -> tuple[str, ...]:
     """The parameters that can be on the host, in the order in which the step first reads them.
 
-    Parameters are left out that are smaller than LEAST_BYTES, share a storage, are read by a loss
-    outside of the model, are returned by the model, or are read by no node except the optimizer's.
+    Parameters are left out that are smaller than LEAST_BYTES, are not contiguous, share a storage
+    or are part of a larger one, are read by a loss outside of the model, are returned by the model,
+    or are read by no node except the optimizer's.
     """
-    parameters = set(graph.meta.parameters.values())
+    layout = graph.meta.parameter_layout.values()
+    parts = {each.get("tensor") for each in layout if each.get("fills_storage") is False}
+    parameters = {name for name in graph.meta.parameters.values() if name not in parts}
     shared = {name for tensor in graph.tensors for name in (tensor.alias_of,) if name is not None}
     outside = {name for node in graph.nodes if node.phase == "outside" for name in node.inputs}
     excluded = {*shared, *outside, *graph.outputs, *graph.producer}

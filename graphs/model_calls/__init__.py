@@ -27,6 +27,7 @@ from graphs.model_calls.tensors import (
     autograd_functions,
     dense_storage_key,
     distributed_as,
+    fills_its_storage,
     is_distributed,
     is_distributed_class,
     local_part,

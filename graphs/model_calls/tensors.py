@@ -44,6 +44,12 @@ def dense_storage_key(tensor: torch.Tensor) -> int | None:
     return storage_key(tensor) if tensor.layout == torch.strided else None
 
 
+def fills_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is contiguous and its storage has no other bytes, so that a copy of its
+    bytes is a copy of the storage."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def named_arguments(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from graphs.model_calls import (
     buffer_forms,
     bytes_by_dtype,
     environment_of,
+    fills_its_storage,
     input_forms,
     local_part,
     parameter_forms,
@@ -160,13 +161,15 @@ def _values_read(captured: Capture) -> list[dict[str, Any]]:
 def _parameter_layout(
     model: nn.Module, captured: Capture, layout: Layout
 ) -> dict[str, dict[str, Any]]:
-    """What sharding needs to know about each parameter, by its name.
+    """What sharding and copies to the host need to know about each parameter, by its name.
 
     shape, element_bytes: of this rank's part of the parameter.
     tensor: its tensor in the graph.
     gradient: the tensor of its gradient; None: it has none.
     n_sums: how many tensor-parallel ranks hold partial sums of the gradient that are not reduced
         yet; missing: the gradient is not a partial sum.
+    fills_storage: False for a parameter that is not contiguous or is part of a larger tensor;
+        missing: it fills its storage.
     """
     parameters = {name: local_part(p) for name, p in model.named_parameters()}
     found: dict[str, dict[str, Any]] = {}
@@ -181,4 +184,6 @@ def _parameter_layout(
             spec = captured.gradient_specs.get(node)  # None: a plain parameter
             if spec is not None and any(each.is_partial() for each in spec.placements):
                 found[source.name]["n_sums"] = spec.mesh.size()
+            if not fills_its_storage(parameters[source.name]):
+                found[source.name]["fills_storage"] = False
     return found

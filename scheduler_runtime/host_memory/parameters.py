@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphs.model_calls import fills_its_storage
 from scheduler_runtime.execute import (
     CopyEvent,
     CopyStreams,
@@ -66,8 +67,7 @@ class HostParameters:
             )
         self._names = {known[name]: name for name in names}
         for parameter, name in self._names.items():
-            storage_bytes = parameter.untyped_storage().nbytes()
-            if not parameter.is_contiguous() or storage_bytes != parameter.nbytes:
+            if not fills_its_storage(parameter):
                 raise ValueError(
                     f"the plan has the parameter {name!r} in host memory, and it is not contiguous "
                     'or is part of a larger tensor; plan with parameters="device"'

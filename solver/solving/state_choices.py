@@ -124,8 +124,8 @@ def _why_not_on_host(graph: Graph, *, with_parameters: bool) -> str:
     optimizer = optimizer_of(graph.meta.environment)
     if with_parameters and not optimizer.get("state_stays") and optimizer.get("buckets"):
         return (
-            "no parameter can be on the host: each is small, shares its storage, or is read by a "
-            "loss outside of the model"
+            "no parameter can be on the host: each is small, is not contiguous (channels last), "
+            "shares its storage, or is read by a loss outside of the model"
         )
     unknown = "the step has no optimizer, or does not say in which parts it can be copied"
     reason = optimizer.get("state_stays") or unknown
