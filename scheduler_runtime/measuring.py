@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphs.capture import generators_of, states_restored
 from graphs.costs import CudaPeaks, cpu_peak_bytes
 from graphs.model_calls import (
     TraceError,
@@ -275,12 +276,13 @@ def peak_above_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 @contextlib.contextmanager
 def buffers_and_random_state_restored(model: nn.Module) -> Iterator[None]:
-    """After this context, buffers and random state are as before, also after an error. Copies of
-    the buffers are kept on the host."""
+    """After this context, buffers and random state are as before, also after an error: that of
+    torch, Python and NumPy, and of generators that the model holds. Copies of the buffers are kept
+    on the host."""
     buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
     devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), states_restored(generators_of(model).values()):
             yield
     finally:
         with torch.no_grad():

@@ -30,11 +30,15 @@ from graphs.capture.refuse import (
     MODULE_ATTRIBUTES,
     SideEffectError,
     attributes_unchanged,
+    generators_of,
     global_hooks,
     has_paired_hooks,
     refuse_plans,
     refuse_replaced_forwards,
+    restore_state,
     shared_storages,
+    state_of_generator,
+    states_restored,
 )
 from graphs.capture.rehearsal import Rehearsed
 from graphs.capture.shell import leaves_of

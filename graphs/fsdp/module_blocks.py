@@ -14,28 +14,27 @@ if TYPE_CHECKING:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether the module only holds others, which are called instead of it (ModuleList,
-    ModuleDict)."""
+    """Whether the module only holds others, which are called instead of it: it has no forward
+    (ModuleList, ModuleDict, an nn.Module that others are assigned to)."""
     from torch import nn  # here: this package is importable without torch
 
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def listed_blocks(model: nn.Module, path: str = "") -> Iterator[str]:
     """The paths of the members of the outermost ModuleLists and Sequentials with several members.
+    In place of members that are never called, the submodules that are.
 
     path: look only inside the module at this path.
     """
     from torch import nn
 
     module = model.get_submodule(path)
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+    if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
+        yield from called_children(model, path)
+        return
     for name, _ in module.named_children():
-        child = f"{path}.{name}" if path else name
-        if is_list:
-            yield child
-        else:
-            yield from listed_blocks(model, child)
+        yield from listed_blocks(model, f"{path}.{name}" if path else name)
 
 
 def called_children(model: nn.Module, path: str = "") -> Iterator[str]:

@@ -10,20 +10,24 @@ import torch
 from torch import nn
 
 from graphs.model_calls import PLAIN_TYPES, is_distributed_class
+from scheduler_runtime.execute.other_generators import OtherGenerators
 
 
 class AsInForward(contextlib.AbstractContextManager[None]):
     """The context, in which parameters and buffers are the tensors that they are now, and plain
     attributes of modules (`eps`, `training`) have their values of now: tensors of
     `torch.func.functional_call` are gone when the backward pass recomputes, and the training may
-    have changed attributes.
+    have changed attributes. All random generators draw the numbers of the forward pass again.
 
     What the module changes in place is a copy while it is recomputed. The context may be entered
     again: with `retain_graph` each backward pass recomputes.
 
+    context: a further context of the recomputation.
+    forward: the context of the forward pass. `in_forward` is the one to use in its place.
     changed_buffers: names of buffers in whose place there are copies of their present values.
     rewound: names of parameters and buffers in whose place there are copies of their values now.
     parts: what is recomputed of the module (None: all of it).
+    draws_elsewhere: whether it may draw from generators that are not torch's default ones.
     """
 
     def __init__(
@@ -34,7 +38,12 @@ class AsInForward(contextlib.AbstractContextManager[None]):
         *,
         rewound: Iterable[str] = (),
         parts: Iterable[nn.Module] | None = None,
+        forward: Any = None,
+        draws_elsewhere: bool = True,
     ) -> None:
+        recomputed = [module] if parts is None else list(parts)
+        self._generators = OtherGenerators(recomputed if draws_elsewhere else ())
+        self.in_forward = self._generators.watched(forward or contextlib.nullcontext())
         self._context = context
         # name -> the tensor, and the one whose values its copy gets
         self._sources = {name: (t := _tensor_at(module, name), t) for name in changed_buffers}
@@ -44,7 +53,7 @@ class AsInForward(contextlib.AbstractContextManager[None]):
         copied = {id(tensor) for tensor, _ in self._sources.values()}
         self._now: list[tuple[dict[str, Any], str, Any]] = [
             (held, name, value)
-            for part in ((module,) if parts is None else parts)
+            for part in recomputed
             for each in part.modules()
             # other tensors in attributes may be activations, which this would hold
             for held in (each._parameters, each._buffers, vars(each))
@@ -62,6 +71,7 @@ class AsInForward(contextlib.AbstractContextManager[None]):
                     stack.callback(held.__setitem__, name, other)
                     held[name] = now
             stack.callback(self._check_unchanged, self._versions())
+            stack.enter_context(self._generators.as_in_forward())
             stack.enter_context(self._context)
             self._entered.append(stack.pop_all())
 

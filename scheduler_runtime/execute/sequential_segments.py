@@ -89,6 +89,7 @@ class SegmentedForward(ExportedForward):
     def _contexts(self, segment: CheckpointRegion) -> tuple[Any, Any]:
         children = {path.rpartition(".")[2] for path in segment.modules}
         inside = [name for name in self.rewound if name.partition(".")[0] in children]
-        nothing = contextlib.nullcontext()
         parts = [self._model.get_submodule(name) for name in children]
-        return nothing, AsInForward(nothing, self._model, (), rewound=inside, parts=parts)
+        nothing = contextlib.nullcontext()
+        again = AsInForward(nothing, self._model, (), rewound=inside, parts=parts)
+        return again.in_forward, again

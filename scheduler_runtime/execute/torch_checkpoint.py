@@ -216,6 +216,7 @@ class CheckpointedForward(ExportedForward):
         whose values do not matter to its results.
     rewound: names, relative to the module, of parameters and buffers that the step changes, and
         whose values may matter. They are copied in each call.
+    draws_elsewhere: whether it may draw from generators that are not torch's default ones.
     n_runs: how often the module has run outside of no_grad, recomputations included.
     """
 
@@ -226,9 +227,11 @@ class CheckpointedForward(ExportedForward):
         saved: SavedCalls | None = None,
         changed_buffers: Sequence[str] = (),
         rewound: Sequence[str] = (),
+        draws_elsewhere: bool = True,
     ) -> None:
         super().__init__(module)
         self.saved = saved
+        self.draws_elsewhere = draws_elsewhere
         self.changed_buffers, self.rewound = changed_buffers, rewound
         self.n_runs = 0
         # as a partial: torch.compile accepts only plain functions and partials of them
@@ -257,9 +260,15 @@ class CheckpointedForward(ExportedForward):
     def _contexts(self) -> tuple[Any, Any]:
         nothing = contextlib.nullcontext()
         forward, recomputation = self.saved.contexts() if self.saved else (nothing, nothing)
-        return forward, AsInForward(
-            recomputation, self._model, self.changed_buffers, rewound=self.rewound
+        again = AsInForward(
+            recomputation,
+            self._model,
+            self.changed_buffers,
+            rewound=self.rewound,
+            forward=forward,
+            draws_elsewhere=self.draws_elsewhere,
         )
+        return again.in_forward, again
 
 
 def checkpointed(
@@ -293,7 +302,8 @@ def checkpointed_as_whole(
 
     def contexts() -> tuple[Any, Any]:
         buffers = [name for name, _ in module.named_buffers()]
-        return nothing, AsInForward(nothing, module, (), rewound=buffers)
+        again = AsInForward(nothing, module, (), rewound=buffers)
+        return again.in_forward, again
 
     return checkpointed(run, args, kwargs, context_fn=contexts)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 from torch import nn
 
 from graphs.capture import caching_configs, has_parallel_style
-from graphs.fsdp import called_children, is_container, listed_blocks
+from graphs.fsdp import is_container, listed_blocks
 from graphs.graph import Graph, is_under
 from scheduler_runtime.execute import ExportedForward
 from scheduler_runtime.planned import PlannedForward
@@ -72,11 +73,14 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
     """The modules that may be checkpointed, of those that the step calls.
 
     The blocks are the members of the outermost ModuleLists and Sequentials; in a model without
-    any, its children. Three kinds of modules are left out. One with a parallel style of its own can
-    only be recomputed by a module around it, since the style's collectives run outside of its
-    forward. One that calls a loss in row chunks must run once, since a recomputation would call
-    PyTorch's own loss function instead. One that leaves tensors in attributes must run once, since
-    a recomputation would begin with what the first run has left.
+    any, its children. In place of modules that the step never calls (lists in a list), there are
+    the submodules that it calls.
+
+    Three kinds of modules are left out. One with a parallel style of its own can only be recomputed
+    by a module around it, since the style's collectives run outside of its forward. One that calls
+    a loss in row chunks must run once, since a recomputation would call PyTorch's own loss function
+    instead. One that leaves tensors in attributes must run once, since a recomputation would begin
+    with what the first run has left.
     """
     run_once = [str(call["module"]) for call in graph.meta.called_losses]
     run_once += graph.meta.leaving_modules
@@ -90,18 +94,36 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
         for path in itertools.accumulate(node.module.split("."), "{}.{}".format):
             first.setdefault(path, position)
 
-    def parts_of(path: str) -> tuple[str, ...]:
-        return tuple(p for p in called_children(model, path) if p in first and p not in refused)
+    # Replacing the forward of a module that is never called has no effect: that of a list, or of a
+    # module whose other methods are called.
+    called = set(graph.meta.module_calls)
+    if not called:  # a file from before they were recorded
+        called = {path for path, module in model.named_modules() if not is_container(module)}
+    called |= {node.module for node in graph.forward_nodes}  # parts that are planned as one piece
 
-    listed = [path for path in listed_blocks(model) if path in first and path not in refused]
-    blocks = listed or list(parts_of(""))
+    def outermost_called(path: str) -> Iterator[str]:
+        """The module at this path if the step calls it, otherwise what it calls of its parts."""
+        if path in called and path in first:
+            yield path
+        elif path not in called:
+            yield from inside_of(path)
+
+    def inside_of(path: str) -> Iterator[str]:
+        for name, _ in model.get_submodule(path).named_children():
+            yield from outermost_called(f"{path}.{name}" if path else name)
+
+    def parts_of(path: str) -> tuple[str, ...]:
+        return tuple(part for part in inside_of(path) if part not in refused)
+
+    listed = [part for path in listed_blocks(model) for part in outermost_called(path)]
+    blocks = [path for path in listed if path not in refused] or list(parts_of(""))
     blocks.sort(key=first.__getitem__)
     parts = {block: parts_of(block) for block in blocks}
     parts |= {part: parts_of(part) for inside in parts.values() for part in inside}
     around = [
         path
-        for path, module in model.named_modules()
-        if path and path not in blocks and path not in refused and not is_container(module)
+        for path, _ in model.named_modules()
+        if path and path not in blocks and path not in refused and path in called
         if any(is_under(block, path) for block in blocks)
     ]
     # Only the modules nearest to the blocks: recomputing one further out would be almost the whole

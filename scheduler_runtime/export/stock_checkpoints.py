@@ -304,6 +304,8 @@ def _install(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
             module,
             saved=saved_calls(layout, region) if region.saved else None,
             changed_buffers=names_inside(changed, region.path),
+            # what is traced draws from torch's default generators only
+            draws_elsewhere=bool(graph.meta.opaque_parts),
         )
 
 

@@ -7,6 +7,7 @@ from graphs.capture.refuse.generators import (
     own_generator_error,
     refuse_own_generator,
     restore_state,
+    states_restored,
 )
 from graphs.capture.refuse.generators import state_of as state_of_generator
 from graphs.capture.refuse.hooks import (

@@ -94,6 +94,17 @@ def restore_state(generator: Any, state: Any) -> None:
         _bit_generator_of(generator).state = pickle.loads(state)
 
 
+@contextlib.contextmanager
+def states_restored(generators: Iterable[Any]) -> Iterator[None]:
+    """A context after which these generators have their present states again."""
+    before = [(each, state_of(each)) for each in generators]
+    try:
+        yield
+    finally:
+        for each, state in before:
+            restore_state(each, state)
+
+
 def _bit_generator_of(generator: Any) -> Any:
     return getattr(generator, "bit_generator", generator)
 

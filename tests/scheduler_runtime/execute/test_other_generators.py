@@ -1,0 +1,138 @@
+"""Checkpoints around what draws from generators that are not torch's default ones."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from checkpoint_solver.export import to_torch_checkpoint
+from scheduler_runtime import apply
+from scheduler_runtime.by_submodule.planning import plan_chain
+from scheduler_runtime.execute import CheckpointedForward
+from solver.solving import solve
+
+WIDTH = 32
+
+
+def from_python(_block: Any, shape: torch.Size) -> torch.Tensor:
+    return torch.full(shape, random.random())
+
+
+def from_numpy(_block: Any, shape: torch.Size) -> torch.Tensor:
+    return torch.from_numpy(np.random.rand(*shape)).float()
+
+
+def from_own_of_python(block: Any, shape: torch.Size) -> torch.Tensor:
+    return torch.full(shape, block.of_python.random())
+
+
+def from_own_of_numpy(block: Any, shape: torch.Size) -> torch.Tensor:
+    return torch.from_numpy(block.of_numpy.random(shape)).float()
+
+
+def from_own_of_torch(block: Any, shape: torch.Size) -> torch.Tensor:
+    return torch.rand(shape, generator=block.of_torch)
+
+
+SOURCES = (from_python, from_numpy, from_own_of_python, from_own_of_numpy, from_own_of_torch)
+
+
+class Block(nn.Module):
+    def __init__(self, draw: Callable[[Any, torch.Size], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.draw = draw
+        self.of_python, self.of_numpy = random.Random(0), np.random.default_rng(0)
+        self.of_torch = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).relu()
+        return x + self.down(hidden * self.draw(self, hidden.shape))
+
+
+def generator_states(model: nn.Module) -> list[Any]:
+    """The states of the global generators, and of those of the model."""
+    found: list[Any] = [random.getstate(), np.random.get_state()[1].tolist()]
+    for block in model.modules():
+        if isinstance(block, Block):
+            found.append(block.of_python.getstate())
+            found.append(block.of_numpy.bit_generator.state)
+            found.append(block.of_torch.get_state().tolist())
+    return found
+
+
+def gradients_and_states(model: nn.Module, batch: torch.Tensor) -> tuple[list[bytes], list[Any]]:
+    """Of two steps. The global generators are seeded; those of the model go on."""
+    random.seed(0)
+    np.random.seed(0)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        model(batch).sum().backward()
+        found += [p.grad.numpy().tobytes() for p in model.parameters()]
+    return found, generator_states(model)
+
+
+def blocks_of(draw: Callable[[Any, torch.Size], torch.Tensor]) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(draw) for _ in range(4))), torch.randn(64, WIDTH)
+
+
+@pytest.mark.parametrize("draw", SOURCES)
+def test_a_recomputation_draws_the_numbers_of_the_forward_pass(draw: Any) -> None:
+    plain, batch = blocks_of(draw)
+    model = copy.deepcopy(plain)
+    for block in model:
+        block.forward = CheckpointedForward(block)
+    expected = gradients_and_states(plain, batch)
+    assert gradients_and_states(copy.deepcopy(model), batch) == expected
+    assert gradients_and_states(model, batch) == expected
+
+
+class InTurn(nn.ModuleList):
+    """Neighbours under a forward of its own are checkpointed one by one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("draw", SOURCES)
+@pytest.mark.parametrize("container", [nn.Sequential, InTurn])
+def test_plan_chain_keeps_the_numbers_and_the_generators(draw: Any, container: Any) -> None:
+    blocks, batch = blocks_of(draw)
+    model = container(*blocks) if container is nn.Sequential else container(blocks)
+    expected = gradients_and_states(copy.deepcopy(model), batch)
+    before = generator_states(model)
+    options: dict[str, Any] = {"loss": lambda output, _batch: output.sum()}
+    whole = plan_chain(model, batch, budget="1GB", **options)
+    budget = int(0.8 * whole.baseline.peak_bytes)
+    solution = plan_chain(model, batch, budget=budget, **options)
+    assert generator_states(model) == before
+    assert solution.checkpointed
+    apply(model, solution)
+    assert gradients_and_states(model, batch) == expected
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("draw", SOURCES)
+def test_an_exported_part_that_could_not_be_traced_draws_the_same_numbers(draw: Any) -> None:
+    blocks, batch = blocks_of(draw)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), blocks)
+    expected = gradients_and_states(copy.deepcopy(model), batch)
+    options: dict[str, Any] = {"loss": lambda output, _batch: output.sum()}
+    whole = solve(model, batch, budget="1GB", **options)
+    assert whole.graph.meta.opaque_parts
+    solution = solve(model, batch, budget=int(0.85 * whole.baseline.peak_bytes), **options)
+    exported = to_torch_checkpoint(model, solution, on_excess="least")
+    assert exported.modules
+    assert gradients_and_states(model, batch) == expected
