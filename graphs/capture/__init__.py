@@ -32,6 +32,7 @@ from graphs.capture.refuse import (
     attributes_unchanged,
     global_hooks,
     has_paired_hooks,
+    overlapping,
     refuse_plans,
     refuse_replaced_forwards,
     shared_storages,
