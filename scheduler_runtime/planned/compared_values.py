@@ -186,7 +186,12 @@ def class_settings(kind: type, seen: set[int]) -> tuple[Any, ...]:
 
 def _class_setting(value: Any, seen: set[int]) -> Any:
     # the guards of tensors' values do not know those of classes
-    return _ByIdentity(value) if isinstance(value, torch.Tensor) else setting(value, seen)
+    return by_identity(value) if isinstance(value, torch.Tensor) else setting(value, seen)
+
+
+def by_identity(value: Any) -> Any:
+    """An object, to be compared by identity for as long as it exists."""
+    return _ByIdentity(value)
 
 
 def _attributes_of_class(kind: type) -> Iterator[tuple[str, Any]]:

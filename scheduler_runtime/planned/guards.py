@@ -13,7 +13,8 @@ can see; if no program was made for the same, the call needs a new one. It reads
   form of tensors (`compared_values`);
 - objects that hold only plain values: configs, dataclasses, namespaces. An object that holds
   anything else (a trainer, a logger) is compared by identity, since it may change in every step;
-- functions, classes and modules held in other places, by identity.
+- functions, classes and modules held in other places, by identity;
+- globals, closures and other values outside of the model that the code names (`read_elsewhere`).
 
 Tensor values that forward read as numbers have guards of their own
 (`graphs.capture.as_eager.known_values`). `docs/bitwise_identical.md` lists what no guard sees.
@@ -21,7 +22,7 @@ Tensor values that forward read as numbers have guards of their own
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from scheduler_runtime.planned.compared_values import (
     setting,
 )
 from scheduler_runtime.planned.module_tree import ModuleTree
+from scheduler_runtime.planned.read_elsewhere import NOW, ReadElsewhere
 
 
 def kind_of(model: nn.Module, call: Call, *, ignored: Collection[tuple[str, str]] = ()) -> Any:
@@ -74,8 +76,15 @@ def kind_of(model: nn.Module, call: Call, *, ignored: Collection[tuple[str, str]
         tree.buffer_places,
         tuple(map(form, tree.parameters)),
         tuple(map(form, tree.buffers)),
+        NOW,
         settings_of(model, tree.modules, ignored),
     )
+
+
+def with_read_elsewhere(kind: Any, model: nn.Module, forward: Callable[..., Any]) -> Any:
+    """The kind of calls for which what `forward` reads outside of the model is as it is now."""
+    *others, _, of_modules = kind
+    return (*others, ReadElsewhere([forward], model.modules()), of_modules)
 
 
 _TITLES = (
@@ -90,6 +99,7 @@ _TITLES = (
     *("which submodules there are, and which are one", "which parameters are one, or their names"),
     "which buffers are one, or their names",
     *("the form of a parameter", "the form of a buffer"),
+    "what forward reads outside of the model",
 )
 """Descriptions of the items of `kind_of`, in order, except the last: the settings of modules."""
 _OF_MODULE = ("its class", "its forward", "its class's attributes", "train()", "its hooks")
@@ -101,7 +111,8 @@ def changed_setting(planned: Any, here: Any, model: nn.Module) -> str | None:
     *torchs_here, of_here = here
     for title, old, new in zip(_TITLES, torchs, torchs_here, strict=True):
         if old != new:
-            return f"{title} has changed"
+            name = old.changed() if isinstance(old, ReadElsewhere) else None
+            return f"{name or title} has changed"
     for (path, _), old, new in zip(model.named_modules(), of_planned, of_here, strict=False):
         owner = f"module {path!r}" if path else type(model).__name__
         for title, before, now in zip(_OF_MODULE, old, new, strict=False):
