@@ -42,6 +42,10 @@ from scheduler_runtime.execute import (
     restore_forward,
 )
 from scheduler_runtime.planned.guards import kind_of, with_read_elsewhere
+from scheduler_runtime.planned.outer_hooks import (
+    refuse_saved_tensors_hooks,
+    without_saved_tensors_hooks,
+)
 from scheduler_runtime.planned.program_cache import ProgramCache
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks
 from scheduler_runtime.planned.unread_attributes import UnreadAttributes
@@ -125,7 +129,7 @@ class PlannedForward(ReplacedForward):
             tensor.requires_grad for tensor in call.tensors
         ):  # nothing to differentiate: the adapters are switched off, say
             return self.unplanned(*args, **kwargs)
-        _refuse_saved_tensors_hooks()
+        refuse_saved_tensors_hooks()
         self.begin()
         kind = self.kind(call)
         program = self._programs.find(kind, model, call)
@@ -138,7 +142,7 @@ class PlannedForward(ReplacedForward):
         if program is None:
             refuse_meta_batch(model, call)
             self._unread.compare(self._programs.call_kinds(), kind[0], model)
-            with _without_saved_tensors_hooks():
+            with without_saved_tensors_hooks():
                 program = self._make_program_or_raise_own_error(call, args, kwargs)
             kind_after = self.kind_for(program, call)
             sets_attributes = isinstance(program, BoundProgram) and program.sets_plain_attributes
@@ -158,7 +162,7 @@ class PlannedForward(ReplacedForward):
             with (
                 contextlib.nullcontext()
                 if self.saves_for_autograd
-                else _without_saved_tensors_hooks()
+                else without_saved_tensors_hooks()
             ):
                 return program.run(model, call)
         except CheckError as error:
@@ -361,35 +365,6 @@ def _is_transformed() -> bool:
     without a tensor.
     """
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
-
-
-def _refuse_saved_tensors_hooks() -> None:
-    """Raise RuntimeError under the user's saved-tensor hooks, which a program does not call.
-
-    PyTorch's own hooks (checkpoints, `save_on_cpu`) do not change values, so they may be skipped.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch."):
-        raise RuntimeError(
-            "a planned module is called inside of torch.autograd.graph.saved_tensors_hooks, whose "
-            "hooks it would not call: the plan decides what is saved for backward. Call it outside "
-            "of that block, or use the plain model (checkpoint_solver.remove(model))"
-        )
-
-
-@contextlib.contextmanager
-def _without_saved_tensors_hooks() -> Iterator[None]:
-    """PyTorch's own hooks of saved tensors are set aside: a checkpoint around the planned module
-    would count what planning saves, and miss it when it runs again."""
-    hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        hooks.append(top)
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def refuse_second(model: nn.Module) -> None:
