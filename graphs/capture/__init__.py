@@ -33,6 +33,7 @@ from graphs.capture.refuse import (
     generators_of,
     global_hooks,
     has_paired_hooks,
+    overlapping,
     refuse_plans,
     refuse_replaced_forwards,
     restore_state,

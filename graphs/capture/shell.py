@@ -296,7 +296,10 @@ def _fake(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     if is_distributed(tensor):
         return with_local_part(tensor, _fake(local_part(tensor), device))
     if type(tensor) is not torch.Tensor and not isinstance(tensor, nn.Parameter | FakeTensor):
-        raise TraceError(f"tensors of type {type(tensor).__name__} are not supported")
+        raise TraceError(
+            f"tensors of type {type(tensor).__name__} are not supported: pass a plain tensor "
+            "(tensor.as_subclass(torch.Tensor), or .dequantize() and the like)"
+        )
     if tensor.layout != torch.strided:
         raise TraceError(f"a tensor of layout {tensor.layout} is not supported; use strided")
     return strided_like(tensor, device)

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.graph import warn
-from graphs.model_calls import distributed_as, local_part, same_strides
+from graphs.model_calls import distributed_as, local_part
+from scheduler_runtime.execute.arriving_gradients import in_planned_strides, rounds_otherwise
 from scheduler_runtime.execute.before_step import StateBeforeStep
 from scheduler_runtime.execute.copies import Copies
+from scheduler_runtime.execute.kernel_settings import KernelSettings
 from scheduler_runtime.execute.piece import Piece
 from scheduler_runtime.execute.program import Program
 from scheduler_runtime.execute.restart_step import RestartableStep, drop_frames, step_device
@@ -74,6 +75,7 @@ class Run:
         self.token = torch.empty(0, device=self._device, requires_grad=True)
         self.token_gradient = torch.empty(0, device=self._device)
         self._has_backward_begun = False
+        self._settings = KernelSettings()  # of the forward pass, which comes next
         self._expected_versions: dict[fx.Node, int] = {}
 
     def forward(self) -> tuple[torch.Tensor, ...]:
@@ -131,14 +133,21 @@ class Run:
                 "planned ones: call loss.backward() after the `with torch.autocast` block, which "
                 "should contain only the forward pass and the loss"
             )
-        self._has_backward_begun = True
-        if self._before is not None:
-            self._before.backward_begins(self._leaves)
         expected = [value is not None for value in tangents]
         are_unplanned = expected != [each is not None for each in gradients]
         # gradients with other strides are copied below if the step cannot restart
         if self.restartable is not None and self.restartable.can_restart:
-            are_unplanned |= any(map(self._has_other_strides, tangents, gradients))
+            are_unplanned |= any(
+                value is not None
+                and gradient is not None
+                and rounds_otherwise(gradient, self.program.tangent_strides[value])
+                for value, gradient in zip(tangents, gradients, strict=True)
+            )
+        if self.program.recomputes or (self.restartable is not None and are_unplanned):
+            self._settings.refuse_others()
+        self._has_backward_begun = True
+        if self._before is not None:
+            self._before.backward_begins(self._leaves)
         if self.restartable is not None and are_unplanned:
             self._release()
             self._is_restarted = True
@@ -164,31 +173,7 @@ class Run:
                     "fit(model, loss_outputs=lambda output: ...)"
                 )
             strides = self.program.tangent_strides[value]
-            if not same_strides(gradient.shape, gradient.stride(), strides):
-                # the program's views of it were traced with the planned strides
-                if self._has_other_strides(value, gradient):
-                    warn(
-                        f"the gradient of an output of shape {tuple(gradient.shape)} arrives with "
-                        f"strides {gradient.stride()} and is copied to those of the plan, "
-                        f"{strides}: sums over it, such as the gradient of a bias, may differ from "
-                        "the plain model's in the last bit. Plan with this loss, solve(model, "
-                        "batch, loss=function(output, batch), ...); checkpoint_solver.fit plans "
-                        "for the layout that arrives by itself"
-                    )
-                copy = torch.empty_strided(
-                    gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
-                )
-                gradient = copy.copy_(gradient)
-            self.state[value] = gradient
-
-    def _has_other_strides(self, value: fx.Node | None, gradient: torch.Tensor | None) -> bool:
-        """Whether a gradient has other strides than planned, so that sums over it may differ.
-
-        For an expanded gradient, as of a mean, they do not."""
-        if value is None or gradient is None or 0 in gradient.stride():
-            return False
-        strides = self.program.tangent_strides[value]
-        return not same_strides(gradient.shape, gradient.stride(), strides)
+            self.state[value] = in_planned_strides(gradient, strides)
 
     def backward(
         self, position: int, leaves: tuple[fx.Node, ...]
@@ -220,6 +205,7 @@ class Run:
         except Exception as error:
             if self.restartable is None or not self.restartable.survives(error):
                 raise
+            self._settings.refuse_others()
             failed = error
         restartable = self.restartable
         self._release()

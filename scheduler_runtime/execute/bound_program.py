@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphs.capture import CheckError, OpaqueForward, RandomSources, is_random, leaves_of
+from graphs.capture import (
+    CheckError,
+    OpaqueForward,
+    RandomSources,
+    is_random,
+    leaves_of,
+    overlapping,
+)
 from graphs.model_calls import Call, nested
 from graphs.trace import CapturedStep
 from graphs.training_step import accumulation
@@ -122,8 +129,11 @@ class BoundProgram:
         return tuple(f"{each.module}.{each.attribute}".lstrip(".") for each in read)
 
     def fits(self, model: nn.Module, call: Call) -> bool:
-        """Whether forward would read the same values in this call as when it was traced."""
+        """Whether forward would read the same values in this call as when it was traced, and no
+        tensor that it changes in place shares memory with another one by now."""
         if not all(held.holds(model) for held in self._held):
+            return False
+        if self._written and any(overlapping(self._tensors(model, call), self._written)):
             return False
         if not self._guards:
             return True
@@ -138,10 +148,7 @@ class BoundProgram:
         Raises CheckError if a check of a value fails, and DiskError. Buffers and random states are
         then as before the call.
         """
-        tensors = {
-            node: call.tensors[place] if isinstance(place, int) else _tensor_at(model, place)
-            for node, place in self._places.items()
-        }
+        tensors = self._tensors(model, call)
         for filled in self._filled:
             filled.set_on(model)
         for left in self._left:
@@ -185,6 +192,13 @@ class BoundProgram:
             raise
         assert isinstance(other, BoundProgram)
         return other.run(model, call)
+
+    def _tensors(self, model: nn.Module, call: Call) -> dict[fx.Node, torch.Tensor]:
+        """The tensors that the program reads, by their placeholders."""
+        return {
+            node: call.tensors[place] if isinstance(place, int) else _tensor_at(model, place)
+            for node, place in self._places.items()
+        }
 
     def _state_before(self, tensors: Mapping[fx.Node, torch.Tensor]) -> StateBeforeStep | None:
         """The state before the step, if it may have to be restored (None: it never is)."""

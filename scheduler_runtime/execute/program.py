@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs.rewrites import rewrites_program
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute.copies import Pools
 from scheduler_runtime.execute.piece import Piece, Value, piece_of
@@ -50,6 +51,7 @@ class Program:
     gradient_specs: placeholder of a distributed parameter -> how its gradient is placed.
     plan_id: identifies the traced step and the schedule; equal on all ranks of a distributed
         module.
+    recomputes: whether the backward pass runs operators of the forward pass, or the reverse.
     copies: the value that is the step's `Copies` (None: the schedule has no copies).
     copy_layout: where the copies are in the host memory and the file.
     pools: provides the host memory and the file.
@@ -69,6 +71,7 @@ class Program:
     read_backward: frozenset[Value]
     gradient_specs: Mapping[fx.Node, Any]
     plan_id: str
+    recomputes: bool
     copies: Value | None = None
     copy_layout: CopyLayout | None = None
     pools: Pools | None = None
@@ -167,6 +170,7 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
         plan_id=hashlib.sha256(
             repr((line.schedule.graph_id, line.schedule.ops)).encode()
         ).hexdigest()[:16],
+        recomputes=bool(line.recomputed) or rewrites_program(line.step.graph.meta.rewrites),
         copies=copies,
         copy_layout=line.copy_layout,
         pools=pools,

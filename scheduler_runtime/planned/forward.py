@@ -41,7 +41,11 @@ from scheduler_runtime.execute import (
     has_checkpoints,
     restore_forward,
 )
-from scheduler_runtime.planned.guards import kind_of
+from scheduler_runtime.planned.guards import kind_of, with_read_elsewhere
+from scheduler_runtime.planned.outer_hooks import (
+    refuse_saved_tensors_hooks,
+    without_saved_tensors_hooks,
+)
 from scheduler_runtime.planned.program_cache import ProgramCache
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks
 from scheduler_runtime.planned.saved_tensor_hooks import (
@@ -239,17 +243,20 @@ class PlannedForward(ReplacedForward):
 
         Attributes that the program sets before it reads them, or never reads, may have any value.
         """
+        of_call, situation = self.kind(call)  # again: tracing may have set attributes
         if not isinstance(program, BoundProgram):
-            return self.kind(call)  # again: tracing may have set attributes
+            return self._with_read_elsewhere(of_call), situation
         unread = program.sets_unread | self._unread.unread_by(program.captured)
-        of_call, situation = self.kind(call)
         ignoring = kind_of(self._model, call, ignored=unread)
         if ignoring != of_call:  # some of them hold what other attributes hold, too
             ignored = {
                 each for each in unread if kind_of(self._model, call, ignored=(each,)) == of_call
             }
             ignoring = kind_of(self._model, call, ignored=ignored)
-        return ignoring, situation
+        return self._with_read_elsewhere(ignoring), situation
+
+    def _with_read_elsewhere(self, of_call: Any) -> Any:
+        return with_read_elsewhere(of_call, self._model, self.own_forward)
 
     def constants(self) -> Iterator[torch.Tensor]:
         for _, program in self._programs.programs:

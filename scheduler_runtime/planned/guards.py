@@ -5,14 +5,16 @@ can see; if no program was made for the same, the call needs a new one. It reads
 
 - the form (shape, strides, dtype, device) of the batch, parameters and buffers; arguments that are
   not tensors; autocast;
+- the places of submodules, parameters and buffers, and which of them are one (`module_tree`);
 - global settings of torch that decide which operators run, and global module hooks;
-- for each module its class, its `forward`, its training flag and the number of its hooks;
+- for each module its class, its `forward`, its training flag and the code of its hooks;
 - plain values (numbers, strings, dtypes, ...) in attributes of modules and of their classes, also
   nested in lists, tuples, dicts, sets and deques (peft keeps its scaling in a dict), and there the
-  form of tensors;
+  form of tensors (`compared_values`);
 - objects that hold only plain values: configs, dataclasses, namespaces. An object that holds
   anything else (a trainer, a logger) is compared by identity, since it may change in every step;
-- functions, classes and modules held in other places, by identity.
+- functions, classes and modules held in other places, by identity;
+- globals, closures and other values outside of the model that the code names (`read_elsewhere`).
 
 Tensor values that forward read as numbers have guards of their own
 (`graphs.capture.as_eager.known_values`). `docs/bitwise_identical.md` lists what no guard sees.
@@ -20,37 +22,26 @@ Tensor values that forward read as numbers have guards of their own
 
 from __future__ import annotations
 
-import copyreg
-import enum
-import functools
-import hashlib
-import types
-import weakref
-from collections import deque
 from collections.abc import Callable, Collection
-from pathlib import PurePath
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from graphs.capture import HOOKS, MODULE_ATTRIBUTES, global_hooks, shared_storages
-from graphs.model_calls import PLAIN_TYPES, Call
-
-MAX_ENTRIES = 1000
-"""Maximum number of entries of a container that are compared; of a longer one, only the length is.
-"""
-LARGE_BYTES = 2**20
-"""Largest array in an attribute whose content is compared; a larger one is compared by identity."""
-_COMMON: frozenset[type] = frozenset({bool, int, str, types.NoneType})
-"""The most common plain types, compared with `==`; looking in a set is faster than in `_PLAIN`."""
-_PLAIN = (*PLAIN_TYPES, np.generic, range, slice, enum.Enum, PurePath)
-"""A trace sets no attribute to a value of the last five types (`graphs.capture.filled_once`), but
-`forward` may read one."""
-_CODE = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+from graphs.model_calls import Call
+from scheduler_runtime.planned.compared_values import (
+    COMMON,
+    CONTAINERS,
+    argument,
+    class_settings,
+    form,
+    hook_setting,
+    setting,
+)
+from scheduler_runtime.planned.module_tree import ModuleTree
+from scheduler_runtime.planned.read_elsewhere import NOW, ReadElsewhere
 
 
 def kind_of(model: nn.Module, call: Call, *, ignored: Collection[tuple[str, str]] = ()) -> Any:
@@ -58,17 +49,13 @@ def kind_of(model: nn.Module, call: Call, *, ignored: Collection[tuple[str, str]
 
     ignored: attributes that may have any value, as pairs of a module's path and a name.
     """
-    modules = list(model.modules())
-    parameters = {
-        id(p): p for m in modules for p in m._parameters.values() if p is not None
-    }.values()
-    buffers = (b for m in modules for b in m._buffers.values() if b is not None)
-    device = next((p.device.type for p in parameters), "cpu")
+    tree = ModuleTree.of(model)
+    device = next((p.device.type for p in tree.parameters), "cpu")
     modes = torch.overrides._get_current_function_mode_stack()
     return (
-        tuple(map(_form, call.tensors)),
+        tuple(map(form, call.tensors)),
         shared_storages(call.tensors) if len(call.tensors) > 1 else (),
-        tuple(map(_argument, call.rest)),
+        tuple(map(argument, call.rest)),
         call.spec,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_cache_enabled(),
@@ -82,10 +69,22 @@ def kind_of(model: nn.Module, call: Call, *, ignored: Collection[tuple[str, str]
         torch._C._get_cudnn_sdp_enabled(),
         torch.backends.mha.get_fastpath_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        tuple(map(_form, parameters)),
-        tuple(map(_form, buffers)),
-        settings_of(model, modules, ignored),
+        torch._C._get_cudnn_enabled(),
+        (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
+        tree.submodules,
+        tree.parameter_places,
+        tree.buffer_places,
+        tuple(map(form, tree.parameters)),
+        tuple(map(form, tree.buffers)),
+        NOW,
+        settings_of(model, tree.modules, ignored),
     )
+
+
+def with_read_elsewhere(kind: Any, model: nn.Module, forward: Callable[..., Any]) -> Any:
+    """The kind of calls for which what `forward` reads outside of the model is as it is now."""
+    *others, _, of_modules = kind
+    return (*others, ReadElsewhere([forward], model.modules()), of_modules)
 
 
 _TITLES = (
@@ -96,7 +95,11 @@ _TITLES = (
     *("torch.backends.cuda.enable_flash_sdp", "torch.backends.cuda.enable_mem_efficient_sdp"),
     *("torch.backends.cuda.enable_math_sdp", "torch.backends.cuda.enable_cudnn_sdp"),
     *("torch.backends.mha.set_fastpath_enabled", "torch.use_deterministic_algorithms"),
+    *("torch.backends.cudnn.enabled", "torch.backends.opt_einsum"),
+    *("which submodules there are, and which are one", "which parameters are one, or their names"),
+    "which buffers are one, or their names",
     *("the form of a parameter", "the form of a buffer"),
+    "what forward reads outside of the model",
 )
 """Descriptions of the items of `kind_of`, in order, except the last: the settings of modules."""
 _OF_MODULE = ("its class", "its forward", "its class's attributes", "train()", "its hooks")
@@ -108,7 +111,8 @@ def changed_setting(planned: Any, here: Any, model: nn.Module) -> str | None:
     *torchs_here, of_here = here
     for title, old, new in zip(_TITLES, torchs, torchs_here, strict=True):
         if old != new:
-            return f"{title} has changed"
+            name = old.changed() if isinstance(old, ReadElsewhere) else None
+            return f"{name or title} has changed"
     for (path, _), old, new in zip(model.named_modules(), of_planned, of_here, strict=False):
         owner = f"module {path!r}" if path else type(model).__name__
         for title, before, now in zip(_OF_MODULE, old, new, strict=False):
@@ -147,15 +151,13 @@ def _is_value(setting: Any) -> bool:
     kind = setting[0] if isinstance(setting, tuple) and len(setting) == 2 else None
     if isinstance(kind, tuple):  # a tuple of plain values
         return True
-    return isinstance(kind, type) and issubclass(
-        kind, (float, torch.Tensor, *_COMMON, *_CONTAINERS)
-    )
+    return isinstance(kind, type) and issubclass(kind, (float, torch.Tensor, *COMMON, *CONTAINERS))
 
 
 def _describe_change(planned: Any, here: Any) -> str:
     """Describe how a setting has changed, numbers and strings with their values.
 
-    planned, here: as `_setting` returns them; None: the attribute does not exist.
+    planned, here: as `setting` returns them; None: the attribute does not exist.
     """
     if here is None:
         return "is gone"
@@ -164,7 +166,7 @@ def _describe_change(planned: Any, here: Any) -> str:
     values = [
         each[1] if each[0] is float else repr(each[1])  # a float is written out already
         for each in (here, planned)
-        if isinstance(each, tuple) and len(each) == 2 and each[0] in (float, *_COMMON)
+        if isinstance(each, tuple) and len(each) == 2 and each[0] in (float, *COMMON)
     ]
     return f"is {values[0]}, planned for {values[1]}" if len(values) == 2 else "has changed"
 
@@ -176,16 +178,24 @@ def settings_of(
     seen: set[int] = set()  # what is in an ignored attribute counts where else it is found
     at = dict(model.named_modules()) if ignored else {}
     ignored_here = {(id(at.get(path)), name) for path, name in ignored}
-    of_class = {kind: _class_settings(kind) for kind in {type(module) for module in modules}}
+    of_class = {
+        kind: class_settings(kind, seen) for kind in dict.fromkeys(map(type, modules))
+    }  # in a fixed order, since what two classes hold counts where it is found first
     return tuple(
         (
             type(module),
             getattr(type(module), "forward", None),  # a ScriptModule has none
             of_class[type(module)],
             module.training,
-            tuple(len(getattr(module, hooks)) for hooks in HOOKS),
+            # the model's own hooks run around the plan
+            tuple(len(getattr(module, hooks)) for hooks in HOOKS)
+            if module is model
+            else tuple(
+                tuple([hook_setting(each, seen) for each in found.values()]) if found else ()
+                for found in [getattr(module, hooks) for hooks in HOOKS]
+            ),
             tuple(
-                (name, _ANY if (id(module), name) in ignored_here else _setting(value, seen))
+                (name, _ANY if (id(module), name) in ignored_here else setting(value, seen))
                 for name, value in vars(module).items()
                 # the model's own `forward` is the plan itself
                 if name not in MODULE_ATTRIBUTES and not (name == "forward" and module is model)
@@ -205,152 +215,3 @@ class _Any:
 
 
 _ANY = _Any()
-
-
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
-    return tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _argument(value: Any) -> Any:
-    """An argument that is not a tensor, for comparison; the numbers of an array are constants of
-    the program, so they are compared whatever its size."""
-    return _array(value) if isinstance(value, np.ndarray) else _setting(value, set())
-
-
-class _ByIdentity:
-    """An object that is compared by identity, for as long as it exists.
-
-    The object is held by a weak reference where Python allows that, so that a program does not
-    keep objects (and their tensors) alive that the model has dropped.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._get: Callable[[], Any]
-        try:
-            self._get = weakref.ref(value)
-        except TypeError:
-            self._get = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _ByIdentity):
-            return False
-        value = self._get()
-        return value is not None and value is other._get()
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _NotPlainError(Exception):
-    """A value is not plain."""
-
-
-_is_plain: Callable[[type], bool] = functools.lru_cache(maxsize=4096)(
-    lambda kind: issubclass(kind, _PLAIN)
-)
-"""Whether values of a class are plain; cached, since `issubclass` for every value takes long."""
-
-
-def _setting(value: Any, seen: set[int]) -> Any:
-    """The value of an attribute, in a form to be compared.
-
-    seen: ids of the mutable objects that `kind_of` has read so far.
-    """
-    kind = type(value)
-    if kind in _COMMON:  # most values
-        return kind, value
-    if (
-        kind is tuple
-        and len(value) <= MAX_ENTRIES
-        and _COMMON.issuperset(kinds := tuple(map(type, value)))
-    ):
-        return kinds, value
-    try:
-        return _read(value, seen, in_object=False)
-    except _NotPlainError:
-        return type(value), _ByIdentity(value)
-
-
-def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
-    """The content of a value, in a form to be compared.
-
-    in_object: whether the value is inside of an object. If so, anything that is not plain makes the
-        whole object be compared by identity; an item of a container only affects itself.
-
-    Raises _NotPlainError if the value can only be compared by identity.
-    """
-    kind = type(value)
-    if kind in _COMMON:
-        return kind, value
-    if _is_plain(kind):
-        return _plain(value)
-    if isinstance(value, _CODE):
-        return value
-    if isinstance(value, type):  # a class that is a config: `class Config: dropout = 0.1`
-        return value, _class_settings(value)
-    if isinstance(value, np.ndarray):
-        return _array(value) if value.nbytes <= LARGE_BYTES else _ByIdentity(value)
-    if isinstance(value, torch.Tensor) and not in_object:
-        # values have guards of their own (`HeldTensor`); forward may read the form alone
-        return kind, None if value.is_nested else _form(value)
-    if isinstance(value, weakref.ref) and not in_object:
-        return kind  # nn.RNN recreates references to its weights
-    if isinstance(value, functools.partial):
-        value = (value.func, value.args, value.keywords)
-    if not isinstance(value, tuple | set | frozenset):
-        if id(value) in seen:  # the config that all layers share, or a list that contains itself
-            return id(value)
-        if not isinstance(value, _CONTAINERS):
-            # a copy of `seen`: if the object turns out not to be plain, what was read of it does
-            # not count as seen
-            tried = {*seen, id(value)}
-            state = tuple(
-                (k, _read(v, tried, in_object=True)) for k, v in _attributes_of(value).items()
-            )
-            seen |= tried
-            return kind, state
-        seen.add(id(value))
-    if isinstance(value, tuple):  # its own entries: a subclass may refuse `len` (e3nn's Irreps)
-        value = tuple.__getitem__(value, slice(None))
-    if len(value) > MAX_ENTRIES:
-        return kind, len(value)
-    read = functools.partial(_read, in_object=True) if in_object else _setting
-    if isinstance(value, dict):
-        keys = (_plain(key) if _is_plain(type(key)) else id(key) for key in list(value))
-        return kind, tuple(zip(keys, [read(v, seen) for v in list(value.values())], strict=True))
-    items = sorted(value, key=hash) if isinstance(value, set | frozenset) else list(value)
-    return kind, tuple([read(item, seen) for item in items])
-
-
-def _plain(value: object) -> Any:
-    """A plain value, for comparison: with its type, so that 1 is not True, and floats written out,
-    so that NaN equals itself and 0.0 is not -0.0."""
-    return type(value), value if type(value) in _COMMON else repr(value)
-
-
-def _class_settings(kind: type) -> tuple[Any, ...]:
-    """Plain attributes of a class and of its bases, except PyTorch's own."""
-    return tuple(
-        (name, _plain(value))
-        for each in kind.__mro__
-        if not each.__module__.startswith(("torch.", "builtins"))
-        for name, value in vars(each).items()
-        if _is_plain(type(value)) and not name.startswith("__")
-    )
-
-
-def _array(array: np.ndarray[Any, Any]) -> Any:
-    digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
-    return type(array), array.dtype.str, array.shape, digest
-
-
-def _attributes_of(value: Any) -> dict[str, Any]:
-    """Attributes of an object, from its dict and slots; _NotPlainError if it has neither."""
-    if isinstance(value, torch.Tensor):
-        raise _NotPlainError
-    state = getattr(value, "__dict__", None)
-    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-    slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    if not isinstance(state, dict) and not slots:
-        raise _NotPlainError
-    return {**state, **slots} if isinstance(state, dict) else slots

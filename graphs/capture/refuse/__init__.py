@@ -1,6 +1,6 @@
 """Checks that refuse models which a trace cannot reproduce faithfully; each error says why."""
 
-from graphs.capture.refuse.aliasing import refuse_overlapping, shared_storages
+from graphs.capture.refuse.aliasing import overlapping, refuse_overlapping, shared_storages
 from graphs.capture.refuse.constants import HeldTensor, ReadTensors, refuse_writing_real_tensors
 from graphs.capture.refuse.generators import (
     generators_of,

@@ -7,7 +7,7 @@ that overlaps it, so later reads would differ.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,21 @@ def refuse_overlapping(
     written: keys of the inputs that the forward pass writes.
     titles: names of the inputs for messages, by the same keys.
     """
+    for key, other in overlapping(tensors, written):
+        raise TraceError(
+            f"forward changes {titles[key]} in place, which shares memory with "
+            f"{titles[other]}: a planned step would not see the change there; clone one of "
+            "them"
+        )
+
+
+def overlapping(
+    tensors: Mapping[Any, torch.Tensor], written: Iterable[Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Find tensors that are written and overlap another one in memory.
+
+    tensors, written: as in `refuse_overlapping`. Yields the keys of both.
+    """
     keys_by_storage = _by_storage(tensors)
     for key in written:
         for other in keys_by_storage.get(dense_storage_key(tensors[key]), ()):
@@ -34,11 +49,7 @@ def refuse_overlapping(
                 _byte_range(tensors[other]),
             )
             if start < other_end and other_start < end:
-                raise TraceError(
-                    f"forward changes {titles[key]} in place, which shares memory with "
-                    f"{titles[other]}: a planned step would not see the change there; clone one of "
-                    "them"
-                )
+                yield key, other
 
 
 def shared_storages(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -2,8 +2,8 @@
 
 A trace treats them as constants. A tensor that requires a gradient is refused, since it would get
 none. If the tensor is in a plain attribute (`self.scale = torch.tensor(2.0)`), the attribute is
-recorded, so that a later replacement is noticed. Tensors in closures and globals are assumed not to
-change.
+recorded, so that a later replacement is noticed. Tensors in closures and globals are compared by
+`scheduler_runtime.planned.read_elsewhere`.
 """
 
 from __future__ import annotations

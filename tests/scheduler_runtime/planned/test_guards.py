@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import math
 import threading
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -155,6 +156,98 @@ def test_an_attribute_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     before = settings(model)
     monkeypatch.setattr(Settable, "by", 0.5)
     assert before != settings(model)
+
+
+class Patched(nn.Module):
+    """Its class has methods, containers and tensors."""
+
+    table: ClassVar[Any] = {"by": 1.0}
+    shift: Any = torch.ones(8)
+    inner: Any = types.SimpleNamespace(by=1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.hook = self.linear.register_forward_hook(self.doubled)
+
+    def doubled(self, _module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 2
+
+    def tripled(self, _module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 3
+
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+    @staticmethod
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    @property
+    def scale(self) -> float:
+        return 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.halved(self.act(self.linear(x))) * self.scale + self.shift
+        return (x * self.table["by"] * self.inner.by).square().sum()
+
+
+def _another_hook(model: nn.Module) -> None:
+    linear: Any = model.linear
+    linear._forward_hooks.clear()
+    model.hook = linear.register_forward_hook(model.tripled)
+
+
+OF_CLASS: dict[str, Callable[[Any, type[Any]], object]] = {
+    "method": lambda _m, kind: setattr(kind, "act", lambda _, x: x.relu()),
+    "static method": lambda _m, kind: setattr(kind, "halved", staticmethod(torch.neg)),
+    "property": lambda _m, kind: setattr(kind, "scale", property(lambda _: 3.0)),
+    "dict": lambda _m, kind: kind.table.__setitem__("by", 0.5),
+    "namespace": lambda _m, kind: setattr(kind.inner, "by", 0.5),
+    "tensor": lambda _m, kind: setattr(kind, "shift", torch.zeros(8)),
+    "hook in another's place": lambda model, _: _another_hook(model),
+}
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("change", OF_CLASS.values(), ids=OF_CLASS.keys())
+def test_a_change_of_the_class_or_a_hook_is_planned(change: Callable[..., object]) -> None:
+    class Own(Patched):
+        table: ClassVar[Any] = dict(Patched.table)
+        shift = Patched.shift
+        inner = copy.copy(Patched.inner)
+
+    torch.manual_seed(0)
+    model, batch = Own(), torch.randn(4, 8)
+    own_forward = functools.partial(Own.forward, model)
+    apply(model, solve(model, batch, budget=10**9), on_mismatch="replan")
+    model(batch).backward()
+    change(model, Own)
+    model.zero_grad()
+    model(batch).backward()
+    planned = model.linear.weight.grad.clone()
+    model.zero_grad()
+    own_forward(batch).backward()
+    assert torch.equal(planned, model.linear.weight.grad)
+
+
+def test_a_setting_of_an_old_spectral_norm_is_seen() -> None:
+    model = nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(4, 4)))
+    before = settings(model)
+    (hook,) = model[0]._forward_pre_hooks.values()
+    hook.n_power_iterations = 2
+    assert before != settings(model)
+
+
+def test_hooks_with_the_same_code_are_the_same() -> None:
+    """A training may register a new closure in every step."""
+    model, seen = nn.Sequential(nn.Linear(4, 4)), []
+    found = []
+    for step in range(2):
+        handle = model[0].register_forward_hook(lambda *_, step=step: seen.append(step))
+        found.append(settings(model))
+        handle.remove()
+    assert found[0] == found[1] != settings(model)
 
 
 def test_what_is_no_setting_changes_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -15,8 +16,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 
+from graphs.model_calls import Call
 from graphs.trace import TraceError
 from scheduler_runtime import fit, plans_of
+from scheduler_runtime.planned.guards import changed_setting, kind_of
 from tests.support.bitwise import assert_equal, assert_same_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:fit. the optimizer's state is not counted")
@@ -129,6 +132,39 @@ def test_a_setting_of_torch_is_another_program(
         with setting():
             assert torch.equal(gradient(model, batch()), gradient(plain, batch()))
     assert len(plans_of(model)) == 2
+
+
+class Tagged(torch.Tensor):
+    """A tensor of the user."""
+
+
+def test_a_tensor_of_another_class_is_no_plain_tensor() -> None:
+    """The trace of a plain one knows nothing of what its class does to functions of torch."""
+    model = fit(Small(), budget="1GB")
+    model(batch()).backward()
+    model.zero_grad()
+    with pytest.raises(TraceError, match=r"type Tagged are not supported: pass a plain tensor"):
+        model(batch().as_subclass(Tagged))
+    model(nn.Parameter(batch(), requires_grad=False)).backward()
+    assert len(plans_of(model)) == 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [(torch.backends.cudnn, "enabled", False), (torch.backends.opt_einsum, "strategy", "greedy")],
+)
+def test_a_setting_of_a_backend_is_compared(
+    owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if owner is torch.backends.opt_einsum:  # settable without the package
+        owner = types.SimpleNamespace(enabled=True, strategy="auto")
+        monkeypatch.setattr(torch.backends, "opt_einsum", owner)
+    model, call = Small(), Call.of((batch(),), {})
+    before = kind_of(model, call)
+    assert before == kind_of(model, call)
+    monkeypatch.setattr(owner, name, value)
+    found = changed_setting(before, kind_of(model, call), model)
+    assert f"{owner.__name__ if name == 'enabled' else 'torch.backends.opt_einsum'}" in found
 
 
 def test_transforms_of_torch_func_pass_the_plan_by() -> None:
