@@ -42,10 +42,6 @@ from scheduler_runtime.execute import (
     restore_forward,
 )
 from scheduler_runtime.planned.guards import kind_of, with_read_elsewhere
-from scheduler_runtime.planned.outer_hooks import (
-    refuse_saved_tensors_hooks,
-    without_saved_tensors_hooks,
-)
 from scheduler_runtime.planned.program_cache import ProgramCache
 from scheduler_runtime.planned.same_plan_on_ranks import Ranks
 from scheduler_runtime.planned.saved_tensor_hooks import (
