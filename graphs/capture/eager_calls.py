@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -42,6 +42,8 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     calls: the calls, in order.
     freed: number of a storage -> how many calls had run when it was freed.
     written: number of a storage -> indices of the calls that wrote into it after it was allocated.
+    read: number of a storage -> indices of the calls that had it as an argument.
+    size_bytes: number of a storage -> its bytes.
     """
 
     def __init__(self) -> None:
@@ -49,6 +51,8 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[EagerCall] = []
         self.freed: dict[int, int] = {}
         self.written: dict[int, list[int]] = {}
+        self.read: dict[int, list[int]] = {}
+        self.size_bytes: dict[int, int] = {}
         self._n_storages = 0
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
 
@@ -67,6 +71,8 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for address, item in outputs.items()
             if address not in input_storages
         ]
+        for read in self.numbers_of(call.inputs()):
+            self.read.setdefault(read, []).append(len(self.calls))
         storages = allocated or [next(iter(outputs.values())).untyped_storage()]
         numbers = tuple(map(self._number_of, storages))
         written = call.mutated()
@@ -85,10 +91,16 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return value
 
+    def numbers_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """The numbers of the storages of these tensors that are known here."""
+        found = {self._numbers.get(storage_key(each)) for each in tensors}
+        return {number for number in found if number is not None}
+
     def _number_of(self, storage: torch.UntypedStorage) -> int:
         address = storage._cdata
         if address not in self._numbers:
             self._numbers[address] = self._n_storages
+            self.size_bytes[self._n_storages] = storage.nbytes()
             self._n_storages += 1
             weakref.finalize(storage, self._note_freed, address).atexit = False
         return self._numbers[address]

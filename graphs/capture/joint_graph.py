@@ -39,6 +39,7 @@ from graphs.capture.checkpoints import call_checkpoints_directly
 from graphs.capture.eager_calls import EagerCalls
 from graphs.capture.extraction import Layout
 from graphs.capture.filled_once import attributes_filled
+from graphs.capture.held_in_forward import EagerForward, held_with_dead
 from graphs.capture.left_behind import LeftBehind, refuse_read_state
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_dominant_part, with_opaque_parts
 from graphs.capture.refuse import (
@@ -46,12 +47,7 @@ from graphs.capture.refuse import (
     attributes_unchanged,
     refuse_parametrization_cache,
 )
-from graphs.capture.rehearsal import (
-    Rehearsed,
-    compare_backward,
-    held_by_variables,
-    saved_by_functions,
-)
+from graphs.capture.rehearsal import Rehearsed, compare_backward, saved_by_functions
 from graphs.capture.same_program import StepDescription, describe
 from graphs.capture.set_attributes import forward_shell, trace_context, with_attributes
 from graphs.capture.shell import Shell
@@ -181,6 +177,7 @@ def rehearse(
         with _in_eager_mode(model, call, captured, device=device) as shell:
             with EagerCalls() as forward:
                 returned = shell(*shell.batch)
+            returned_storages = forward.numbers_of(returned)
             outputs = [item for item in returned if item.requires_grad]
             del returned
             gradients = [torch.ones_like(item) for item in outputs]
@@ -198,10 +195,15 @@ def rehearse(
     except TraceError:
         return Rehearsed()
     found = compare_backward(layout, backward, saved)
+    eager = EagerForward(layout, forward)
+    if not eager.is_known:
+        return found
+    dead = eager.dead(returned_storages)
     return replace(
         found,
-        saved={**found.saved, **(held_by_variables(layout, forward) or {})},
+        saved={**found.saved, **held_with_dead(eager.held(), dead)},
         in_calls=_held_by_checkpointed_calls(model, call, captured, layout, device=device),
+        dead=dead,
     )
 
 
@@ -210,7 +212,7 @@ def _held_by_checkpointed_calls(
 ) -> Mapping[str, tuple[str, ...]] | None:
     """What variables of `forward` hold if autograd saves nothing, as in a checkpointed call.
 
-    Returns forward node -> tensors, as `held_by_variables` does; None: not known.
+    Returns forward node -> tensors, as `EagerForward.held` does; None: not known.
     """
     try:
         with (
@@ -218,10 +220,11 @@ def _held_by_checkpointed_calls(
             EagerCalls() as forward,
             torch.autograd.graph.saved_tensors_hooks(lambda _saved: None, lambda none: none),
         ):
-            shell(*shell.batch)
+            returned = forward.numbers_of(shell(*shell.batch))
     except TraceError:
         return None  # such as a gradient that forward itself asks for
-    return held_by_variables(layout, forward, forward_only=True)
+    eager = EagerForward(layout, forward)
+    return held_with_dead(eager.held(forward_only=True), eager.dead(returned))
 
 
 @contextlib.contextmanager

@@ -11,9 +11,7 @@ a scatter makes a new tensor that contains it. In eager mode both use the storag
 Autograd may also save more than a backward function reads (`fft_r2c` saves its input for the number
 of columns), so the rehearsal records what each function has saved.
 
-In the forward pass, a variable keeps its tensor alive until it is assigned again or its function
-returns, and a module's call keeps its arguments alive. So it is recorded when each storage is freed
-(`held_by_variables`).
+What the forward pass holds is in `graphs.capture.held_in_forward`.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ import torch
 
 from graphs.capture.eager_calls import EagerCall, EagerCalls, matching_pairs, operator_name
 from graphs.capture.extraction import Layout
+from graphs.capture.held_in_forward import DeadResult
 from graphs.model_calls import autograd_functions, named_arguments
 
 _SCATTERS = frozenset(
@@ -35,9 +34,6 @@ _SCATTERS = frozenset(
 
 _FUNCTIONS_AHEAD = 8
 """How many eager functions to look ahead for the next traced one: some have no traced operators."""
-
-_CALLS_AHEAD = 16
-"""How many eager calls to look ahead for the next traced operator: others may be in between."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +48,14 @@ class Rehearsed:
         nodes; for a forward node, variables of `forward` hold them.
     in_calls: forward node -> tensors that variables of `forward` hold until it has run if autograd
         saves nothing; None: not known.
+    dead: results of dead code, which the trace leaves out; `saved` and `in_calls` name them, too.
     """
 
     in_place: tuple[str, ...] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
     saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     in_calls: Mapping[str, tuple[str, ...]] | None = None
+    dead: tuple[DeadResult, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -298,47 +296,3 @@ def _in_place_without_subclasses(layout: Layout) -> Iterator[str]:
             if op in _ZEROS:
                 zeros |= set(node.outputs)
             own_results |= set(node.outputs)
-
-
-def held_by_variables(
-    layout: Layout, eager: EagerCalls, *, forward_only: bool = False
-) -> dict[str, tuple[str, ...]] | None:
-    """Forward node -> tensors that stay alive until it has run, after their last reader.
-
-    Returns None (not known) if an operator of eager mode is traced as several operators, by Python
-    code with variables of its own (`graphs.capture.as_eager.rnn`).
-
-    eager: the calls of the forward pass, which has returned; its outputs may still be alive.
-    forward_only: whether to ignore that the backward pass reads tensors.
-    """
-    if layout.held_within_call:
-        return None
-    nodes = [node for node in layout.nodes if node.phase == "forward" and node.outputs]
-    position = {node.name: at for at, node in enumerate(layout.nodes)}
-    readers = [n for n in layout.nodes if n.phase == "forward"] if forward_only else layout.nodes
-    read_last = {name: position[node.name] for node in readers for name in node.inputs}
-    pairs = list(
-        matching_pairs(
-            nodes,
-            eager.calls,
-            lambda node, call: operator_name(node.op) == call.name,
-            n_look_ahead=_CALLS_AHEAD,
-        )
-    )
-    node_at = {call.index: node.name for node, call in pairs}
-    last_run: list[str] = []  # for each call: the last matched node that has run when it ends
-    for index in range(len(eager.calls)):
-        last_run.append(node_at.get(index, last_run[-1] if last_run else ""))
-    held: dict[str, list[str]] = {}
-    for node, call in pairs:
-        for name, storage in zip(node.outputs, call.storages, strict=False):
-            # The tensor ends when its storage is freed or overwritten: in a trace, what a later
-            # call writes is another tensor, with an end of its own.
-            overwritten_at = (
-                1 + index for index in eager.written.get(storage, ()) if index > call.index
-            )
-            end = min((eager.freed.get(storage, len(eager.calls)), *overwritten_at))
-            until = last_run[end - 1]
-            if position.get(until, -1) > read_last.get(name, position[node.name]):
-                held.setdefault(until, []).append(name)
-    return {until: tuple(names) for until, names in held.items()}

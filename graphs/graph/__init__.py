@@ -1,6 +1,11 @@
 """The type Graph: the nodes and tensors of one training step, validated, and its file format."""
 
-from graphs.graph.eager_memory import as_eager, with_function_lifetimes, with_saved
+from graphs.graph.eager_memory import (
+    as_eager,
+    with_dead_results,
+    with_function_lifetimes,
+    with_saved,
+)
 from graphs.graph.meta import GraphMeta
 from graphs.graph.parts import DROP, RANDOM_STATE, GraphError, Kind, Node, Phase, Tensor
 from graphs.graph.step_graph import Graph, is_under

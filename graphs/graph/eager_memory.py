@@ -1,7 +1,7 @@
 """The step as eager mode runs it without a plan: which tensors it holds longer or overwrites.
 
 A graph is functional and made of single operators, and a schedule frees each tensor after its last
-use. PyTorch's own step differs in four ways, which `graphs.trace` records in the graph's meta:
+use. PyTorch's own step differs in five ways, which `graphs.trace` records in the graph's meta:
 
 functions   The backward pass runs whole functions, each of one or more operators. What a function
             reads, and its intermediate results (`grad * (2 * self.pow(1))` for a square), stay
@@ -14,6 +14,7 @@ saved       What autograd saves for a function stays live until the function has
 sums        If a tensor gets several gradients, the engine adds each to the sum so far, in place if
             nothing else refers to the sum (torch/csrc/autograd/input_buffer.cpp).
 in place    Some operators overwrite their first argument.
+dead code   Operators whose results nobody reads run too, and variables of `forward` may hold these.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from graphs.graph.step_graph import Graph, Node
+from graphs.graph.step_graph import Graph, Node, Tensor
 
 
 def as_eager(graph: Graph) -> Graph:
@@ -33,6 +34,7 @@ def as_eager(graph: Graph) -> Graph:
 
     Cost: linear in the size of the graph.
     """
+    graph = with_dead_results(graph)
     nodes = with_function_lifetimes(
         with_saved(graph.nodes, graph.meta.saved_unread),
         graph.meta.backward_functions,
@@ -45,6 +47,29 @@ def as_eager(graph: Graph) -> Graph:
         tensors=tuple(
             replace(t, alias_of=None if root[t.name] == t.name else root[t.name])
             for t in graph.tensors
+        ),
+    )
+
+
+def with_dead_results(graph: Graph) -> Graph:
+    """The graph with the results of dead code, each as another output of the forward node before
+    it; the graph itself if there are none, or if it has them already."""
+    made: dict[str, list[str]] = {}  # forward node -> results of dead code
+    forward = {node.name for node in graph.forward_nodes}
+    for name, result in graph.meta.dead_results.items():
+        if result.get("after") in forward and name not in graph.tensor_by_name:
+            made.setdefault(result["after"], []).append(name)
+    if not made:
+        return graph
+    sizes = {name: int(result["size_bytes"]) for name, result in graph.meta.dead_results.items()}
+    return replace(
+        graph,
+        nodes=tuple(
+            replace(node, outputs=(*node.outputs, *made.get(node.name, ()))) for node in graph.nodes
+        ),
+        tensors=(
+            *graph.tensors,
+            *(Tensor(name, sizes[name], "activation") for names in made.values() for name in names),
         ),
     )
 
@@ -106,9 +131,10 @@ def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:
             out, target = node.outputs[result], node.inputs[argument]
             root[out] = root[target]
             read_until[root[target]] = max(read_until[root[target]], last_read.get(out, at))
-        if len(node.outputs) != 1 or not node.inputs:
+        outputs = [name for name in node.outputs if name not in graph.meta.dead_results]
+        if len(outputs) != 1 or not node.inputs:
             continue
-        (out,), old = node.outputs, root[node.inputs[0]]
+        (out,), old = outputs, root[node.inputs[0]]
         # the output is written over the first input: by an in-place operator, or by a sum of
         # gradients if nothing reads the sum so far afterwards
         is_written = node.name in in_place or (

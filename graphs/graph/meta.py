@@ -41,6 +41,9 @@ class GraphMeta:
         node reads them: autograd up to a backward node, variables of forward up to a forward node.
     held_in_calls: the same if autograd saves nothing: forward node -> tensors that variables of
         forward hold until it has run, although no later forward node reads them. None: not known.
+    dead_results: tensors that dead code makes in eager mode, such as a copy that is only put into a
+        list: name -> the forward node `after` which it is made, and `size_bytes`. The two fields
+        above name them, too.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
     dtypes: dtype -> the storages of that dtype, except those that exist before the step.
     parameter_forms, buffer_forms, input_forms: dtype and shape as text, compared by `apply`.
@@ -72,6 +75,7 @@ class GraphMeta:
     dropped: Mapping[str, str] = field(default_factory=dict)
     saved_unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
     held_in_calls: Mapping[str, Sequence[str]] | None = None
+    dead_results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     parameter_forms: Mapping[str, str] = field(default_factory=dict)

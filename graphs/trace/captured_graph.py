@@ -48,6 +48,10 @@ def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
         held_in_calls=None
         if rehearsed.in_calls is None
         else {name: list(names) for name, names in rehearsed.in_calls.items()},
+        dead_results={
+            each.name: {"after": each.after, "size_bytes": each.size_bytes}
+            for each in rehearsed.dead
+        },
     )
     return replace(graph, meta=meta)
 

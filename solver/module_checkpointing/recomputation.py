@@ -79,12 +79,19 @@ class Recomputation:
 
         A node none of whose outputs is read is left out, unless the region `keeps_unread`.
         """
+        outputs_of = {
+            name: tuple(
+                out
+                for out in self._graph.node_by_name[name].outputs
+                if out not in self._graph.meta.dead_results
+            )
+            for name in sorted(saved)
+        }
         if self.keeps_unread:
-            return {name: self._graph.node_by_name[name].outputs for name in sorted(saved)}
+            return outputs_of
         runs = set(self.nodes_to_run(saved))
         kept: dict[str, tuple[str, ...]] = {}
-        for name in sorted(saved):
-            outputs = self._graph.node_by_name[name].outputs
+        for name, outputs in outputs_of.items():
             read = [
                 out
                 for out in outputs

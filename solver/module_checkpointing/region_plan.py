@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from graphs.graph import RANDOM_STATE, Graph, Node, as_eager, is_under
+from graphs.graph import RANDOM_STATE, Graph, Node, as_eager, is_under, with_dead_results
 from graphs.hardware import is_collective
 from solver.module_checkpointing.eager_effects import EagerStep
 from solver.module_checkpointing.recomputation import Recomputation
@@ -75,6 +75,7 @@ def plan_regions(
     """
     if any(region.drops_output for region in regions):
         raise RegionError("stock checkpoints keep the output of a region; give it to `forecast`")
+    graph_id, graph = graph.graph_id, with_dead_results(graph)
     n_recomputations: Mapping[str, int] = {}
     if regions:
         step = _Step(graph, RegionLayout(graph, regions), in_loop=in_loop)
@@ -92,7 +93,7 @@ def plan_regions(
         regions=tuple(regions),
         in_loop=in_loop,
         n_recomputations=n_recomputations,
-        schedule=replace(schedule, graph_id=graph.graph_id),
+        schedule=replace(schedule, graph_id=graph_id),
         simulation=simulate(eager, schedule),
         # While a region is recomputed, the interrupted code's state is held as well: up to the
         # largest of them.

@@ -56,6 +56,15 @@ def test_what_autograd_has_saved_stays_until_its_function_has_run() -> None:
     assert eager.node_by_name["bs"].inputs == ("q", "b", "a")
 
 
+def test_results_of_dead_code_stay_while_variables_hold_them() -> None:
+    dead = {"d": {"after": "f", "size_bytes": 50}, "nowhere": {"after": "x", "size_bytes": 50}}
+    eager = as_eager(step(dead_results=dead, saved_unread={"h": ["d"]}, in_place=["f"]))
+    assert live_bytes(eager, "f") == 7 + 50  # f overwrites x, as without dead code
+    assert live_bytes(eager, "h") == 7 + 50 + 100
+    assert live_bytes(eager, "bg") == 7 + 2 * 100
+    assert as_eager(eager) == eager
+
+
 def test_a_sum_is_in_place_of_the_older_summand_that_nothing_else_needs() -> None:
     assert live_bytes(as_eager(step(gradient_sums=["bs"])), "bs") == 7 + 2 * 100
 

@@ -7,6 +7,7 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -74,11 +75,20 @@ class Temporaries(Variables):
         return self.outer(self.inner(x) * 2 * 3 + 1)
 
 
+class Copies(Variables):
+    """Returns a copy too, which the model puts into a list and nobody reads."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        inner = self.inner(x)
+        return self.outer(inner).relu(), inner.clone()
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "fourier": Fourier,
     "variables": Variables,
     "edges": Edges,
     "temporaries": Temporaries,
+    "copies": Copies,
 }
 
 
@@ -88,8 +98,12 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(layer() for _ in range(DEPTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        copies = []
         for layer in self.layers:
             x = layer(x)
+            if isinstance(x, tuple):
+                x, unread = x
+                copies.append(unread)
         return x.square().mean()
 
 

@@ -1,0 +1,134 @@
+"""Finds out what eager mode holds in the forward pass without reading it, which no graph shows.
+
+A variable keeps its tensor alive until it is assigned again or its function returns, and a module's
+call keeps its arguments alive. So it is recorded when each storage is freed.
+
+Dead code is left out of a trace: operators whose results reach no output, such as a copy of the
+attention scores that is only put into a list. Eager mode runs them, and variables hold the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from graphs.capture.eager_calls import EagerCall, EagerCalls, matching_pairs, operator_name
+from graphs.capture.extraction import Layout
+from graphs.graph import Node
+
+_CALLS_AHEAD = 16
+"""How many eager calls to look ahead for the next traced operator: others may be in between."""
+
+
+@dataclass(frozen=True)
+class DeadResult:
+    """A tensor that dead code makes in eager mode.
+
+    name: unique among the tensors of the step.
+    after: the forward node after which it is made.
+    until: the forward node until which it is held.
+    """
+
+    name: str
+    after: str
+    until: str
+    size_bytes: int
+
+
+class EagerForward:
+    """The calls of a forward pass in eager mode, next to the nodes of its trace.
+
+    eager: the calls of the forward pass, which has returned; its outputs may still be alive.
+    """
+
+    def __init__(self, layout: Layout, eager: EagerCalls) -> None:
+        self._layout, self._eager = layout, eager
+        nodes = [node for node in layout.nodes if node.phase == "forward" and node.outputs]
+        self._pairs: list[tuple[Node, EagerCall]] = list(
+            matching_pairs(
+                nodes,
+                eager.calls,
+                lambda node, call: operator_name(node.op) == call.name,
+                n_look_ahead=_CALLS_AHEAD,
+            )
+        )
+        node_at = {call.index: node.name for node, call in self._pairs}
+        # for each call: the last matched node that has run when it ends
+        self._last_run: list[str] = []
+        for index in range(len(eager.calls)):
+            self._last_run.append(node_at.get(index, self._last_run[-1] if self._last_run else ""))
+
+    @property
+    def is_known(self) -> bool:
+        """False if an operator of eager mode is traced as several operators, by Python code with
+        variables of its own (`graphs.capture.as_eager.rnn`)."""
+        return not self._layout.held_within_call
+
+    def held(self, *, forward_only: bool = False) -> dict[str, tuple[str, ...]]:
+        """Forward node -> tensors that stay alive until it has run, after their last reader.
+
+        forward_only: whether to ignore that the backward pass reads tensors.
+        """
+        layout, eager = self._layout, self._eager
+        position = {node.name: at for at, node in enumerate(layout.nodes)}
+        readers = layout.nodes
+        if forward_only:
+            readers = [node for node in readers if node.phase == "forward"]
+        read_last = {name: position[node.name] for node in readers for name in node.inputs}
+        held: dict[str, list[str]] = {}
+        for node, call in self._pairs:
+            for name, storage in zip(node.outputs, call.storages, strict=False):
+                # The tensor ends when its storage is freed or overwritten: in a trace, what a later
+                # call writes is another tensor, with an end of its own.
+                overwritten_at = (
+                    1 + index for index in eager.written.get(storage, ()) if index > call.index
+                )
+                until = self._last_run[min((self._freed(storage), *overwritten_at)) - 1]
+                if position.get(until, -1) > read_last.get(name, position[node.name]):
+                    held.setdefault(until, []).append(name)
+        return {until: tuple(names) for until, names in held.items()}
+
+    def dead(self, returned: Set[int]) -> tuple[DeadResult, ...]:
+        """The results of dead code, in order.
+
+        returned: numbers of the storages that the forward pass returns.
+        """
+        eager = self._eager
+        allocated = {s for call in eager.calls if not call.overwrites for s in call.storages}
+        needed = {call.index for _, call in self._pairs}
+        for call in reversed(eager.calls):
+            # what the step did not allocate is changed for good
+            has_effect = any(s in returned or s not in allocated for s in call.storages)
+            read = (at for s in call.storages for at in eager.read.get(s, ()) if at > call.index)
+            if has_effect or not needed.isdisjoint(read):
+                needed.add(call.index)
+        results = (
+            (call, storage)
+            for call in eager.calls
+            if call.index not in needed and not call.overwrites
+            for storage in call.storages
+        )
+        return tuple(
+            DeadResult(
+                f"dead_{number}",
+                after=self._last_run[call.index],
+                until=self._last_run[self._freed(storage) - 1],
+                size_bytes=eager.size_bytes[storage],
+            )
+            for number, (call, storage) in enumerate(results)
+            if self._last_run[call.index]
+        )
+
+    def _freed(self, storage: int) -> int:
+        return self._eager.freed.get(storage, len(self._eager.calls))
+
+
+def held_with_dead(
+    held: Mapping[str, Sequence[str]], dead: Sequence[DeadResult]
+) -> dict[str, tuple[str, ...]]:
+    """Forward node -> tensors that stay alive until it has run, with the results of dead code."""
+    found = {until: tuple(names) for until, names in held.items()}
+    for each in dead:
+        if each.until != each.after:
+            found[each.until] = (*found.get(each.until, ()), each.name)
+    return found

@@ -1,0 +1,76 @@
+"""Dead code: operators that eager mode runs and a trace leaves out; what variables hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.graph import Graph, with_dead_results
+from graphs.trace import trace
+from scheduler_runtime.measuring import measure
+from solver import solve
+
+N_BYTES = 64 * 256 * 4
+
+
+class Model(nn.Module):
+    """Runs some code between two layers; holds what that code returns until forward returns."""
+
+    def __init__(self, code: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(256, 256), nn.Linear(256, 256)
+        self.register_buffer("mean", torch.zeros(256))
+        self.code = code
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x).relu()
+        held = [self.code(x, self.mean)]
+        x = self.other(x).relu().square().mean()
+        del held
+        return x
+
+
+def in_place_twice(x: torch.Tensor, _mean: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_like(x)
+    copy.copy_(x)
+    return copy.add_(1)
+
+
+DEAD: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], list[int]]] = {
+    "a copy": (lambda x, _: x.clone(), [N_BYTES]),
+    "two, the second from the first": (lambda x, _: [a := x + 1, a + 1], [N_BYTES, N_BYTES]),
+    "written in place": (in_place_twice, [N_BYTES]),
+    "a view of a copy": (lambda x, _: x.clone()[:1], [N_BYTES]),
+    "freed at once": (lambda x, _: (x.abs().sum(), None)[1], [N_BYTES, 4]),
+}
+NOT_DEAD: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "nothing": lambda _x, _mean: None,
+    "a view": lambda x, _: x[:1],
+    "a buffer updated": lambda x, mean: mean.mul_(0.9).add_(0.1 * x.detach().mean(0)),
+    "a buffer set": lambda x, mean: mean.copy_(x.detach().mean(0)),
+}
+
+
+def traced(code: Callable[[torch.Tensor, torch.Tensor], object]) -> tuple[nn.Module, Graph]:
+    model = Model(code)
+    return model, trace(model, torch.randn(64, 256))
+
+
+@pytest.mark.parametrize("name", DEAD)
+def test_what_dead_code_makes_is_known(name: str) -> None:
+    code, sizes = DEAD[name]
+    model, graph = traced(code)
+    assert [result["size_bytes"] for result in graph.meta.dead_results.values()] == sizes
+    solution = solve(model, torch.randn(64, 256), budget="1GB", optimizer=None)
+    measured = measure(model, torch.randn(64, 256), n_steps=1).peak_bytes
+    assert abs(solution.baseline.peak_bytes - measured) <= 64  # scalars
+
+
+@pytest.mark.parametrize("name", NOT_DEAD)
+def test_what_has_an_effect_or_allocates_nothing_is_not_dead(name: str) -> None:
+    _, graph = traced(NOT_DEAD[name])
+    assert not graph.meta.dead_results
+    assert with_dead_results(graph) is graph
