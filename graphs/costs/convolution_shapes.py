@@ -152,7 +152,9 @@ class Convolution:
         It is computed as matrix products instead if the kernel is wide; if it has gaps and, with
         them, is larger than the image, or has a stride, or reads few channels; if it is
         three-dimensional and larger than the image; or if the padding is more than half of the
-        kernel.
+        kernel. Without AVX-512 it is computed so only in one or two dimensions, without gaps, on
+        images of at least as many rows as the kernel (measured with AVX2: kernels of 3 and 5,
+        dilations to 3, images of 2 to 16 pixels).
         """
         kernel, sizes = self.kernel, self.x.shape[2:]
         if kernel[-1] > WIDEST_UNROLLED:
@@ -169,7 +171,8 @@ class Convolution:
         spans = [step * (k - 1) + 1 for k, step in zip(kernel, self.dilation, strict=True)]
         rows = slice(len(spans) - 1)  # all dimensions but the columns
         is_tall = any(span > size for span, size in zip(spans[rows], sizes[rows], strict=True))
-        if is_tall and (self.has_gaps or len(spans) == 3):
+        is_hard = self.has_gaps or len(spans) == 3
+        if (is_tall and is_hard) if has_avx512() else (is_tall or is_hard):
             return False
         pairs = zip(self.padding[rows], spans[rows], strict=True)
         return all(pad <= span // 2 for pad, span in pairs)
