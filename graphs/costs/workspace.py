@@ -5,8 +5,8 @@ of 16 channels, convolves these, and reorders the result. The estimates follow t
 makes these copies. Compared with the profiler's memory events on an x86 machine with AVX-512 and
 torch 2.13 (`tests/graphs/costs/test_workspace.py` repeats this), they are off by a few percent of
 the bytes of a float32 convolution's tensors. With AVX2 oneDNN mostly takes less, but can take some
-kilobytes more (`docs/limits.md`); with SSE alone it may take more. Other machines choose other layouts; for exact bytes, measure. For CUDA, see
-`graphs.costs.cuda_workspace`.
+kilobytes more (`docs/limits.md`); with SSE alone it may take more. Other machines choose other
+layouts; for exact bytes, measure. For CUDA, see `graphs.costs.cuda_workspace`.
 """
 
 from __future__ import annotations

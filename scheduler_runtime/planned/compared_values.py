@@ -62,16 +62,11 @@ def argument(value: Any) -> Any:
 class _ByIdentity:
     """An object that is compared by identity, for as long as it exists.
 
-    The object is held by a weak reference where Python allows that, so that a program does not
-    keep objects (and their tensors) alive that the model has dropped.
+    See `weakly`.
     """
 
     def __init__(self, value: Any) -> None:
-        self._get: Callable[[], Any]
-        try:
-            self._get = weakref.ref(value)
-        except TypeError:
-            self._get = lambda: value
+        self._get = weakly(value)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _ByIdentity):
@@ -187,6 +182,17 @@ def class_settings(kind: type, seen: set[int]) -> tuple[Any, ...]:
 def _class_setting(value: Any, seen: set[int]) -> Any:
     # the guards of tensors' values do not know those of classes
     return by_identity(value) if isinstance(value, torch.Tensor) else setting(value, seen)
+
+
+def weakly(value: Any) -> Callable[[], Any]:
+    """Returns the object when called, for as long as it exists, and None afterwards.
+
+    It is held by a weak reference where Python allows that, so that a program does not keep objects
+    (and their tensors) alive that the model has dropped."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
 
 
 def by_identity(value: Any) -> Any:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scheduler_runtime.planned.compared_values import by_identity, setting
+from scheduler_runtime.planned.compared_values import by_identity, setting, weakly
 
 _MISSING = object()
 _ROOT = Path(__file__).parents[2]
@@ -164,7 +164,8 @@ class _Search:
             attributes = getattr(value, "__dict__", {})
             if name in attributes and not isinstance(value, nn.Module | type | torch.Tensor):
                 title = f"attribute {name!r} of the {type(value).__name__} in {holder!r}"
-                self.places.append(_Place(title, functools.partial(_setting_of, attributes, name)))
+                get = functools.partial(_attribute, weakly(value), name)
+                self.places.append(_Place(title, get))
 
     def _note(self, title: str, get: Callable[[], Any], code: _Names) -> None:
         value = get()
@@ -186,8 +187,9 @@ def _cell(function: weakref.ref[types.FunctionType], index: int) -> Any:
         return _MISSING
 
 
-def _setting_of(attributes: dict[str, Any], name: str) -> Any:
-    return setting(attributes.get(name, _MISSING), set())
+def _attribute(get_holder: Callable[[], Any], name: str) -> Any:
+    holder = get_holder()
+    return _MISSING if holder is None else setting(vars(holder).get(name, _MISSING), set())
 
 
 def _defaults(function: weakref.ref[types.FunctionType]) -> Any:

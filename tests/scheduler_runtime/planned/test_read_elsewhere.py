@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -127,6 +129,16 @@ def test_what_forward_does_not_read_is_not_compared(monkeypatch: pytest.MonkeyPa
 
 def test_installed_packages_are_not_searched() -> None:
     assert not ReadElsewhere([nn.Linear.forward], [nn.Linear(4, 4)])._places
+
+
+def test_objects_are_not_kept_alive() -> None:
+    model = Reading()
+    model.trainer = Trainer()
+    found, trainer = read_by(model), weakref.ref(model.trainer)
+    model.trainer = None
+    gc.collect()
+    assert trainer() is None
+    assert "epoch" in str(found.changed())
 
 
 def test_a_function_that_is_gone_is_a_change() -> None:
