@@ -105,11 +105,19 @@ class SavedCalls:
         )
 
     def _policy(
-        self, seen: Counter[str], _context: Any, operator: Any, *_args: Any, **_kwargs: Any
+        self,
+        seen: Counter[str],
+        seen_again: Counter[str],
+        context: Any,
+        operator: Any,
+        *_args: Any,
+        **_kwargs: Any,
     ) -> CheckpointPolicy:
         name = functional_name(str(operator))
-        index = seen[name]
-        seen[name] += 1
+        # torch 2.13 asks in the forward pass alone, earlier releases in the recomputation as well
+        counts = seen_again if context.is_recompute else seen
+        index = counts[name]
+        counts[name] += 1
         if index in self.saved.get(name, ()) and not self._kept_by_us(operator, name, index):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -154,7 +162,7 @@ def _unchecked_contexts(saved: SavedCalls, seen: Counter[str] | None = None) -> 
 
     seen: counts the calls of each operator.
     """
-    policy = functools.partial(saved._policy, Counter() if seen is None else seen)
+    policy = functools.partial(saved._policy, Counter() if seen is None else seen, Counter())
     return create_selective_checkpoint_contexts(policy)
 
 

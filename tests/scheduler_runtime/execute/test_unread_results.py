@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from scheduler_runtime.execute.torch_checkpoint import CheckpointedForward, SavedCalls
 from scheduler_runtime.execute.unread_results import Unread, UnreadResultError
@@ -96,3 +99,15 @@ def test_another_number_of_calls_than_planned_leaves_nothing_out() -> None:
     got, n_products = gradients(model)
     assert n_products == n_plain + 2
     assert_equal(expected, got)
+
+
+def test_releases_that_ask_again_in_the_recomputation_get_the_same_answers() -> None:
+    """torch 2.11 calls the policy in the forward pass and in the recomputation."""
+    addmm = torch.ops.aten.addmm.default
+    calls = SavedCalls("", {"aten.addmm.default": SECOND}, {}, {}, {"aten.addmm.default": 2})
+    policy = functools.partial(calls._policy, Counter(), Counter())
+    first, again = (
+        [policy(SelectiveCheckpointContext(is_recompute=is_recompute), addmm) for _ in range(2)]
+        for is_recompute in (False, True)
+    )
+    assert first == again == [CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE]
