@@ -59,17 +59,14 @@ def argument(value: Any) -> Any:
     return _array(value) if isinstance(value, np.ndarray) else setting(value, set())
 
 
-class _ByIdentity:
-    """An object that is compared by identity, for as long as it exists.
-
-    See `weakly`.
-    """
+class ByIdentity:
+    """An object that is compared by identity, for as long as it exists (`weakly`)."""
 
     def __init__(self, value: Any) -> None:
         self._get = weakly(value)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _ByIdentity):
+        if not isinstance(other, ByIdentity):
             return False
         value = self._get()
         return value is not None and value is other._get()
@@ -104,7 +101,7 @@ def setting(value: Any, seen: set[int]) -> Any:
     try:
         return _read(value, seen, in_object=False)
     except _NotPlainError:
-        return type(value), _ByIdentity(value)
+        return type(value), ByIdentity(value)
 
 
 def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
@@ -125,7 +122,7 @@ def _read(value: Any, seen: set[int], *, in_object: bool) -> Any:
     if isinstance(value, type):  # a class that is a config: `class Config: dropout = 0.1`
         return value, plain_of_class(value)
     if isinstance(value, np.ndarray):
-        return _array(value) if value.nbytes <= LARGE_BYTES else _ByIdentity(value)
+        return _array(value) if value.nbytes <= LARGE_BYTES else ByIdentity(value)
     if isinstance(value, torch.Tensor) and not in_object:
         # values have guards of their own (`HeldTensor`); forward may read the form alone
         return kind, None if value.is_nested else form(value)
@@ -181,7 +178,7 @@ def class_settings(kind: type, seen: set[int]) -> tuple[Any, ...]:
 
 def _class_setting(value: Any, seen: set[int]) -> Any:
     # the guards of tensors' values do not know those of classes
-    return by_identity(value) if isinstance(value, torch.Tensor) else setting(value, seen)
+    return ByIdentity(value) if isinstance(value, torch.Tensor) else setting(value, seen)
 
 
 def weakly(value: Any) -> Callable[[], Any]:
@@ -193,11 +190,6 @@ def weakly(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
-
-
-def by_identity(value: Any) -> Any:
-    """An object, to be compared by identity for as long as it exists."""
-    return _ByIdentity(value)
 
 
 def _attributes_of_class(kind: type) -> Iterator[tuple[str, Any]]:

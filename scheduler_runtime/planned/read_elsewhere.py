@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scheduler_runtime.planned.compared_values import by_identity, setting, weakly
+from scheduler_runtime.planned.compared_values import ByIdentity, setting, weakly
 
 _MISSING = object()
 _ROOT = Path(__file__).parents[2]
@@ -200,7 +200,7 @@ def _defaults(function: weakref.ref[types.FunctionType]) -> Any:
 def _compared(value: Any, code: _Names) -> Any:
     """A value for comparison; of an object or a dict, what the code names."""
     if isinstance(value, torch.Tensor):
-        return by_identity(value)
+        return ByIdentity(value)
     if isinstance(value, dict):
         keys = code.strings & value.keys()
         return setting({key: value[key] for key in keys} if keys else value, set())
@@ -209,7 +209,7 @@ def _compared(value: Any, code: _Names) -> Any:
     if is_code or attributes is None:
         return setting(value, set())
     named = {name: attributes[name] for name in code.names & attributes.keys()}
-    return by_identity(value), setting(named, set())
+    return ByIdentity(value), setting(named, set())
 
 
 @dataclass(frozen=True)
