@@ -14,7 +14,7 @@ from graphs.model_calls import TraceError
 from scheduler_runtime.compiler.backends import backend_of
 from scheduler_runtime.compiler.partitioner import BudgetPartitioner, NothingFitsError, Partition
 from scheduler_runtime.compiler.rehearsal import Rehearsal
-from solver.sizes_deadlines_progress import BudgetError, format_size, telling
+from solver.sizes_deadlines_progress import BudgetError, counted, format_size, telling
 
 CLOSE = 0.02
 """The search ends once a measured peak is below the budget by at most this share."""
@@ -75,25 +75,27 @@ class CompileLoop:
     def run(self) -> tuple[Attempt, Callable[..., Any]]:
         """The fastest attempt that fits, and its compiled function. Raises BudgetError."""
         planned_bytes: int | None = None
-        has_tried_least = False
+        nothing: NothingFitsError | None = None  # with the smallest peak that its search has found
         while len(self.attempts) < self._target.max_attempts:
             try:
                 with telling(self._progress_text(planned_bytes)):
-                    attempt, function = self._attempt(planned_bytes)
+                    attempt, function = self._attempt(planned_bytes, nothing)
             except NothingFitsError as error:
                 if self._best is not None:
                     break
-                if error.reached_bytes is None or has_tried_least:
-                    raise self._nothing_fits() from error
-                planned_bytes, has_tried_least = error.reached_bytes, True
+                if error.obstacle is None or nothing is not None:
+                    raise self._nothing_fits(error) from error
+                nothing, planned_bytes = error, error.obstacle.reached_bytes
                 continue
             self.attempts.append(attempt)
             if self._is_final(attempt, function):
                 break
             if (planned_bytes := self._next_bytes(attempt)) is None:
                 break
+            if nothing is not None and nothing.excludes(planned_bytes):
+                break
         if self._best is None:
-            raise self._nothing_fits()
+            raise self._nothing_fits(nothing) from nothing
         return self._best
 
     def _progress_text(self, planned_bytes: int | None) -> str:
@@ -110,9 +112,15 @@ class CompileLoop:
             text += f"{format_size(self._target.available_bytes)} are available"
         return text
 
-    def _attempt(self, planned_bytes: int | None) -> tuple[Attempt, Callable[..., Any]]:
-        """Compile for this budget (None: with PyTorch's partition) and measure the step."""
-        partitioner = self._target.partitioner(budget_bytes=planned_bytes)
+    def _attempt(
+        self, planned_bytes: int | None, nothing: NothingFitsError | None
+    ) -> tuple[Attempt, Callable[..., Any]]:
+        """Compile for this budget (None: with PyTorch's partition) and measure the step.
+
+        nothing: of an earlier search. What it found, this one may not find within its time limit.
+        """
+        starts = () if nothing is None else nothing.found
+        partitioner = self._target.partitioner(budget_bytes=planned_bytes, starts=starts)
         function = _compile(self._forward, backend_of(self._target.backend, partitioner))
         try:
             measured_bytes: int | None = self._rehearsal.peak_bytes(function)
@@ -178,7 +186,8 @@ class CompileLoop:
             return None if planned_bytes == attempt.planned_bytes else planned_bytes
         return (fits_bytes + exceeds_bytes) // 2 if fits_bytes else int(0.9 * exceeds_bytes)
 
-    def _nothing_fits(self) -> BudgetError:
+    def _nothing_fits(self, last: NothingFitsError | None) -> BudgetError:
+        """The error to raise. last: that of the last search, if it found no plan."""
         measured = [a.measured_bytes for a in self.attempts if a.measured_bytes is not None]
         least = f"the smallest measured peak is {min(measured)} bytes" if measured else "none ran"
         tried = "; ".join(
@@ -186,10 +195,13 @@ class CompileLoop:
             f"measured {format_peak(a.measured_bytes)}"
             for a in self.attempts
         )
-        return BudgetError(
+        text = (
             f"no compiled step was found within {self._target.available_bytes} bytes in "
-            f"{len(self.attempts)} attempts: {least} ({tried})"
+            f"{counted(len(self.attempts), 'attempt')}: {least} ({tried})"
         )
+        if last is not None and last.is_cut_short:
+            text += "; the time limit ended the search; a larger time_limit_s may find less"
+        return BudgetError(text)
 
 
 def _compile(forward: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:

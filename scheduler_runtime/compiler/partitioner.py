@@ -24,7 +24,7 @@ from graphs.costs import Roofline, finish_measuring, measured
 from scheduler_runtime.compiler.fused_costs import FusedCosts
 from scheduler_runtime.compiler.joined import Joined, join
 from scheduler_runtime.compiler.split import split
-from solver.schedule import Request, Simulation, Solution
+from solver.schedule import Obstacle, Request, Schedule, Simulation, Solution
 from solver.solving import answer
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,30 @@ class Partition:
 
 
 class NothingFitsError(ValueError):
-    """No plan of the compiled graph fits. reached_bytes: the smallest peak found, if any."""
+    """No plan of the compiled graph fits.
 
-    def __init__(self, message: str, *, reached_bytes: int | None) -> None:
+    obstacle: the smallest peak found, and its schedule.
+    """
+
+    def __init__(self, message: str, *, obstacle: Obstacle | None) -> None:
         super().__init__(message)
-        self.reached_bytes = reached_bytes
+        self.obstacle = obstacle
+
+    @property
+    def found(self) -> tuple[Schedule, ...]:
+        """The schedule with the smallest peak, if the search has kept it."""
+        schedule = None if self.obstacle is None else self.obstacle.schedule
+        return () if schedule is None else (schedule,)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the time limit ended the search."""
+        return self.obstacle is not None and self.obstacle.cut_short
+
+    def excludes(self, budget_bytes: int) -> bool:
+        """Whether another search for this budget would find nothing either."""
+        least = self.obstacle
+        return least is not None and not least.cut_short and budget_bytes < least.reached_bytes
 
 
 class BudgetPartitioner(CustomPartitionerFn):
@@ -83,6 +102,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         (None: no budget; PyTorch's partition is taken, and its peak is predicted).
     method, time_limit_s, seed: as in `solver.solve`.
     costs: cost model of the operators (None: measured on CUDA, a generic CPU's roofline elsewhere).
+    starts: known schedules, used if the compiled graph is theirs.
     partitions: what was decided, in the order of compilation.
 
     Raises NothingFitsError, and TraceError for graphs whose sizes depend on data.
@@ -96,6 +116,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         time_limit_s: float = 60.0,
         seed: int = 0,
         costs: FusedCosts | None = None,
+        starts: Sequence[Schedule] = (),
     ) -> None:
         self.budget_bytes = budget_bytes
         self.method = method
@@ -103,6 +124,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         self.seed = seed
         self.partitions: list[Partition] = []
         self._costs = costs
+        self._starts = starts
         self._is_sealed = False
 
     def seal(self) -> None:
@@ -143,13 +165,12 @@ class BudgetPartitioner(CustomPartitionerFn):
     def _solve(self, joined: Joined) -> Solution:
         budget_bytes = 2**60 if self.budget_bytes is None else self.budget_bytes
         request = Request(budget_bytes, 0, self.method, self.time_limit_s, self.seed)
-        solution = answer(joined.graph, request)
+        solution = answer(joined.graph, request, starts=self._starts)
         if solution.schedule is None:
-            obstacle = solution.obstacle
             raise NothingFitsError(
                 f"no plan of the compiled graph fits {budget_bytes} bytes ({solution.status})"
                 f"{solution.obstacle_text}",
-                reached_bytes=None if obstacle is None else obstacle.reached_bytes,
+                obstacle=solution.obstacle,
             )
         return solution
 

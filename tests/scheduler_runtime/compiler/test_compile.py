@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 
 import pytest
@@ -21,9 +22,11 @@ from scheduler_runtime import (
     remove,
     uncompile,
 )
+from scheduler_runtime.compiler import partitioner as partitioner_module
 from scheduler_runtime.compiler.backends import backend_of
 from scheduler_runtime.compiler.partitioner import BudgetPartitioner
 from solver.sizes_deadlines_progress.sizes import BudgetError
+from solver.solving import answer
 from tests.support.models import NormAndDropout, TiedLanguageModel
 
 
@@ -313,6 +316,24 @@ def test_what_cannot_fit_says_what_was_reached():
     with pytest.raises(BudgetError, match="the smallest measured peak is"):
         compile(model, batch, budget="600kB", backend="aot_eager")
     assert "forward" not in model.__dict__
+
+
+def test_the_least_plan_is_measured_if_a_search_cannot_find_it_again(monkeypatch):
+    """On a busy machine the time limit ended the search for the budget that it had just found."""
+
+    def out_of_time(step, request, *, starts=()):
+        finds_it = starts or request.budget_bytes == 2**60
+        asked = request if finds_it else dataclasses.replace(request, budget_bytes=1)
+        found = dataclasses.replace(answer(step, asked, starts=starts), request=request)
+        if found.obstacle is None:
+            return found
+        late = dataclasses.replace(found.obstacle, cut_short=True)
+        return dataclasses.replace(found, obstacle=late)
+
+    monkeypatch.setattr(partitioner_module, "answer", out_of_time)
+    model, batch = Perceptrons(n_blocks=2), Perceptrons.batch()
+    with pytest.raises(BudgetError, match=r"in 2 attempts.*a larger time_limit_s"):
+        compile(model, batch, budget="600kB", backend="aot_eager")
 
 
 def test_a_loss_outside_and_the_optimizer_count():
