@@ -159,14 +159,13 @@ class _Step:
         last_backward: dict[str, int] = {}
         for node in graph.later_nodes:
             # Rule 5: a function unpacks all it needs before its first node, and holds it to its
-            # last.
+            # last, unless it is known to drop it earlier.
             function = function_of.get(node.name, (node.name,))
             if node.name == function[0]:
                 self._unpack(function)
             for region in layout.around(node.name):
                 last_backward[region.path] = len(self.order)
-            if node.name == function[-1]:
-                self.held[len(self.order)] += self._made_and_read_by(function)
+            self.held[len(self.order)] += self._held_until(node.name, function)
             self.order.append(node.name)
             self._available.update(node.outputs)
             for name in self._reads(node.name):
@@ -192,6 +191,16 @@ class _Step:
         """The tensors made in the step that these nodes read, or that are saved for them."""
         read = (name for each in function for name in self._reads(each))
         return [name for name in dict.fromkeys(read) if name in self._graph.producer]
+
+    def _held_until(self, node: str, function: Sequence[str]) -> list[str]:
+        """The tensors that this autograd function reads and holds until this one of its nodes."""
+        dropped, last = self._graph.meta.dropped, function[-1]
+        until = {each: each for each in function}
+        return [
+            name
+            for name in self._made_and_read_by(function)
+            if until.get(dropped.get(name, last), last) == node
+        ]
 
     def _unpack(self, function: Sequence[str]) -> None:
         """Make all tensors of the forward pass available that this autograd function unpacks."""
