@@ -26,7 +26,7 @@ from graphs.capture import FailsOnBatchError
 from graphs.costs import finish_measuring, from_description
 from graphs.graph import warn
 from graphs.host_state import with_loads
-from graphs.model_calls import Call, TraceError, device_of
+from graphs.model_calls import Call, LayoutForShapes, TraceError, device_of
 from graphs.pipeline import pipeline_of
 from graphs.trace import CapturedStep
 from graphs.training_step import GivenOptimizer, read_optimizer
@@ -376,8 +376,8 @@ class AppliedForward(PlannedForward):
         return self.trace_own_forward(
             call,
             choose=lambda _output: tuple(environment["gradient_outputs"]),
-            gradient_strides={
-                at: tuple(each) for at, each in environment.get("gradient_strides", ())
+            gradient_layouts={
+                at: LayoutForShapes.read(*of) for at, *of in environment.get("gradient_layouts", ())
             },
             gradients=environment.get("gradients", "fresh"),
             costs=None,

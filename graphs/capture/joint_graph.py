@@ -54,7 +54,7 @@ from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import forget_placements, has_distributed, meshes_on
 from graphs.capture.threads import one_at_a_time
 from graphs.capture.traced_calls import is_backward
-from graphs.model_calls import Call, TraceError, strided_like
+from graphs.model_calls import Call, LayoutForShapes, TraceError, strided_like
 
 _R = TypeVar("_R")
 
@@ -67,7 +67,7 @@ def capture(
     device: torch.device | None,
     choose: Callable[[Any], tuple[int, ...]],
     planned: Planned = (),
-    gradient_strides: Mapping[int, tuple[int, ...]] | None = None,
+    gradient_layouts: Mapping[int, LayoutForShapes] | None = None,
 ) -> Capture:
     """Trace the forward and backward pass of `model` called with `call`.
 
@@ -77,7 +77,7 @@ def capture(
     device: device of the fake tensors (None: that of the real ones).
     choose: the model's output -> indices of the flat outputs that get a gradient.
     planned: the opaque parts of a plan for this step (`OpaquePart.described`), tried first.
-    gradient_strides: index of an output -> strides of its gradient, if not the output's own.
+    gradient_layouts: index of an output -> layout of its gradient, if not the output's own.
     """
 
     def trace(stand_ins: Sequence[StandIn]) -> Capture:
@@ -88,7 +88,7 @@ def capture(
                 choose=choose,
                 device=device,
                 stand_ins=stand_ins,
-                gradient_strides=gradient_strides,
+                gradient_layouts=gradient_layouts,
                 left=left,
             )
             # PyTorch's cache of fake results ignores storage offsets: if it were not cleared, sizes

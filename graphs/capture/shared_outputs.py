@@ -23,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphs.capture.own_operators import define
-from graphs.model_calls import TraceError, nested, storage_key, strided_like
+from graphs.model_calls import LayoutForShapes, TraceError, nested, storage_key, strided_like
 
 _returned = define("returned(Tensor output) -> Tensor", Meta=strided_like)
 _arrives_as = define(
@@ -65,20 +65,22 @@ def title(index: int, spec: nested.Spec) -> str:
 def with_markers(
     outputs: Sequence[Any],
     gradient_outputs: Sequence[int],
-    gradient_strides: Mapping[int, tuple[int, ...]],
+    gradient_layouts: Mapping[int, LayoutForShapes],
 ) -> list[Any]:
     """The flat outputs with markers, so that those with a gradient seem to have their own memory.
 
     outputs: the flat outputs.
     gradient_outputs: indices of the outputs that get a gradient.
-    gradient_strides: index of an output -> strides of its gradient, if not the output's own.
+    gradient_layouts: index of an output -> layout of its gradient, if not the output's own. Those
+        for another number of dimensions are ignored: they are of another kind of call.
     """
     n_sharing = Counter(storage_key(item) for item in outputs if isinstance(item, torch.Tensor))
     marked_outputs = list(outputs)
     for index in gradient_outputs:
-        if index in gradient_strides:
+        layout, shape = gradient_layouts.get(index), outputs[index].shape
+        if layout is not None and layout.serves(shape):
             marked_outputs[index] = _GradientWithStrides.apply(
-                marked_outputs[index], gradient_strides[index]
+                marked_outputs[index], layout.strides(shape)
             )  # type: ignore[no-untyped-call]
     for index in gradient_outputs:
         if n_sharing[storage_key(outputs[index])] > 1:

@@ -49,6 +49,7 @@ from graphs.capture.traced_calls import VIEW_OF_SCATTER
 from graphs.model_calls import (
     HOLE,
     Call,
+    LayoutForShapes,
     TraceError,
     device_of,
     is_distributed,
@@ -121,11 +122,11 @@ class Shell(_WithoutHooks):
         choose: Callable[[Any], tuple[int, ...]],
         device: torch.device | None,
         stand_ins: Sequence[StandIn] = (),
-        gradient_strides: Mapping[int, tuple[int, ...]] | None = None,
+        gradient_layouts: Mapping[int, LayoutForShapes] | None = None,
         left: LeftBehind | None = None,
     ) -> None:
         super().__init__()
-        self._gradient_strides = {} if gradient_strides is None else gradient_strides
+        self._gradient_layouts = {} if gradient_layouts is None else gradient_layouts
         self.left = left
         refuse_distributed(model, call.tensors)
         self.stand_ins = tuple(stand_ins)
@@ -269,7 +270,7 @@ class Shell(_WithoutHooks):
         traced_outputs = [
             item if i in self.gradient_outputs else item.detach()
             for i, item in enumerate(
-                with_markers(flat, self.gradient_outputs, self._gradient_strides)
+                with_markers(flat, self.gradient_outputs, self._gradient_layouts)
             )
             if isinstance(item, torch.Tensor)
         ]

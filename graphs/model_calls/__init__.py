@@ -21,6 +21,7 @@ from graphs.model_calls.forms import (
     input_forms,
     parameter_forms,
 )
+from graphs.model_calls.layouts import LayoutForShapes
 from graphs.model_calls.names import named_state, tensor_names, title_of
 from graphs.model_calls.nested import PLAIN_TYPES
 from graphs.model_calls.tensors import (

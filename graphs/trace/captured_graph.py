@@ -13,6 +13,7 @@ from graphs.costs import NodeCosts
 from graphs.graph import Graph, GraphMeta
 from graphs.model_calls import (
     Call,
+    LayoutForShapes,
     buffer_forms,
     bytes_by_dtype,
     environment_of,
@@ -92,13 +93,14 @@ def captured_graph(
         "gradients": gradients,
         "gradient_outputs": list(captured.gradient_outputs),
     }
-    gradient_strides = []  # of gradients whose strides differ from those of their output
+    gradient_layouts = []  # of gradients whose strides differ from those of their output
     for index, tangent in captured.tangents.items():
         output, strides = captured.outputs[index].meta["val"], tangent.meta["val"].stride()
         if not same_strides(output.shape, output.stride(), strides):
-            gradient_strides.append([index, list(strides)])
-    if gradient_strides:
-        environment["gradient_strides"] = gradient_strides
+            of_gradient = LayoutForShapes.of(tangent.meta["val"])
+            gradient_layouts.append([index, *of_gradient.described()])
+    if gradient_layouts:
+        environment["gradient_layouts"] = gradient_layouts
     environment["values_read"] = _values_read(captured)
     if captured.opaque:
         environment["opaque"] = [each.described() for each in captured.opaque]

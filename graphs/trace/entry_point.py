@@ -302,7 +302,7 @@ def _trace_for_device(
             choose=choose_outputs if loss is None else lambda _output: gradient_outputs,
             gradients=given.gradients,
             costs=costs,
-            gradient_strides=outside.gradient_strides() if outside else {},
+            gradient_layouts=outside.gradient_layouts() if outside else {},
         )
     if step.captured.opaque and fsdp is not None:
         part = step.captured.opaque[0]

@@ -27,7 +27,7 @@ from graphs.capture import (
 )
 from graphs.costs import CostModel, NodeCosts
 from graphs.graph import Graph
-from graphs.model_calls import Call, find_loss, nested
+from graphs.model_calls import Call, LayoutForShapes, find_loss, nested
 from graphs.rewrites import (
     Variant,
     program_with,
@@ -103,7 +103,7 @@ def trace_module(
     rewrites: Iterable[str] = (),
     opaque: Planned = (),
     known: Capture | None = None,
-    gradient_strides: Mapping[int, tuple[int, ...]] | None = None,
+    gradient_layouts: Mapping[int, LayoutForShapes] | None = None,
 ) -> CapturedStep:
     """Trace the module alone, without a loss outside of it and without optimizer.
 
@@ -114,7 +114,7 @@ def trace_module(
     rewrites: the rewrites to apply.
     opaque: the parts to run as one piece, from the environment of a plan for this step.
     known: the traced program, if there is one already (`KeptCapture`).
-    gradient_strides: index of an output -> strides of its gradient, where they differ from the
+    gradient_layouts: index of an output -> layout of its gradient, where it differs from the
         output's.
     """
     if device is not None:
@@ -127,7 +127,7 @@ def trace_module(
             device=device,
             choose=choose,
             planned=opaque,
-            gradient_strides=gradient_strides,
+            gradient_layouts=gradient_layouts,
         )
     original, form = captured, call.without_values()  # the step outlives the batch
     model_reference = weakref.ref(model)  # and the model

@@ -19,7 +19,15 @@ from torch import fx, nn
 from graphs.capture import Capture, Layout, Rehearsed, capture, extract, fake_output, rehearse
 from graphs.costs import Cost
 from graphs.graph import Graph, Node, with_function_lifetimes, with_saved
-from graphs.model_calls import Call, TraceError, find_loss, nested, same_strides, strided_like
+from graphs.model_calls import (
+    Call,
+    LayoutForShapes,
+    TraceError,
+    find_loss,
+    nested,
+    same_strides,
+    strided_like,
+)
 
 PREFIX = "loss."
 
@@ -144,9 +152,9 @@ class OutsideLoss:
             if self.captured.sources[node].kind == "input"
         }
 
-    def gradient_strides(self) -> dict[int, tuple[int, ...]]:
-        """Index of a flat output of the model -> strides of the gradient that the loss returns for
-        it, if they differ from the output's.
+    def gradient_layouts(self) -> dict[int, LayoutForShapes]:
+        """Index of a flat output of the model -> layout of the gradient that the loss returns for
+        it, if it differs from the output's.
 
         Expanded gradients are missing: `insert` copies them into the output's layout, and sums over
         them stay the same.
@@ -158,7 +166,7 @@ class OutsideLoss:
                 continue
             if 0 in made.stride() or same_strides(own.shape, own.stride(), made.stride()):
                 continue
-            found[self._positions[source.index]] = tuple(made.stride())
+            found[self._positions[source.index]] = LayoutForShapes.of(made)
         return found
 
     def extract_layout(self, *, cost: Callable[[fx.Node], Cost]) -> LossLayout:

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from graphs.capture import Capture
-from graphs.model_calls import Call
+from graphs.model_calls import Call, LayoutForShapes
 from scheduler_runtime.execute.before_step import StateBeforeStep
 from scheduler_runtime.execute.out_of_memory import is_out_of_memory
 from scheduler_runtime.execute.random_state import get_state
@@ -80,18 +80,19 @@ class ArrivedGradients:
     """The gradients of outputs that arrive at the start of a backward pass.
 
     outputs: indices of the flat outputs that get one.
-    strides: pairs of such an index and the strides of its gradient. Expanded gradients are left
+    layouts: pairs of such an index and the layout of its gradient. Expanded gradients are left
         out: they are copied, and sums over them are the same in either layout.
     """
 
     outputs: tuple[int, ...]
-    strides: tuple[tuple[int, tuple[int, ...]], ...]
+    layouts: tuple[tuple[int, LayoutForShapes], ...]
 
     @classmethod
     def of(cls, gradients: Mapping[int, torch.Tensor]) -> ArrivedGradients:
         """gradients: index of the flat output -> its gradient."""
-        strides = {at: each.stride() for at, each in gradients.items() if 0 not in each.stride()}
-        return cls(tuple(gradients), tuple(strides.items()))
+        not_expanded = {at: each for at, each in gradients.items() if 0 not in each.stride()}
+        layouts = {at: LayoutForShapes.of(each) for at, each in not_expanded.items()}
+        return cls(tuple(gradients), tuple(layouts.items()))
 
 
 ProgramFinder = Callable[[RerunnableProgram, Shortage], RerunnableProgram]

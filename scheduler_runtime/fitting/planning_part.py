@@ -214,9 +214,9 @@ class PlanningPart(CalledPart):
                 gradients=OF_PASSES if self._in_flight.n > 1 else gradients,
                 costs=costs,
                 rewrites=(),
-                gradient_strides={}
+                gradient_layouts={}
                 if self._expected_gradients is None
-                else dict(self._expected_gradients.strides),
+                else dict(self._expected_gradients.layouts),
                 known=known_program(self._programs, self.kind(call), self._model, call),
             )
             step = self.rehearsed(step, call)

@@ -34,7 +34,7 @@ def why_another(
     changed: describes what has changed in the model or in torch's settings since the last plan.
     """
     here = step.graph.meta.environment
-    same_step = ("gradients", "gradient_outputs", "gradient_strides")
+    same_step = ("gradients", "gradient_outputs", "gradient_layouts")
     plans = [
         Plan.of(solution)
         for solution in solutions

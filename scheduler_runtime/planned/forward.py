@@ -31,7 +31,7 @@ from graphs.capture import (
 )
 from graphs.costs import CostModel
 from graphs.graph import Graph
-from graphs.model_calls import Call, argument_order, device_of, input_forms
+from graphs.model_calls import Call, LayoutForShapes, argument_order, device_of, input_forms
 from graphs.trace import CapturedStep, refuse_meta_batch, rehearsed, trace_module
 from scheduler_runtime.execute import (
     BoundProgram,
@@ -279,7 +279,7 @@ class PlannedForward(ReplacedForward):
         opaque: Planned = (),
         kept: Iterable[KeptCapture] = (),
         known: Capture | None = None,
-        gradient_strides: Mapping[int, tuple[int, ...]] | None = None,
+        gradient_layouts: Mapping[int, LayoutForShapes] | None = None,
     ) -> CapturedStep:
         """Trace the module's own forward and backward pass for this call (`graphs.trace`).
 
@@ -307,7 +307,7 @@ class PlannedForward(ReplacedForward):
                     rewrites=rewrites,
                     opaque=opaque,
                     known=known,
-                    gradient_strides=gradient_strides,
+                    gradient_layouts=gradient_layouts,
                 )
                 step = trace() if known is not None else self._unread.trace(model, trace)
         for held in step.captured.filled:

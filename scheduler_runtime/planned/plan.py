@@ -191,11 +191,12 @@ def _refuse_inapplicable(environment: Mapping[str, Any], rewrites: Sequence[str]
         raise FormatError(
             f"environment: field 'gradient_outputs' is {chosen!r:.60}; expected a list of integers"
         )
-    strides = environment.get("gradient_strides", [])
-    if not _are_strides(strides):
+    layouts = environment.get("gradient_layouts", [])
+    if not _are_layouts(layouts):
         raise FormatError(
-            f"environment: field 'gradient_strides' is {strides!r:.60}; expected a list of "
-            "pairs: the index of an output, and a list of strides"
+            f"environment: field 'gradient_layouts' is {layouts!r:.60}; expected lists of the "
+            "index of an output, the order of its dimensions and, if there are gaps, shape and "
+            "strides"
         )
     if not chosen:
         raise ValueError(
@@ -223,12 +224,16 @@ def _refuse_truncated(plan: SavedSchedule) -> None:
         )
 
 
-def _are_strides(item: Any) -> bool:
+def _are_layouts(item: Any) -> bool:
     return isinstance(item, list) and all(
-        isinstance(pair, list)
-        and len(pair) == 2
-        and isinstance(pair[0], int)
-        and isinstance(pair[1], list)
-        and all(isinstance(stride, int) and stride > 0 for stride in pair[1])
-        for pair in item
+        isinstance(each, list)
+        and len(each) in (2, 4)
+        and isinstance(each[0], int)
+        and all(_are_sizes(sizes) and len(sizes) == len(each[1]) for sizes in each[1:])
+        and sorted(each[1]) == list(range(len(each[1])))
+        for each in item
     )
+
+
+def _are_sizes(item: Any) -> bool:
+    return isinstance(item, list) and all(isinstance(size, int) and size >= 0 for size in item)
