@@ -376,9 +376,7 @@ class AppliedForward(PlannedForward):
         return self.trace_own_forward(
             call,
             choose=lambda _output: tuple(environment["gradient_outputs"]),
-            gradient_layouts={
-                at: LayoutForShapes.read(*of) for at, *of in environment.get("gradient_layouts", ())
-            },
+            gradient_layouts=LayoutForShapes.in_environment(environment),
             gradients=environment.get("gradients", "fresh"),
             costs=None,
             rewrites=self.plan.rewrites,

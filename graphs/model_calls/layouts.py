@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,16 +26,26 @@ class LayoutForShapes:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> LayoutForShapes:
         shape, strides = tuple(tensor.shape), tensor.stride()
-        order = tuple(sorted(range(len(shape)), key=lambda dimension: -strides[dimension]))
-        if same_strides(shape, strides, cls(order).strides(shape)):
-            return cls(order)
-        return cls(order, (shape, strides))
+        without_gaps = cls(_order(strides))
+        if same_strides(shape, strides, without_gaps.strides(shape)):
+            return without_gaps
+        return cls(without_gaps.order, (shape, strides))
 
     @classmethod
-    def read(cls, order: Sequence[int], *gaps: Sequence[int]) -> LayoutForShapes:
-        """From the lists of `described`."""
-        shape_and_strides = [tuple(each) for each in gaps]
-        return cls(tuple(order), (shape_and_strides[0], shape_and_strides[1]) if gaps else None)
+    def in_environment(cls, environment: Mapping[str, Any]) -> dict[int, LayoutForShapes]:
+        """Index of an output -> layout of its gradient, from the environment of a traced graph.
+
+        Files of earlier versions have the strides for the planned shape.
+        """
+        found = {
+            at: cls(_order(strides)) for at, strides in environment.get("gradient_strides", ())
+        }
+        for at, order, *gaps in environment.get("gradient_layouts", ()):
+            shape_and_strides = [tuple(each) for each in gaps]
+            found[at] = cls(
+                tuple(order), (shape_and_strides[0], shape_and_strides[1]) if gaps else None
+            )
+        return found
 
     def described(self) -> list[list[int]]:
         """For files: the order of the dimensions and, if there are gaps, shape and strides."""
@@ -53,3 +64,7 @@ class LayoutForShapes:
             strides[dimension] = n_inside
             n_inside *= max(shape[dimension], 1)
         return tuple(strides)
+
+
+def _order(strides: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))

@@ -191,13 +191,13 @@ def _refuse_inapplicable(environment: Mapping[str, Any], rewrites: Sequence[str]
         raise FormatError(
             f"environment: field 'gradient_outputs' is {chosen!r:.60}; expected a list of integers"
         )
-    layouts = environment.get("gradient_layouts", [])
-    if not _are_layouts(layouts):
-        raise FormatError(
-            f"environment: field 'gradient_layouts' is {layouts!r:.60}; expected lists of the "
-            "index of an output, the order of its dimensions and, if there are gaps, shape and "
-            "strides"
-        )
+    for name in ("gradient_layouts", "gradient_strides"):  # the latter in older files
+        layouts = environment.get(name, [])
+        if not _are_layouts(layouts, as_strides=name == "gradient_strides"):
+            raise FormatError(
+                f"environment: field {name!r} is {layouts!r:.60}; expected lists of the index of "
+                "an output, the order of its dimensions and, if there are gaps, shape and strides"
+            )
     if not chosen:
         raise ValueError(
             "the plan was made from a graph file, not from a traced module; apply needs a plan "
@@ -224,13 +224,14 @@ def _refuse_truncated(plan: SavedSchedule) -> None:
         )
 
 
-def _are_layouts(item: Any) -> bool:
+def _are_layouts(item: Any, *, as_strides: bool) -> bool:
+    """as_strides: whether there are strides in place of the order."""
     return isinstance(item, list) and all(
         isinstance(each, list)
         and len(each) in (2, 4)
         and isinstance(each[0], int)
         and all(_are_sizes(sizes) and len(sizes) == len(each[1]) for sizes in each[1:])
-        and sorted(each[1]) == list(range(len(each[1])))
+        and (as_strides or sorted(each[1]) == list(range(len(each[1]))))
         for each in item
     )
 

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,3 +148,17 @@ def test_the_outputs_of_another_kind_of_call_have_another_number_of_dimensions()
 
     fit(planned, budget="100MB", optimizer=torch.optim.SGD(planned.parameters(), lr=0.1))
     assert_equal(gradients(plain), gradients(planned))
+
+
+def test_a_plan_of_an_earlier_version_has_strides() -> None:
+    plain, planned = models()
+    loss = LOSSES["classes in the middle"]
+    solution = solve(planned, torch.randn(8, 64, 32), loss=lambda out, _: loss(out), budget="100MB")
+    meta = solution.graph.meta
+    ((output, order),) = meta.environment["gradient_layouts"]
+    assert (output, order) == (0, [0, 2, 1])
+    older = {name: each for name, each in meta.environment.items() if name != "gradient_layouts"}
+    older["gradient_strides"] = [[0, [1024, 1, 64]]]
+    graph = replace(solution.graph, meta=replace(meta, environment=older))
+    apply(planned, replace(solution, graph=graph))
+    assert_equal(trained(plain, [loss]), trained(planned, [loss]))
