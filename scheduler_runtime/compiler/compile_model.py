@@ -217,7 +217,9 @@ class CompiledForward(PlannedForward):
 
     def prepare(self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None) -> None:
         """Compile now for later calls of the same kind as this one."""
-        self._programs.add(self.kind(call), self._compile_until_it_fits(call, loss=loss))
+        compiled = self._compile_until_it_fits(call, loss=loss)
+        # the kind of later calls: the first one may set what they read (transformers' configs)
+        self._programs.add(self.kind(call), compiled)
 
     def _compile_until_it_fits(
         self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None

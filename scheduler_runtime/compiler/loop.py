@@ -120,10 +120,23 @@ class CompileLoop:
         nothing: of an earlier search. What it found, this one may not find within its time limit.
         """
         starts = () if nothing is None else nothing.found
-        partitioner = self._target.partitioner(budget_bytes=planned_bytes, starts=starts)
-        function = _compile(self._forward, backend_of(self._target.backend, partitioner))
+        for _ in range(2):  # the first call may set what later ones read (transformers' configs)
+            partitioner = self._target.partitioner(budget_bytes=planned_bytes, starts=starts)
+            function = _compile(self._forward, backend_of(self._target.backend, partitioner))
+            measured_bytes = self._measure(function, partitioner)
+            if (n_graphs := len(partitioner.partitions)) == 1:
+                partitioner.seal()
+                return Attempt(planned_bytes, partitioner.partitions[0], measured_bytes), function
+        raise GraphBreakError(
+            f"torch.compile made {n_graphs} graphs with a backward pass of {self._title}; a budget "
+            "can be kept for one only. It makes another one if a call changes what forward reads; "
+            'TORCH_LOGS="recompiles" shows it'
+        )
+
+    def _measure(self, function: Callable[..., Any], partitioner: BudgetPartitioner) -> int | None:
+        """Compile and measure the step (None: out of memory)."""
         try:
-            measured_bytes: int | None = self._rehearsal.peak_bytes(function)
+            return self._rehearsal.peak_bytes(function)
         except torch._dynamo.exc.Unsupported as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise GraphBreakError(
@@ -141,14 +154,7 @@ class CompileLoop:
         except torch.OutOfMemoryError:
             if not partitioner.partitions:
                 raise  # nothing was partitioned yet, so no plan can help
-            measured_bytes = None
-        if len(partitioner.partitions) != 1:
-            raise GraphBreakError(
-                f"torch.compile made {len(partitioner.partitions)} graphs with a backward pass of "
-                f"{self._title}; a budget can be kept for one only"
-            )
-        partitioner.seal()
-        return Attempt(planned_bytes, partitioner.partitions[0], measured_bytes), function
+            return None
 
     def _is_final(self, attempt: Attempt, function: Callable[..., Any]) -> bool:
         """Record the attempt; returns whether no better one can be expected."""

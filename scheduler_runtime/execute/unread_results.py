@@ -21,7 +21,7 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -135,8 +135,27 @@ _running = threading.local()
 """call: the running call, whose results may be unread. is_skipped: whether nobody reads them."""
 
 
-_Calls: TypeAlias = defaultdict[Any, list[_Call]]
-"""Operator -> its calls in one forward pass, in order."""
+@dataclass(frozen=True)
+class _Calls:
+    """The calls of one forward pass.
+
+    of: operator -> its calls, in order.
+    comparisons: all calls of the operators in _MIRRORED, in order.
+    """
+
+    of: defaultdict[Any, list[_Call]] = field(default_factory=lambda: defaultdict(list))
+    comparisons: list[Any] = field(default_factory=list)
+
+
+_aten = torch.ops.aten
+_MIRRORED = {
+    _aten.lt.Tensor: _aten.gt.Tensor,
+    _aten.gt.Tensor: _aten.lt.Tensor,
+    _aten.le.Tensor: _aten.ge.Tensor,
+    _aten.ge.Tensor: _aten.le.Tensor,
+}
+"""Comparison -> the one that Python calls instead, with the arguments swapped, if the class of the
+second argument (`Unread`) derives from that of the first."""
 
 
 def skipping_contexts(
@@ -149,7 +168,7 @@ def skipping_contexts(
     keep: called for each call in the forward pass: which results to keep.
     skip: called for each call in the recomputation: whether nobody reads its results.
     """
-    calls: _Calls = defaultdict(list)
+    calls = _Calls()
     return _RecordingMode(calls, keep), _SkippingMode(calls, skip)
 
 
@@ -194,7 +213,9 @@ class _RecordingMode(TorchDispatchMode):
             all_kept = tree_map_only(
                 torch.Tensor, lambda t: _KeptResult.of(t, in_place=False), results
             )
-        self._calls[func].append(_Call(specs, state, kept, all_kept))
+        self._calls.of[func].append(_Call(specs, state, kept, all_kept))
+        if func in _MIRRORED:
+            self._calls.comparisons.append(func)
         return results
 
 
@@ -204,6 +225,7 @@ class _SkippingMode(TorchDispatchMode):
         self._calls = calls
         self._skip = skip
         self._seen: Counter[Any] = Counter()
+        self._n_comparisons = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(_runs_on_local_parts, types)):
@@ -211,13 +233,19 @@ class _SkippingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in SAC_IGNORED_OPS or _is_faking():
             return func(*args, **kwargs)
+        func, args = self._as_in_forward(func, args)
         index = self._seen[func]
         self._seen[func] += 1
-        call = self._calls[func][index]
+        if index == len(self._calls.of[func]):
+            raise UnreadResultError(
+                f"a recomputation calls {func} more often than the forward pass did ({index} "
+                "times): what the module runs depends on something that has changed since"
+            )
+        call = self._calls.of[func][index]
         # always call `_skip`, which counts the calls
         skip = self._skip(func) or bool(call.part_kept)
         if call.all_kept is not None:
-            self._calls[func][index] = replace(call, all_kept=None)
+            self._calls.of[func][index] = replace(call, all_kept=None)
             return tree_map_only(_KeptResult, _KeptResult.read, call.all_kept)
         given = args
         args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs))
@@ -236,6 +264,15 @@ class _SkippingMode(TorchDispatchMode):
         if isinstance(target, Unread) and kept:
             (target.value,) = kept
         return (results[0], *kept) if target is None and kept else results
+
+    def _as_in_forward(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The comparison that the module calls, if Python has mirrored it (`_MIRRORED`)."""
+        if func not in _MIRRORED:
+            return func, args
+        recorded = self._calls.comparisons[self._n_comparisons :][:1]
+        self._n_comparisons += 1
+        is_mirrored = isinstance(args[0], Unread) and recorded == [_MIRRORED[func]]
+        return (_MIRRORED[func], args[::-1]) if is_mirrored else (func, args)
 
 
 def _value_of(tensor: Unread) -> torch.Tensor:

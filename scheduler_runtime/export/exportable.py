@@ -48,11 +48,12 @@ def check_exportable(model: nn.Module, solution: Solution, *, call: str) -> None
             raise ExportError(
                 f"a plan is exported to this model already (module {path!r}); remove() it first"
             )
-    if caching_configs(model):
+    for path in caching_configs(model):
+        config = f"model.{path}.config" if path else "model.config"
         raise ExportError(
-            f"config.use_cache of {type(model).__name__} is on: blocks that are recomputed would "
-            "fill the cache a second time, and the plan is for a step without it; set "
-            "model.config.use_cache = False"
+            f"config.use_cache of {type(modules[path]).__name__} is on: blocks that are recomputed "
+            "would fill the cache a second time, and the plan is for a step without it; set "
+            f"{config}.use_cache = False"
         )
     if not graph.meta.parameters:
         raise ExportError(

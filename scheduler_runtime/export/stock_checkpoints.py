@@ -23,6 +23,7 @@ from graphs.graph import Graph
 from graphs.zero import zero_words
 from scheduler_runtime.execute import (
     CheckpointedForward,
+    ExportedForward,
     ForwardWithChunkedLoss,
     exports_in,
     names_inside,
@@ -298,6 +299,8 @@ def _install(model: nn.Module, graph: Graph, plan: RegionPlan) -> None:
     layout = RegionLayout(graph, plan.regions)
     if graph.meta.called_losses:
         model.forward = ForwardWithChunkedLoss(model, graph.meta.called_losses)
+    elif not plan.regions:  # so that `remove` finds an export, whatever it has chosen
+        model.forward = ExportedForward(model)
     for region in (inside for top in plan.regions for inside in top.flat()):
         module = model.get_submodule(region.path)
         module.forward = CheckpointedForward(

@@ -34,23 +34,24 @@ def eager_branches() -> Iterator[None]:
         yield
 
 
-def caching_configs(model: nn.Module) -> list[Any]:
-    """The transformers configs that make modules in training mode return a cache."""
+def caching_configs(model: nn.Module) -> dict[str, Any]:
+    """The transformers configs that make modules in training mode return a cache, each by the path
+    of the outermost module that has it."""
     library: Any = sys.modules.get("transformers.configuration_utils")
     if library is None:
-        return []
-    configs = {
-        id(module.config): module.config
-        for module in model.modules()
-        if module.training and isinstance(getattr(module, "config", None), library.PreTrainedConfig)
-    }
-    return [config for config in configs.values() if getattr(config, "use_cache", None)]
+        return {}
+    configs: dict[int, tuple[str, Any]] = {}
+    for path, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if module.training and isinstance(config, library.PreTrainedConfig):
+            configs.setdefault(id(config), (path, config))
+    return {path: config for path, config in configs.values() if getattr(config, "use_cache", None)}
 
 
 @contextlib.contextmanager
 def no_cache(model: nn.Module) -> Iterator[None]:
     """While inside, switch off the cache of transformers models in training mode."""
     with contextlib.ExitStack() as stack:
-        for config in caching_configs(model):
+        for config in caching_configs(model).values():
             stack.enter_context(mock.patch.object(config, "use_cache", False))
         yield

@@ -111,3 +111,56 @@ def test_releases_that_ask_again_in_the_recomputation_get_the_same_answers() -> 
         for is_recompute in (False, True)
     )
     assert first == again == [CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE]
+
+
+class Compared(nn.Module):
+    """Compares with results that nobody reads in the recomputation, on the right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(x)
+        low, high = x > hidden, x <= hidden
+        low = low | (hidden < x) | (x >= hidden)
+        return self.first(x).masked_fill(low, 0.5).masked_fill(high, 2.0).exp()
+
+
+def test_comparisons_with_what_is_left_out_are_those_of_the_forward_pass() -> None:
+    """Python calls `hidden < x` for `x > hidden`, since the class of `hidden` derives from that of
+    `x`."""
+    torch.manual_seed(0)
+    plain, model = Compared(), Compared()
+    model.load_state_dict(plain.state_dict())
+    saved = {f"aten.{name}": FIRST for name in ("bitwise_or.Tensor", "le.Tensor")}
+    saved["aten.bitwise_or.Tensor"] = SECOND
+    skipped = {f"aten.{name}.Tensor": FIRST for name in ("gt", "lt", "ge")}
+    skipped |= {"aten.addmm.default": FIRST, "aten.bitwise_or.Tensor": FIRST}
+    n_calls = dict.fromkeys(saved | skipped, 1)
+    n_calls |= {"aten.addmm.default": 2, "aten.bitwise_or.Tensor": 2}
+    model.forward = CheckpointedForward(model, saved=SavedCalls("", saved, {}, skipped, n_calls))
+    (bits, _), (plain_bits, _) = gradients(model), gradients(plain)
+    assert_equal(plain_bits, bits)
+
+
+class Grows(nn.Module):
+    """Runs one more operator each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.n = nn.Linear(4, 4), [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n[0] += 1
+        for _ in range(self.n[0]):
+            x = x.exp()
+        return self.linear(x).tanh()
+
+
+def test_a_recomputation_with_more_calls_than_the_forward_pass_says_so() -> None:
+    model = Grows()
+    calls = SavedCalls("", {"aten.addmm.default": FIRST}, {}, {}, {"aten.addmm.default": 1})
+    model.forward = CheckpointedForward(model, saved=calls)
+    with pytest.raises(UnreadResultError, match=r"exp\.default more often than the forward pass"):
+        model(torch.randn(3, 4)).sum().backward()

@@ -18,6 +18,7 @@ from examples import gpt2, resnet50
 from graphs.costs.models import Measured
 from graphs.graph import Graph
 from graphs.trace import trace
+from scheduler_runtime import remove
 from scheduler_runtime.execute.torch_checkpoint import CheckpointedForward
 from scheduler_runtime.export import (
     Export,
@@ -215,6 +216,16 @@ def test_the_module_stays_what_it_was_and_is_restored() -> None:
     plan.remove()
     assert not any("forward" in m.__dict__ for m in model.modules())
     plan.remove()  # nothing left to do
+
+
+def test_an_export_without_checkpoints_is_removed_like_any_other() -> None:
+    model, batch = nn.Linear(4, 4), torch.randn(2, 4)
+    options: dict[str, Any] = {"budget": "1GB", "loss": lambda output, _: output.mean()}
+    assert not to_torch_checkpoint(model, solve(model, batch, **options)).modules
+    with pytest.raises(ExportError, match="exported to this model already"):
+        to_torch_checkpoint(model, solve(copy.deepcopy(model), batch, **options))
+    remove(model)
+    assert "forward" not in model.__dict__
 
 
 def test_a_forward_of_the_instance_is_put_back() -> None:

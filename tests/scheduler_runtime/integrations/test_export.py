@@ -19,6 +19,7 @@ from graphs.trace import trace
 from scheduler_runtime.execute.torch_checkpoint import CountMismatchError
 from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from scheduler_runtime.measuring import measure
+from solver import solve
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
 from tests.scheduler_runtime.export.test_export import planned, put, small_gpt2, tokens
 from tests.support.bitwise import assert_equal, one_step
@@ -75,6 +76,14 @@ def test_a_model_that_fills_a_cache_is_refused_until_the_cache_is_off() -> None:
         to_torch_checkpoint(model, solution)
     model.config.use_cache = False
     assert to_torch_checkpoint(model, solution).modules
+
+
+def test_the_cache_of_a_part_is_told_with_its_path() -> None:
+    model = nn.ModuleDict({"encoder": tiny_llama(n_layers=1)}).train()
+    model.forward = lambda ids: model["encoder"](input_ids=ids, labels=ids).loss
+    solution = solve(model, sentences()["input_ids"], budget="1GB")
+    with pytest.raises(ExportError, match=r"set model\.encoder\.config\.use_cache = False"):
+        to_torch_checkpoint(model, solution)
 
 
 @pytest.mark.slow
