@@ -6,6 +6,7 @@ Matplotlib is imported only when `draw` is called.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -77,6 +78,11 @@ def draw(
     Raises ValueError for another ending or a Solution without a schedule, TypeError if `shown` is
     another object.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"draw() was given {describe_type(path)} as the file's name; write "
+            'draw(solution, "plan.png")'
+        )
     path = Path(path)
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"{path}: the name must end in .png or .svg")
@@ -87,7 +93,10 @@ def draw(
     elif isinstance(shown, SizeSearch):
         axes = plot.throughput(shown)
     elif not isinstance(shown, Solution):
-        raise TypeError(f"draw() takes a Solution or a Curve, not {type(shown).__name__}")
+        raise TypeError(
+            f"draw() was given {describe_type(shown)}; it takes a Solution (of solve), a Curve (of "
+            "sweep) or a SizeSearch"
+        )
     elif shown.schedule is None:
         raise ValueError(f"no schedule to draw: the status is {shown.status}{shown.obstacle_text}")
     else:
@@ -115,7 +124,14 @@ def sweep(
     time_limit_s: of each search, in seconds.
     seed: of the random numbers of each search.
     capacity_bytes: the bytes that budgets in percent refer to.
+
+    Raises TypeError for anything but a Solution, a Graph or Variants.
     """
+    if not isinstance(problem, Solution | Graph | Variants):
+        raise TypeError(
+            f"sweep() was given {describe_type(problem)}; it takes the Solution that "
+            "solve(model, batch, ...) returns, or a Graph"
+        )
     solution = problem if isinstance(problem, Solution) else None
     step = problem.step if isinstance(problem, Solution) else problem
     given = (budgets,) if isinstance(budgets, int | float | str) else budgets

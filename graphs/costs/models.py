@@ -163,12 +163,13 @@ class Measured:
 
     @property
     def description(self) -> Mapping[str, Any]:
+        n_threads = torch.get_num_threads()
         return {
             "model": "measured",
             "device": self.device.type,
             "title": torch.cuda.get_device_name(self.device)
             if self.device.type == "cuda"
-            else f"this machine's CPU ({torch.get_num_threads()} threads)",
+            else f"this machine's CPU ({n_threads} {'thread' if n_threads == 1 else 'threads'})",
             "fallback": self.roofline.hardware.name,
             "n_distinct": len(self._measured_costs),
             "n_fallbacks": self.n_fallbacks,

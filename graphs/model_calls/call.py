@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from graphs.model_calls import nested
 from graphs.model_calls.tensors import autograd_functions, strided_like
@@ -118,6 +119,8 @@ def as_call(
 
     inputs: selects the part of the batch that the model is called with (None: all of it).
     """
+    if isinstance(batch, DataLoader):
+        raise TraceError("the batch is a DataLoader; give one of its batches: next(iter(loader))")
     if inputs is not None:
         batch = inputs(batch)
     if isinstance(batch, tuple | list):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphs.capture import Capture
 from graphs.graph import warn
 from graphs.model_calls import Call
 from scheduler_runtime.execute import (
@@ -26,11 +26,11 @@ from scheduler_runtime.fitting.pending_plans import PendingPlan, PendingPlans
 from scheduler_runtime.fitting.plan_history import PlanHistory
 from scheduler_runtime.fitting.planning_part import PlanningPart
 from scheduler_runtime.fitting.tighter_plans import Ladder, current_program
+from scheduler_runtime.fitting.why_another_plan import why_other_gradients
 from scheduler_runtime.host_memory import bring_back
 from scheduler_runtime.measuring import resident_tensors
 from scheduler_runtime.surroundings import buckets_of, has_gradients
-
-logger = logging.getLogger(__name__)
+from solver.sizes_deadlines_progress import tell
 
 
 class FittedForward(PlanningPart):
@@ -170,20 +170,27 @@ class FittedForward(PlanningPart):
         return found.program
 
     def _program_for_gradients(
-        self, call: Call, reached: ArrivedGradients, held_bytes: int, *, returned_bytes: int
+        self,
+        call: Call,
+        reached: ArrivedGradients,
+        held_bytes: int,
+        *,
+        planned: Capture,
+        returned_bytes: int,
     ) -> BoundProgram:
         """A program for the gradients that have arrived; later calls are planned for these, too.
 
         reached: the gradients that have arrived.
         held_bytes: what the first forward pass holds, except for the outputs that it returned.
+        planned: what was traced for the plan that the step has begun with.
         returned_bytes: bytes of these outputs.
         """
-        logger.info("planning for gradients of the outputs %s only", reached.outputs)
         self._expected_gradients = reached
         held_bytes += returned_bytes
         of_call, situation = self.kind(call)
         program = self._programs.find(((of_call, held_bytes), situation), self._model, call)
         if program is None:
+            tell(f"{type(self._model).__name__}: {why_other_gradients(planned, reached)}")
             with _disable_current_modes():  # modes of the training must not see the planning
                 found = self._plan_call(call, held_bytes=held_bytes)
             program = found.program if isinstance(found, PendingPlan) else found

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from graphs.capture import Capture
 from graphs.costs import CostModel, default_costs, finish_measuring
 from graphs.model_calls import Call, device_of, input_forms
 from graphs.passes import Passes
@@ -251,7 +252,9 @@ class PlanningPart(CalledPart):
             ),
             others=OtherPrograms(
                 functools.partial(
-                    self._program_for_gradients, returned_bytes=_returned_bytes(step)
+                    self._program_for_gradients,
+                    planned=step.captured,
+                    returned_bytes=_returned_bytes(step),
                 ),
                 tighter,
                 self._on_begin,
@@ -273,7 +276,9 @@ class PlanningPart(CalledPart):
         if shared is None:
             return None
         for_gradients = functools.partial(
-            self._program_for_gradients, returned_bytes=shared.returned_bytes
+            self._program_for_gradients,
+            planned=shared.program.captured,
+            returned_bytes=shared.returned_bytes,
         )
         program = shared.program.with_others(
             OtherPrograms(for_gradients, None, self._on_begin, None)
@@ -292,7 +297,13 @@ class PlanningPart(CalledPart):
 
     @abstractmethod
     def _program_for_gradients(
-        self, call: Call, reached: ArrivedGradients, held_bytes: int, *, returned_bytes: int
+        self,
+        call: Call,
+        reached: ArrivedGradients,
+        held_bytes: int,
+        *,
+        planned: Capture,
+        returned_bytes: int,
     ) -> BoundProgram: ...
 
     def _on_begin(self, step: RestartableStep) -> None:

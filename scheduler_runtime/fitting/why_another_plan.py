@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from graphs.model_calls import Call
+from graphs.capture import Capture
+from graphs.model_calls import Call, nested
 from graphs.trace import CapturedStep
+from scheduler_runtime.execute import ArrivedGradients
 from scheduler_runtime.planned import Difference, Plan, difference, values_difference
 from solver.schedule import Solution
 
 N_COMPARED = 4
 """How many of the earlier plans are compared: the latest ones."""
+N_NAMED = 3
+"""How many outputs a message names."""
 _OF_STATE = "something that forward depends on, besides its arguments, has changed"
 
 
@@ -53,3 +58,33 @@ def why_another(
     if None in found:
         return Difference(changed() or _OF_STATE)
     return found[-1] if found else None
+
+
+def why_other_gradients(planned: Capture, arrived: ArrivedGradients) -> str:
+    """How the gradients that arrive at the outputs differ from those that were planned for.
+
+    planned: what was traced for the plan.
+    """
+    at, expected = set(arrived.outputs), set(planned.gradient_outputs)
+    if at == expected:
+        return (
+            f"the gradient of {_outputs(planned, at)} arrives in another memory layout than "
+            "planned, so the step is planned again, for this run and for later ones"
+        )
+    reason = (
+        f"gradients arrive for {_outputs(planned, at)}, planned for {_outputs(planned, expected)}, "
+        "so the step is planned again, for this run and for later ones"
+    )
+    own_strides = {index: planned.outputs[index].meta["val"].stride() for index in at}
+    if any(strides != own_strides[index] for index, strides in arrived.strides):
+        return reason  # this layout would need another plan all the same
+    return f"{reason}. Remedy: say which outputs the loss reads, fit(..., loss_outputs=...)"
+
+
+def _outputs(captured: Capture, indices: set[int]) -> str:
+    """The outputs by their paths, as in "output['logits'], output['scale'] and 2 more"."""
+    paths = nested.paths(captured.output_spec)
+    of_model = 1 if captured.left else 0  # with attributes left behind, the output is in a pair
+    names = ["output" + pytree.keystr(paths[index][of_model:]) for index in sorted(indices)]
+    more = len(names) - N_NAMED
+    return ", ".join(names[:N_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -27,6 +27,7 @@ from solver.bound import (
     without_span_nodes,
 )
 from solver.methods.evict import evict
+from solver.methods.ilp_variables import TooLargeError
 from solver.methods.proposal import Method
 from solver.methods.revolve import reversals
 from solver.schedule import (
@@ -99,7 +100,11 @@ def find_obstacle(
 
         def schedule_by_method(budget_bytes: int) -> Schedule | None:
             left_s = deadline.left_s
-            return method(graph, budget_bytes=budget_bytes, time_limit_s=left_s, seed=seed).schedule
+            try:
+                proposal = method(graph, budget_bytes=budget_bytes, time_limit_s=left_s, seed=seed)
+            except TooLargeError:  # unlike at the budget asked for, where fewer nodes fit twice
+                return None
+            return proposal.schedule
 
         _, reached_bytes = _bisect_budget(
             graph,

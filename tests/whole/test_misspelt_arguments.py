@@ -41,6 +41,22 @@ def test_a_name_like_none() -> None:
         fit(MODEL, xyzzy=1)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: solve(MODEL, BATCH, "1GB"), r"3 .* takes 2 \(problem, batch\); .* budget=\.\.\.$"),
+        (
+            lambda: fit(MODEL, "1GB"),
+            r"2 .* takes 1 \(model\); .* budget=\.\.\.; it takes no",
+        ),
+        (lambda: sweep(None, ["1GB"]), r"2 arguments .* takes 1 \(problem\); .* budgets=\.\.\.$"),
+    ],
+)
+def test_arguments_that_need_a_name(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
 def test_what_another_function_takes() -> None:
     with pytest.raises(TypeError, match=r"'parameters'; .*solve\(\.\.\., parameters=.*apply"):
         fit(MODEL, parameters="auto")

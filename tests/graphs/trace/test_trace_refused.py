@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from graphs.trace import TraceError, trace
 from solver.solving import solve
@@ -128,6 +129,7 @@ def test_a_sparse_gradient_is_refused() -> None:
             r"of type _Box \(output\['mean'\]\[1\]\), which hides",
         ),
         (_Wrong(), {"y": torch.zeros(2, 4)}, "missing a required argument"),
+        (_Wrong(), DataLoader([1]), r"is a DataLoader; give one of its batches: next\(iter"),
     ],
 )
 def test_what_cannot_be_traced_is_said(model: nn.Module, batch: object, message: str) -> None:

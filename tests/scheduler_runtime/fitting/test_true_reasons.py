@@ -46,6 +46,46 @@ def test_gradients_of_other_outputs_take_two_plans_and_blame_nothing(warned: Any
     assert warned() == []
 
 
+AGAIN = "so the step is planned again, for this run and for later ones"
+
+
+class _Similarities(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.tower(x)
+        return {"logits": self.scale * y @ y.T, "scale": self.scale.exp()}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_loss_that_reads_one_output_is_named_as_the_reason(
+    caplog: pytest.LogCaptureFixture, is_transposed: bool
+) -> None:
+    """The remedy is not given where the layout of the gradient takes another plan all the same."""
+    caplog.set_level(logging.INFO, logger="checkpoint_solver")
+    model, y = fitted(_Similarities()), torch.arange(16)
+    logits = model(torch.randn(16, 8))["logits"]
+    F.cross_entropy(logits.t() if is_transposed else logits, y).backward()
+    (line,) = [r.getMessage() for r in caplog.records if "gradients arrive" in r.getMessage()]
+    remedy = ". Remedy: say which outputs the loss reads, fit(..., loss_outputs=...)"
+    assert line == (
+        "_Similarities: gradients arrive for output['logits'], planned for output['logits'], "
+        f"output['scale'], {AGAIN}{'' if is_transposed else remedy}"
+    )
+
+
+def test_another_layout_of_a_gradient_is_named_as_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="checkpoint_solver")
+    model = fitted(nn.Linear(8, 16))
+    F.cross_entropy(model(torch.randn(16, 8)).t(), torch.arange(16)).backward()
+    line = f"Linear: the gradient of output arrives in another memory layout than planned, {AGAIN}"
+    assert line in [r.getMessage() for r in caplog.records]
+
+
 def test_a_setting_that_has_changed_is_named(warned: Any) -> None:
     model = fitted(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)))
     for p in (0.1, 0.3):

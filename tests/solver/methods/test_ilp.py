@@ -13,6 +13,7 @@ from solver.methods.ilp_variables import Stages, TooLargeError
 from solver.schedule.ops import Schedule
 from solver.schedule.simulator import simulate
 from solver.sizes_deadlines_progress import Deadline
+from solver.solving import solve
 from tests.support.brute_force import fastest, least_peak_bytes
 from tests.support.budgets import budget_above_resident
 from tests.support.synthetic_graphs import chain, random_dag, residual
@@ -115,3 +116,11 @@ def test_refuses_large_graphs_by_their_size() -> None:
     graph = chain(n_blocks=120)
     with pytest.raises(TooLargeError, match=r"242 nodes would have \d+ variables, more than 20000"):
         ilp(graph, budget_bytes=60_000, time_limit_s=600, seed=0)
+
+
+def test_a_budget_below_the_least_is_infeasible_where_larger_ones_are_refused() -> None:
+    graph = chain(n_blocks=120)
+    solution = solve(graph, budget=graph.resident_bytes + 1, method="ilp")
+    assert solution.status == "infeasible"
+    assert solution.obstacle is not None
+    assert solution.obstacle.reached_bytes == solution.baseline.peak_bytes

@@ -270,3 +270,12 @@ def test_the_package_is_the_command_too() -> None:
         check=True,
     )
     assert told.stdout.startswith("solve ")
+
+
+def test_draw_and_sweep_say_what_they_take_instead(solution, tmp_path):
+    with pytest.raises(TypeError, match=r"object of type Solution as the file's name; write draw"):
+        draw(tmp_path / "plan.png", solution)
+    with pytest.raises(TypeError, match=r"object of type Graph; it takes a Solution .*, a Curve"):
+        draw(solution.graph, tmp_path / "plan.png")
+    with pytest.raises(TypeError, match=r"object of type Sequential; it takes the Solution that"):
+        sweep(make_model(), budgets=["1GB"])
