@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphs.capture import Capture
-from graphs.model_calls import Call, nested
+from graphs.model_calls import Call, LayoutForShapes, nested
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute import ArrivedGradients
 from scheduler_runtime.planned import Difference, Plan, difference, values_difference
@@ -75,8 +75,9 @@ def why_other_gradients(planned: Capture, arrived: ArrivedGradients) -> str:
         f"gradients arrive for {_outputs(planned, at)}, planned for {_outputs(planned, expected)}, "
         "so the step is planned again, for this run and for later ones"
     )
-    own_strides = {index: planned.outputs[index].meta["val"].stride() for index in at}
-    if any(strides != own_strides[index] for index, strides in arrived.strides):
+    outputs = {index: planned.outputs[index].meta["val"] for index in at}
+    own_layouts = {index: LayoutForShapes.of(output) for index, output in outputs.items()}
+    if any(layout != own_layouts[index] for index, layout in arrived.layouts):
         return reason  # this layout would need another plan all the same
     return f"{reason}. Remedy: say which outputs the loss reads, fit(..., loss_outputs=...)"
 
