@@ -38,6 +38,8 @@ _KEPT_OUTSIDE = (
     "keep; make it a buffer, or, if the first call alone makes it, begin again and call the model "
     "once before it is planned"
 )
+_OF_KEPT_TENSORS = ("Unexpected fake buffer", "in tensor_tracker")
+"""How PyTorch 2.13, and earlier versions, tell that such a tensor has no values."""
 _TORCH = Path(torch.__file__).parent
 
 
@@ -66,7 +68,7 @@ def _failure_and_advice(error: Exception) -> tuple[str, str]:
         return "forward computes with a nested tensor (torch.nested)", _NESTED
     if paths and paths[-1] == _TORCH / "_dynamo" / "eval_frame.py":
         return "forward calls a function compiled by torch.compile", _COMPILED
-    if isinstance(error, AssertionError) and str(error).startswith("Unexpected fake buffer"):
+    if any(text in str(error) for text in _OF_KEPT_TENSORS):
         return "forward reads a tensor that an earlier call has kept", _KEPT_OUTSIDE
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}", ""
