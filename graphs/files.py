@@ -6,6 +6,7 @@ the wrong type; the error names the place and the field. Nothing is converted si
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -128,6 +129,20 @@ class Record:
                 f"{self._where}: field {field!r} is {_short_repr(value)}, which a file of an older "
                 f"format does not have; expected 'format' {newer!r}, as it is saved today"
             )
+
+    def expect_no_misspelling(self, known: Iterable[str]) -> None:
+        """Raise FormatError for an unknown field whose name resembles a known one that is missing.
+
+        Other unknown fields are ignored: later versions may add some.
+        """
+        known = set(known)
+        missing = sorted(known - self._value.keys())
+        for field in sorted(self._value.keys() - known):
+            if close := difflib.get_close_matches(field, missing, n=1, cutoff=0.7):
+                raise FormatError(
+                    f"{self._where}: field {_short_repr(field)} is unknown; did you mean "
+                    f"{close[0]!r}?"
+                )
 
     @overload
     def string(self, field: str) -> str: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from graphs.files import Record
@@ -36,7 +37,8 @@ def to_json(graph: Lookups) -> dict[str, Any]:
 
 
 def read_fields(value: object, *, source: str) -> dict[str, Any]:
-    """Read the fields of a graph from a dictionary of format graph/2; unknown fields are ignored.
+    """Read the fields of a graph from a dictionary of format graph/2. Unknown fields are ignored,
+    except those of a tensor or node that look like a misspelt one.
 
     Format graph/1 is read too: it has neither `overwrites` nor, in its meta, `rewrites`.
 
@@ -46,6 +48,10 @@ def read_fields(value: object, *, source: str) -> dict[str, Any]:
     """
     record = Record(value, where=source)
     record.expect_format(FORMAT, *OLDER_FORMATS)
+    for kind, items in ((Tensor, record.records("tensors")), (Node, record.records("nodes"))):
+        names = [field.name for field in dataclasses.fields(kind)]
+        for item in items:
+            item.expect_no_misspelling(names)
     tensors = tuple(
         Tensor(
             name=item.string("name"),

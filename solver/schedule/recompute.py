@@ -25,8 +25,13 @@ def keep(graph: Graph, kept: Collection[str]) -> Schedule:
     Every other tensor of the forward pass is freed after its last use there. When a later op needs
     it, it is recomputed right before that op, together with the missing inputs of its node, and
     then held until its last use.
+
+    kept: names of tensors; a view stands for its storage. Raises ValueError for an unknown name.
     """
-    return free_after_last_use(graph, keep_order(graph, kept))
+    for name in kept:
+        if name not in graph.tensor_by_name:
+            raise ValueError(f"kept names {name!r}, which is not a tensor of the graph")
+    return free_after_last_use(graph, keep_order(graph, {graph.root(name) for name in kept}))
 
 
 def keep_order(

@@ -22,6 +22,7 @@ from solver.schedule.ops import Schedule, other_micro_batch_bytes
 from solver.schedule.rules import Device
 from solver.schedule.simulation import IllegalScheduleError, Simulation, Stay
 from solver.schedule.streams import Event, Streams
+from solver.sizes_deadlines_progress import describe_type
 
 
 def simulate(graph: Graph, schedule: Schedule, *, places: Places | None = None) -> Simulation:
@@ -116,6 +117,11 @@ def _run_schedule(
     events: list[Event] | None = None,
 ) -> Device:
     """Apply all ops to a `Device` and return it; fills the lists `stays` and `events` if given."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"the schedule is {describe_type(schedule)}; it must be a Schedule: "
+            "Schedule(ops, graph_id=graph.graph_id)"
+        )
     if schedule.graph_id != graph.graph_id:
         raise IllegalScheduleError(
             None,

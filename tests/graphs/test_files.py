@@ -137,6 +137,11 @@ HOSTILE_GRAPHS = {
         changed("nodes", 0, "inputs", value=[1]),
         r"'inputs\[0\]' is 1; ",
     ),
+    "workspace is misspelt": (
+        changed("nodes", 0, "workspace", value=4),
+        r"nodes\[0\]: field 'workspace' is unknown; did you mean 'workspace_bytes'",
+    ),
+    "alias is misspelt": (changed("tensors", 1, "alias", value="x"), "did you mean 'alias_of'"),
     "unknown input": (changed("nodes", 0, "inputs", value=["zz"]), "reads 'zz'"),
     "unknown output": (changed("nodes", 0, "outputs", value=["zz"]), "makes 'zz'"),
     "unknown graph output": (changed("outputs", value=["zz"]), "outputs names 'zz'"),

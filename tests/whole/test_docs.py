@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import importlib
 import json
 import os
@@ -22,6 +23,8 @@ import checkpoint_solver
 from checkpoint_solver.cli.arguments import help_text
 from checkpoint_solver.cli.command import main
 from docs import screenshots
+from graphs.graph import Node, Tensor
+from graphs.graph.parts import KINDS, PHASES
 from tests.support.browser import path_or_skip
 from tests.support.paths import ROOT
 
@@ -269,6 +272,28 @@ def test_the_tutorial_runs_as_written_and_prints_what_it_shows(tmp_path):
     planned = run_here("python train.py", tmp_path)
     train.write_text(exact.replace("apply(model, solution)\n", ""))
     assert run_here("python train.py", tmp_path) == planned
+
+
+@pytest.mark.slow
+def test_a_graph_file_is_planned_as_its_page_shows(tmp_path):
+    printed = ""
+    for kind, block in FENCE.findall((DOCS / "graph_files.md").read_text(encoding="utf-8")):
+        if kind == "json":
+            (tmp_path / "graph.json").write_text(block)
+        elif kind == "python":
+            (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
+        elif kind == "text":
+            assert [x for x in block.splitlines() if x not in printed.splitlines()] == [], printed
+        else:
+            printed = run_here(block.strip(), tmp_path)
+    assert "ilp: optimal" in printed
+
+
+def test_the_page_of_graph_files_names_every_field():
+    text = (DOCS / "graph_files.md").read_text(encoding="utf-8")
+    fields = {each.name for kind in (Tensor, Node) for each in dataclasses.fields(kind)}
+    assert {name for name in fields if f"`{name}`" not in text} == set()
+    assert {word for word in (*KINDS, *PHASES) if f"`{word}`" not in text} == set()
 
 
 class Mean(torch.nn.Module):

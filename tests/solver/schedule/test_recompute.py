@@ -45,6 +45,11 @@ def test_keeping_some() -> None:
     assert simulate(graph, keep(graph, {"x3", "x6"})).peak_bytes == 6
 
 
+def test_a_name_that_no_tensor_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="kept names 'y3', which is not a tensor of the graph"):
+        keep(uniform_chain(6), {"x3", "y3"})
+
+
 def test_what_may_not_run_again_is_kept() -> None:
     nodes = [op("f", "x", "a"), op("drop", "a", "b", recomputable=False), op("g", "b", "c")]
     nodes.append(op("q", "a b c", "d", phase="backward"))

@@ -293,3 +293,8 @@ def test_the_plain_simulator_too_refuses_to_read_what_was_overwritten(
     mutant = replace(in_place, outputs=("k", "h"))
     with pytest.raises(BrokenRuleError, match="7: an output was overwritten"):
         simulate_plainly(mutant, baseline(mutant))
+
+
+def test_a_list_of_ops_is_no_schedule(step: Graph) -> None:
+    with pytest.raises(TypeError, match=r"an object of type list; .*Schedule\(ops, graph_id="):
+        simulate(step, list(baseline(step).ops))  # type: ignore[arg-type]
