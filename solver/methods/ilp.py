@@ -76,12 +76,8 @@ def ilp(
     budget_bytes: int,
     time_limit_s: float,
     seed: int,
-    known: Schedule | None = None,
 ) -> Proposal:
     """The fastest schedule of the class that the module describes, and a bound on every schedule.
-
-    known: a known schedule. It is returned unless another is faster by more than 1e-5 of the
-        baseline's time.
 
     Raises TooLargeError, and MissingSolverError if PuLP is not installed.
     """
@@ -96,8 +92,6 @@ def ilp(
         lost_share, search.timed_out = binding.lost_share, binding.timed_out
         if math.isinf(lost_share):
             return Proposal(None, math.inf)
-        if known is not None:
-            search.fits(known)
         for n_sweeps in range(1, N_SWEEPS + 1):
             if search.best_share <= lost_share + 10 * TIME_ERROR:
                 break

@@ -18,7 +18,8 @@ On deep chains near their minimum budget **nested reversals** come first
    (`solver.methods.auto.several_cuts`): the positions that overflowed join, each with its byte row.
    The program is a relaxation, so its dual bound sharpens the proof as well. Eviction is repeated,
    dropping first what the cuts do not hold.
-6. **Tiny graphs**, of some ten nodes, are solved by the integer program of `solver.methods.ilp`.
+6. **Exact search** (`solver.methods.auto.exact_search`) solves small graphs, of up to some thirty
+   nodes, and ends the search.
 7. **Recombination**: what the schedules simulated so far recomputed, whether they fit or not, forms
    menus, and `solver.methods.auto.recombine` finds the best schedule that can be put together from
    each short menu.
@@ -45,7 +46,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from importlib.util import find_spec
 
 from graphs.graph import Graph
 from solver.bound import (
@@ -56,6 +56,7 @@ from solver.bound import (
     solve_cuts,
 )
 from solver.methods.auto.anchored_cut import offer_anchored
+from solver.methods.auto.exact_search import solve_exactly
 from solver.methods.auto.nested_reversals import nested_reversals
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
@@ -63,15 +64,12 @@ from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.evict import MAX_RESTARTS, evict
-from solver.methods.ilp_variables import Stages, TooLargeError
 from solver.methods.least_budget import LEAST_PATIENCE, PATIENCE, least_schedule
 from solver.methods.proposal import Proposal
 from solver.methods.revolve import revolve
 from solver.schedule import OPTIMAL_GAP, Schedule, baseline
 from solver.sizes_deadlines_progress import Deadline
 
-SMALL_NODES, SMALL_VARIABLES = 40, 500
-"""Largest integer program that is solved; it takes about a second."""
 ROOM_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 """Shares of the room that the cut leaves for its set. Smaller sets show what else can be
 recomputed, and where.
@@ -230,8 +228,8 @@ def windows(search: Search) -> None:
 
 
 def recombination(search: Search) -> None:
-    """Stages 6 and 7: solve a tiny graph completely, or recombine the schedules found so far."""
-    if not search.binding.ranked_positions or _solve_tiny_graph(search):
+    """Stages 6 and 7: solve a small graph exactly, or recombine the schedules found so far."""
+    if not search.binding.ranked_positions or solve_exactly(search):
         return
     folded, base = search.folded, search.binding.ranked_positions[0][0]
     other_bytes = int(folded.held_bytes[base] + folded.own_bytes[base])
@@ -301,28 +299,3 @@ QUICK_STAGES: tuple[Callable[[Search], None], ...] = (
     partial(several_cuts, max_columns=1_500),
 )
 """Run instead of STAGES if `quick`."""
-
-
-def _solve_tiny_graph(search: Search) -> bool:
-    """Solve the integer program of the whole step, if small; whether it was solved to the end."""
-    if search.folded.n_nodes > SMALL_NODES or find_spec("pulp") is None:
-        return False
-    try:
-        stages = Stages(search.folded, budget_bytes=search.budget_bytes, n_sweeps=1)
-    except TooLargeError:
-        return False
-    if stages.n_variables > SMALL_VARIABLES:
-        return False
-    from solver.methods.ilp import ilp  # here: PuLP is slow to import
-
-    proposal = ilp(
-        search.graph,
-        budget_bytes=search.budget_bytes,
-        time_limit_s=search.deadline.left_s,
-        seed=0,
-        known=None if search.best is None else search.best[0],
-    )
-    if proposal.schedule is not None:
-        search.offer(proposal.schedule)
-    search.prove(proposal.lower_bound_s / (search.graph.baseline_time_s or 1.0) - 1.0)
-    return not proposal.timed_out
