@@ -37,6 +37,7 @@ from scheduler_runtime.execute import (
     StepProgram,
     build_program,
     has_checkpoints,
+    module_schedule,
     remove_torch_checkpoint,
 )
 from scheduler_runtime.execute import cuda_graph as cuda_graphs
@@ -54,7 +55,6 @@ from scheduler_runtime.planned import (
     check_order,
     difference,
     difference_of_bits,
-    module_schedule,
     n_planned_passes,
     plan_summary,
     refuse_second,
@@ -295,7 +295,7 @@ class AppliedForward(PlannedForward):
         if None in found:
             fitting = found.index(None)
             plan, step, part = self.plans[fitting], steps[fitting], parts[fitting]
-            schedule = module_schedule(plan.schedule, part)
+            schedule = plan.schedule
             # A file may have been edited, so check its peak. In the module's part alone, gradients
             # of outputs are live from the start, and outputs that the caller drops (in plans of
             # `fit`) to the end; without these bytes, its peak is at most that of the whole step.
@@ -304,7 +304,7 @@ class AppliedForward(PlannedForward):
             dropped = freed.intersection(part.returned)
             dropped_bytes = sum(part.tensor_by_name[name].size_bytes for name in dropped)
             places = plan.request.places
-            part_simulation = simulate(part, schedule, places=places)
+            part_simulation = simulate(part, module_schedule(schedule, part), places=places)
             peak_bytes = part_simulation.peak_bytes - tangent_bytes - dropped_bytes
             if peak_bytes > plan.request.available_bytes:
                 raise PlanMismatchError(
@@ -336,7 +336,7 @@ class AppliedForward(PlannedForward):
             self._n_plans += 1
             line = plan_summary(new.solution, is_reused=new.reused, took_s=now_s() - started_s)
             warn_of_another_plan(line, reason, n_plans=self._n_plans, given=self._given_remedies)
-            schedule = module_schedule(new.solution.schedule, step.graph.module_part())
+            schedule = new.solution.schedule
             planned = PlannedPass.of_solution(new.solution)
         program = BoundProgram(
             step, build_program(step, schedule, places=plan.request.places, pools=self._pools)

@@ -13,6 +13,7 @@ from scheduler_runtime.execute.copy_streams import (
 )
 from scheduler_runtime.execute.cuda_graph import CudaGraphError
 from scheduler_runtime.execute.host_values import forget_value, is_stand_in, stand_in_for
+from scheduler_runtime.execute.module_part import module_schedule
 from scheduler_runtime.execute.out_of_memory import is_out_of_memory
 from scheduler_runtime.execute.program import Program, build_program
 from scheduler_runtime.execute.random_state import recompute_random, run_and_keep_state

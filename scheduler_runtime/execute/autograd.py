@@ -314,7 +314,8 @@ class Outputs(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a planned step can be differentiated once: create_graph=True needs the plain "
-                "model (checkpoint_solver.remove(model))"
+                "model (checkpoint_solver.remove(model)). For a gradient penalty, "
+                "torch.func.grad(lambda x: model(x).sum())(x) runs the model without its plan"
             )
         ctx.run.start_backward(ctx.tangents, gradients)
         return None, ctx.run.token_gradient

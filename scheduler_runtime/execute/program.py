@@ -24,6 +24,7 @@ from torch import fx
 from graphs.rewrites import rewrites_program
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute.copies import Pools
+from scheduler_runtime.execute.module_part import module_schedule, n_ops_before_loss
 from scheduler_runtime.execute.piece import Piece, Value, piece_of
 from scheduler_runtime.execute.straight_line import StraightLine
 from solver.schedule import CopyLayout, Places, Schedule, copy_layout
@@ -89,16 +90,20 @@ def build_program(
     places: Places | None = None,
     pools: Pools | None = None,
 ) -> Program:
-    """Generate the program of a legal schedule for the module's part of `step.graph`.
+    """Generate the program that runs the module's part of a legal schedule.
+
+    schedule: of the whole step; ops of the caller (a loss outside, the optimizer) may be missing.
 
     places: sizes of the host memory and the disk that the schedule may use (None: no limit).
     pools: host memory and files, shared with other programs (None: own host memory, no disk).
 
     Raises ValueError if the copies do not fit, or need a disk and there is no directory for it.
     """
-    if not schedule.has_copies:
-        return _cut_into_pieces(StraightLine(step, schedule, None), None)
     part = step.graph.module_part()
+    before_loss = n_ops_before_loss(schedule, part)
+    schedule = module_schedule(schedule, part)
+    if not schedule.has_copies:
+        return _cut_into_pieces(StraightLine(step, schedule, before_loss, None), None)
     layout = copy_layout(part, schedule, places)
     if excess := layout.excess(places):
         raise ValueError(f"{excess}; plan again")
@@ -108,7 +113,7 @@ def build_program(
             f"the plan copies {format_both(layout.disk_bytes)} to a disk: name a directory there, "
             'apply(model, plan, disk_directory="/scratch")'
         )
-    return _cut_into_pieces(StraightLine(step, schedule, layout), pools)
+    return _cut_into_pieces(StraightLine(step, schedule, before_loss, layout), pools)
 
 
 def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:

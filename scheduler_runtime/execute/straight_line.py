@@ -31,15 +31,24 @@ class StraightLine:
 
     "Traced" nodes are nodes of the captured graph; "values" are nodes of the line. After a
     recomputation, a traced node has a new value.
+
+    schedule: the ops of the module.
+    n_before_loss: how many of them come before the caller computes its loss.
+    copy_layout: where the copies are; None: there are none.
     """
 
     def __init__(
-        self, step: CapturedStep, schedule: Schedule, copy_layout: CopyLayout | None
+        self,
+        step: CapturedStep,
+        schedule: Schedule,
+        n_before_loss: int,
+        copy_layout: CopyLayout | None,
     ) -> None:
         self.step = step
         self.layout = step.layout
         self.copy_layout = copy_layout
         self.schedule = schedule
+        self._n_before_loss = n_before_loss
         self.graph = fx.Graph()
         self.sources: dict[fx.Node, Value] = {}
         self.constants: dict[Value, torch.Tensor] = {}
@@ -83,14 +92,16 @@ class StraightLine:
             if isinstance(op, Free):
                 self._free(op.tensor)
                 continue
+            # Once all forward nodes have run, further ones are recomputations of the backward pass.
+            # What the plan fetches after the loss would take the memory that the loss needs.
+            is_later = isinstance(op, Compute) or index >= self._n_before_loss
+            if in_forward and is_later and len(started) == n_forward:
+                self._end_forward()
+                in_forward = False
             if not isinstance(op, Compute):
                 assert self.copy_calls is not None
                 self.copy_calls.append(index, op)
                 continue
-            # once all forward nodes have run, further ones are recomputations of the backward pass
-            if in_forward and len(started) == n_forward:
-                self._end_forward()
-                in_forward = False
             node = graph.node_by_name[op.node]
             replaced = {} if self.copy_calls is None else self.copy_calls.before_call(node)
             if op.node in layout.updates:

@@ -51,4 +51,4 @@ def _computed_into_loss(
 
 
 def _may_get_gradient(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.requires_grad and item.is_floating_point()
+    return isinstance(item, torch.Tensor) and item.requires_grad

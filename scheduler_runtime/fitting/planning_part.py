@@ -48,7 +48,7 @@ from scheduler_runtime.fitting.tighter_plans import NOT_ON_RANKS, Ladder, ladder
 from scheduler_runtime.fitting.why_another_plan import why_another
 from scheduler_runtime.fitting.without_disk import without_disk
 from scheduler_runtime.host_memory import keep_on_host
-from scheduler_runtime.planned import Plan, PlannedPass, Ranks, module_schedule
+from scheduler_runtime.planned import Plan, PlannedPass, Ranks
 from scheduler_runtime.surroundings import (
     Buckets,
     buckets_of,
@@ -241,12 +241,11 @@ class PlanningPart(CalledPart):
             (optimizer,) = self._optimizers.existing()
             keep_on_host(optimizer, n_parameters, owner=self)
         step = to_plan.step.with_rewrites(solution.graph.meta.rewrites)
-        part = step.graph.module_part()
         program = BoundProgram(
             step,
             build_program(
                 step,
-                module_schedule(solution.schedule, part),
+                solution.schedule,
                 places=solution.request.places,
                 pools=self._pools,
             ),

@@ -1,7 +1,7 @@
 """A module with a plan: one program for each kind of call, guards, mismatches, replanning."""
 
 from scheduler_runtime.planned.existing_gradients import warn_of_existing
-from scheduler_runtime.planned.forward import PlannedForward, module_schedule, refuse_second
+from scheduler_runtime.planned.forward import PlannedForward, refuse_second
 from scheduler_runtime.planned.mismatch import (
     Difference,
     PlanMismatchError,

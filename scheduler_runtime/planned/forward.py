@@ -30,7 +30,6 @@ from graphs.capture import (
     refuse_plans,
 )
 from graphs.costs import CostModel
-from graphs.graph import Graph
 from graphs.model_calls import Call, LayoutForShapes, argument_order, device_of, input_forms
 from graphs.trace import CapturedStep, refuse_meta_batch, rehearsed, trace_module
 from scheduler_runtime.execute import (
@@ -49,7 +48,6 @@ from scheduler_runtime.planned.saved_tensor_hooks import (
     without_saved_tensors_hooks,
 )
 from scheduler_runtime.planned.unread_attributes import UnreadAttributes
-from solver.schedule import Compute, Free, Op, Schedule, name_in
 from solver.sizes_deadlines_progress import telling
 
 logger = logging.getLogger(__name__)
@@ -376,16 +374,3 @@ def refuse_second(model: nn.Module) -> None:
         )
     if has_checkpoints(model):
         raise ValueError("this module already has a plan; call remove(model) first")
-
-
-def module_schedule(schedule: Schedule, part: Graph) -> Schedule:
-    """The part of the schedule that the module runs, without the ops of the caller: those of a loss
-    outside and of the optimizer, and the frees of the module's outputs."""
-    freed = set(part.producer).difference(part.returned)
-
-    def runs(op: Op) -> bool:
-        if isinstance(op, Compute):
-            return op.node in part.node_by_name
-        return name_in(op) in (freed if isinstance(op, Free) else part.producer)
-
-    return Schedule(ops=tuple(filter(runs, schedule.ops)), graph_id=part.graph_id)

@@ -25,8 +25,11 @@ from scheduler_runtime.execute.restart_step import step_device
 from scheduler_runtime.measuring import measure
 from solver import solve
 from solver.schedule import (
+    Compute,
     CopyLayout,
     Drop,
+    Fetch,
+    Free,
     Link,
     Place,
     Places,
@@ -144,6 +147,49 @@ def test_examples_keep_their_bits_and_the_planned_bytes(name: str) -> None:
 
 
 @pytest.mark.slow
+class Classes(nn.Sequential):
+    """Its loss outside takes several times the memory of its hidden layers."""
+
+    def __init__(self) -> None:
+        super().__init__(*[nn.Linear(128, 128), nn.Tanh()] * 6, nn.Linear(128, 1024))
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(512, 128, generator=torch.Generator().manual_seed(1))
+
+    @staticmethod
+    def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output, torch.arange(len(batch)))
+
+
+def test_what_is_fetched_after_a_loss_outside_takes_no_memory_in_the_loss() -> None:
+    torch.manual_seed(0)
+    model, batch, loss = Classes(), Classes.batch(), Classes.loss
+    graph = trace(model, batch, loss=loss)
+
+    def end_of_loss(schedule: Schedule) -> int:
+        names = [op.node if isinstance(op, Compute) else "" for op in schedule.ops]
+        return 1 + max(i for i, name in enumerate(names) if name.startswith("loss."))
+
+    plain = baseline(graph)
+    at, hidden = end_of_loss(plain), [n for n in graph.producer if n.startswith("tanh")]
+    unused = [gap for gap in unused_gaps(graph, plain) if gap.storage in hidden]
+    gaps = [gap for gap in unused if gap.start < at <= gap.stop]
+    schedule = copy_away(graph, plain, gaps)
+    after = end_of_loss(schedule)
+    while isinstance(schedule.ops[after], Free):
+        after += 1
+    done, rest = schedule.ops[:after], schedule.ops[after:]
+    fetches = [op for op in rest if isinstance(op, Fetch)]
+    rest = [op for op in rest if op not in fetches]
+    solution = solution_of(graph, replace(schedule, ops=(*done, *fetches, *rest)))
+    planned = apply(copy.deepcopy(model), solution)
+    assert_bitwise_identical(model, planned, batch, loss)
+    planned.zero_grad()
+    gc.collect()
+    assert measure(planned, batch, loss=loss).peak_bytes <= solution.simulation.peak_bytes
+
+
 def test_a_solved_plan_with_copies_runs() -> None:
     torch.manual_seed(0)
     model, batch = Tower(3), Tower.batch()

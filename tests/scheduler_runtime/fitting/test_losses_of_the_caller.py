@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -296,3 +297,26 @@ def test_a_compiled_loss_stays_compiled_and_nothing_is_concluded_from_it() -> No
         notes.append(plan.notes[0])
     assert len(graphs) == 1
     assert len({*notes}) == 1
+
+
+class Rotation(nn.Module):
+    """Returns complex numbers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight) @ self.weight.mH
+
+
+def test_a_model_may_return_complex_numbers() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(N_ROWS, WIDTH, dtype=torch.cfloat)
+    plain = Rotation()
+    fitted = copy.deepcopy(plain)
+    fit(fitted, budget="100MB", optimizer=torch.optim.SGD(fitted.parameters(), lr=0.1))
+    for model in (plain, fitted):
+        for part in (torch.real, torch.abs):
+            part(model(batch)).square().mean().backward()
+    assert_equal([fitted.weight.grad], [plain.weight.grad])

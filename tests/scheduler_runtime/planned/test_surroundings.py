@@ -184,6 +184,23 @@ def test_transforms_of_torch_func_pass_the_plan_by() -> None:
     assert plans_of(model) == ()
 
 
+def test_a_gradient_penalty_is_taken_beside_the_plan() -> None:
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = fit(copy.deepcopy(plain), budget="1GB")
+    rows = torch.randn(5, 8)
+
+    def gradient(of: nn.Module) -> torch.Tensor:
+        if of is model:
+            return torch.func.grad(lambda x: of(x).sum())(rows)
+        x = rows.clone().requires_grad_()
+        return torch.autograd.grad(of(x).sum(), x, create_graph=True)[0]
+
+    for each in (plain, model):
+        (each(rows).mean() + (gradient(each).norm(dim=1) - 1).square().mean()).backward()
+    assert_same_gradients(plain, model)
+    assert len(plans_of(model)) == 1
+
+
 def test_threads_plan_in_turns() -> None:
     plain = [Small().requires_grad_(True) for _ in range(2)]
     models = [fit(copy.deepcopy(each), budget="1GB") for each in plain]
