@@ -148,7 +148,8 @@ def compile(
                 "train it, call model.train() before compile"
             )
         measured_loss = None if loss is None else lambda output: loss(output, batch)
-        forward.prepare(forward.call_of(*as_call(batch, inputs)), loss=measured_loss)
+        call = forward.call_of(*as_call(batch, inputs))
+        forward.prepare(call, loss=measured_loss, loss_reads=batch)
     model.forward = forward
     return model
 
@@ -213,16 +214,21 @@ class CompiledForward(PlannedForward):
         return self._model.training or not self._covers_training
 
     def program_for(self, call: Call) -> _CompiledStep:
-        return self._compile_until_it_fits(call, loss=None)
+        return self._compile_until_it_fits(call, loss=None, loss_reads=None)
 
-    def prepare(self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None) -> None:
-        """Compile now for later calls of the same kind as this one."""
-        compiled = self._compile_until_it_fits(call, loss=loss)
+    def prepare(
+        self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None, loss_reads: Any
+    ) -> None:
+        """Compile now for later calls of the same kind as this one.
+
+        loss, loss_reads: as in `Rehearsal`.
+        """
+        compiled = self._compile_until_it_fits(call, loss=loss, loss_reads=loss_reads)
         # the kind of later calls: the first one may set what they read (transformers' configs)
         self._programs.add(self.kind(call), compiled)
 
     def _compile_until_it_fits(
-        self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None
+        self, call: Call, *, loss: Callable[[Any], torch.Tensor] | None, loss_reads: Any
     ) -> _CompiledStep:
         """Compile and measure until the step fits."""
         started_s = now_s()
@@ -237,7 +243,8 @@ class CompiledForward(PlannedForward):
         gradients = [p for p in model.parameters() if p.requires_grad and p.grad is None]
         optimizers = () if optimizer is None else (optimizer,)
         where = gradients[0].device if gradients else torch.device("cpu")
-        optimizer_peak_bytes = bytes_of(resident_tensors(model, (args, kwargs), optimizers), where)
+        given = (args, kwargs, loss_reads)
+        optimizer_peak_bytes = bytes_of(resident_tensors(model, given, optimizers), where)
         optimizer_peak_bytes += sum(p.nbytes for p in gradients)
         optimizer_peak_bytes += new_state_bytes + optimizer_workspace_bytes
         if optimizer is not None and optimizer_peak_bytes > target.available_bytes:
@@ -246,7 +253,9 @@ class CompiledForward(PlannedForward):
                 f"gradients, state and temporaries) of {target.available_bytes} available; "
                 "recomputing activations cannot help"
             )
-        rehearsal = Rehearsal(model, args, kwargs, loss, optimizers, outside_bytes=new_state_bytes)
+        rehearsal = Rehearsal(
+            model, args, kwargs, loss, loss_reads, optimizers, outside_bytes=new_state_bytes
+        )
         # a bound method: torch.compile traces it better than our replacement
         forward = self.instance_forward or types.MethodType(type(model).forward, model)
         loop = CompileLoop(rehearsal, forward, target)

@@ -137,7 +137,7 @@ class CompileLoop:
         """Compile and measure the step (None: out of memory)."""
         try:
             return self._rehearsal.peak_bytes(function)
-        except torch._dynamo.exc.Unsupported as error:
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise GraphBreakError(
                 f"torch.compile cannot make one graph of {self._title}: {' '.join(lines[:6])}"

@@ -30,6 +30,7 @@ class Rehearsal:
     args, kwargs: the arguments of the call.
     loss: computes the loss from the output (None: the loss in the output or, without one, the sum
         of all outputs that require a gradient).
+    loss_reads: what the loss reads besides the output, such as a batch with targets.
     optimizers: their state counts as resident.
     outside_bytes: memory that a step will hold and the rehearsal does not: optimizer state that
         does not exist yet.
@@ -39,6 +40,7 @@ class Rehearsal:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], torch.Tensor] | None
+    loss_reads: Any
     optimizers: Sequence[torch.optim.Optimizer]
     outside_bytes: int
 
@@ -69,7 +71,8 @@ class Rehearsal:
         Raises SideEffectError if a forward pass changes plain attributes of a module.
         """
         device = device_of(self.model)
-        resident = resident_tensors(self.model, (self.args, self.kwargs), self.optimizers)
+        given = (self.args, self.kwargs, self.loss_reads)
+        resident = resident_tensors(self.model, given, self.optimizers)
         with attributes_unchanged(self.model), buffers_and_random_state_restored(self.model):
             self.run(forward)
             free_unreferenced(device)

@@ -220,10 +220,10 @@ def test_the_module_stays_what_it_was_and_is_restored() -> None:
 
 def test_an_export_without_checkpoints_is_removed_like_any_other() -> None:
     model, batch = nn.Linear(4, 4), torch.randn(2, 4)
-    options: dict[str, Any] = {"budget": "1GB", "loss": lambda output, _: output.mean()}
-    assert not to_torch_checkpoint(model, solve(model, batch, **options)).modules
+    solution = solve(model, batch, budget="1GB", loss=lambda output, _: output.mean())
+    assert not to_torch_checkpoint(model, solution).modules
     with pytest.raises(ExportError, match="exported to this model already"):
-        to_torch_checkpoint(model, solve(copy.deepcopy(model), batch, **options))
+        to_torch_checkpoint(model, solution)
     remove(model)
     assert "forward" not in model.__dict__
 

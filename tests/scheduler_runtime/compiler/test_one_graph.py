@@ -1,4 +1,4 @@
-"""torch.compile compiles a module again if a call changes what its forward reads."""
+"""Modules of which torch.compile makes no graph, or another one if a call changes what it reads."""
 
 from __future__ import annotations
 
@@ -38,6 +38,19 @@ class _Counts(_Classifier):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         self.config.n_calls += 1
         return super().forward(x, labels) * self.config.n_calls
+
+
+class _Branches(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if (x > 0).sum().item() == 1:
+            y = y * 2
+        return y.sum()
+
+
+def test_a_branch_on_values_is_told_as_a_graph_break() -> None:
+    with pytest.raises(GraphBreakError, match=r"_Branches.*data-dependent"):
+        compile(_Branches(4, 4), torch.randn(2, 4), budget="1GB", backend="aot_eager")
 
 
 def test_what_the_first_call_sets_is_compiled_as_later_calls_read_it() -> None:
