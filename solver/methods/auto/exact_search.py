@@ -152,17 +152,17 @@ class _States:
         return needed[::-1]
 
     def _with_inputs_of_makers(self, p: int) -> int:
-        """What is needed from position p on, with all that may be read to recompute it."""
+        """What first runs from position p on need, with all that may be used to recompute it."""
         useful, new = 0, self._needed[p]
+        for n in range(p, self._n_nodes):
+            new |= sum(self._on[n])
         while new:
             useful |= new
-            new = sum_of = 0
+            new = 0
             for i, n in enumerate(self._maker):
                 if useful >> i & 1 and self._recomputable[n]:
-                    sum_of |= self._reads[n]
-                    for storage in self._on[n]:
-                        sum_of |= storage
-            new = sum_of & ~useful
+                    new |= self._reads[n] | sum(self._on[n])
+            new &= ~useful
         return useful
 
     def is_end(self, state: State) -> bool:

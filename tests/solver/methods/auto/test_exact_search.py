@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -14,8 +15,13 @@ from solver.methods.auto.search import Search
 from solver.methods.auto.stages import recompute_only
 from solver.schedule import baseline, simulate
 from tests.support import brute_force
+from tests.support.aliasing import aliasing_dag
+from tests.support.overwriting import overwriting_dag
 from tests.support.small_graphs import random_step, uniform_chain
 from tests.support.synthetic_graphs import random_dag
+
+MAX_TENSORS = 10
+"""With more, brute force takes seconds."""
 
 
 def searched(graph: Graph, budget_bytes: int) -> tuple[Search, bool]:
@@ -61,6 +67,25 @@ def test_it_finds_and_proves_the_optimum_of_every_tiny_graph(first: int) -> None
     for seed in range(first, first + 50):
         graph = random_dag(seed=seed, n_forward=3 + seed % 4, n_later=2 + seed % 3)
         if graph.baseline_time_s:
+            check(graph)
+
+
+@pytest.mark.parametrize("seed_and_budget", [(1800, 9), (2360, 18)])
+def test_a_storage_that_only_a_view_of_it_needs_is_kept(seed_and_budget: tuple[int, int]) -> None:
+    seed, budget_bytes = seed_and_budget
+    search, _ = searched(aliasing_dag(seed), budget_bytes)
+    assert search.best is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 2_000, 200))
+@pytest.mark.parametrize("make", [aliasing_dag, overwriting_dag])
+def test_it_finds_and_proves_the_optimum_with_views(
+    make: Callable[[int], Graph], first: int
+) -> None:
+    for seed in range(first, first + 200):
+        graph = make(seed)
+        if graph.baseline_time_s and len(graph.producer) <= MAX_TENSORS:
             check(graph)
 
 
