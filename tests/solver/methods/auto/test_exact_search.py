@@ -20,6 +20,8 @@ from tests.support.overwriting import overwriting_dag
 from tests.support.small_graphs import random_step, uniform_chain
 from tests.support.synthetic_graphs import random_dag
 
+ROUNDING = 1e-12
+"""Of sums of the same times in another order."""
 MAX_TENSORS = 10
 """With more, brute force takes seconds."""
 
@@ -49,7 +51,7 @@ def check(graph: Graph) -> None:
         assert search.best[1].time_s == pytest.approx(optimum.time_s)
         assert search.best[1].peak_bytes <= budget_bytes
         proven_s = (1 + search.lost_share) * graph.baseline_time_s
-        assert proven_s <= optimum.time_s
+        assert proven_s <= optimum.time_s * (1 + ROUNDING)
         assert proven_s == pytest.approx(optimum.time_s, rel=1e-5)
 
 
