@@ -9,13 +9,13 @@ runs in the schedule can run, or need not. Two kinds of tensors are freed at onc
 nothing can read any more, not even a recomputation, and before a recomputation what is left of its
 outputs, with all views of them (by the rules, they would count twice or forbid it).
 
-The cost of a move is its recompute time. The estimate of what is still to come is the time of all
-nodes that must run again in any case: the makers of missing tensors that later nodes read, and of
-the missing ones among their own inputs, each counted once. This is what a cut
-(`solver.bound.cut`) counts without its row of bytes. A move never lowers cost plus estimate, so the
-first complete state is a fastest schedule (Hart, Nilsson and Raphael 1968, "A formal basis for the
-heuristic determination of minimum cost paths"), and if the search ends early, the least sum in the
-queue is a bound on every schedule.
+`docs/theory.md` has the proof. The cost of a move is its recompute time. The estimate of what is
+still to come is the time of all nodes that must run again in any case: the makers of missing
+tensors that later nodes read, and of the missing ones among their own inputs, each counted once.
+This is what a cut (`solver.bound.cut`) counts without its row of bytes. A move never lowers cost
+plus estimate, so the first complete state is a fastest schedule (Hart, Nilsson and Raphael 1968, "A
+formal basis for the heuristic determination of minimum cost paths"), and if the search ends early,
+the least sum in the queue is a bound on every schedule.
 
 Optimal and proven over all schedules on the device alone that the simulator accepts, in any order
 of recomputation. Where it falls short: the states grow exponentially with the tensors that could be
