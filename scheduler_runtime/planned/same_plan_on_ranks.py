@@ -149,11 +149,13 @@ _REMEDIES = {
         "Call the model the same number of times on every rank, and change it in the same way."
     ),
     "the plan": (
-        "Solve on one rank and give all of them its file (Solution.save), or use fit, which takes "
-        "the plan of the first rank everywhere."
+        "A search that the time limit ends, or measured costs, can differ from rank to rank: solve "
+        "on one rank and give all of them its file (Solution.save), or use fit, which takes the "
+        "plan of the first rank everywhere."
     ),
     "the exported plan": (
-        "Give to_torch_checkpoint the same plan on all ranks, made for the same budget."
+        "A search that the time limit ends, or measured costs, can differ from rank to rank: solve "
+        "on one rank, and give to_torch_checkpoint that plan on all of them."
     ),
 }
 

@@ -56,7 +56,7 @@ def disagreements() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-OTHER_PLANS = "RanksDisagreeError.*the plan is .* Solve on one rank"
+OTHER_PLANS = "RanksDisagreeError.*the plan is .* solve on one rank"
 OTHER_SHAPES = (
     r"RanksDisagreeError: ranks 0 and 1 have different steps: the batch is "
     r"\['float32 \[2, 64, 32\]'\] on rank 0 and \['float32 \[2, 32, 32\]'\] on rank 1"
@@ -65,7 +65,7 @@ PLANNED_BY_ONE = (
     "RanksDisagreeError: ranks 0 and 1 have different steps: a plan for it is True on rank 0 and "
     "False on rank 1. Call the model the same number of times"
 )
-OTHER_EXPORTS = "RanksDisagreeError.*the exported plan is .* Give to_torch_checkpoint the same plan"
+OTHER_EXPORTS = "RanksDisagreeError.*the exported plan is .* give to_torch_checkpoint that plan"
 WRONG = {
     "other_plans": (OTHER_PLANS, OTHER_PLANS),
     "other_exports": (OTHER_EXPORTS, OTHER_EXPORTS),
