@@ -107,7 +107,7 @@ def test_what_cannot_be_drawn_is_refused(graph, solution, tmp_path):
         draw(solution, tmp_path / "memory.gif")
     with pytest.raises(ValueError, match="the status is infeasible; minimum budget found"):
         draw(solve(graph, budget=1000), tmp_path / "memory.png")
-    with pytest.raises(TypeError, match="a Solution or a Curve, not Graph"):
+    with pytest.raises(TypeError, match="given an object of type Graph; it takes a Solution"):
         draw(graph, tmp_path / "memory.png")
     with pytest.raises(FileNotFoundError, match=r"not/there/a\.png: there is no folder"):
         draw(solution, tmp_path / "not" / "there" / "a.png")
