@@ -228,7 +228,7 @@ def _are_layouts(item: Any, *, as_strides: bool) -> bool:
     """as_strides: whether there are strides in place of the order."""
     return isinstance(item, list) and all(
         isinstance(each, list)
-        and len(each) in (2, 4)
+        and (len(each) == 2 or (len(each) == 4 and not as_strides))
         and isinstance(each[0], int)
         and all(_are_sizes(sizes) and len(sizes) == len(each[1]) for sizes in each[1:])
         and (as_strides or sorted(each[1]) == list(range(len(each[1]))))

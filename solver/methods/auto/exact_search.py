@@ -56,7 +56,7 @@ def solve_exactly(search: Search) -> bool:
     baseline_s = graph.baseline_time_s or 1.0
     worth_s = (search.best_share + TIME_ERROR) * baseline_s
     found = _search(states, search, worth_s=worth_s)
-    search.prove(min(found.proven_s, worth_s) / baseline_s - TIME_ERROR)
+    search.prove(found.proven_s / baseline_s - TIME_ERROR)
     if found.order is not None:
         order = without_dead_computes(graph, found.order)
         search.offer(free_after_last_use(graph, order))
@@ -207,13 +207,12 @@ class _States:
         """Yield what may be on the device before node n runs: all, or all but just enough."""
         missing_bytes = self._own_bytes[n] - self._room_bytes
         freeable: list[tuple[int, int]] = []
-        stays = self._reads[n] | (self._once & self._needed[p])
+        stays = self._reads[n] | sum(self._on[n]) | (self._once & self._needed[p])
         for storage, size_bytes in self._storages:
             here = storage & live
             if here:
                 missing_bytes += size_bytes
-                is_read = here & stays or any(storage == each for each in self._on[n])
-                if size_bytes and not is_read:
+                if size_bytes and not here & stays:
                     freeable.append((size_bytes, here))
         if missing_bytes <= 0:
             yield live
