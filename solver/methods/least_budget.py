@@ -4,7 +4,8 @@ On deep chains, reversals of the chain of blocks with few snapshots (`solver.met
 the lowest peaks. Elsewhere greedy eviction goes further down, by bisection; each schedule found
 lowers the upper end to its own peak, often far below the budget that was tried. A method need not
 find a schedule for every budget above the least one for which it does, so the result is what was
-found, not a proof.
+found, not a proof. On small graphs an exact search (`solver.methods.exact_search`) goes on from
+there, and mostly ends with the least budget and its proof.
 
 With several micro-batches in flight, eviction is tried with caps on what the step saves.
 """
@@ -27,6 +28,7 @@ from solver.bound import (
     without_span_nodes,
 )
 from solver.methods.evict import evict
+from solver.methods.exact_search import is_small, least_peak
 from solver.methods.ilp_variables import TooLargeError
 from solver.methods.proposal import Method
 from solver.methods.revolve import reversals
@@ -96,6 +98,14 @@ def find_obstacle(
         schedule, reached_bytes = least_schedule(
             folded, proven_bytes=proven_bytes, deadline=search_deadline
         )
+        if is_small(graph) and (places is None or places.host is None):
+            with contextlib.suppress(OutOfTimeError):
+                proven_bytes, schedule, reached_bytes = least_peak(
+                    folded,
+                    proven_bytes=proven_bytes,
+                    known=(schedule, reached_bytes),
+                    deadline=search_deadline,
+                )
     else:
 
         def schedule_by_method(budget_bytes: int) -> Schedule | None:

@@ -18,8 +18,8 @@ On deep chains near their minimum budget **nested reversals** come first
    (`solver.methods.auto.several_cuts`): the positions that overflowed join, each with its byte row.
    The program is a relaxation, so its dual bound sharpens the proof as well. Eviction is repeated,
    dropping first what the cuts do not hold.
-6. **Exact search** (`solver.methods.auto.exact_search`) solves small graphs, of up to some thirty
-   nodes, and ends the search.
+6. **Exact search** (`solver.methods.exact_search`) solves small graphs, of up to some thirty nodes,
+   and ends the search.
 7. **Recombination**: what the schedules simulated so far recomputed, whether they fit or not, forms
    menus, and `solver.methods.auto.recombine` finds the best schedule that can be put together from
    each short menu.
@@ -49,6 +49,7 @@ from functools import partial
 
 from graphs.graph import Graph
 from solver.bound import (
+    TIME_ERROR,
     StorageGraph,
     binding_cut,
     lost_share_by_windows,
@@ -56,7 +57,6 @@ from solver.bound import (
     solve_cuts,
 )
 from solver.methods.auto.anchored_cut import offer_anchored
-from solver.methods.auto.exact_search import solve_exactly
 from solver.methods.auto.nested_reversals import nested_reversals
 from solver.methods.auto.recombine import recombine
 from solver.methods.auto.search import Search
@@ -64,6 +64,7 @@ from solver.methods.auto.several_cuts import offer_several_cuts
 from solver.methods.dp import dp
 from solver.methods.every_block import every_block
 from solver.methods.evict import MAX_RESTARTS, evict
+from solver.methods.exact_search import any_schedule, fastest_schedule, is_small
 from solver.methods.least_budget import LEAST_PATIENCE, PATIENCE, least_schedule
 from solver.methods.proposal import Proposal
 from solver.methods.revolve import revolve
@@ -227,9 +228,29 @@ def windows(search: Search) -> None:
         search.prove(lost_share)
 
 
+def exact_search(search: Search) -> None:
+    """Stage 6: prove and offer a fastest schedule of a small graph, or what is proven in time."""
+    if not (search.binding.ranked_positions and is_small(search.graph)):
+        return
+    baseline_s = search.graph.baseline_time_s or 1.0
+    found = fastest_schedule(
+        search.folded,
+        budget_bytes=search.budget_bytes,
+        worth_s=(search.best_share + TIME_ERROR) * baseline_s,
+        deadline=search.deadline,
+    )
+    search.prove(found.proven_s / baseline_s - TIME_ERROR)
+    if search.best is None and not found.is_complete:
+        found = any_schedule(
+            search.folded, budget_bytes=search.budget_bytes, deadline=search.deadline
+        )
+    if found.schedule is not None:
+        search.offer_improved(found.schedule)
+
+
 def recombination(search: Search) -> None:
-    """Stages 6 and 7: solve a small graph exactly, or recombine the schedules found so far."""
-    if not search.binding.ranked_positions or solve_exactly(search):
+    """Stage 7: recombine the schedules found so far."""
+    if not search.binding.ranked_positions:
         return
     folded, base = search.folded, search.binding.ranked_positions[0][0]
     other_bytes = int(folded.held_bytes[base] + folded.own_bytes[base])
@@ -291,6 +312,7 @@ STAGES: tuple[Callable[[Search], None], ...] = (
     eviction,
     windows,
     several_cuts,
+    exact_search,
     recombination,
 )
 """Run until the gap is OPTIMAL_GAP."""

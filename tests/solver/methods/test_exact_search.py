@@ -9,10 +9,9 @@ import pytest
 
 from graphs.graph import Graph
 from solver.bound import StorageGraph
-from solver.methods.auto import exact_search
-from solver.methods.auto.exact_search import solve_exactly
-from solver.methods.auto.search import Search
+from solver.methods import exact_search, find_obstacle
 from solver.methods.auto.stages import recompute_only
+from solver.methods.exact_search import Found, fastest_schedule
 from solver.schedule import baseline, simulate
 from tests.support import brute_force
 from tests.support.aliasing import aliasing_dag
@@ -26,33 +25,38 @@ MAX_TENSORS = 10
 """With more, brute force takes seconds."""
 
 
-def searched(graph: Graph, budget_bytes: int) -> tuple[Search, bool]:
-    search = Search(StorageGraph.of(graph), budget_bytes=budget_bytes, time_limit_s=600)
-    with search:
-        is_solved = solve_exactly(search)
-    return search, is_solved
+def budgets(graph: Graph, least_bytes: int) -> set[int]:
+    peak_bytes = simulate(graph, baseline(graph)).peak_bytes
+    quarter = (peak_bytes - least_bytes) // 4
+    return {least_bytes - 1, least_bytes, least_bytes + quarter, least_bytes + 2 * quarter}
 
 
-def budgets(graph: Graph) -> set[int]:
-    least, peak = brute_force.least_peak_bytes(graph), simulate(graph, baseline(graph)).peak_bytes
-    return {least - 1, least, least + (peak - least) // 4, (least + peak) // 2}
+def fastest(graph: Graph, budget_bytes: int) -> Found:
+    return fastest_schedule(StorageGraph.of(graph), budget_bytes=budget_bytes)
 
 
 def check(graph: Graph) -> None:
-    for budget_bytes in budgets(graph):
+    """Compare fastest schedules at some budgets, and the minimum budget, with brute force."""
+    least_bytes = brute_force.least_peak_bytes(graph)
+    for budget_bytes in budgets(graph, least_bytes):
         optimum = brute_force.fastest(graph, budget_bytes=budget_bytes)
-        search, is_solved = searched(graph, budget_bytes)
-        assert is_solved
+        found = fastest(graph, budget_bytes)
+        assert found.is_complete
         if math.isinf(optimum.time_s):
-            assert search.best is None
-            assert math.isinf(search.lost_share)
+            assert found.schedule is None
+            assert math.isinf(found.proven_s)
             continue
-        assert search.best is not None
-        assert search.best[1].time_s == pytest.approx(optimum.time_s)
-        assert search.best[1].peak_bytes <= budget_bytes
-        proven_s = (1 + search.lost_share) * graph.baseline_time_s
+        assert found.schedule is not None
+        simulation = simulate(graph, found.schedule)
+        assert simulation.time_s == pytest.approx(optimum.time_s)
+        assert simulation.peak_bytes <= budget_bytes
+        proven_s = graph.baseline_time_s + found.proven_s
         assert proven_s <= optimum.time_s * (1 + ROUNDING)
         assert proven_s == pytest.approx(optimum.time_s, rel=1e-5)
+    obstacle = find_obstacle(graph)
+    assert obstacle.proven_bytes == obstacle.reached_bytes == least_bytes
+    assert obstacle.schedule is not None
+    assert simulate(graph, obstacle.schedule).peak_bytes == least_bytes
 
 
 @pytest.mark.parametrize("first", range(0, 100, 20))
@@ -75,8 +79,7 @@ def test_it_finds_and_proves_the_optimum_of_every_tiny_graph(first: int) -> None
 @pytest.mark.parametrize("seed_and_budget", [(1800, 9), (2360, 18)])
 def test_a_storage_that_only_a_view_of_it_needs_is_kept(seed_and_budget: tuple[int, int]) -> None:
     seed, budget_bytes = seed_and_budget
-    search, _ = searched(aliasing_dag(seed), budget_bytes)
-    assert search.best is not None
+    assert fastest(aliasing_dag(seed), budget_bytes).schedule is not None
 
 
 @pytest.mark.slow
@@ -95,16 +98,28 @@ def test_moves_that_run_out_leave_a_bound(monkeypatch: pytest.MonkeyPatch) -> No
     graph = random_step(3, n_forward=7, n_later=6)
     budget_bytes = brute_force.least_peak_bytes(graph)
     optimum = brute_force.fastest(graph, budget_bytes=budget_bytes)
-    shares = []
+    proven_s = []
     for n_moves in (0, 10, 100, 10_000):
         monkeypatch.setattr(exact_search, "MAX_MOVES", n_moves)
-        search, is_solved = searched(graph, budget_bytes)
-        assert is_solved == (search.best is not None)
-        assert (1 + search.lost_share) * graph.baseline_time_s <= optimum.time_s
-        shares.append(search.lost_share)
-    assert shares == sorted(shares)
-    assert shares[0] < shares[-1]
-    assert is_solved
+        found = fastest(graph, budget_bytes)
+        assert found.is_complete == (found.schedule is not None)
+        assert graph.baseline_time_s + found.proven_s <= optimum.time_s
+        proven_s.append(found.proven_s)
+    assert proven_s == sorted(proven_s)
+    assert proven_s[0] < proven_s[-1]
+    assert found.is_complete
+
+
+def test_moves_that_run_out_leave_the_minimum_budget_between_two_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = random_dag(seed=10, n_forward=14, n_later=14)
+    monkeypatch.setattr(exact_search, "MAX_MOVES", 2_000)
+    obstacle = find_obstacle(graph)
+    monkeypatch.undo()
+    exact = find_obstacle(graph)
+    assert exact.proven_bytes == exact.reached_bytes == 21  # 17 by cuts, 23 by eviction
+    assert obstacle.proven_bytes < 21 <= obstacle.reached_bytes < 23
 
 
 def test_auto_is_optimal_on_a_chain_at_its_minimum_budget() -> None:
@@ -126,3 +141,13 @@ def test_auto_is_optimal_on_a_random_graph_of_28_nodes() -> None:
     assert (
         found.time_s / graph.baseline_time_s - 1 < 0.2
     )  # 0.31 by cuts, eviction and recombination
+
+
+def test_auto_finds_a_schedule_at_the_minimum_budget_although_the_moves_run_out() -> None:
+    graph = random_dag(seed=3, n_forward=20, n_later=20)
+    budget_bytes = find_obstacle(graph).reached_bytes
+    assert budget_bytes == 24  # 27 by eviction
+    assert not fastest(graph, budget_bytes).is_complete
+    proposal = recompute_only(graph, budget_bytes=budget_bytes, time_limit_s=600)
+    assert proposal.schedule is not None
+    assert simulate(graph, proposal.schedule).peak_bytes <= budget_bytes

@@ -15,89 +15,164 @@ tensors that later nodes read, and of the missing ones among their own inputs, e
 This is what a cut (`solver.bound.cut`) counts without its row of bytes. A move never lowers cost
 plus estimate, so the first complete state is a fastest schedule (Hart, Nilsson and Raphael 1968, "A
 formal basis for the heuristic determination of minimum cost paths"), and if the search ends early,
-the least sum in the queue is a bound on every schedule.
+the least sum in the queue is a bound on every schedule. A state is left out if another one with as
+many first runs has cost no more and has at least the same tensors on the device.
+
+Without times the search only asks whether anything fits. Bisection with it gives the minimum budget
+(`least_peak`).
 
 Optimal and proven over all schedules on the device alone that the simulator accepts, in any order
 of recomputation. Where it falls short: the states grow exponentially with the tensors that could be
-kept. Within MAX_MOVES it solves random graphs of 28 nodes in 0.1 s, half of those with 40 nodes,
-and chains of sixty nodes at their minimum budget. (`ilp` takes up to half a minute for 28 nodes,
-and does not always end.)
+kept. Within MAX_MOVES it solves random graphs of 28 nodes in 0.1 s, two thirds of those with 40
+nodes, and chains of sixty nodes at their minimum budget. (`ilp` takes up to half a minute for 28
+nodes, and does not always end.)
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from solver.bound import TIME_ERROR, StorageGraph
-from solver.methods.auto.search import Search
-from solver.schedule import free_after_last_use, without_dead_computes
+from graphs.graph import Graph
+from solver.bound import StorageGraph
+from solver.schedule import Schedule, free_after_last_use, simulate, without_dead_computes
+from solver.sizes_deadlines_progress import NEVER, Deadline
 
 MAX_NODES = 60
 """Larger graphs are not tried."""
 MAX_MOVES = 150_000
 """Limit on the moves that are looked at, about 1.5 s."""
+COMPARISONS_PER_MOVE = 30
+"""So many comparisons of two states take as long as a move."""
+MAX_LEAST_MOVES = 3 * MAX_MOVES
+"""Limit on the moves of all searches for the minimum budget."""
+WIDE = 0.002
+"""Share of the budget up to which bisection goes; then the next smaller budget is tried."""
 
 State = tuple[int, int]
 """Number of first runs, and a mask of the tensors on the device that nodes made."""
 
 
-def solve_exactly(search: Search) -> bool:
-    """Prove and offer a fastest schedule if the graph is small; returns whether that succeeded.
-
-    If the moves run out, what they prove is a bound.
-    """
-    graph = search.graph
-    if len(graph.nodes) > MAX_NODES or graph.n_in_flight > 1:
-        return False
-    states = _States(search.folded, budget_bytes=search.budget_bytes)
-    baseline_s = graph.baseline_time_s or 1.0
-    worth_s = (search.best_share + TIME_ERROR) * baseline_s
-    found = _search(states, search, worth_s=worth_s)
-    search.prove(found.proven_s / baseline_s - TIME_ERROR)
-    if found.order is not None:
-        order = without_dead_computes(graph, found.order)
-        search.offer(free_after_last_use(graph, order))
-    return found.is_complete
-
-
 @dataclass(frozen=True)
-class _Found:
-    """proven_s: no schedule recomputes for less. order: of the nodes, if a schedule was found.
-    is_complete: whether the search was not cut short."""
+class Found:
+    """What a search found.
+
+    proven_s: no schedule recomputes for less (inf: none fits).
+    schedule: one that recomputes for as long as that (None: none, or the moves ran out).
+    is_complete: whether the moves did not run out.
+    n_moves: moves looked at.
+    """
 
     proven_s: float
-    order: list[str] | None
+    schedule: Schedule | None
     is_complete: bool
+    n_moves: int
 
 
-def _search(states: _States, search: Search, *, worth_s: float) -> _Found:
-    """A*. worth_s: schedules that recompute for longer are of no interest."""
+def is_small(graph: Graph) -> bool:
+    """Whether the search is worth trying; steps with micro-batches in flight are not."""
+    return len(graph.nodes) <= MAX_NODES and graph.n_in_flight <= 1
+
+
+def fastest_schedule(
+    folded: StorageGraph,
+    *,
+    budget_bytes: int,
+    worth_s: float = math.inf,
+    deadline: Deadline = NEVER,
+) -> Found:
+    """The schedule of least recompute time within the budget. Raises OutOfTimeError.
+
+    worth_s: schedules that recompute for longer are of no interest; then proven_s is at most this.
+    """
+    states = _States(folded, budget_bytes=budget_bytes)
     start = (0, 0)
     cost_s, came = {start: 0.0}, dict[State, tuple[State, int]]()
-    queue = [(0.0, 0, 0.0, start)]  # cost and estimate, first runs (most first), cost, state
+    # By cost and estimate; among equals the most first runs, then the most tensors.
+    queue = [(0.0, 0, 0, 0.0, start)]
+    visited = _Visited()
     n_moves = 0
     while queue:
-        if n_moves > MAX_MOVES:
-            return _Found(queue[0][0], None, is_complete=False)
-        estimate_s, _, spent_s, state = heapq.heappop(queue)
+        if n_moves + visited.n_comparisons // COMPARISONS_PER_MOVE > MAX_MOVES:
+            return Found(queue[0][0], None, is_complete=False, n_moves=MAX_MOVES)
+        proven_s, _, _, spent_s, state = heapq.heappop(queue)
         if states.is_end(state):
-            return _Found(estimate_s, states.order_to(came, state), is_complete=True)
-        if spent_s > cost_s[state]:
+            order = without_dead_computes(folded.graph, states.order_to(came, state))
+            schedule = free_after_last_use(folded.graph, order)
+            return Found(proven_s, schedule, is_complete=True, n_moves=n_moves)
+        if spent_s > cost_s[state] or not visited.add(state, spent_s):
             continue
-        search.deadline.check()
+        deadline.check()
         for node, after in states.moves(state):
             n_moves += 1
             total_s = spent_s + (states.time_s[node] if node < state[0] else 0.0)
             if total_s >= cost_s.get(after, math.inf):
                 continue
             after_s = total_s + states.least_left_s(after)
-            if after_s <= worth_s:
+            if after_s <= worth_s and after_s < math.inf:
                 cost_s[after], came[after] = total_s, (state, node)
-                heapq.heappush(queue, (after_s, -after[0], total_s, after))
-    return _Found(worth_s, None, is_complete=True)
+                heapq.heappush(queue, (after_s, -after[0], -after[1].bit_count(), total_s, after))
+    return Found(worth_s, None, is_complete=True, n_moves=n_moves)
+
+
+def any_schedule(folded: StorageGraph, *, budget_bytes: int, deadline: Deadline = NEVER) -> Found:
+    """Any schedule within the budget: a search without times. Raises OutOfTimeError."""
+    timeless = replace(folded, time_s=(0.0,) * folded.n_nodes)
+    return fastest_schedule(timeless, budget_bytes=budget_bytes, deadline=deadline)
+
+
+def least_peak(
+    folded: StorageGraph,
+    *,
+    proven_bytes: int,
+    known: tuple[Schedule, int],
+    deadline: Deadline = NEVER,
+) -> tuple[int, Schedule, int]:
+    """The least budget of a small graph: what is proven, and a schedule with its peak.
+
+    They are equal unless the moves run out. Raises OutOfTimeError.
+
+    proven_bytes: no schedule has a smaller peak.
+    known: a schedule and its peak.
+    """
+    schedule, peak_bytes = known
+    floor_bytes, n_moves = proven_bytes, 0  # nothing is found below
+    while floor_bytes < peak_bytes and n_moves < MAX_LEAST_MOVES:
+        is_wide = peak_bytes - floor_bytes > WIDE * peak_bytes
+        budget_bytes = (floor_bytes + peak_bytes) // 2 if is_wide else peak_bytes - 1
+        found = any_schedule(folded, budget_bytes=budget_bytes, deadline=deadline)
+        n_moves += found.n_moves
+        if found.schedule is not None:
+            schedule = found.schedule
+            peak_bytes = simulate(folded.graph, schedule).peak_bytes
+            continue
+        floor_bytes = budget_bytes + 1
+        if found.is_complete:
+            proven_bytes = floor_bytes
+    return proven_bytes, schedule, peak_bytes
+
+
+class _Visited:
+    """The states from which moves were looked at, without those that another one makes useless."""
+
+    def __init__(self) -> None:
+        self._by_first_runs: dict[int, list[tuple[float, int]]] = defaultdict(list)
+        self.n_comparisons = 0
+
+    def add(self, state: State, spent_s: float) -> bool:
+        """Add a state; False if one that cost no more has all of its tensors."""
+        n_first_runs, live = state
+        others = self._by_first_runs[n_first_runs]
+        for i, (other_s, other) in enumerate(others):
+            if other_s <= spent_s and not live & ~other:
+                self.n_comparisons += i + 1
+                return False
+        self.n_comparisons += len(others)
+        others.append((spent_s, live))
+        return True
 
 
 class _States:
