@@ -76,8 +76,8 @@ _n_tests = 0
 def pytest_runtest_protocol() -> Iterator[None]:
     """Spare later garbage collections the objects that are there to stay: modules, caches.
 
-    Tests that measure memory collect garbage first, those of opaque parts 300 times. Each takes
-    half a second beside torch and transformers, and more beside what a thousand tests have left.
+    Tests that measure memory collect garbage first, some many times. Each takes half a second
+    beside torch and transformers, and more beside what a thousand tests have left.
     What is frozen is not freed any more if it becomes part of a cycle, so it is done between tests
     only, and not between all of them.
     """

@@ -49,8 +49,10 @@ class UnreadAttributes:
     def trace(self, model: nn.Module, trace: Callable[[], CapturedStep]) -> CapturedStep:
         """What `trace` returns, watched."""
         places = set(self._changing)
-        if not gc.get_freeze_count():  # frozen objects that refer to a container are not found
-            places |= _containers(model)
+        containers = _containers(model)
+        # Frozen objects that refer to a container are not found. (They are counted one by one.)
+        if containers and not gc.get_freeze_count():
+            places |= containers
         if not places:
             return trace()
         with _reads(model, places) as (there, read):

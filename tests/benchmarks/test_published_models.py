@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+import torch
 
+from benchmarks.published import lit_gpt, torchtitan
 from benchmarks.published.__main__ import DATA, compare_rows
+from benchmarks.published.models import _N_TOKENS, _SHAPES
 from benchmarks.published.shares import FITTED
+from graphs.hardware import named
+from graphs.trace import trace
 from solver.plan_analysis import LARGEST_RATIO, LEAST_RATIO
+from solver.schedule import simulate, simulate_unplanned
 from tests.benchmarks.test_published import shown
 
 
@@ -28,7 +35,7 @@ def test_a_whole_model_that_is_not_described_says_why(model, reason):
     assert reason in result["reason"]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("batch_size", "measured_gb"), [(1, 4.82), (4, 10.68)])
 def test_adapters_are_predicted(batch_size, measured_gb):
     """Within the rounding of the published figure and the bytes of the allocator's 512."""
@@ -41,6 +48,26 @@ def test_adapters_are_predicted(batch_size, measured_gb):
     (result,) = compare_rows([row])
     assert result["measured"] == measured_gb
     assert abs(result["off"]) < 0.002
+
+
+@pytest.mark.slow
+def test_of_adapters_alone_gradients_and_states_are_held():
+    """Two layers. Frozen weights, adapters, their gradients and AdamW's two states are bfloat16."""
+    shape = dataclasses.replace(lit_gpt.SHAPES["phi-1.5"], n_layers=2)
+    tokens = torch.empty(1, 256, dtype=torch.int64, device="meta")
+    graph = trace(lit_gpt.GPT(shape, 256), (tokens, tokens), optimizer=torch.optim.AdamW)
+    n_adapters = 2 * 2 * (2048 * 8 + 8 * 2048)  # of queries and values
+    of_layer = 3 * 2048 * 2049 + 2048 * 2049 + 2048 * 8193 + 8192 * 2049 + 2 * 2048
+    n_frozen = 2 * 51200 * 2048 + 51200 + 2 * of_layer + 2 * 2048
+    assert by_kind(graph.resident, "parameter") == 2 * (n_frozen + n_adapters)
+    assert by_kind(graph.tensors, "gradient") == 2 * n_adapters
+    assert (
+        by_kind(graph.resident, "optimizer_state") == 2 * 2 * n_adapters + 4 * 4
+    )  # and counts of steps
+
+
+def by_kind(tensors, kind):
+    return sum(tensor.size_bytes for tensor in tensors if tensor.kind == kind)
 
 
 SHARDED = {
@@ -138,7 +165,23 @@ def test_a_sharded_model_holds_what_is_counted_by_hand():
     assert shares[0] - shares[1] == pytest.approx(16 * n_parameters / 16 / 2**30, rel=0.05)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
+def test_a_rank_of_two_layers_holds_its_share():
+    shape = {**_SHAPES["llama-3.1-8b"], "n_layers": 2, "n_tokens": _N_TOKENS}
+    row = {**SHARDED, "seq": 1024}
+    graph, schedule = torchtitan.step(row, shape, named("h100"))
+    of_layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    n_parameters = 2 * of_layer + 2 * _N_TOKENS * 4096 + 4096
+    returned = [graph.tensor_by_name[name] for name in graph.outputs]
+    assert by_kind(graph.resident, "parameter") == 4 * n_parameters // 8
+    assert by_kind(returned, "gradient") == 4 * n_parameters // 8
+    assert by_kind(graph.resident, "optimizer_state") == 2 * 4 * n_parameters // 8
+    simulation = simulate(graph, schedule)
+    assert simulation.n_recomputed
+    assert graph.resident_bytes < simulation.peak_bytes <= simulate_unplanned(graph).peak_bytes
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("file", ["models", "torchtitan"])
 def test_the_peak_of_a_sharded_model_is_predicted(file):
     """With the results of products that its checkpoints keep and nothing reads."""

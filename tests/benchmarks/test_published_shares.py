@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 
 import pytest
@@ -13,9 +14,14 @@ from solver.plan_analysis import LARGEST_RATIO, LEAST_RATIO
 from tests.benchmarks.test_published import ROWS
 
 
+@functools.cache
+def tiled_results():
+    return compare_rows(row for row in ROWS if row["op"].startswith("tiled"))
+
+
 @pytest.mark.slow
 def test_times_are_predicted_and_the_fitted_share_is_their_median():
-    results = compare_rows(row for row in ROWS if row["op"].startswith("tiled"))
+    results = tiled_results()
     errors = [abs(result["off"]) for result in results]
     assert len(errors) == 10
     assert max(errors) < 0.1
@@ -59,7 +65,6 @@ def test_the_ratio_of_two_shares_gives_the_measured_time():
 
 @pytest.mark.slow
 def test_times_of_modules_leave_no_wider_range():
-    results = compare_rows(row for row in ROWS if row["op"].startswith("tiled"))
-    ratios = [result["ratio"] for result in results if result["ratio"] is not None]
+    ratios = [result["ratio"] for result in tiled_results() if result["ratio"] is not None]
     assert len(ratios) > 5
     assert all(LEAST_RATIO < low < high < LARGEST_RATIO for low, high in ratios)

@@ -154,7 +154,7 @@ def test_a_directory_is_taken_for_its_config(tmp_path):
 @pytest.mark.slow
 def test_the_largest_batch_of_a_configuration(tmp_path, capsys):
     problem = written(tmp_path, VIT)
-    assert main(["--budget", "600KB", "--max-batch", "--time-limit", "30", *OPTIONS, problem]) == 0
+    assert main(["--budget", "450KB", "--max-batch", "--method", "sqrt", *OPTIONS, problem]) == 0
     sizes = json.loads(capsys.readouterr().out)["sizes"]
     assert sizes["largest"] >= 1
     assert len(sizes["candidates"]) > 1

@@ -145,13 +145,13 @@ ON_TERMINALS = pytest.mark.skipif(
 def test_a_sweep_says_how_far_it_is(tmp_path):
     master, slave = os.openpty()
     curve = str(tmp_path / "c.svg")
-    process = started("--budget", "4GB", "--method", "dp", "--pareto", curve, GPT2, stderr=slave)
+    process = started("--budget", "4GB", "--method", "sqrt", "--pareto", curve, GPT2, stderr=slave)
     os.close(slave)
     said = read_terminal(master)
     os.close(master)
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 0
-    assert b"searching with dp (364 ops)" in said
+    assert b"searching with sqrt (364 ops)" in said
     assert b"sweeping budgets for the curve: " in said
     assert b"of 21 plans" in said  # twenty budgets and the one that was asked for
     assert "sweeping" not in out

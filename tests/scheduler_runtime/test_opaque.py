@@ -40,7 +40,7 @@ def half_of_activations(model: nn.Module, batch: Tensor, **options: Any) -> Solu
     """The plan at a budget in the middle between what is resident and the plain step."""
     free = solve(model, batch, budget="1GB", optimizer=ADAMW, **options)
     budget = (free.baseline.peak_bytes + free.graph.resident_bytes) // 2
-    found = solve(model, batch, budget=budget, optimizer=ADAMW, **options)
+    found = solve(free.graph, budget=budget)
     assert found.simulation == simulate(found.graph, found.schedule)
     return found
 
@@ -94,17 +94,17 @@ def test_half_of_the_activations(name: str) -> None:
     assert len(opaque_nodes(solution)) >= 4
     assert "planned as one piece" in " ".join(solution.graph.meta.notes)
     apply(model, solution)
-    assert peak_bytes(copy.deepcopy(model), batch) <= solution.request.available_bytes
     assert_equal(train(plain, batch), train(model, batch))
+    assert peak_bytes(model, batch) <= solution.request.available_bytes
 
 
 @pytest.mark.slow
 def test_a_part_is_recomputed_whole_with_the_same_random_numbers() -> None:
     plain, batch = network("LayerDrop")
     model = copy.deepcopy(plain)
-    resident = solve(model, batch, budget="1GB", optimizer=ADAMW).graph.resident_bytes
-    least = solve(model, batch, budget=resident + 1, optimizer=ADAMW).obstacle.reached_bytes
-    solution = solve(model, batch, budget=least, optimizer=ADAMW)
+    graph = solve(model, batch, budget="1GB", optimizer=ADAMW).graph
+    least = solve(graph, budget=graph.resident_bytes + 1).obstacle.reached_bytes
+    solution = solve(graph, budget=least)
     order = solution.schedule.order
     assert any(order.count(name) > 1 for name in opaque_nodes(solution))
     apply(model, solution)
@@ -139,8 +139,8 @@ def test_mixtral_with_a_loop_over_its_experts() -> None:
     solution = half_of_activations(model, batch)
     assert len(opaque_nodes(solution)) == 3
     apply(model, solution)
-    assert peak_bytes(copy.deepcopy(model), batch) <= solution.request.available_bytes
     assert_equal(train(plain, batch), train(model, batch))
+    assert peak_bytes(model, batch) <= solution.request.available_bytes
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def _gpt2(*, n_tokens: int = 512, **sizes: int) -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
-    "tied": (tied, (0.75, 0.55)),
+    "tied": (tied, (0.55,)),
     "frozen": (frozen, (0.85,)),
     "adapters": (adapters, (0.6,)),
     "wide": (wide, ()),

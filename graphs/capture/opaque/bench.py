@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import statistics
+import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,11 @@ MARGIN = 1.125
 """Factor on the bytes of a call whose sizes depend on values, since another batch may need more."""
 N_TIMED = 3
 """Number of timed runs; the median counts."""
+_NEWEST = 0
+_RECENT = 1 if sys.version_info < (3, 14) else 2
+"""Arguments of `gc.collect`. A full collection takes long where many modules are imported, and
+inside `_only_new_garbage` these do: objects since the last collection, and since the one before.
+(Python 3.14 has no middle generation.)"""
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,10 @@ class Bench:
 
     def bytes_taken(self) -> Bytes:
         """Measure the bytes of one run of both passes."""
+        with _only_new_garbage():
+            return self._bytes_taken()
+
+    def _bytes_taken(self) -> Bytes:
         saved_bytes, leaked_bytes = self._saved_and_leaked_bytes()
         result_bytes: dict[str, int] = {}
 
@@ -116,7 +127,7 @@ class Bench:
             begin("backward")
             result_bytes["backward"] = _storage_bytes(self.backward(result))
 
-        gc.collect()
+        gc.collect(_RECENT)
         if self.island.device.type == "cpu":
             begin: Callable[[str], None] = begin_part
             peaks = cpu_peak_bytes_by_part(step)
@@ -147,7 +158,7 @@ class Bench:
             del result, inputs
             if frees_saved:
                 kept.clear()
-            gc.collect()
+            gc.collect(_NEWEST)
 
         saved_bytes = _left_allocated_bytes(lambda: run(frees_saved=False), self.island.device)
         kept.clear()
@@ -178,9 +189,22 @@ def _storage_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
 
 def _left_allocated_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Bytes that a run leaves allocated."""
-    gc.collect()
+    gc.collect(_RECENT)
     if device.type == "cpu":
         return max(0, cpu_peak_bytes(run).end_bytes)
     before_bytes = torch.cuda.memory_allocated(device)
     run()
     return max(0, torch.cuda.memory_allocated(device) - before_bytes)
+
+
+@contextlib.contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    """Let garbage be collected by calls of `gc.collect` alone. Otherwise older garbage might be
+    freed during a run, and its bytes would be missing in those that the run takes."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -31,26 +31,18 @@ def model_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     That includes attributes that a first call fills. Changes are not refused here: a trace does so.
     """
-    # Garbage is collected often inside; `freeze` exempts the objects that exist already.
-    gc.collect()
-    must_freeze = gc.get_freeze_count() == 0
-    if must_freeze:
-        gc.freeze()
-    try:
-        with (
-            buffers_restored(model),
-            _parameters_restored(model),
-            RandomSources.of(model, device).states_restored(),
-            no_cache(model),
-            contextlib.suppress(SideEffectError),
-            attributes_unchanged(model),
-            objects_unchanged(model),
-            torch.no_grad(),
-        ):
-            yield
-    finally:
-        if must_freeze:
-            gc.unfreeze()
+    gc.collect()  # what an earlier trace has left
+    with (
+        buffers_restored(model),
+        _parameters_restored(model),
+        RandomSources.of(model, device).states_restored(),
+        no_cache(model),
+        contextlib.suppress(SideEffectError),
+        attributes_unchanged(model),
+        objects_unchanged(model),
+        torch.no_grad(),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -33,14 +33,18 @@ from solver.schedule import (
     Link,
     Place,
     Places,
+    Request,
     Schedule,
     Solution,
     Store,
     baseline,
     keep,
     simulate,
+    simulate_unplanned,
 )
 from solver.schedule.simulator import IllegalScheduleError
+from solver.solving import answer
+from solver.solving.problem import as_step
 from tests.support import bitwise
 from tests.support.bitwise import LARGE, MODELS, assert_bitwise_identical, assert_equal, one_step
 from tests.support.example_models import small
@@ -117,10 +121,11 @@ def with_copies(
     model: nn.Module, batch: Any, *, share: float = 0.75, costs: str | None = None
 ) -> Solution:
     """A solved plan, with rewrites, whose idle storages are on the host."""
-    solution = solve(model, batch, budget="100GB", costs=costs, time_limit_s=600)
-    resident_bytes, peak_bytes = solution.graph.resident_bytes, solution.baseline.peak_bytes
-    budget_bytes = int(resident_bytes + share * (peak_bytes - resident_bytes))
-    solution = solve(model, batch, budget=budget_bytes, costs=costs, time_limit_s=600)
+    step, *_ = as_step(model, batch, {"costs": costs}, others=())
+    resident_bytes = step.plain.resident_bytes
+    above_bytes = simulate_unplanned(step.plain).peak_bytes - resident_bytes
+    request = Request(int(resident_bytes + share * above_bytes), time_limit_s=600)
+    solution = answer(step, request, thorough=True)
     assert solution.schedule is not None
     return solution_of(solution.graph, all_away(solution.graph, solution.schedule))
 

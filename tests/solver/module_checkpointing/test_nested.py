@@ -174,8 +174,11 @@ def test_children_with_hooks_are_not_put_together() -> None:
 
 @pytest.mark.slow
 def test_another_model_is_refused() -> None:
-    model, batch = convolutions(inplace=False)
-    solution, _ = planned(model, batch, 0.5)
+    model, batch = convolutions(inplace=False, n_layers=2)
+    roomy = plan_chain(model, batch, budget="1GB", time_limit_s=600, **STEP)
+    budget = int(0.8 * roomy.simulation.peak_bytes)
+    solution = plan_chain(model, batch, budget=budget, time_limit_s=600, **STEP)
+    assert solution.segments
     longer = nn.Sequential(*model, nn.Identity())
     with pytest.raises(ValueError, match=r"nn\.Sequential as the model with \d+ children"):
         apply(longer, solution)

@@ -150,19 +150,19 @@ def test_a_request_says_where_they_may_be() -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    graph, path = big_step(), str(tmp_path / "graph.json")
+    graph, path = big_step(n_blocks=6), str(tmp_path / "graph.json")
     graph.save(path)
     page, plan, own = (str(tmp_path / name) for name in ("page.html", "plan.json", "own.json"))
-    budget = ["--budget", str(graph.resident_bytes - 450 * MB)]
+    budget = ["--budget", str(graph.resident_bytes - 100 * MB)]
     host = ["--host", "1TB", "--host-link", "50GB/s", "--parameters", "auto"]
     outputs = ["-o", plan, "--graph-out", own, "--report", page]
     assert main([*budget, *host, *outputs, path]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"parameters 600\.0 MB .* on the host, \+\d+\.\d\d % time with the", printed)
-    assert "600.0\u00a0MB" in Path(page).read_text()
+    assert re.search(r"parameters 300\.0 MB .* on the host, \+\d+\.\d\d % time with the", printed)
+    assert "300.0\u00a0MB" in Path(page).read_text()
     for given in (path, own):
         loaded = Solution.load(plan, graph=given)
-        assert host_parameter_bytes(loaded.graph) == 600 * MB
+        assert host_parameter_bytes(loaded.graph) == 300 * MB
     assert main(["explain", plan, own]) == 0
     capsys.readouterr()
     assert main([*budget, "--parameters", "auto", path]) == 2
