@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from graphs.files import FormatError, read_json
 
-FILE_NAME = "config.json"
 IMAGE_SIZE, N_CHANNELS = 224, 3
 """Side in pixels and number of channels of images, if the configuration does not give them."""
 
@@ -57,17 +56,11 @@ class Loaded(NamedTuple):
 
 
 def load(path: Path) -> Loaded:
-    """Read config.json, or the one in the directory `path`. Imports transformers.
+    """Read config.json. Imports transformers.
 
-    Raises ConfigurationError if the file or transformers is missing, or if the model is unknown or
-    cannot be trained.
+    Raises ConfigurationError if transformers is missing, or if the model is unknown or cannot be
+    trained.
     """
-    path = path / FILE_NAME if path.is_dir() else path
-    if not path.exists():
-        raise ConfigurationError(
-            f"hf:{path}: no such file; give a local config.json "
-            f"(`hf download OWNER/NAME {FILE_NAME}` downloads one)"
-        )
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 CONFIGURATION = "hf:"
 """The prefix of the path of a Hugging Face configuration."""
+CONFIGURATION_FILE = "config.json"
 _NAME = r"[A-Za-z_]\w*"
 _PLACE_AND_FACTORY = re.compile(rf"(.*\.py|{_NAME}(?:\.{_NAME})*)(?::({_NAME}))?", re.DOTALL)
 
@@ -39,10 +40,17 @@ class ModelSource:
 def parse_source(text: str) -> ModelSource | None:
     """Parse `model.py[:name]`, `package.module[:name]` or `hf:config.json`; None for others.
 
-    Raises LoadError for a model file that does not exist, before PyTorch is loaded for it.
+    Raises LoadError for a file that does not exist, before PyTorch is loaded for it.
     """
     if text.startswith(CONFIGURATION):
-        return ModelSource(Path(text.removeprefix(CONFIGURATION)), is_configuration=True)
+        path = Path(text.removeprefix(CONFIGURATION))
+        path = path / CONFIGURATION_FILE if path.is_dir() else path
+        if not path.exists():
+            raise LoadError(
+                f"{CONFIGURATION}{path}: no such file; give a local config.json "
+                f"(`hf download OWNER/NAME {CONFIGURATION_FILE}` downloads one)"
+            )
+        return ModelSource(path, is_configuration=True)
     match = _PLACE_AND_FACTORY.fullmatch(text)
     if match is None:
         return None

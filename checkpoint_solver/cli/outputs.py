@@ -113,8 +113,11 @@ def _add_curve(
     if interrupted:
         part = "it is not drawn" if curve is None else "it has the points computed so far"
         notes.append(f"Interrupted while sweeping budgets for the curve: {part}.")
-    if n_late := sum(point.timed_out for point in curve.points) if curve else 0:
-        notes.append(f"The time limit ended {counted(n_late, 'search', 'searches')} of the curve.")
+    if curve is not None and (n_late := sum(point.timed_out for point in curve.points)):
+        notes.append(
+            f"For {n_late} of the {len(curve.points)} points of the curve the search stopped at "
+            "its share of the time limit, so faster plans may exist there: raise --time-limit."
+        )
     return dataclasses.replace(report, curve=curve, notes=tuple(notes), interrupted=interrupted)
 
 

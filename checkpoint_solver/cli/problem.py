@@ -211,6 +211,8 @@ def _request(
 def _model_problem(
     arguments: Arguments, source: ModelSource, progress: Progress
 ) -> Iterator[Problem]:
+    if arguments.device is not None and not arguments.device.startswith("cuda"):
+        find_hardware(arguments.device)  # an unknown name is refused before PyTorch is loaded
     with progress.showing("loading PyTorch"):
         target = find_target(arguments.device, arguments.costs, runs_here=arguments.verify)
     request, reserve_reason = _request(arguments, target.hardware, target.costs)

@@ -245,8 +245,9 @@ class _Extraction:
             if item.layout != torch.strided:
                 layout = str(item.layout).removeprefix("torch.")
                 raise TraceError(
-                    f"{node.target} returns a tensor of layout {layout}, whose size depends on "
-                    "values; planning needs dense tensors (nn.Embedding with sparse=False)"
+                    f"{node.target} makes a sparse tensor ({layout}), whose size depends on "
+                    "values; planning needs dense ones: sparse=False in nn.Embedding and "
+                    "nn.EmbeddingBag"
                 )
             name = node.name if is_single else f"{node.name}.{index}"
             storage = item.untyped_storage()

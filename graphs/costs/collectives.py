@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from graphs.costs.operators import OpCall
+from graphs.costs.operators import OpCall, tensors_in
 from graphs.hardware import Link, all_gather_s, all_reduce_s, reduce_scatter_s
 from graphs.model_calls import named_arguments
 
@@ -30,7 +32,7 @@ class Collective:
     """One collective call.
 
     kind: the operator's name, such as "all_reduce".
-    n_bytes: bytes of the whole tensor: the output of an all-gather, the input of all others.
+    n_bytes: bytes of the whole tensor: what it reads or what it writes, whichever is more.
     n_ranks: ranks in its process group.
     """
 
@@ -43,11 +45,15 @@ class Collective:
         """The collective that this call runs; None if it is no collective."""
         if not is_collective(call.target):
             return None
-        kind = call.packet.__name__.rstrip("_").removesuffix("_coalesced")
-        tensors = call.outputs() if kind == _ALL_GATHER else call.inputs()
-        n_bytes = sum(tensor.nbytes for tensor in tensors)
-        arguments = named_arguments(call.target, call.args, call.kwargs)
-        return cls(kind, n_bytes, distributed_c10d._get_group_size_by_name(arguments["group_name"]))
+        given = named_arguments(call.target, call.args, call.kwargs)
+        if (n_ranks := _n_ranks(given)) is None:
+            return None  # it wraps the result of one
+        name = call.packet.__name__.rstrip("_").removesuffix("_coalesced").removesuffix("_out")
+        n_bytes = max(
+            sum(tensor.nbytes for tensor in tensors_in(side))
+            for side in (*given.values(), call.value)
+        )
+        return cls(_KINDS.get(name, name), n_bytes, n_ranks)
 
     def time_s(self, link: Link) -> float:
         """Seconds over this link. An operator without a formula counts as an all-reduce, which
@@ -61,7 +67,26 @@ class Collective:
         return self.n_bytes if self.kind in (_ALL_GATHER, _REDUCE_SCATTER) else 0
 
 
+def _n_ranks(given: Mapping[str, Any]) -> int | None:
+    """The size of the group that a collective is given; None if it is given none. The functions of
+    torch.distributed pass a group itself, functional collectives its name."""
+    if (group := given.get("process_group")) is not None:
+        return int(dist.ProcessGroup.unbox(group).size())
+    name = given.get("group_name")
+    return None if name is None else distributed_c10d._get_group_size_by_name(name)
+
+
 _ALL_GATHER, _REDUCE_SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+_KINDS = {
+    "allgather": _ALL_GATHER,
+    "_allgather_base": _ALL_GATHER,
+    "allgather_into_tensor": _ALL_GATHER,
+    "reduce_scatter": _REDUCE_SCATTER,
+    "_reduce_scatter_base": _REDUCE_SCATTER,
+    "alltoall": "all_to_all_single",
+    "alltoall_base": "all_to_all_single",
+}
+"""Operators of torch.distributed's functions -> the functional collective that does the same."""
 _TIMES: Mapping[str, Callable[..., float]] = {
     _ALL_GATHER: all_gather_s,
     _REDUCE_SCATTER: reduce_scatter_s,

@@ -55,10 +55,10 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = func(*args, **(kwargs or {}))
         call = OpCall(target=func, args=args, kwargs=kwargs or {}, value=value)
         self.communicates |= func.namespace in ("c10d", "_c10d_functional")
-        has_mask = call.packet in _INDEXING and any(
+        has_mask = call.packet in _INDEXED_WRITES and any(
             t.dtype == torch.bool for t in call.inputs()[1:]
         )
-        self.reads_values |= has_mask or not _VALUE_DEPENDENT.isdisjoint(func.tags)
+        self.reads_values |= has_mask or call.reads_values()
         if (call.outputs() or call.mutated()) and not call.is_view():
             self.calls.append(_with_meta_tensors(call))
         return value
@@ -87,8 +87,7 @@ _READS_VALUES = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 }
-_VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+_INDEXED_WRITES = (torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 
 def _with_meta_tensors(call: OpCall) -> OpCall:

@@ -68,6 +68,23 @@ class OpCall:
         outputs = self.outputs()
         return bool(outputs) and not _storages(outputs, minus=self.inputs()) and not self.mutated()
 
+    def reads_values(self) -> bool:
+        """Whether the shape of a result, or a number returned to Python (`.item()`), depends on
+        values."""
+        tags = getattr(self.target, "tags", ())
+        if torch.Tag.dynamic_output_shape in tags:
+            return not self._has_fixed_shapes()
+        return torch.Tag.data_dependent_output in tags
+
+    def _has_fixed_shapes(self) -> bool:
+        """Whether a call that can have results of any shape has not: indices that are numbers, a
+        given size. PyTorch tags the operator, not the call."""
+        if self.packet is aten.index:
+            return not any(t.dtype in _MASKS for t in tensors_in(self.args[1:]))
+        if self.packet is aten.repeat_interleave:
+            return self.kwargs.get("output_size") is not None
+        return False
+
     def key(self) -> Any:
         """A key that is equal for calls that cost the same: the operator, its options, and the
         shape, strides, dtype and device type of each tensor."""
@@ -226,6 +243,8 @@ def flops_of(call: OpCall) -> int:
 
 # ---- bytes -------------------------------------------------------------------------------------
 
+_MASKS = (torch.bool, torch.uint8)
+"""Types of indices that select where they are not zero; others are numbers of rows."""
 _READS_ROWS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 """Operators that read only as many bytes of their first input as they write, not all of it."""
 

@@ -181,7 +181,8 @@ def find_loss(output: Any) -> torch.Tensor:
     if loss.numel() != 1 or not loss.is_floating_point():
         raise NoLossError(
             f"the loss must be one floating-point number; it is {_describe(loss)}; reduce it "
-            "(mean or sum)"
+            "(mean or sum) in forward, or in a function that computes it from output and batch "
+            "(loss=lambda output, batch: ...)"
         )
     if not loss.requires_grad:
         raise TraceError(

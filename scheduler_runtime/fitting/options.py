@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from graphs.costs import CostModel
-from graphs.training_step import ACCUMULATE, GivenOptimizer
+from graphs.training_step import ACCUMULATE, LOSS, GivenOptimizer
 from solver.schedule import Solution
-from solver.sizes_deadlines_progress import Rates, format_both
+from solver.sizes_deadlines_progress import IN_PYTHON, Rates, format_both, format_size_up
 
 Optimizers: TypeAlias = GivenOptimizer | Sequence[GivenOptimizer] | None
 
@@ -31,7 +31,25 @@ def nothing_fits(name: str, solution: Solution, *, runs_again: bool = False) -> 
     return FitError(
         f"no schedule of {name}'s step fits {format_both(solution.request.available_bytes)} "
         f"({solution.status}{longer}){solution.obstacle_text}{again}{gradients}"
+        f"{_what_helps(solution)}"
     )
+
+
+def _what_helps(solution: Solution) -> str:
+    """What the user can do, to append to "nothing fits"; "" if the step fits without a plan."""
+    if solution.fits_without_plan:
+        return ""
+    request, least_bytes = solution.request, solution.minimum_budget_bytes
+    larger = f'budget="{format_size_up(least_bytes)}"' if least_bytes else "a larger budget"
+    remedies = [f"{larger} or more"]
+    if LOSS in solution.graph.node_by_name:
+        remedies.append("loss_reserve=, if the loss takes less than is counted for it")
+    if request.places is None:
+        remedies.append('copies to host memory (host_budget="64GB")')
+    if request.rewrites == "bitwise":
+        remedies.append(f"{IN_PYTHON.last_bits}, which may change last bits")
+    remedies.append("a smaller batch")
+    return f". What may help: {'; '.join(remedies)}. report(solve(...)) shows what takes the memory"
 
 
 _RUNS_AGAIN = (

@@ -21,7 +21,9 @@ from scheduler_runtime.fitting.options import Fitted
 from scheduler_runtime.planned import plan_summary
 from solver.sizes_deadlines_progress import format_both
 
-DROPS = "the training no longer holds all outputs of the model when backward() begins"
+DROPS = "the training drops outputs of the model, such as logits, before backward()"
+NOTABLE_SHARE = 0.01
+"""If the peak without a plan turns out to differ by more than this share, a message says so."""
 
 
 @dataclass(eq=False)
@@ -73,9 +75,11 @@ class PendingPlan:
         less_bytes = solution.baseline.peak_bytes - found.baseline.peak_bytes
         if not less_bytes:
             return None
+        if less_bytes < NOTABLE_SHARE * solution.baseline.peak_bytes:
+            return replace(self.fitted, solution=found)
         note = (
-            f"{DROPS}; the plan has room "
-            f"for them all the same ({format_both(less_bytes)}), in case a step holds them"
+            f"{DROPS}, so without a plan its step takes {format_both(less_bytes)} less than one "
+            "that keeps them; the plan has room for them, in case a later step keeps them"
         )
         return replace(self.fitted, solution=found, notes=(*self.fitted.notes, note))
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from scheduler_runtime.fitting.options import Fitted
-from scheduler_runtime.fitting.pending_plans import PendingPlan
+from scheduler_runtime.fitting.pending_plans import NOTABLE_SHARE, PendingPlan
 from scheduler_runtime.planned import Difference, plan_summary, warn_of_another_plan
 from solver.methods import KnownPlan
 from solver.schedule import Solution
-from solver.sizes_deadlines_progress import format_both, format_size, format_time, tell
-
-NOTABLE_SHARE = 0.01
-"""If the peak without a plan turns out to differ by more than this share, a message says so."""
+from solver.sizes_deadlines_progress import format_both, format_size, tell
 
 
 class PlanHistory:
@@ -56,9 +53,12 @@ class PlanHistory:
         before, now = (each.solution.baseline.peak_bytes for each in (pending.fitted, fitted))
         self.plans[at] = pending.fitted = fitted
         if abs(now - before) > NOTABLE_SHARE * before:
+            planned = fitted.solution.simulation
+            assert planned is not None
             tell(
                 f"{title}: {why}, so the peak without a plan is {format_both(now)}, "
-                f"not {format_size(before)}; the plan stays"
+                f"not {format_size(before)}. The plan stays the same; its peak is "
+                f"{format_size(planned.peak_bytes)}"
             )
 
     def tell(self, reason: Difference | None, *, full_limit_s: float) -> None:
@@ -71,8 +71,8 @@ class PlanHistory:
         line = plan_summary(new.solution, is_reused=new.reused, took_s=new.took_s)
         if new.solution.timed_out and new.solution.request.time_limit_s < full_limit_s:
             line += (
-                f" (the first step's share of {format_time(full_limit_s)}: it is planned anew if "
-                "the loss takes less than is reserved)"
+                f" (a first step gets only a part of time_limit_s={full_limit_s:g}: the next one "
+                "is planned again, without haste, if the loss takes less than is reserved)"
             )
         if reason is None:
             tell(line)

@@ -15,6 +15,7 @@ from graphs.zero import with_zero
 from scheduler_runtime.planned.plan import Plan
 from scheduler_runtime.planned.planning import NewPlan, new_plan
 from solver.methods import KnownPlan
+from solver.sizes_deadlines_progress import format_both
 
 
 class ReplanError(ValueError):
@@ -47,7 +48,7 @@ def replan(
     solution = found.solution
     if solution.schedule is None:
         raise ReplanError(
-            f"{reason}, and no schedule for it fits {plan.request.available_bytes} bytes "
+            f"{reason}, and no schedule for it fits {format_both(plan.request.available_bytes)} "
             f"({solution.status}){solution.obstacle_text}"
         )
     return step.with_rewrites(solution.graph.meta.rewrites), found

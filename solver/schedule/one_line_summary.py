@@ -29,6 +29,8 @@ def plan_line(
         peaks += f" and {format_size(found.host_peak_bytes)} on the host"
     if found.disk_peak_bytes:
         peaks += f" and {format_size(found.disk_peak_bytes)} on the disk"
+    if found.peak_bytes > solution.baseline.peak_bytes:
+        peaks += " (more, since PyTorch changes some tensors in place that a plan copies)"
     bound = format_share(solution.lower_bound_overhead)
     ended = ""
     if solution.timed_out:

@@ -147,8 +147,10 @@ def test_the_class_follows_the_architectures(tmp_path, configuration, architectu
 
 
 def test_a_directory_is_taken_for_its_config(tmp_path):
-    written(tmp_path, VIT)
-    assert hf_config.load(tmp_path).title == "ViTForImageClassification"
+    problem = written(tmp_path, VIT)
+    source = parse_source(f"hf:{tmp_path}")
+    assert str(source) == problem
+    assert hf_config.load(source.place).title == "ViTForImageClassification"
 
 
 @pytest.mark.slow

@@ -16,13 +16,23 @@ from tests.support.paths import ROOT
 GPT2 = str(GPT2_PATH)
 
 
-def test_a_missing_model_file_is_told_before_pytorch_is_loaded(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("argv", "code", "reason"),
+    [
+        (["absent.py"], 4, "absent.py: no such file"),
+        (["hf:absent.json"], 4, "hf:absent.json: no such file; give a local config.json"),
+        (["--device", "h1000", GPT2], 2, "device is 'h1000'; one of cpu, t4"),
+        (["--device", "mps", GPT2], 2, "device 'mps' is not supported"),
+    ],
+)
+def test_what_does_not_exist_is_told_before_pytorch_is_loaded(
+    argv, code, reason, capsys, monkeypatch
+):
     def loaded(*_arguments, **_options):
         raise AssertionError
 
     monkeypatch.setattr("checkpoint_solver.cli.problem.find_target", loaded)
-    line = failed(capsys, "--budget", "4GB", "absent.py", code=4)
-    assert "absent.py: no such file" in line
+    assert reason in failed(capsys, "--budget", "4GB", *argv, code=code)
 
 
 def test_an_option_that_does_not_exist_is_told_its_nearest(capsys):

@@ -99,6 +99,14 @@ def test_the_phrase_for_a_plan(solution):
 
 
 @pytest.mark.slow
+def test_the_phrase_says_why_a_plan_takes_more_than_the_step_without_it(solution):
+    assert "in place" not in plan_line(solution)
+    larger = replace(solution.simulation, peak_bytes=solution.baseline.peak_bytes + 1)
+    line = plan_line(replace(solution, simulation=larger))
+    assert " (more, since PyTorch changes some tensors in place that a plan copies), time" in line
+
+
+@pytest.mark.slow
 def test_the_phrase_says_what_is_on_the_host_and_the_disk(solution):
     beside = replace(solution.simulation, host_peak_bytes=2_000_000, disk_peak_bytes=3_000_000)
     line = plan_line(replace(solution, simulation=beside))

@@ -151,12 +151,13 @@ class KnowingMode(FakeTensorMode):
             return args[0].elem.device
         kwargs = kwargs or {}
         self.read_tensors.note(func, (*args, *kwargs.values()))
-        written = OpCall(func, tuple(args), kwargs, None).mutated()
+        call = OpCall(func, tuple(args), kwargs, None)
+        written = call.mutated()
         refuse_writing_real_tensors(written)
         refuse_mixed_dtypes(func, args, kwargs)
         recipe = self._recipe(func, args, kwargs)
-        is_value = torch.Tag.data_dependent_output in func.tags
-        if recipe is not None and (is_value or torch.Tag.dynamic_output_shape in func.tags):
+        if recipe is not None and call.reads_values():
+            is_value = torch.Tag.data_dependent_output in func.tags
             # Of random numbers only a boolean may be read, as by an `if`: a number would be another
             # one in each step, and each would need a program of its own.
             is_bool = bool(args) and getattr(args[0], "dtype", None) == torch.bool

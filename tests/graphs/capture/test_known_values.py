@@ -232,6 +232,39 @@ def test_a_selection_whose_size_is_known_has_a_gradient() -> None:
     assert F.mse_loss(*losses) == 0
 
 
+def mixed_up(_module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return hidden + mask.float()[torch.randperm(len(hidden))].unsqueeze(1)
+
+
+def picked(_module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    rows = torch.randint(len(hidden), (5,))
+    return hidden[rows] * mask.float()[rows].unsqueeze(1)
+
+
+def ranked(_module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    order = mask.float().argsort(stable=True)
+    return hidden[order] * mask.float()[order].unsqueeze(1)
+
+
+def repeated(_module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    counts = 1 + mask.long()
+    rows = torch.repeat_interleave(counts, output_size=13)
+    return hidden[rows]
+
+
+@pytest.mark.parametrize("middle", [mixed_up, picked, ranked, repeated])
+def test_rows_selected_by_number_are_no_values_that_forward_reads(middle: Any) -> None:
+    """The shape of the result is known. So rows may be drawn at random, as by mixup."""
+    torch.manual_seed(0)
+    model, batch = Looking(middle), batch_of(5)
+    graph = trace(model, batch)
+    assert graph.meta.environment["values_read"] == []
+    planned = apply(copy.deepcopy(model), solution_of(graph, keep(graph, set())))
+    for seed in range(3):
+        assert_equal(one_step(model, batch, seed), one_step(planned, batch, seed))
+    assert len(planned.forward._programs.programs) == 1
+
+
 def test_a_number_that_the_step_computes_is_refused_in_the_users_words() -> None:
     model = Looking(lambda _module, hidden, _mask: hidden if hidden.sum() > 0 else -hidden)
     with pytest.raises(TraceError, match=r"line \d+\): forward reads values.*torch\.where"):

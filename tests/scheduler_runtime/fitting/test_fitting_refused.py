@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -30,6 +31,20 @@ def test_nothing_fits_is_an_error_with_the_least_budget_and_the_op() -> None:
     fit(model, budget="20KB", optimizer=adamw(model.parameters()))
     with pytest.raises(FitError, match=r"minimum budget found: .*, proven.*; bottleneck op: "):
         model(numbers(512)[0])
+
+
+def test_the_error_says_what_may_help_and_the_budget_that_it_names_fits() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+    fit(model, budget="20KB", optimizer=adamw(model.parameters()))
+    with pytest.raises(FitError) as refused:
+        model(numbers(512)[0])
+    helps = str(refused.value).partition(". What may help: ")[2]
+    for each in ("loss_reserve=", 'host_budget="64GB"', 'rewrites="allclose"', "a smaller batch"):
+        assert each in helps
+    budget = re.match(r'budget="(.*?)" or more; ', helps)
+    assert budget is not None
+    fit(remove(model), budget=budget[1], optimizer=adamw(model.parameters()))
+    model(numbers(512)[0]).sum().backward()
 
 
 def test_nothing_fits_beside_the_gradients_of_the_last_step() -> None:
