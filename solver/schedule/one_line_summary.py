@@ -30,7 +30,7 @@ def plan_line(
     if found.disk_peak_bytes:
         peaks += f" and {format_size(found.disk_peak_bytes)} on the disk"
     if found.peak_bytes > solution.baseline.peak_bytes:
-        peaks += " (more, since PyTorch changes some tensors in place that a plan copies)"
+        peaks += " (more than without a plan, but within the budget)"
     bound = format_share(solution.lower_bound_overhead)
     ended = ""
     if solution.timed_out:
