@@ -53,6 +53,10 @@ def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
             each.name: {"after": each.after, "size_bytes": each.size_bytes}
             for each in rehearsed.dead
         },
+        dead_calls=[
+            {"operator": each.operator, "module": each.module, "after": each.after}
+            for each in rehearsed.dead_calls
+        ],
     )
     return replace(graph, meta=meta)
 
