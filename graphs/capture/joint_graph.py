@@ -33,7 +33,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import annotate
 
-from graphs.capture.as_eager import eager_kernels
+from graphs.capture.as_eager import caching_configs, eager_kernels, refuse_caches
 from graphs.capture.captured_step import Capture, read_joint
 from graphs.capture.checkpoints import call_checkpoints_directly
 from graphs.capture.eager_calls import EagerCalls
@@ -195,6 +195,7 @@ def rehearse(
     except TraceError:
         return Rehearsed()
     found = compare_backward(layout, backward, saved)
+    found = replace(found, unfilled_caches=_unfilled_caches(model, call, captured, device=device))
     eager = EagerForward(layout, forward, returned=returned_storages)
     if not eager.is_known:
         return replace(found, dead_calls=eager.dead_calls())
@@ -226,6 +227,24 @@ def _held_by_checkpointed_calls(
         return None  # such as a gradient that forward itself asks for
     eager = EagerForward(layout, forward, returned=returned)
     return held_with_dead(eager.held(forward_only=True), eager.dead())
+
+
+def _unfilled_caches(
+    model: nn.Module, call: Call, captured: Capture, *, device: torch.device | None
+) -> tuple[str, ...]:
+    """As in `Rehearsed`."""
+    configs = caching_configs(model)
+    if not configs:
+        return ()
+    try:
+        with (
+            _in_eager_mode(model, call, captured, device=device) as shell,
+            refuse_caches(configs.values()),
+        ):
+            shell(*shell.batch)
+    except TraceError:
+        return ()
+    return tuple(configs) if shell.spec == captured.output_spec else ()
 
 
 @contextlib.contextmanager

@@ -50,6 +50,8 @@ class Rehearsed:
         saves nothing; None: not known.
     dead: results of dead code, which the trace leaves out; `saved` and `in_calls` name them, too.
     dead_calls: operator calls of dead code.
+    unfilled_caches: paths of the modules of transformers whose config asks for a cache
+        (`caching_configs`), if the step fills none.
     """
 
     in_place: tuple[str, ...] = ()
@@ -58,6 +60,7 @@ class Rehearsed:
     in_calls: Mapping[str, tuple[str, ...]] | None = None
     dead: tuple[DeadResult, ...] = ()
     dead_calls: tuple[DeadCall, ...] = ()
+    unfilled_caches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ class GraphMeta:
         optimizer and sharding.
     own_checkpoints: whether the model calls torch.utils.checkpoint by itself.
     no_cache: whether the step leaves out a cache that the model would return for generation.
+    unfilled_caches: paths of the modules whose config asks for such a cache, if it would not be
+        filled (encoders).
     extra: all other keys of the file, and known keys whose value has another type.
     key_order: the keys of the file in their order, so that it is written back unchanged.
     """
@@ -90,6 +92,7 @@ class GraphMeta:
     environment: Mapping[str, Any] = field(default_factory=dict)
     own_checkpoints: bool = False
     no_cache: bool = False
+    unfilled_caches: Sequence[str] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
     key_order: Sequence[str] = field(default=(), repr=False, compare=False)
 
