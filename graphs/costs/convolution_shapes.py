@@ -191,6 +191,12 @@ class Convolution:
             and (self.x.dim() < 4 or min(self.kernel[-2:]) <= 3)
         )
 
+    def is_computed_by_group(self) -> bool:
+        """Whether PyTorch computes the groups of this convolution one by one, without oneDNN, which
+        has no halves without AVX-512."""
+        is_ordinary = self.x.dim() <= 4 and not (self.has_gaps or self.transposed)
+        return self.x.dtype == torch.bfloat16 and is_ordinary and not has_avx512()
+
     def is_product_of_images(self) -> bool:
         """Whether a 1 x 1 convolution runs as a matrix product of each image, without oneDNN.
 
