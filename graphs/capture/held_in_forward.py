@@ -107,13 +107,14 @@ class EagerForward:
         return {until: tuple(names) for until, names in held.items()}
 
     def dead(self) -> tuple[DeadResult, ...]:
-        """The results of dead code, in order."""
+        """The results of dead code that take memory, in order."""
         eager = self._eager
         results = (
             (call, storage)
             for call in self._dead
             if not call.overwrites
             for storage in call.storages
+            if eager.size_bytes[storage]  # batch norm makes an empty tensor
         )
         return tuple(
             DeadResult(
