@@ -18,12 +18,12 @@ from graphs.costs.channels_last_workspace import (
 from graphs.costs.convolution_shapes import (
     BLOCK,
     UNREORDERED_CHANNELS,
-    WIDEST_UNROLLED,
     Convolution,
     has_avx512,
     n_threads,
     up_to_blocks,
     up_to_multiple,
+    widest_unrolled,
 )
 from graphs.costs.operators import OpCall
 from graphs.costs.strided_workspace import (
@@ -149,7 +149,7 @@ def _weight_gradient_peak(conv: Convolution) -> int:
     if groups > 1 and conv.is_1x1 and not conv.is_strided:  # group by group, each over all images
         matrix_product_bytes += (x.nbytes + gradient.nbytes) // groups
     # with few channels oneDNN may choose either way, which the shape does not tell
-    is_either = groups == 1 and x.shape[1] < BLOCK and conv.kernel[-1] <= WIDEST_UNROLLED
+    is_either = groups == 1 and x.shape[1] < BLOCK and conv.kernel[-1] <= widest_unrolled()
     if not (is_direct or is_either or conv.transposed) and conv.is_float32:
         return matrix_product_bytes
     sums_bytes = _thread_sums_bytes(weight) if groups == 1 else _group_sums_bytes(conv)

@@ -116,6 +116,18 @@ def test_depthwise_kernels_of_other_shapes(layout: str, shape: tuple[int, int], 
     _assert_both_passes(x, weight, layout, groups=64)
 
 
+@pytest.mark.parametrize("kernel", [12, 13, 14, 15])
+def test_wide_kernels_on_patches(kernel: int) -> None:
+    """As in vision transformers: 14 columns are too many for oneDNN without AVX-512."""
+    x, weight = torch.randn(2, 16, 2 * kernel, 2 * kernel), torch.randn(32, 16, kernel, kernel)
+    options = ([kernel, kernel], [0, 0], [1, 1], False, [0, 0], 1)
+    out = aten.convolution.default(x, weight, None, *options)
+    args = (out, x, weight, [32], *options, [False, True, True])
+    target: Any = aten.convolution_backward.default
+    call = OpCall(target, args, {}, target(*args))
+    _assert_estimated(call, over=1.05, extra_bytes=20_000)
+
+
 @pytest.mark.parametrize("side", [2, 6, 7, 14])
 @pytest.mark.parametrize("kernel", [5, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
