@@ -17,7 +17,7 @@ import torch
 from torch._functorch._aot_autograd import descriptors
 from torch.utils import _pytree as pytree
 
-from graphs.capture.as_eager import Guard
+from graphs.capture.as_eager import Guard, Recipe
 from graphs.capture.filled_once import FilledAttribute
 from graphs.capture.left_behind import LeftAttribute
 from graphs.capture.opaque import OpaquePart
@@ -71,6 +71,7 @@ class Capture:
         pair (the model's output, a list of what is left in each of them).
     opaque: modules that cannot be traced; each call is one forward and one backward node.
     gradient_specs: placeholder of a distributed parameter -> how DTensor places its gradient.
+    reads: what the module read, in order; some of it is the same in every call.
     """
 
     graph: torch.fx.Graph
@@ -89,6 +90,7 @@ class Capture:
     left: tuple[LeftAttribute, ...] = ()
     opaque: tuple[OpaquePart, ...] = ()
     gradient_specs: Mapping[torch.fx.Node, Any] = field(default_factory=dict)
+    reads: tuple[Recipe, ...] = ()
 
     @property
     def buffer_inputs(self) -> dict[str, torch.fx.Node]:
@@ -187,6 +189,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
             for node, source in sources.items()
             if source.kind == "parameter" and source.name in shell.gradient_specs
         },
+        reads=tuple(shell.mode.reads),
     )
     _refuse_unplannable(captured, shell)
     return captured

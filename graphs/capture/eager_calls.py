@@ -23,17 +23,23 @@ class EagerCall:
     """An operator call in eager mode.
 
     name: the operator without its overload ("aten.mul").
+    operator: its full name ("aten.mul_.Tensor").
+    module: path of the module that is running.
     index: position among all calls.
     storages: numbers of the storages that it allocates; if none, of the one that it writes.
     overwrites: whether it writes into an argument and allocates nothing.
     function: sequence number of the autograd function that makes the call (None: forward pass).
+    is_random: whether it draws random numbers.
     """
 
     name: str
+    operator: str
+    module: str
     index: int
     storages: tuple[int, ...]
     overwrites: bool
     function: int | None
+    is_random: bool
 
 
 class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -44,10 +50,13 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     written: number of a storage -> indices of the calls that wrote into it after it was allocated.
     read: number of a storage -> indices of the calls that had it as an argument.
     size_bytes: number of a storage -> its bytes.
+
+    running: gives the path of the module that is running.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, running: Callable[[], str] = lambda: "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._running = running
         self.calls: list[EagerCall] = []
         self.freed: dict[int, int] = {}
         self.written: dict[int, list[int]] = {}
@@ -83,10 +92,13 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.append(
             EagerCall(
                 name=operator_name(str(func)),
+                operator=str(func),
+                module=self._running(),
                 index=len(self.calls),
                 storages=numbers,
                 overwrites=bool(written) and not allocated,
                 function=None if node is None else node._sequence_nr(),
+                is_random=torch.Tag.nondeterministic_seeded in func.tags,
             )
         )
         return value

@@ -9,8 +9,9 @@ attention scores that is only put into a list. Eager mode runs them, and variabl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 from graphs.capture.eager_calls import EagerCall, EagerCalls, matching_pairs, operator_name
 from graphs.capture.extraction import Layout
@@ -35,19 +36,36 @@ class DeadResult:
     size_bytes: int
 
 
+@dataclass(frozen=True)
+class DeadCall:
+    """An operator call of dead code in eager mode.
+
+    operator: its full name, that of an in-place operator too ("aten.mul_.Tensor").
+    module: path of the module that makes the call.
+    after: the forward node after which it is made ("": before all of them).
+    """
+
+    operator: str
+    module: str
+    after: str
+
+
 class EagerForward:
     """The calls of a forward pass in eager mode, next to the nodes of its trace.
 
     eager: the calls of the forward pass, which has returned; its outputs may still be alive.
+    returned: numbers of the storages that the forward pass returns.
     """
 
-    def __init__(self, layout: Layout, eager: EagerCalls) -> None:
-        self._layout, self._eager = layout, eager
+    def __init__(self, layout: Layout, eager: EagerCalls, *, returned: Set[int]) -> None:
+        self._layout, self._eager, self._returned = layout, eager, returned
         nodes = [node for node in layout.nodes if node.phase == "forward" and node.outputs]
+        # A trace has no other calls: dead code is left out, unless it draws random numbers.
+        may_be_traced = self._with_needed(call.index for call in eager.calls if call.is_random)
         self._pairs: list[tuple[Node, EagerCall]] = list(
             matching_pairs(
                 nodes,
-                eager.calls,
+                [call for call in eager.calls if call.index in may_be_traced],
                 lambda node, call: operator_name(node.op) == call.name,
                 n_look_ahead=_CALLS_AHEAD,
             )
@@ -88,25 +106,15 @@ class EagerForward:
                     held.setdefault(until, []).append(name)
         return {until: tuple(names) for until, names in held.items()}
 
-    def dead(self, returned: Set[int]) -> tuple[DeadResult, ...]:
-        """The results of dead code, in order.
-
-        returned: numbers of the storages that the forward pass returns.
-        """
+    def dead(self) -> tuple[DeadResult, ...]:
+        """The results of dead code that take memory, in order."""
         eager = self._eager
-        allocated = {s for call in eager.calls if not call.overwrites for s in call.storages}
-        needed = {call.index for _, call in self._pairs}
-        for call in reversed(eager.calls):
-            # what the step did not allocate is changed for good
-            has_effect = any(s in returned or s not in allocated for s in call.storages)
-            read = (at for s in call.storages for at in eager.read.get(s, ()) if at > call.index)
-            if has_effect or not needed.isdisjoint(read):
-                needed.add(call.index)
         results = (
             (call, storage)
-            for call in eager.calls
-            if call.index not in needed and not call.overwrites
+            for call in self._dead
+            if not call.overwrites
             for storage in call.storages
+            if eager.size_bytes[storage]  # batch norm makes an empty tensor
         )
         return tuple(
             DeadResult(
@@ -118,6 +126,32 @@ class EagerForward:
             for number, (call, storage) in enumerate(results)
             if self._last_run[call.index]
         )
+
+    def dead_calls(self) -> tuple[DeadCall, ...]:
+        """The operator calls of dead code, in order."""
+        return tuple(
+            DeadCall(call.operator, call.module, after=self._last_run[call.index])
+            for call in self._dead
+        )
+
+    @cached_property
+    def _dead(self) -> list[EagerCall]:
+        needed = self._with_needed(call.index for _, call in self._pairs)
+        return [call for call in self._eager.calls if call.index not in needed]
+
+    def _with_needed(self, indices: Iterable[int]) -> set[int]:
+        """These calls, those whose effects remain after the forward pass, and all calls whose
+        results they read."""
+        eager, returned = self._eager, self._returned
+        allocated = {s for call in eager.calls if not call.overwrites for s in call.storages}
+        needed = set(indices)
+        for call in reversed(eager.calls):
+            # what the step did not allocate is changed for good
+            has_effect = any(s in returned or s not in allocated for s in call.storages)
+            read = (at for s in call.storages for at in eager.read.get(s, ()) if at > call.index)
+            if has_effect or not needed.isdisjoint(read):
+                needed.add(call.index)
+        return needed
 
     def _freed(self, storage: int) -> int:
         return self._eager.freed.get(storage, len(self._eager.calls))

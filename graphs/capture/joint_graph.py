@@ -33,7 +33,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import annotate
 
-from graphs.capture.as_eager import eager_kernels
+from graphs.capture.as_eager import caching_configs, eager_kernels, refuse_caches
 from graphs.capture.captured_step import Capture, read_joint
 from graphs.capture.checkpoints import call_checkpoints_directly
 from graphs.capture.eager_calls import EagerCalls
@@ -175,7 +175,7 @@ def rehearse(
         return Rehearsed()
     try:
         with _in_eager_mode(model, call, captured, device=device) as shell:
-            with EagerCalls() as forward:
+            with _running_module(model) as running, EagerCalls(running) as forward:
                 returned = shell(*shell.batch)
             returned_storages = forward.numbers_of(returned)
             outputs = [item for item in returned if item.requires_grad]
@@ -195,15 +195,17 @@ def rehearse(
     except TraceError:
         return Rehearsed()
     found = compare_backward(layout, backward, saved)
-    eager = EagerForward(layout, forward)
+    found = replace(found, unfilled_caches=_unfilled_caches(model, call, captured, device=device))
+    eager = EagerForward(layout, forward, returned=returned_storages)
     if not eager.is_known:
-        return found
-    dead = eager.dead(returned_storages)
+        return replace(found, dead_calls=eager.dead_calls())
+    dead = eager.dead()
     return replace(
         found,
         saved={**found.saved, **held_with_dead(eager.held(), dead)},
         in_calls=_held_by_checkpointed_calls(model, call, captured, layout, device=device),
         dead=dead,
+        dead_calls=eager.dead_calls(),
     )
 
 
@@ -223,8 +225,26 @@ def _held_by_checkpointed_calls(
             returned = forward.numbers_of(shell(*shell.batch))
     except TraceError:
         return None  # such as a gradient that forward itself asks for
-    eager = EagerForward(layout, forward)
-    return held_with_dead(eager.held(forward_only=True), eager.dead(returned))
+    eager = EagerForward(layout, forward, returned=returned)
+    return held_with_dead(eager.held(forward_only=True), eager.dead())
+
+
+def _unfilled_caches(
+    model: nn.Module, call: Call, captured: Capture, *, device: torch.device | None
+) -> tuple[str, ...]:
+    """As in `Rehearsed`."""
+    configs = caching_configs(model)
+    if not configs:
+        return ()
+    try:
+        with (
+            _in_eager_mode(model, call, captured, device=device) as shell,
+            refuse_caches(configs.values()),
+        ):
+            shell(*shell.batch)
+    except TraceError:
+        return ()
+    return tuple(configs) if shell.spec == captured.output_spec else ()
 
 
 @contextlib.contextmanager
@@ -234,7 +254,14 @@ def _in_eager_mode(
     """While inside, the captured step can be called in eager mode; yields its shell."""
     left = LeftBehind(model) if captured.left else None
     gradient_outputs = captured.gradient_outputs
-    shell = Shell(model, call, choose=lambda _output: gradient_outputs, device=device, left=left)
+    shell = Shell(
+        model,
+        call,
+        choose=lambda _output: gradient_outputs,
+        device=device,
+        left=left,
+        as_read=captured.reads,
+    )
     with (
         trace_context(model, ()),
         attributes_filled(model, captured.filled),
@@ -244,6 +271,19 @@ def _in_eager_mode(
         torch.enable_grad(),
     ):
         yield shell
+
+
+@contextlib.contextmanager
+def _running_module(model: nn.Module) -> Iterator[Callable[[], str]]:
+    """Yields a function that gives the path of the module of `model` that is running."""
+    paths = {module: name for name, module in model.named_modules()}
+    running = [""]
+
+    def end() -> None:
+        running.pop()
+
+    with around_module_calls(lambda module: running.append(paths.get(module, running[-1])), end):
+        yield lambda: running[-1]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ import torch
 
 from graphs.capture.eager_calls import EagerCall, EagerCalls, matching_pairs, operator_name
 from graphs.capture.extraction import Layout
-from graphs.capture.held_in_forward import DeadResult
+from graphs.capture.held_in_forward import DeadCall, DeadResult
 from graphs.model_calls import autograd_functions, named_arguments
 
 _SCATTERS = frozenset(
@@ -49,6 +49,9 @@ class Rehearsed:
     in_calls: forward node -> tensors that variables of `forward` hold until it has run if autograd
         saves nothing; None: not known.
     dead: results of dead code, which the trace leaves out; `saved` and `in_calls` name them, too.
+    dead_calls: operator calls of dead code.
+    unfilled_caches: paths of the modules of transformers whose config asks for a cache
+        (`caching_configs`), if the step fills none.
     """
 
     in_place: tuple[str, ...] = ()
@@ -56,6 +59,8 @@ class Rehearsed:
     saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     in_calls: Mapping[str, tuple[str, ...]] | None = None
     dead: tuple[DeadResult, ...] = ()
+    dead_calls: tuple[DeadCall, ...] = ()
+    unfilled_caches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from graphs.capture.as_eager import (
     KnowingMode,
     Leaf,
+    Recipe,
     casts_once,
     generator_states,
     record_checks,
@@ -112,6 +113,7 @@ class Shell(_WithoutHooks):
         flat outputs.
     gradient_specs: parameter -> how DTensor places its gradient, once it has been computed.
     left: takes what forward leaves in attributes, as further outputs (None: this is refused).
+    as_read: as in `KnowingMode`.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Shell(_WithoutHooks):
         stand_ins: Sequence[StandIn] = (),
         gradient_layouts: Mapping[int, LayoutForShapes] | None = None,
         left: LeftBehind | None = None,
+        as_read: Sequence[Recipe] = (),
     ) -> None:
         super().__init__()
         self._gradient_layouts = {} if gradient_layouts is None else gradient_layouts
@@ -146,7 +149,7 @@ class Shell(_WithoutHooks):
             if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
         }
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.mode = KnowingMode(real_leaves, names)
+        self.mode = KnowingMode(real_leaves, names, as_read=as_read)
         with self.mode:
             for i, (name, parameter) in enumerate(model.named_parameters()):
                 fake = nn.Parameter(_fake(parameter, device), requires_grad=parameter.requires_grad)

@@ -14,7 +14,13 @@ import math
 
 import torch
 
-from graphs.costs.convolution_shapes import BLOCK, Convolution, n_threads, up_to_blocks
+from graphs.costs.convolution_shapes import (
+    BLOCK,
+    Convolution,
+    has_avx512,
+    n_threads,
+    up_to_blocks,
+)
 from graphs.costs.layouts import copied_bytes, suggested_format
 
 _CHANNELS_LAST = torch.channels_last
@@ -123,7 +129,8 @@ def _weight_gradient_workspace(conv: Convolution) -> int:
 
     Every group has its own block, even a group of one channel. So depthwise kernels that are not
     computed directly, such as ConvNeXt's 7 x 7, take 257 times the weight: 256 for the block and
-    one for the copy.
+    one for the copy. Without AVX-512 the blocks are of 8 x 8 channels, and kernels that have gaps,
+    or more rows than the image, are computed as matrix products.
     """
     weight, groups = conv.weight, conv.groups
     if conv.is_1x1 and groups > 1:
@@ -135,6 +142,9 @@ def _weight_gradient_workspace(conv: Convolution) -> int:
     matrix_product_bytes = conv.matrix_bytes + n_threads() * _image_bytes(conv) + 128
     if conv.is_depthwise and conv.has_gaps and conv.is_strided:
         return matrix_product_bytes
+    if conv.is_depthwise and not has_avx512():
+        is_tall = conv.kernel[0] > conv.x.shape[2]
+        return matrix_product_bytes if conv.has_gaps or is_tall else (1 + 8 * 8) * weight.nbytes
     is_blocked = conv.is_depthwise or conv.computes_in_blocks()
     if groups == 1 and not is_blocked:
         return matrix_product_bytes

@@ -22,9 +22,6 @@ BLOCK = 16
 UNREORDERED_CHANNELS = (1, 3)
 """Numbers of input channels (grayscale, RGB) with which oneDNN reads images without reordering."""
 
-WIDEST_UNROLLED = 14
-"""The most columns of a kernel that is computed directly; wider ones become matrix products."""
-
 _LARGEST_WITHOUT_ONEDNN = 20480
 """The largest product of the first four sizes of an input, up to which PyTorch does not use oneDNN
 (`use_mkldnn` of ATen/native/Convolution.cpp)."""
@@ -48,6 +45,12 @@ def n_threads() -> int:
 
 def has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def widest_unrolled() -> int:
+    """The widest kernel for which oneDNN computes the gradient of a weight directly; wider ones are
+    computed as matrix products (measured)."""
+    return 14 if has_avx512() else 13
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class Convolution:
         dilations to 3, images of 2 to 16 pixels).
         """
         kernel, sizes = self.kernel, self.x.shape[2:]
-        if kernel[-1] > WIDEST_UNROLLED:
+        if kernel[-1] > widest_unrolled():
             return False
         is_grouped = self.groups > 1
         has_few_channels = (
@@ -190,6 +193,12 @@ class Convolution:
             and math.prod(self.x.shape[:4]) <= _LARGEST_WITHOUT_ONEDNN
             and (self.x.dim() < 4 or min(self.kernel[-2:]) <= 3)
         )
+
+    def is_computed_by_group(self) -> bool:
+        """Whether PyTorch computes the groups of this convolution one by one, without oneDNN, which
+        has no halves without AVX-512."""
+        is_ordinary = self.x.dim() <= 4 and not (self.has_gaps or self.transposed)
+        return self.x.dtype == torch.bfloat16 and is_ordinary and not has_avx512()
 
     def is_product_of_images(self) -> bool:
         """Whether a 1 x 1 convolution runs as a matrix product of each image, without oneDNN.

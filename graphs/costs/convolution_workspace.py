@@ -18,12 +18,12 @@ from graphs.costs.channels_last_workspace import (
 from graphs.costs.convolution_shapes import (
     BLOCK,
     UNREORDERED_CHANNELS,
-    WIDEST_UNROLLED,
     Convolution,
     has_avx512,
     n_threads,
     up_to_blocks,
     up_to_multiple,
+    widest_unrolled,
 )
 from graphs.costs.operators import OpCall
 from graphs.costs.strided_workspace import (
@@ -78,6 +78,8 @@ def convolution_backward(call: OpCall) -> int:
     """Workspace of the backward operator: it computes the input's gradient, then the weight's while
     the former exists."""
     conv = Convolution.of(call)
+    if conv.is_depthwise and conv.is_computed_by_group():
+        return _backward_by_group(conv)
     if is_in_channels_last(conv):
         return channels_last_convolution_backward(conv)
     gradient = conv.out
@@ -98,6 +100,20 @@ def convolution_backward(call: OpCall) -> int:
         peaks.append(x_bytes + _weight_gradient_peak(conv))
     bias_bytes = int(wants_bias) * 3 * up_to_blocks(gradient.shape[1]) * gradient.element_size()
     return copies_bytes + max(0, max(peaks) - x_bytes - weight_bytes) + bias_bytes
+
+
+def _backward_by_group(conv: Convolution) -> int:
+    """Workspace of the backward operator of a depthwise convolution that PyTorch computes group by
+    group: the gradients of the groups, which are concatenated at the end, or for one group the
+    patches of all images, and copies of its images and of their gradient."""
+    x_bytes, weight_bytes = (
+        each.nbytes if wanted else 0
+        for each, wanted in zip((conv.x, conv.weight), conv.mask[:2], strict=True)
+    )
+    bias_bytes = int(conv.mask[2]) * conv.out.shape[1] * conv.out.element_size()
+    copies_bytes = (conv.x.nbytes + conv.out.nbytes) // conv.groups
+    group_bytes = conv.x.shape[0] * conv.patches_bytes + copies_bytes if conv.mask[1] else 0
+    return max(x_bytes + weight_bytes + bias_bytes, group_bytes)
 
 
 def _input_gradient_peak(conv: Convolution) -> int:
@@ -133,7 +149,7 @@ def _weight_gradient_peak(conv: Convolution) -> int:
     if groups > 1 and conv.is_1x1 and not conv.is_strided:  # group by group, each over all images
         matrix_product_bytes += (x.nbytes + gradient.nbytes) // groups
     # with few channels oneDNN may choose either way, which the shape does not tell
-    is_either = groups == 1 and x.shape[1] < BLOCK and conv.kernel[-1] <= WIDEST_UNROLLED
+    is_either = groups == 1 and x.shape[1] < BLOCK and conv.kernel[-1] <= widest_unrolled()
     if not (is_direct or is_either or conv.transposed) and conv.is_float32:
         return matrix_product_bytes
     sums_bytes = _thread_sums_bytes(weight) if groups == 1 else _group_sums_bytes(conv)

@@ -44,6 +44,9 @@ class GraphMeta:
     dead_results: tensors that dead code makes in eager mode, such as a copy that is only put into a
         list: name -> the forward node `after` which it is made, and `size_bytes`. The two fields
         above name them, too.
+    dead_calls: operator calls of dead code in eager mode, in order: for each the full name of the
+        `operator`, the path of the `module` that makes the call, and the forward node `after` which
+        it is made ("": before all of them).
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
     dtypes: dtype -> the storages of that dtype, except those that exist before the step.
     parameter_forms, buffer_forms, input_forms: dtype and shape as text, compared by `apply`.
@@ -54,6 +57,8 @@ class GraphMeta:
         optimizer and sharding.
     own_checkpoints: whether the model calls torch.utils.checkpoint by itself.
     no_cache: whether the step leaves out a cache that the model would return for generation.
+    unfilled_caches: paths of the modules whose config asks for such a cache, if it would not be
+        filled (encoders).
     extra: all other keys of the file, and known keys whose value has another type.
     key_order: the keys of the file in their order, so that it is written back unchanged.
     """
@@ -76,6 +81,7 @@ class GraphMeta:
     saved_unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
     held_in_calls: Mapping[str, Sequence[str]] | None = None
     dead_results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    dead_calls: Sequence[Mapping[str, str]] = ()
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     parameter_forms: Mapping[str, str] = field(default_factory=dict)
@@ -86,6 +92,7 @@ class GraphMeta:
     environment: Mapping[str, Any] = field(default_factory=dict)
     own_checkpoints: bool = False
     no_cache: bool = False
+    unfilled_caches: Sequence[str] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
     key_order: Sequence[str] = field(default=(), repr=False, compare=False)
 

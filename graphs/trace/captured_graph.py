@@ -53,6 +53,12 @@ def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
             each.name: {"after": each.after, "size_bytes": each.size_bytes}
             for each in rehearsed.dead
         },
+        no_cache=graph.meta.no_cache and not rehearsed.unfilled_caches,
+        unfilled_caches=list(rehearsed.unfilled_caches),
+        dead_calls=[
+            {"operator": each.operator, "module": each.module, "after": each.after}
+            for each in rehearsed.dead_calls
+        ],
     )
     return replace(graph, meta=meta)
 

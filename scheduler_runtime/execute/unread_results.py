@@ -11,12 +11,16 @@ Two dispatch modes do that, on top of those of `create_selective_checkpoint_cont
 the memory layout of results in the forward pass, the other returns unread tensors in the
 recomputation.
 
+Calls of views are not counted. They allocate nothing, and there are more of them if a tensor is
+unread: when a slice of it is assigned, autograd makes the view again.
+
 Random operators get the generator state that they had in the forward pass, so they draw the same
 numbers, whichever operators before them are skipped.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -26,7 +30,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch._C import DispatchKey
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
@@ -179,6 +183,34 @@ def _is_faking() -> bool:
     return fake is not None
 
 
+@functools.cache
+def _is_view(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return any(each.alias_info is not None for each in schema.returns)
+
+
+def _is_not_counted(func: Any) -> bool:
+    return func in SAC_IGNORED_OPS or _is_view(func) or _is_faking()
+
+
+def _view_without_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a view of unread tensors, whose form follows from theirs."""
+    device = _device_of((args, kwargs))
+
+    def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+        storage = torch.empty(0, dtype=tensor.dtype, device="meta")
+        return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def unread(tensor: torch.Tensor) -> Unread:
+        return Unread(replace(TensorSpec.of(tensor), device=device))
+
+    with _disable_current_modes():  # which would count these calls
+        args, kwargs = tree_map_only(torch.Tensor, without_memory, (args, kwargs))
+        return tree_map_only(torch.Tensor, unread, func(*args, **kwargs))
+
+
 def _runs_on_local_parts(kind: type) -> bool:
     """Whether tensors of this class run operators on this rank's local parts: DTensors, and results
     of collectives that have not been waited for. The calls on the parts are counted instead."""
@@ -197,7 +229,7 @@ class _RecordingMode(TorchDispatchMode):
         if any(map(_runs_on_local_parts, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS or _is_faking():
+        if _is_not_counted(func):
             return func(*args, **kwargs)
         state = get_state(_device_of((args, kwargs))) if is_random(func) else None
         results = func(*args, **kwargs)
@@ -231,7 +263,11 @@ class _SkippingMode(TorchDispatchMode):
         if any(map(_runs_on_local_parts, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS or _is_faking():
+        if _is_view(func):
+            args, kwargs = tree_map_only(Unread, _value_of, (args, kwargs))
+            if any(isinstance(each, Unread) for each in tree_iter((args, kwargs))):
+                return _view_without_memory(func, args, kwargs)  # which the mode below would count
+        if _is_not_counted(func):
             return func(*args, **kwargs)
         func, args = self._as_in_forward(func, args)
         index = self._seen[func]

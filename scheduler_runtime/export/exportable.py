@@ -48,7 +48,7 @@ def check_exportable(model: nn.Module, solution: Solution, *, call: str) -> None
             raise ExportError(
                 f"a plan is exported to this model already (module {path!r}); remove() it first"
             )
-    for path in caching_configs(model):
+    for path in caching_configs(model).keys() - set(graph.meta.unfilled_caches):
         config = f"model.{path}.config" if path else "model.config"
         raise ExportError(
             f"config.use_cache of {type(modules[path]).__name__} is on: blocks that are recomputed "

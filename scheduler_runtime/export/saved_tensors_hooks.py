@@ -23,7 +23,7 @@ from torch import nn
 from graphs.graph import Graph, Node
 from scheduler_runtime.execute import CallsOnHost, ForwardWithHooks, operator_named
 from scheduler_runtime.export.exportable import ExportError, check_exportable
-from scheduler_runtime.export.selective_calls import can_be_kept, eager_calls
+from scheduler_runtime.export.selective_calls import can_be_kept, dead_calls, eager_calls
 from scheduler_runtime.export.stock_checkpoints import ExportedStep
 from scheduler_runtime.planned import check_order
 from solver.schedule import (
@@ -179,7 +179,8 @@ def _schedule_with_hooks(graph: Graph, storages: frozenset[str]) -> Schedule:
 
 def _calls_to_offload(graph: Graph, storages: tuple[str, ...]) -> CallsOnHost:
     """The operator calls of eager mode that make these storages."""
-    seen: Counter[str] = Counter()
+    dead = dead_calls(graph, [node.name for node in graph.forward_nodes])
+    seen = Counter(dead.get("", ()))
     results: defaultdict[str, dict[int, frozenset[int]]] = defaultdict(dict)
     for node in graph.forward_nodes:
         *before, last = eager_calls(graph, node) or (node.name,)
@@ -189,6 +190,7 @@ def _calls_to_offload(graph: Graph, storages: tuple[str, ...]) -> CallsOnHost:
         if made:
             results[last][seen[last]] = frozenset(_result_index(node, name) for name in made)
         seen[last] += 1
+        seen.update(dead.get(node.name, ()))
     return CallsOnHost(dict(results), {name: seen[name] for name in results})
 
 

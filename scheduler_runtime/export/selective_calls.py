@@ -7,11 +7,11 @@ kept, and those that do not run when the module is recomputed.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from graphs.capture import CPU_RANDOM_STATE_BYTES
-from graphs.graph import Graph, Node
+from graphs.graph import Graph, Node, is_under
 from graphs.hardware import is_collective
 from graphs.zero import zero_words
 from scheduler_runtime.execute import SavedCalls, functional_name, is_random, operator_named
@@ -119,6 +119,21 @@ def eager_calls(graph: Graph, node: Node) -> tuple[str, ...]:
     return tuple(map(functional_name, calls))
 
 
+def dead_calls(graph: Graph, nodes: Sequence[str], path: str = "") -> Mapping[str, Sequence[str]]:
+    """The operators that dead code calls in the module at this path, named by their functional
+    forms: node of the module after which they are called ("": before all of them) -> these.
+
+    nodes: the module's nodes.
+    """
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    of_module = frozenset(nodes)
+    for call in graph.meta.dead_calls:
+        if is_under(call["module"], path):
+            after = call["after"] if call["after"] in of_module else ""
+            found[after].append(functional_name(call["operator"]))
+    return found
+
+
 def can_be_kept(graph: Graph, node: Node) -> bool:
     """Whether eager mode calls an operator that returns the node's results."""
     return node.op not in _NOT_KEPT and bool(eager_calls(graph, node))
@@ -142,7 +157,8 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
 
     Calls are counted per operator, in the order of the forward pass: that is how the selective
     checkpointing policy recognises them."""
-    seen: Counter[str] = Counter()
+    dead = dead_calls(layout.graph, region.nodes, region.path)
+    seen = Counter(dead.get("", ()))
     saved: defaultdict[str, set[int]] = defaultdict(set)
     skipped: defaultdict[str, set[int]] = defaultdict(set)
     without_first: defaultdict[str, set[int]] = defaultdict(set)
@@ -164,6 +180,7 @@ def saved_calls(layout: RegionLayout, region: CheckpointRegion) -> SavedCalls:
         elif is_skipped:
             skipped[last].add(seen[last])
         seen[last] += 1
+        seen.update(dead.get(name, ()))
     return SavedCalls(
         region.path,
         {operator: frozenset(calls) for operator, calls in saved.items()},

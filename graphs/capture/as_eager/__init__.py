@@ -14,4 +14,9 @@ from graphs.capture.as_eager.known_values import (
     Recipe,
     evaluate,
 )
-from graphs.capture.as_eager.transformers_branches import caching_configs, eager_branches, no_cache
+from graphs.capture.as_eager.transformers_branches import (
+    caching_configs,
+    eager_branches,
+    no_cache,
+    refuse_caches,
+)

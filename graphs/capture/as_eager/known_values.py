@@ -119,15 +119,24 @@ class KnowingMode(FakeTensorMode):
 
     leaves: the real tensors that fake ones stand for.
     parameters: id of each of the module's parameters -> its name, for messages.
-    guards: what the module has read, unless it is the same in every call.
+    as_read: what an earlier trace of the call has read, in order (`reads`). Outside of a trace,
+        which has no operators in place, a value that was written in place would be unknown.
+    reads: what the module has read, in order.
+    guards: the same, with what was read, unless it is the same in every call.
     read_tensors: the real tensors that operators have read.
     """
 
     def __init__(
-        self, leaves: Mapping[Leaf, torch.Tensor], parameters: Mapping[int, str] | None = None
+        self,
+        leaves: Mapping[Leaf, torch.Tensor],
+        parameters: Mapping[int, str] | None = None,
+        *,
+        as_read: Sequence[Recipe] = (),
     ) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.leaves = leaves
+        self._as_read = tuple(as_read)
+        self.reads: list[Recipe] = []
         self.guards: list[Guard] = []
         self.read_tensors = ReadTensors(parameters or {})
         self._written: set[int] = set()  # addresses of live storages written in place
@@ -135,6 +144,7 @@ class KnowingMode(FakeTensorMode):
 
     def begin_call(self) -> None:
         """Forget what an earlier call has read and drawn: a trace calls the module repeatedly."""
+        self.reads.clear()
         self.guards.clear()
         self._draws.clear()
 
@@ -156,7 +166,12 @@ class KnowingMode(FakeTensorMode):
         refuse_writing_real_tensors(written)
         refuse_mixed_dtypes(func, args, kwargs)
         recipe = self._recipe(func, args, kwargs)
-        if recipe is not None and call.reads_values():
+        is_read = call.reads_values()
+        if is_read and recipe is None:
+            as_read = self._as_read[len(self.reads) :][:1]
+            recipe = next((each for each in as_read if each.operator is func), None)
+        if recipe is not None and is_read:
+            self.reads.append(recipe)
             is_value = torch.Tag.data_dependent_output in func.tags
             # Of random numbers only a boolean may be read, as by an `if`: a number would be another
             # one in each step, and each would need a program of its own.

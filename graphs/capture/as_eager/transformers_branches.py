@@ -8,20 +8,22 @@
   (`config.use_cache`), even in training, where nobody reads it. The cache is an object that hides
   its tensors, and it would hold them to the end of the step. With gradient checkpointing, the
   library itself switches the cache off in training mode; so do plans. `use_cache=True` as an
-  argument of the call is respected.
+  argument of the call is respected. The configs of encoders have the same default, but encoders
+  fill no cache.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 from torch import nn
 
 from graphs.capture.as_eager.known_values import is_unknown
+from graphs.model_calls import TraceError
 
 
 @contextlib.contextmanager
@@ -46,6 +48,23 @@ def caching_configs(model: nn.Module) -> dict[str, Any]:
         if module.training and isinstance(config, library.PreTrainedConfig):
             configs.setdefault(id(config), (path, config))
     return {path: config for path, config in configs.values() if getattr(config, "use_cache", None)}
+
+
+@contextlib.contextmanager
+def refuse_caches(configs: Iterable[Any]) -> Iterator[None]:
+    """While inside (`no_cache` may be around), these configs ask for a cache; a model that makes
+    one raises TraceError."""
+    library: Any = sys.modules.get("transformers.cache_utils")
+
+    def refuse(_cache: Any, *_args: Any, **_kwargs: Any) -> None:
+        raise TraceError("the model fills a cache")
+
+    with contextlib.ExitStack() as stack:
+        if library is not None:
+            stack.enter_context(mock.patch.object(library.Cache, "__init__", refuse))
+        for config in configs:
+            stack.enter_context(mock.patch.object(config, "use_cache", True))
+        yield
 
 
 @contextlib.contextmanager

@@ -116,6 +116,39 @@ def test_depthwise_kernels_of_other_shapes(layout: str, shape: tuple[int, int], 
     _assert_both_passes(x, weight, layout, groups=64)
 
 
+@pytest.mark.parametrize("kernel", [12, 13, 14, 15])
+def test_wide_kernels_on_patches(kernel: int) -> None:
+    """As in vision transformers: 14 columns are too many for oneDNN without AVX-512."""
+    x, weight = torch.randn(2, 16, 2 * kernel, 2 * kernel), torch.randn(32, 16, kernel, kernel)
+    options = ([kernel, kernel], [0, 0], [1, 1], False, [0, 0], 1)
+    out = aten.convolution.default(x, weight, None, *options)
+    args = (out, x, weight, [32], *options, [False, True, True])
+    target: Any = aten.convolution_backward.default
+    call = OpCall(target, args, {}, target(*args))
+    _assert_estimated(call, over=1.05, extra_bytes=20_000)
+
+
+@pytest.mark.parametrize("side", [2, 6, 7, 14])
+@pytest.mark.parametrize("kernel", [5, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_depthwise_kernels_in_channels_last_on_any_processor(
+    side: int, kernel: int, dtype: torch.dtype
+) -> None:
+    """As in ConvNeXt. Without AVX-512 the blocks are smaller, images of few rows are matrix
+    products, and bfloat16 is computed group by group."""
+    x = _image(3, 48, side, side, "channels last").to(dtype)
+    weight = torch.randn(48, 1, kernel, kernel, dtype=dtype)
+    options = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 48)
+    out = aten.convolution.default(x, weight, None, *options)
+    target: Any = aten.convolution_backward.default
+    args = (out, x, weight, [48], *options, [True, True, True])
+    call = OpCall(target, args, {}, target(*args))
+    measured = cpu_peak_bytes(lambda: target(*args)).peak_bytes - call.made_bytes()
+    estimated = cpu_workspace_bytes(call)
+    if dtype == torch.float32 or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        assert measured <= estimated <= 1.05 * measured
+
+
 @pytest.mark.slow(sample=6)
 @pytest.mark.parametrize("layout", ["in order", "channels last"])
 @pytest.mark.parametrize("side", [2, 4, 5, 8, 12])

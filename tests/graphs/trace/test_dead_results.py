@@ -44,10 +44,15 @@ DEAD: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], list[int]]
     "two, the second from the first": (lambda x, _: [a := x + 1, a + 1], [N_BYTES, N_BYTES]),
     "written in place": (in_place_twice, [N_BYTES]),
     "a view of a copy": (lambda x, _: x.clone()[:1], [N_BYTES]),
+    "like a traced operator after it": (
+        lambda x, mean: nn.functional.linear(x, torch.ones(256, 256), mean),
+        [4 * 256 * 256, N_BYTES],
+    ),
     "freed at once": (lambda x, _: (x.abs().sum(), None)[1], [N_BYTES, 4]),
 }
 NOT_DEAD: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "nothing": lambda _x, _mean: None,
+    "an empty tensor": lambda x, _mean: x.new_empty(0),
     "a view": lambda x, _: x[:1],
     "a buffer updated": lambda x, mean: mean.mul_(0.9).add_(0.1 * x.detach().mean(0)),
     "a buffer set": lambda x, mean: mean.copy_(x.detach().mean(0)),
@@ -74,3 +79,14 @@ def test_what_has_an_effect_or_allocates_nothing_is_not_dead(name: str) -> None:
     _, graph = traced(NOT_DEAD[name])
     assert not graph.meta.dead_results
     assert with_dead_results(graph) is graph
+
+
+def read_after_a_write(x: torch.Tensor, _mean: torch.Tensor) -> object:
+    mask = torch.ones(64)
+    mask[0] = 0  # in a rehearsal, its value would be unknown
+    return x.clone() if mask.any() else x + 1
+
+
+def test_what_is_read_after_a_write_is_known_without_tracing() -> None:
+    _, graph = traced(read_after_a_write)
+    assert N_BYTES in [result["size_bytes"] for result in graph.meta.dead_results.values()]

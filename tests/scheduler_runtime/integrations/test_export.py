@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import BertConfig, BertForMaskedLM
 
 from graphs.costs.memory_events import cpu_peak_bytes
 from graphs.trace import trace
@@ -21,6 +22,7 @@ from scheduler_runtime.export import ExportError, to_torch_checkpoint
 from scheduler_runtime.measuring import measure
 from solver import solve
 from solver.module_checkpointing.regions import CheckpointRegion, nodes_of
+from solver.reporting.report_data import step_notes
 from tests.scheduler_runtime.export.test_export import planned, put, small_gpt2, tokens
 from tests.support.bitwise import assert_equal, one_step
 from tests.support.paths import INSTALLED, ROOT
@@ -84,6 +86,19 @@ def test_the_cache_of_a_part_is_told_with_its_path() -> None:
     solution = solve(model, sentences()["input_ids"], budget="1GB")
     with pytest.raises(ExportError, match=r"set model\.encoder\.config\.use_cache = False"):
         to_torch_checkpoint(model, solution)
+
+
+@pytest.mark.slow
+def test_an_encoder_that_fills_no_cache_is_exported_with_the_cache_on() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    plain = BertForMaskedLM(BertConfig(**sizes, num_hidden_layers=3, use_cache=True)).train()
+    model = copy.deepcopy(plain)
+    assert model.config.use_cache
+    solution = planned(trace(model, sentences()), 0.5)
+    assert not any("use_cache" in note for note in step_notes(solution.graph))
+    assert to_torch_checkpoint(model, solution).modules
+    assert_same_bits_in_less_memory(plain, model)
 
 
 @pytest.mark.slow
