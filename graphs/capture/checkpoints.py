@@ -17,12 +17,22 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from graphs.capture.threads import TRACING, in_this_thread
 
+_WITHOUT_REENTRY = next(
+    name
+    for name in (
+        "_checkpoint_without_reentrant_generator_impl",  # from torch 2.14 on
+        "_checkpoint_without_reentrant_generator",
+    )
+    if hasattr(torch.utils.checkpoint, name)
+)
+"""The function that every checkpoint with `use_reentrant=False` calls."""
+
 
 @contextlib.contextmanager
 def at_each_checkpoint(notice: Callable[[], None]) -> Iterator[None]:
     """While inside, run `notice` before each call of `torch.utils.checkpoint.checkpoint`."""
     places: list[tuple[Any, str]] = [
-        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
+        (torch.utils.checkpoint, _WITHOUT_REENTRY),
         (CheckpointFunction, "apply"),
     ]
     with TRACING, contextlib.ExitStack() as stack:
