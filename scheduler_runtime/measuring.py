@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from graphs.capture import generators_of, states_restored
-from graphs.costs import CudaPeaks, cpu_peak_bytes
+from graphs.costs import CudaPeaks, cpu_peak_bytes, without_collector
 from graphs.model_calls import (
     TraceError,
     as_call,
@@ -223,17 +223,10 @@ def free_unreferenced(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def no_garbage(device: torch.device) -> Iterator[None]:
-    """A context without garbage collection; unreferenced memory is released before it.
-
-    When the collector runs depends on what has run before, and so would the measured bytes."""
+    """A context without garbage collection; unreferenced memory is released before it."""
     free_unreferenced(device)
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collector():
         yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def context_bytes(device: torch.device) -> int:

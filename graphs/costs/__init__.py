@@ -5,7 +5,12 @@ from graphs.costs.cache import CostCache, circumstances
 from graphs.costs.collectives import is_collective
 from graphs.costs.device_memory import CudaPeaks, free_bytes
 from graphs.costs.loops import RowLoop
-from graphs.costs.memory_events import begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
+from graphs.costs.memory_events import (
+    begin_part,
+    cpu_peak_bytes,
+    cpu_peak_bytes_by_part,
+    without_collector,
+)
 from graphs.costs.models import (
     CostModel,
     Measured,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import statistics
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,13 @@ import torch
 
 from graphs.capture.opaque.forms import RandomSources
 from graphs.capture.opaque.island import CallResult, Island
-from graphs.costs import CudaPeaks, begin_part, cpu_peak_bytes, cpu_peak_bytes_by_part
+from graphs.costs import (
+    CudaPeaks,
+    begin_part,
+    cpu_peak_bytes,
+    cpu_peak_bytes_by_part,
+    without_collector,
+)
 from graphs.model_calls import strided_like
 
 MARGIN = 1.125
@@ -27,7 +32,7 @@ N_TIMED = 3
 _NEWEST = 0
 _RECENT = 1 if sys.version_info < (3, 14) else 2
 """Arguments of `gc.collect`. A full collection takes long where many modules are imported, and
-inside `_only_new_garbage` these do: objects since the last collection, and since the one before.
+inside `without_collector` these do: objects since the last collection, and since the one before.
 (Python 3.14 has no middle generation.)"""
 
 
@@ -113,7 +118,7 @@ class Bench:
 
     def bytes_taken(self) -> Bytes:
         """Measure the bytes of one run of both passes."""
-        with _only_new_garbage():
+        with without_collector():
             return self._bytes_taken()
 
     def _bytes_taken(self) -> Bytes:
@@ -195,16 +200,3 @@ def _left_allocated_bytes(run: Callable[[], object], device: torch.device) -> in
     before_bytes = torch.cuda.memory_allocated(device)
     run()
     return max(0, torch.cuda.memory_allocated(device) - before_bytes)
-
-
-@contextlib.contextmanager
-def _only_new_garbage() -> Iterator[None]:
-    """Let garbage be collected by calls of `gc.collect` alone. Otherwise older garbage might be
-    freed during a run, and its bytes would be missing in those that the run takes."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
