@@ -33,7 +33,7 @@ _NEWEST = 0
 _RECENT = 1 if sys.version_info < (3, 14) else 2
 """Arguments of `gc.collect`. A full collection takes long where many modules are imported, and
 inside `without_collector` these do: objects since the last collection, and since the one before.
-(Python 3.14 has no middle generation.)"""
+(From Python 3.14 on, `gc.collect(1)` looks at only a part of the older objects.)"""
 
 
 @dataclass(frozen=True)
