@@ -15,17 +15,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graphs import hardware
 from graphs.capture import failures_not_logged
-from graphs.costs import Cost, CostModel, Tracker
+from graphs.costs import Cost, CostModel, OpCall, Tracker
 from graphs.fsdp import shard_rows
 from graphs.graph import warn
 from graphs.model_calls import TraceError, local_part, storage_key, strided_like
@@ -43,10 +44,10 @@ _NOT_COPIED = ("state", "param_groups", "step", *_HOOKS)
 """Attributes that are not copied to the twin; "step" is a scheduler's wrapper, bound to the user's
 optimizer."""
 
-_VALUES_READ = {True: 1000.0, False: 1000}
+_VALUES_READ = {True: 1e6, False: 10**6}
 """The value that a step reads from a fake tensor (its step count): for floating-point tensors, and
-for others. It is large, as in most of training: RAdam and ASGD allocate more after their first few
-steps."""
+for others. It is large, as in most of training: RAdam allocates more from its sixth step on, ASGD
+from the step after `t0`, which by default is the millionth."""
 
 
 def optimizer_costs(
@@ -100,11 +101,12 @@ def optimizer_costs(
                 for group, n_elements in zip(twin.param_groups, parts, strict=True):
                     flat = torch.empty(n_elements, dtype=torch.float32, device="meta")
                     group["params"] = [_fake_like(flat, device, is_trained=True)]
-            with _StepTracker(lambda _call: Cost(0.0)):  # the first step creates the state; it is
-                _step(twin)  # not measured
+            numbers = WeakIdKeyDictionary()
+            with _StepTracker(lambda _call: Cost(0.0), numbers):  # the first step creates the
+                _step(twin)  # state; it is not measured
 
             def step() -> Figures:
-                with _StepTracker(costs.cost) as tracker:
+                with _StepTracker(costs.cost, numbers) as tracker:
                     _step(twin)
                 return tracker.peak_bytes, tracker.time_s
 
@@ -326,12 +328,29 @@ def _fake_like(parameter: torch.Tensor, device: torch.device, *, is_trained: boo
 
 
 class _StepTracker(Tracker):
-    """A Tracker that supplies values where the optimizer's step reads them from fake tensors."""
+    """A Tracker that supplies values where the optimizer's step reads them from fake tensors.
+
+    numbers: scalar of the state -> the number that a step has copied into it and a later one reads
+        (ASGD's `mu`, which is 1 until averaging begins).
+    """
+
+    def __init__(self, cost: Callable[[OpCall], Cost], numbers: WeakIdKeyDictionary) -> None:
+        super().__init__(cost)
+        self._numbers = numbers
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
-            return dtype != torch.bool and _VALUES_READ[dtype.is_floating_point]
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            unknown = dtype != torch.bool and _VALUES_READ[dtype.is_floating_point]
+            return self._numbers.get(args[0], unknown)
+        value = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.is_mutable:
+            for tensor in pytree.tree_leaves(args):
+                if isinstance(tensor, torch.Tensor):
+                    self._numbers.pop(tensor, None)
+            source = getattr(args[1], "constant", None) if len(args) > 1 else None
+            if func is torch.ops.aten.copy_.default and args[0].dim() == 0 and source is not None:
+                self._numbers[args[0]] = source.item()
+        return value

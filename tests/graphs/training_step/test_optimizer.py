@@ -95,13 +95,20 @@ def test_state_and_workspace_are_those_of_a_real_step(make: Make) -> None:
     assert cost["time_s"] > 0
 
 
-def test_asgd_late_in_training() -> None:
-    """It allocates more once its averaging coefficient moves; the twin's step count is large."""
-    net = nn.Linear(30, 40)
-    cost = costs_of(optim.ASGD, net)
-    state_bytes, _ = step_for_real(optim.ASGD(net.parameters()), n_steps=2)
+@pytest.mark.parametrize("t0", [1e6, 0.0])
+def test_asgd_before_and_while_it_averages(t0: float) -> None:
+    """Averaging, from the step after `t0` on, takes a tensor as large as the parameter. The twin
+    looks ahead to the millionth step."""
+    net = model()
+
+    def make(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+        return optim.ASGD(parameters, t0=t0)
+
+    cost = costs_of(make, net)
+    state_bytes, workspace_bytes = step_for_real(make(net.parameters()), n_steps=2)
     assert cost["state_bytes"] == state_bytes
-    assert cost["workspace_bytes"] > 0
+    assert cost["workspace_bytes"] == pytest.approx(workspace_bytes, abs=SCALARS_BYTES)
+    assert (workspace_bytes > 400 * 500 * 4) == (t0 == 0)
 
 
 def test_adamw_by_hand() -> None:
