@@ -135,7 +135,7 @@ def sweep(
     solution = problem if isinstance(problem, Solution) else None
     step = problem.step if isinstance(problem, Solution) else problem
     given = (budgets,) if isinstance(budgets, int | float | str) else budgets
-    sizes = None if given is None else [parse_size(b, capacity_bytes=capacity_bytes) for b in given]
+    sizes = None if given is None else _sizes(given, capacity_bytes=capacity_bytes)
     like = solution.request if solution else Request(budget_bytes=0)
     name, started_s = Variants.of(step).plain.meta.model or "graph", now_s()
     with telling(f"sweeping budgets of {name}...") as say:
@@ -153,3 +153,11 @@ def sweep(
     budgets_tried = counted(len({p.request.budget_bytes for p in curve.points}), "budget")
     tell(f"{name}: {plans} for {budgets_tried} in {format_time(now_s() - started_s)}")
     return curve
+
+
+def _sizes(given: Iterable[int | float | str], *, capacity_bytes: int | None) -> pareto.Budgets:
+    """The budgets in bytes, with the schedules that those of `default_budgets` bring."""
+    schedules = given.schedules if isinstance(given, pareto.Budgets) else ()
+    return pareto.Budgets.of(
+        (parse_size(each, capacity_bytes=capacity_bytes) for each in given), schedules
+    )

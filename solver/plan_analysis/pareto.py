@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from graphs.graph import Graph
 from graphs.rewrites import Variants
 from solver.methods import METHODS, Method, find_obstacle
-from solver.schedule import Obstacle, Places, Request, Solution, simulate_unplanned
+from solver.schedule import Obstacle, Places, Request, Schedule, Solution, simulate_unplanned
 from solver.sizes_deadlines_progress import Deadline, check_time_limit, interrupted
 from solver.solving import attempt, time_s, with_state_choices
 
@@ -26,6 +26,22 @@ BUDGET_SPACING_EXPONENT = 1.5
 that budgets are denser near the minimum, where a few percent more memory can halve the overhead.
 """
 DEFAULT_REQUEST = Request(budget_bytes=0, time_limit_s=10.0)
+
+
+class Budgets(tuple[int, ...]):
+    """Budgets in bytes, and schedules that fit the least of them that has a known one.
+
+    A sweep of these budgets starts its searches from the schedules, so it needs no time to find
+    them again.
+    """
+
+    schedules: tuple[Schedule, ...]
+
+    @classmethod
+    def of(cls, sizes: Iterable[int], schedules: Iterable[Schedule] = ()) -> Budgets:
+        budgets = cls(sizes)
+        budgets.schedules = tuple(schedules)
+        return budgets
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,7 @@ def sweep(
     """Plan the step for every budget with every method.
 
     budgets: bytes for the whole step, reserve included (None: `n_budgets` of them, chosen as by
-        `default_budgets`).
+        `default_budgets`). Those that `default_budgets` returned bring the schedule of the least.
     n_budgets: how many budgets to choose if none are given.
     methods: names of methods; the first one searches for the least budget.
     like: the request for each point, except for budget and method. Its time limit applies to each
@@ -97,7 +113,7 @@ def sweep(
             step, METHODS[methods[0]], places, time_limit_s=like.time_limit_s
         )
         budgets = _spaced_budgets(step, obstacles, places, n_budgets, reserve_bytes=reserve_bytes)
-    reached = [obstacle.schedule for obstacle in obstacles if obstacle.schedule is not None]
+    reached = budgets.schedules if isinstance(budgets, Budgets) else ()
     known = [solution for solution in known if solution.request.budget_of == "allocated"]
     chosen = {*budgets, *(solution.request.budget_bytes for solution in known)}
     if not chosen or min(chosen) <= reserve_bytes:
@@ -145,9 +161,9 @@ def default_budgets(
     time_limit_s: float = 10.0,
     n_budgets: int = N_BUDGETS,
     places: Places | None = None,
-) -> tuple[int, ...]:
+) -> Budgets:
     """Budgets from the least feasible one found to the peak without checkpointing, denser near the
-    least.
+    least, with the schedule of the least one.
 
     method: the method that searches for the least budget.
     reserve_bytes: added to each budget.
@@ -181,7 +197,7 @@ def _spaced_budgets(
     n_budgets: int,
     *,
     reserve_bytes: int,
-) -> tuple[int, ...]:
+) -> Budgets:
     """The budgets from the least one to the peak of the baseline (BUDGET_SPACING_EXPONENT)."""
     peak_bytes = simulate_unplanned(Variants.of(step).plain).peak_bytes
     reached_bytes = min(obstacle.reached_bytes for obstacle in obstacles)
@@ -190,7 +206,10 @@ def _spaced_budgets(
     n_steps = max(1, n_budgets - 1)
     shares = ((n / n_steps) ** BUDGET_SPACING_EXPONENT for n in range(n_steps + 1))
     sizes = {least_bytes + int(share * (peak_bytes - least_bytes)) for share in shares}
-    return tuple(reserve_bytes + size for size in sorted(sizes | {reached_bytes}))
+    return Budgets.of(
+        (reserve_bytes + size for size in sorted(sizes | {reached_bytes})),
+        (obstacle.schedule for obstacle in obstacles if obstacle.schedule is not None),
+    )
 
 
 def _schedules_carried_up(points: Sequence[Solution]) -> list[Solution]:

@@ -13,6 +13,7 @@ from solver.methods.least_budget import find_obstacle
 from solver.methods.proposal import Method, Proposal
 from solver.methods.registry import METHODS
 from solver.plan_analysis.pareto import N_BUDGETS, Curve, default_budgets, sweep
+from solver.python_api import sweep as sweep_of_users
 from solver.reporting import plot
 from solver.reporting.rows import curve_text
 from solver.schedule import Link, Place, Places, Request
@@ -184,14 +185,31 @@ def test_a_quick_curve_goes_down_to_the_least_feasible_budget():
     )
 
 
-def test_where_searches_find_nothing_the_plan_of_the_least_budget_is_a_point(monkeypatch):
+@pytest.fixture
+def blind_method(monkeypatch):
+    """A method that knows only the schedules that it is given."""
+
     def blind(graph, *, budget_bytes, starts=(), **options):
         found = [s for s in starts if simulate(graph, s).peak_bytes <= budget_bytes]
         return Proposal(next(iter(found), None))
 
     able = dataclasses.replace(METHODS["auto"], propose=blind, takes_places=False)
     monkeypatch.setitem(METHODS, "blind", able)
+
+
+@pytest.mark.usefixtures("blind_method")
+def test_where_searches_find_nothing_the_plan_of_the_least_budget_is_a_point():
     curve = sweep(GRAPH, n_budgets=3, methods=["blind"], like=LONG, quick=True)
+    assert all(point.schedule is not None for point in curve.points)
+
+
+@pytest.mark.usefixtures("blind_method")
+@pytest.mark.parametrize("sweep_budgets", [sweep, sweep_of_users])
+def test_default_budgets_bring_the_plan_of_the_least(sweep_budgets):
+    """The search for them may have found it in more time than a point of the sweep has."""
+    budgets = default_budgets(GRAPH, n_budgets=3, time_limit_s=600)
+    curve = sweep_budgets(GRAPH, budgets=budgets, methods=["blind"])
+    assert [point.request.budget_bytes for point in curve.points] == list(budgets)
     assert all(point.schedule is not None for point in curve.points)
 
 
