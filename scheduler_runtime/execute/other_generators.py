@@ -7,7 +7,6 @@ not those of Python's and NumPy's generators, nor of generators that the model h
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,19 +14,16 @@ from torch import nn
 
 from graphs.capture import generators_of, restore_state, state_of_generator, states_restored
 
-_FOUND: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-"""The generators of each module, since looking for them takes milliseconds. Not in an attribute: a
-copy of the module would get copies of the global generators."""
-
 
 class OtherGenerators:
     """The generators, except torch's default ones, that one forward pass draws from.
 
-    modules: what runs in it.
+    modules: what runs in it. They are searched in each call, since training may give a module
+        another generator.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = (each for module in modules for each in _generators_of(module))
+        found = (each for module in modules for each in generators_of(module).values())
         self._generators = list({id(each): each for each in found}.values())
         self._drawn_from: list[tuple[Any, Any]] = []  # each with its state before the forward pass
 
@@ -46,9 +42,3 @@ class OtherGenerators:
             for each, state in self._drawn_from:
                 restore_state(each, state)
             yield
-
-
-def _generators_of(module: nn.Module) -> list[Any]:
-    if module not in _FOUND:
-        _FOUND[module] = list(generators_of(module).values())
-    return _FOUND[module]

@@ -15,7 +15,7 @@ import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from graphs.model_calls import TraceError
 
 _PYTHON_GENERATOR: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of the module `random`."""
+
+_HOLDS_NOTHING = {NoneType, bool, int, float, str, type, nn.Parameter, torch.Tensor, ModuleType}
+"""Classes of most values of a module's attributes, passed over without a search."""
 
 
 def own_generator_error(operator: object) -> TraceError:
@@ -49,23 +52,30 @@ def generators_of(model: nn.Module) -> dict[str, Any]:
     """
     found: dict[int, tuple[str, Any]] = {}
     found[id(_PYTHON_GENERATOR)] = ("Python's random", _PYTHON_GENERATOR)
-    kinds: tuple[type, ...] = (random.Random, torch.Generator)  # SystemRandom has no state
-    torch_ids = {id(each) for each in (torch.default_generator, *torch.cuda.default_generators)}
+    defaults = {id(each) for each in (torch.default_generator, *torch.cuda.default_generators)}
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_generator = numpy_random.mtrand._rand
         found[id(numpy_generator)] = ("numpy.random", numpy_generator)
-        kinds += (numpy_random.Generator, numpy_random.BitGenerator, numpy_random.RandomState)
+    kinds = _generator_classes()
     visited: set[FunctionType] = set()
     for path, module in model.named_modules():
         for name, value in _named_values_of(module, visited):
-            for each in _values_inside(value):
-                if id(each) in torch_ids or isinstance(each, random.SystemRandom):
-                    continue
-                if isinstance(each, kinds):
+            if type(value) in _HOLDS_NOTHING:
+                continue
+            for each in _generators_inside(value, kinds):
+                if id(each) not in defaults:
                     kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
                     where = f"{path}.{name}" if path else name
                     found.setdefault(id(each), (f"the {kind} in {where!r}", each))
     return dict(found.values())
+
+
+def _generator_classes() -> set[type]:
+    """The classes of generators whose state can be restored. SystemRandom has none."""
+    kinds: set[type] = {random.Random, torch.Generator}
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        kinds |= {numpy_random.Generator, numpy_random.BitGenerator, numpy_random.RandomState}
+    return kinds
 
 
 def state_of(generator: Any) -> Any:
@@ -172,22 +182,27 @@ def _is_of_library(value: type | FunctionType) -> bool:
     return _is_library(value.__module__ or "")
 
 
+@functools.cache
 def _is_library(module: str) -> bool:
     package = module.partition(".")[0]
     return package in ("torch", "numpy") or package in sys.stdlib_module_names
 
 
-def _values_inside(value: Any) -> Iterator[Any]:
-    """The value, the items of its containers, and the attributes of a plain object."""
+def _generators_inside(value: Any, kinds: set[type]) -> Iterator[Any]:
+    """The generators of these classes among the value, the items of its containers, and the
+    attributes of a plain object."""
     seen: set[int] = set()
     stack = [value]
     while stack:
         each = stack.pop()
-        if id(each) in seen:
+        kind = type(each)
+        if kind in _HOLDS_NOTHING or id(each) in seen:
             continue
         seen.add(id(each))
-        yield each
-        if isinstance(each, dict):
+        if not kinds.isdisjoint(kind.__mro__):
+            if not isinstance(each, random.SystemRandom):
+                yield each
+        elif isinstance(each, dict):
             stack += each.values()
         elif isinstance(each, list | tuple):
             stack += iter(each)  # a subclass may refuse `len`, as e3nn's Irreps does

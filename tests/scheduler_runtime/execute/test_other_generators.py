@@ -96,6 +96,23 @@ def test_a_recomputation_draws_the_numbers_of_the_forward_pass(draw: Any) -> Non
     assert gradients_and_states(model, batch) == expected
 
 
+@pytest.mark.parametrize("draw", SOURCES[2:])
+def test_generators_that_training_replaces_are_those_of_the_recomputation(draw: Any) -> None:
+    """They may be seeded anew in each epoch, after the first calls."""
+    plain, batch = blocks_of(draw)
+    model = copy.deepcopy(plain)
+    for block in model:
+        block.forward = CheckpointedForward(block)
+    for epoch in range(3):
+        found = []
+        for each in (plain, model):
+            for block in each:
+                block.of_python, block.of_numpy = random.Random(epoch), np.random.default_rng(epoch)
+                block.of_torch = torch.Generator().manual_seed(epoch)
+            found.append(gradients_and_states(each, batch))
+        assert found[0] == found[1]
+
+
 class InTurn(nn.ModuleList):
     """Neighbours under a forward of its own are checkpointed one by one."""
 
