@@ -56,7 +56,7 @@ from scheduler_runtime.surroundings import (
     no_checkpoints,
     refuse_checkpointing,
 )
-from solver.device_and_costs import OPAQUE_PARTS_ERROR
+from solver.device_and_costs import opaque_parts_error
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import counted, now_s, tell, telling
 from solver.solving import disk_directory
@@ -221,8 +221,9 @@ class PlanningPart(CalledPart):
                 known=known_program(self._programs, self.kind(call), self._model, call),
             )
             step = self.rehearsed(step, call)
-        if request.places is not None and step.graph.meta.opaque_parts:
-            raise FitError(OPAQUE_PARTS_ERROR)
+        words = opaque_parts_error(step.graph, option="host_budget=")
+        if request.places is not None and words:
+            raise FitError(words)
         return step
 
     def _build_program(

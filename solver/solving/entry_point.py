@@ -11,7 +11,6 @@ from graphs.graph import Graph
 from graphs.host_state import optimizer_of
 from graphs.rewrites import check_word
 from solver.device_and_costs import (
-    OPAQUE_PARTS_ERROR,
     check_budget_of,
     check_step_allows,
     find_hardware,
@@ -205,8 +204,6 @@ def request_for(
 
     Raises ValueError, BudgetError or DeviceError for what is invalid or cannot be planned.
     """
-    if host_budget is not None and graph.meta.opaque_parts:
-        raise ValueError(OPAQUE_PARTS_ERROR)
     check_step_allows(graph, with_host=host_budget is not None, budget_of=budget_of)
     if capacity_bytes is None and hardware is not None:
         capacity_bytes = hardware.capacity_bytes
