@@ -197,12 +197,16 @@ def settings_of(
             tuple(
                 (name, _ANY if (id(module), name) in ignored_here else setting(value, seen))
                 for name, value in vars(module).items()
-                # the model's own `forward` is the plan itself
-                if name not in MODULE_ATTRIBUTES and not (name == "forward" and module is model)
+                if name not in MODULE_ATTRIBUTES and not (module is model and name in _AROUND)
             ),
         )
         for module in modules
     )
+
+
+_AROUND = {"forward", "_is_torch_compile", "_compiled_call_impl"}
+"""Attributes of the model itself that a plan does not depend on: its `forward` is the plan, and
+torch.compile and `model.compile()`, which set the others, wrap the call."""
 
 
 class _Any:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from scheduler_runtime import fit
+from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.planned.forward import N_WORTH_A_WARNING
 
 N_ROWS, N_PLACES = 2, 64
@@ -82,3 +83,25 @@ def test_the_same_values_in_another_order_are_another_plan(
         assert torch.equal(model(x), plain(x))
     told = "buffer 'count' has other values than when planned: forward reads False at another place"
     assert sum(told in record.getMessage() for record in caplog.records) == 1
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_wrapping_the_call_by_a_compiler_is_none() -> None:
+    """torch.compile and compile() set attributes of the model that its plan does not depend on."""
+    model, x = Scale(), torch.randn(N_ROWS, 4)
+    fit(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    model(x).backward()
+    for compiled in (torch.compile(model, backend="eager"), model):
+        if compiled is model:
+            model.compile(backend="eager")
+        model.zero_grad()
+        compiled(x).backward()
+    assert len(plans_of(model)) == 1
