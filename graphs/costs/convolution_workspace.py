@@ -183,7 +183,9 @@ def _weight_gradient_peak(conv: Convolution) -> int:
     weight_bytes = _reordered_weight_bytes(conv)
     is_few = _is_read_in_place(conv)
     input_bytes = _reordered_input_bytes(conv) if is_few else _image_bytes(x, conv)
-    if is_few and x.shape[1] not in UNREORDERED_CHANNELS:
+    # without AVX-512, the gradient of a weight that reads one channel has no kernel without blocks
+    unreordered = UNREORDERED_CHANNELS if has_avx512() else (3,)
+    if is_few and x.shape[1] not in unreordered:
         n_padded = up_to_multiple(x.shape[1], 8)  # by a kernel that has blocks of eight
         input_bytes = x.nbytes // x.shape[1] * n_padded
         weight_bytes = weight_bytes // weight.shape[1] * n_padded
