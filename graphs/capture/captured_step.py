@@ -251,7 +251,9 @@ def _source(desc: Any, paths: Mapping[str, str]) -> Source:
         if isinstance(written, descriptors.ParamAOTInput):
             raise TraceError(
                 f"forward changes parameter {paths[written.target]!r} in place (clamp_, copy_, "
-                ".data, max_norm of nn.Embedding); change it outside of forward, before the step"
+                ".data, max_norm of nn.Embedding); change it outside of forward, before the step. "
+                "If only the first call does it (an initialization from data), call the model once "
+                "before planning"
             )
         raise TraceError("outputs of the model share memory; return clones of them")
     raise TraceError(f"an input of kind {type(desc).__name__} is not supported")

@@ -123,10 +123,23 @@ class Convolution:
         return math.prod(self.weight.shape[1:]) * n_pixels * self.out.element_size()
 
     @property
+    def slice_patches_bytes(self) -> int:
+        """Bytes of the patches that a thread of oneDNN has at once: those of an image, or of one
+        depth of a volume's output."""
+        is_volume = len(self.kernel) == 3
+        return self.patches_bytes // self.out.shape[2] if is_volume else self.patches_bytes
+
+    @property
     def matrix_bytes(self) -> int:
         """Workspace of computing the weight's gradient as matrix products: per thread, four copies
-        of the weight and the patches of one image."""
-        return n_threads() * (4 * self.weight.nbytes + self.patches_bytes) + 256
+        of the weight and the patches of an image or of one depth of a volume."""
+        return n_threads() * (4 * self.weight.nbytes + self.slice_patches_bytes) + 256
+
+    @property
+    def batch_patches_bytes(self) -> int:
+        """Bytes of the patches of all images of a group; 0 if the images are the patches."""
+        is_plain = self.is_1x1 and not (self.is_strided or any(self.padding))
+        return 0 if is_plain else self.x.shape[0] * self.patches_bytes
 
     def fills_blocks(self, n_channels: int) -> bool:
         """Whether the channels of each group, in and out, fill blocks of `n_channels`."""
@@ -174,11 +187,17 @@ class Convolution:
         spans = [step * (k - 1) + 1 for k, step in zip(kernel, self.dilation, strict=True)]
         rows = slice(len(spans) - 1)  # all dimensions but the columns
         is_tall = any(span > size for span, size in zip(spans[rows], sizes[rows], strict=True))
-        is_hard = self.has_gaps or len(spans) == 3
+        is_hard = self.has_gaps or (len(spans) == 3 and not self.is_1x1)
         if (is_tall and is_hard) if has_avx512() else (is_tall or is_hard):
             return False
         pairs = zip(self.padding[rows], spans[rows], strict=True)
         return all(pad <= span // 2 for pad, span in pairs)
+
+    def is_volume_without_avx512(self) -> bool:
+        """Whether oneDNN has only matrix products for the gradient of this weight, because it is
+        three-dimensional and the machine has no AVX-512. Kernels of one voxel are computed in
+        blocks of channels all the same (measured with AVX2, 1 to 64 channels)."""
+        return len(self.kernel) == 3 and not self.is_1x1 and not has_avx512()
 
     def is_without_onednn(self) -> bool:
         """Whether PyTorch computes this convolution as a matrix product of patches, without oneDNN.
@@ -195,10 +214,12 @@ class Convolution:
         )
 
     def is_computed_by_group(self) -> bool:
-        """Whether PyTorch computes the groups of this convolution one by one, without oneDNN, which
-        has no halves without AVX-512."""
+        """Whether PyTorch computes the groups of this convolution one by one, each as a matrix
+        product of patches. It does for 16-bit dtypes without AVX-512, since oneDNN then has no such
+        convolution."""
         is_ordinary = self.x.dim() <= 4 and not (self.has_gaps or self.transposed)
-        return self.x.dtype == torch.bfloat16 and is_ordinary and not has_avx512()
+        is_half = self.x.dtype in (torch.bfloat16, torch.float16)
+        return is_half and is_ordinary and not has_avx512()
 
     def is_product_of_images(self) -> bool:
         """Whether a 1 x 1 convolution runs as a matrix product of each image, without oneDNN.

@@ -25,6 +25,7 @@ from graphs.costs.convolution_shapes import (
     up_to_multiple,
     widest_unrolled,
 )
+from graphs.costs.layouts import copied_bytes
 from graphs.costs.operators import OpCall
 from graphs.costs.strided_workspace import (
     columns_fit,
@@ -46,6 +47,8 @@ def convolution(call: OpCall) -> int:
     """Workspace of the forward operator: the reordered input and weight and the blocked result;
     after those, the result is reordered into the output."""
     conv = Convolution.of(call)
+    if conv.is_computed_by_group():
+        return _forward_by_group(conv)
     if is_in_channels_last(conv):
         return channels_last_convolution(conv)
     return contiguous_copy_bytes(conv.x) + _output_workspace(conv)
@@ -78,7 +81,7 @@ def convolution_backward(call: OpCall) -> int:
     """Workspace of the backward operator: it computes the input's gradient, then the weight's while
     the former exists."""
     conv = Convolution.of(call)
-    if conv.is_depthwise and conv.is_computed_by_group():
+    if conv.is_computed_by_group():
         return _backward_by_group(conv)
     if is_in_channels_last(conv):
         return channels_last_convolution_backward(conv)
@@ -102,18 +105,40 @@ def convolution_backward(call: OpCall) -> int:
     return copies_bytes + max(0, max(peaks) - x_bytes - weight_bytes) + bias_bytes
 
 
+def _forward_by_group(conv: Convolution) -> int:
+    """Workspace of the forward operator of a convolution that PyTorch computes group by group: the
+    patches of all images of a group and a copy of its images, and the results of the groups, which
+    are concatenated at the end."""
+    copies_bytes = _layout_copy_bytes(conv, conv.x, conv.weight)
+    if conv.groups == 1:
+        return copies_bytes + conv.batch_patches_bytes
+    group_bytes = conv.batch_patches_bytes + conv.x.nbytes // conv.groups
+    return copies_bytes + max(conv.out.nbytes, group_bytes)
+
+
 def _backward_by_group(conv: Convolution) -> int:
-    """Workspace of the backward operator of a depthwise convolution that PyTorch computes group by
-    group: the gradients of the groups, which are concatenated at the end, or for one group the
-    patches of all images, and copies of its images and of their gradient."""
-    x_bytes, weight_bytes = (
-        each.nbytes if wanted else 0
-        for each, wanted in zip((conv.x, conv.weight), conv.mask[:2], strict=True)
-    )
-    bias_bytes = int(conv.mask[2]) * conv.out.shape[1] * conv.out.element_size()
-    copies_bytes = (conv.x.nbytes + conv.out.nbytes) // conv.groups
-    group_bytes = conv.x.shape[0] * conv.patches_bytes + copies_bytes if conv.mask[1] else 0
-    return max(x_bytes + weight_bytes + bias_bytes, group_bytes)
+    """The same for the backward operator: of the last group either the patches exist, or the
+    float32 copy of the gradient that is summed for the bias. A single group is not concatenated."""
+    wants_x, wants_weight, wants_bias = conv.mask
+    copies_bytes = _layout_copy_bytes(conv, conv.x, conv.weight, conv.out)
+    weight_bytes = conv.weight.nbytes if wants_weight else 0
+    patches_bytes = conv.batch_patches_bytes if wants_weight else 0
+    is_copied = wants_bias and not is_in_channels_last(conv)
+    sum_bytes = 4 * (conv.out.numel() + conv.out.shape[1]) - weight_bytes if is_copied else 0
+    group_bytes = max(patches_bytes, sum_bytes // conv.groups)
+    if conv.groups == 1:
+        return copies_bytes + group_bytes
+    images_bytes = (conv.x.nbytes + conv.out.nbytes) // conv.groups
+    x_bytes = conv.x.nbytes if wants_x else 0
+    bias_bytes = int(wants_bias) * conv.out.shape[1] * conv.out.element_size()
+    return copies_bytes + max(x_bytes + weight_bytes + bias_bytes, images_bytes + group_bytes)
+
+
+def _layout_copy_bytes(conv: Convolution, *tensors: torch.Tensor) -> int:
+    """Bytes of the copies of the tensors in the layout in which PyTorch convolves."""
+    if is_in_channels_last(conv):
+        return copied_bytes(*tensors, into=torch.channels_last)
+    return contiguous_copy_bytes(*tensors)
 
 
 def _input_gradient_peak(conv: Convolution) -> int:
@@ -145,18 +170,22 @@ def _weight_gradient_peak(conv: Convolution) -> int:
         is_direct = conv.computes_depthwise_directly()
     else:
         is_direct = (groups == 1 or conv.fills_blocks(8)) and conv.computes_in_blocks()
-    matrix_product_bytes = 0 if is_direct else weight.nbytes + conv.matrix_bytes
+    product_bytes = conv.matrix_bytes + (128 if conv.transposed else 0)
+    matrix_product_bytes = 0 if is_direct else weight.nbytes + product_bytes
     if groups > 1 and conv.is_1x1 and not conv.is_strided:  # group by group, each over all images
         matrix_product_bytes += (x.nbytes + gradient.nbytes) // groups
     # with few channels oneDNN may choose either way, which the shape does not tell
-    is_either = groups == 1 and x.shape[1] < BLOCK and conv.kernel[-1] <= widest_unrolled()
+    is_unrolled = conv.kernel[-1] <= widest_unrolled() and not conv.is_volume_without_avx512()
+    is_either = groups == 1 and x.shape[1] < BLOCK and is_unrolled
     if not (is_direct or is_either or conv.transposed) and conv.is_float32:
         return matrix_product_bytes
     sums_bytes = _thread_sums_bytes(weight) if groups == 1 else _group_sums_bytes(conv)
     weight_bytes = _reordered_weight_bytes(conv)
     is_few = _is_read_in_place(conv)
     input_bytes = _reordered_input_bytes(conv) if is_few else _image_bytes(x, conv)
-    if is_few and x.shape[1] not in UNREORDERED_CHANNELS:
+    # without AVX-512, the gradient of a weight that reads one channel has no kernel without blocks
+    unreordered = UNREORDERED_CHANNELS if has_avx512() else (3,)
+    if is_few and x.shape[1] not in unreordered:
         n_padded = up_to_multiple(x.shape[1], 8)  # by a kernel that has blocks of eight
         input_bytes = x.nbytes // x.shape[1] * n_padded
         weight_bytes = weight_bytes // weight.shape[1] * n_padded
@@ -194,8 +223,8 @@ def _is_matrix_product(conv: Convolution) -> bool:
 
 
 def _thread_patches_bytes(conv: Convolution) -> int:
-    """Bytes of the patches (im2col) of one image per thread."""
-    return n_threads() * conv.patches_bytes + 128
+    """Bytes of the patches (im2col) per thread."""
+    return n_threads() * conv.slice_patches_bytes + 128
 
 
 def _transposed_scratch_bytes(conv: Convolution) -> int:

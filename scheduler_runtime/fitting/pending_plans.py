@@ -19,7 +19,7 @@ from scheduler_runtime.fitting.as_seen import with_dropped, with_loss
 from scheduler_runtime.fitting.loss_outside import LossBytes, LossSeen, peak_with
 from scheduler_runtime.fitting.options import Fitted
 from scheduler_runtime.planned import plan_summary
-from solver.sizes_deadlines_progress import format_both
+from solver.sizes_deadlines_progress import format_both, format_size_up
 
 DROPS = "the training drops outputs of the model, such as logits, before backward()"
 NOTABLE_SHARE = 0.01
@@ -94,8 +94,10 @@ class PendingPlan:
         return (
             f"fit: the loss takes {format_both(taken.reserved)} besides the outputs and their "
             f"gradients, {format_both(self.loss.reserved)} were reserved: this step takes up to "
-            f"{format_both(step_bytes)}, more than the {format_both(available_bytes)} available. "
-            "The next step is planned for it; give loss_reserve= to avoid this"
+            f"{format_both(step_bytes)}, {format_size_up(step_bytes - available_bytes)} more than "
+            f"the {format_both(available_bytes)} available. Everything that runs between the "
+            "model's forward and backward pass counts as the loss (other modules, calls without "
+            "gradients). The next step is planned for it; give loss_reserve= to avoid this"
         )
 
     def is_outdated(self, seen: LossSeen) -> bool:

@@ -87,8 +87,8 @@ class StepToPlan:
         if found.solution.schedule is not None and most_held and not loss.held:
             warn(
                 f"fit: the budget holds only for a loss that keeps nothing while the model's "
-                f"backward pass runs: targets as large as the outputs, and the value of mse_loss, "
-                f"take up to {format_both(most_held)} more (loss_reserve= says what the loss "
+                f"backward pass runs. One that does, for example targets as large as the outputs, "
+                f"may take up to {format_both(most_held)} more (loss_reserve= says what the loss "
                 "takes)"
             )
         return found, loss

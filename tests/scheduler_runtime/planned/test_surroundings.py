@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from graphs.model_calls import Call
 from graphs.trace import TraceError
-from scheduler_runtime import fit, plans_of
+from scheduler_runtime import fit, plans_of, remove
 from scheduler_runtime.planned.guards import changed_setting, kind_of
 from tests.support.bitwise import assert_equal, assert_same_gradients
 
@@ -265,3 +265,34 @@ def test_what_cannot_be_planned_is_told_with_a_way_out(make: Any, words: str) ->
     model = fit(make(), budget="1GB")
     with pytest.raises(TraceError, match=words):
         model(torch.randn(2, 4))
+
+
+class InitializedFromData(nn.Module):
+    """As ActNorm of Glow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("is_ready", torch.tensor(0, dtype=torch.uint8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.is_ready.item() == 0:
+            self.scale.data.copy_(1 / x.detach().std(0))
+            self.is_ready.fill_(1)
+        return (x * self.scale).square().sum()
+
+
+def test_a_parameter_that_the_first_call_initializes_is_planned_after_that_call() -> None:
+    x = torch.randn(8, 4)
+    model = fit(InitializedFromData(), budget="1GB")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TraceError, match="call the model once before planning"):
+        model(x)
+    assert_equal(before.values(), model.state_dict().values())
+    with torch.no_grad():
+        model(x)
+    plain = remove(copy.deepcopy(model))
+    for each in (plain, model):
+        each(x).backward()
+    assert_same_gradients(plain, model)
