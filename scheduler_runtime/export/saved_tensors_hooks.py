@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 
-from graphs.graph import Graph, Node
+from graphs.graph import Graph, Node, without_random_states
 from scheduler_runtime.execute import CallsOnHost, ForwardWithHooks, operator_named
 from scheduler_runtime.export.exportable import ExportError, check_exportable
 from scheduler_runtime.export.selective_calls import can_be_kept, dead_calls, eager_calls
@@ -85,7 +85,8 @@ def to_saved_tensors_hooks(
     check_exportable(model, solution, call="to_saved_tensors_hooks")
     assert solution.schedule is not None
     assert solution.simulation is not None
-    graph, eager = solution.plain, solution.unplanned  # eager: with what eager mode holds longer
+    graph = solution.plain
+    eager = without_random_states(solution.unplanned)  # with what eager mode holds longer
     if graph.meta.rewrites:
         raise ExportError(
             "the plan rewrites the step, and the plain step is not known; plan the model, not a "
@@ -103,7 +104,7 @@ def to_saved_tensors_hooks(
     simulation = simulate(eager, schedule, places=solution.request.places)
     exported = ExportedCopies(
         storages=storages,
-        schedule=schedule,
+        schedule=replace(schedule, graph_id=solution.unplanned.graph_id),
         peak_bytes=simulation.peak_bytes,
         time_s=simulation.time_s,
         host_bytes=simulation.host_peak_bytes,

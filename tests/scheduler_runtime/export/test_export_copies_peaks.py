@@ -62,10 +62,11 @@ class Variables(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.drop = nn.Dropout(0.1)  # hooks keep no random state, as they recompute nothing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = (layer(x).sin() for layer in self.layers)
-        mixed = query.cos() * key.cos() * value.cos()
+        mixed = query.cos() * key.cos() * self.drop(value.cos())
         large = torch.cat([mixed] * 8, 1).exp()
         return large.mean() + (query + key + value).mean()
 
