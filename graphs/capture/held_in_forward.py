@@ -55,13 +55,21 @@ class EagerForward:
 
     eager: the calls of the forward pass, which has returned; its outputs may still be alive.
     returned: numbers of the storages that the forward pass returns.
+    saved: numbers of those that autograd saves for the backward pass.
     """
 
-    def __init__(self, layout: Layout, eager: EagerCalls, *, returned: Set[int]) -> None:
+    def __init__(
+        self, layout: Layout, eager: EagerCalls, *, returned: Set[int], saved: Set[int]
+    ) -> None:
         self._layout, self._eager, self._returned = layout, eager, returned
         nodes = [node for node in layout.nodes if node.phase == "forward" and node.outputs]
-        # A trace has no other calls: dead code is left out, unless it draws random numbers.
-        may_be_traced = self._with_needed(call.index for call in eager.calls if call.is_random)
+        # A trace has no other calls: dead code is left out, unless it draws random numbers. What
+        # only the backward pass reads is not dead: a copy of what an operator in place overwrites.
+        may_be_traced = self._with_needed(
+            call.index
+            for call in eager.calls
+            if call.is_random or not saved.isdisjoint(call.storages)
+        )
         self._pairs: list[tuple[Node, EagerCall]] = list(
             matching_pairs(
                 nodes,

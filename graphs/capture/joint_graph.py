@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -47,7 +47,12 @@ from graphs.capture.refuse import (
     attributes_unchanged,
     refuse_parametrization_cache,
 )
-from graphs.capture.rehearsal import Rehearsed, compare_backward, saved_by_functions
+from graphs.capture.rehearsal import (
+    Rehearsed,
+    compare_backward,
+    saved_by_functions,
+    saved_tensors,
+)
 from graphs.capture.same_program import StepDescription, describe
 from graphs.capture.set_attributes import forward_shell, trace_context, with_attributes
 from graphs.capture.shell import Shell
@@ -186,6 +191,7 @@ def rehearse(
             if [each.shape for each in tangents] == [item.shape for item in outputs]:
                 gradients = [strided_like(each).fill_(1.0) for each in tangents]
             saved = saved_by_functions(outputs)
+            saved_storages = forward.numbers_of(saved_tensors(outputs))
             with (
                 torch._C._DisableAutocast(),
                 torch.autograd.set_multithreading_enabled(False),  # so that EagerCalls sees it
@@ -196,23 +202,33 @@ def rehearse(
         return Rehearsed()
     found = compare_backward(layout, backward, saved)
     found = replace(found, unfilled_caches=_unfilled_caches(model, call, captured, device=device))
-    eager = EagerForward(layout, forward, returned=returned_storages)
+    eager = EagerForward(layout, forward, returned=returned_storages, saved=saved_storages)
     if not eager.is_known:
         return replace(found, dead_calls=eager.dead_calls())
     dead = eager.dead()
     return replace(
         found,
         saved={**found.saved, **held_with_dead(eager.held(), dead)},
-        in_calls=_held_by_checkpointed_calls(model, call, captured, layout, device=device),
+        in_calls=_held_by_checkpointed_calls(
+            model, call, captured, layout, device=device, saved=saved_storages
+        ),
         dead=dead,
         dead_calls=eager.dead_calls(),
     )
 
 
 def _held_by_checkpointed_calls(
-    model: nn.Module, call: Call, captured: Capture, layout: Layout, *, device: torch.device | None
+    model: nn.Module,
+    call: Call,
+    captured: Capture,
+    layout: Layout,
+    *,
+    device: torch.device | None,
+    saved: Set[int],
 ) -> Mapping[str, tuple[str, ...]] | None:
     """What variables of `forward` hold if autograd saves nothing, as in a checkpointed call.
+
+    saved: numbers of the storages that autograd saves otherwise; this run makes the same calls.
 
     Returns forward node -> tensors, as `EagerForward.held` does; None: not known.
     """
@@ -225,7 +241,7 @@ def _held_by_checkpointed_calls(
             returned = forward.numbers_of(shell(*shell.batch))
     except TraceError:
         return None  # such as a gradient that forward itself asks for
-    eager = EagerForward(layout, forward, returned=returned)
+    eager = EagerForward(layout, forward, returned=returned, saved=saved)
     return held_with_dead(eager.held(forward_only=True), eager.dead())
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
+from typing import Any
 
 import torch
 
@@ -86,12 +87,26 @@ def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _SavedTenso
     """
     found: dict[int, _SavedTensors] = {}
     for node in autograd_functions(outputs):
-        names = [name for name in dir(node) if name.startswith("_saved_")]
-        values = {name.removeprefix("_saved_"): getattr(node, name) for name in names}
-        tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
+        tensors = _saved_by(node)
         conjugated = frozenset(name for name, each in tensors.items() if each.is_conj())
         found[node._sequence_nr()] = _SavedTensors(node.name(), tuple(tensors), conjugated)
     return found
+
+
+def saved_tensors(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """All tensors that autograd has saved for the backward pass from these outputs, those of an
+    `autograd.Function` too. Call this before the backward pass."""
+    for node in autograd_functions(outputs):
+        yield from _saved_by(node).values()
+        own = getattr(node, "saved_tensors", ())
+        yield from (each for each in own if isinstance(each, torch.Tensor))
+
+
+def _saved_by(node: Any) -> dict[str, torch.Tensor]:
+    """What an autograd function of PyTorch has saved, by name ("self", "result")."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    values = {name.removeprefix("_saved_"): getattr(node, name) for name in names}
+    return {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
 
 
 def compare_backward(

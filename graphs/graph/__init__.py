@@ -5,6 +5,7 @@ from graphs.graph.eager_memory import (
     with_dead_results,
     with_function_lifetimes,
     with_saved,
+    without_random_states,
 )
 from graphs.graph.meta import GraphMeta
 from graphs.graph.parts import DROP, RANDOM_STATE, GraphError, Kind, Node, Phase, Tensor

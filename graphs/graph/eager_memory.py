@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from graphs.graph.parts import RANDOM_STATE
 from graphs.graph.step_graph import Graph, Node, Tensor
 
 
@@ -49,6 +50,18 @@ def as_eager(graph: Graph) -> Graph:
             for t in graph.tensors
         ),
     )
+
+
+def without_random_states(graph: Graph) -> Graph:
+    """The graph without the random states that a plan may keep: PyTorch's own step keeps none, and
+    checkpoints of modules keep other ones."""
+    tensors = tuple(t for t in graph.tensors if t.name.rpartition(".")[2] not in _RANDOM_STATES)
+    return graph if len(tensors) == len(graph.tensors) else replace(graph, tensors=tensors)
+
+
+_RANDOM_STATES = (RANDOM_STATE, "random_states")
+"""Names of the tensors that count random states; the second, after a prefix, those of other passes
+or micro-batches in flight (`graphs.passes`, `graphs.pipeline`)."""
 
 
 def with_dead_results(graph: Graph) -> Graph:

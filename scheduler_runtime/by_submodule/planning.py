@@ -220,9 +220,7 @@ def _fastest_that_fits(solution: Solution, observed: Observed) -> tuple[RegionPl
         paths = tuple(p.path for p in observed.parts if p.path and not p.overwritten)
         tree = ModuleTree(blocks=paths, parts=dict.fromkeys(paths, ()))
         try:
-            plan = by_module(
-                solution, tree, may_save=lambda _region: frozenset(), extra_bytes=lambda _region: 0
-            )
+            plan = by_module(solution, tree, may_save=lambda _region: frozenset(), extra_bytes=None)
             found.append(plan)
         except NoModulesFitError as error:
             least_bytes = error.least.peak_bytes

@@ -14,18 +14,19 @@ partitioners.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 
-from graphs.graph import Graph, Node
+from graphs.graph import Graph, Node, without_random_states
 from scheduler_runtime.execute import CallsOnHost, ForwardWithHooks, operator_named
 from scheduler_runtime.export.exportable import ExportError, check_exportable
 from scheduler_runtime.export.selective_calls import can_be_kept, dead_calls, eager_calls
 from scheduler_runtime.export.stock_checkpoints import ExportedStep
 from scheduler_runtime.planned import check_order
+from solver.module_checkpointing import EagerStep, held_by_variables
 from solver.schedule import (
     Compute,
     Drop,
@@ -48,7 +49,8 @@ class ExportedCopies(ExportedStep):
 
     The figures are for a step in which each tensor is freed after its last use.
 
-    storages: the storages that are copied to the host, by name of the graph's tensor.
+    storages: the storages that are copied to the host, each by the name of the tensor that is on it
+        first: eager mode writes some results over others.
     host_bytes: the most host memory that they take at once.
     """
 
@@ -84,31 +86,32 @@ def to_saved_tensors_hooks(
     assert solution.schedule is not None
     assert solution.simulation is not None
     graph = solution.plain
+    eager = without_random_states(solution.unplanned)  # with what eager mode holds longer
     if graph.meta.rewrites:
         raise ExportError(
             "the plan rewrites the step, and the plain step is not known; plan the model, not a "
             "file"
         )
-    copied = [op.storage for op in solution.schedule.ops if isinstance(op, Store)]
-    chosen = tuple(name for name in dict.fromkeys(copied) if _can_be_offloaded(graph, name))
+    copied = {op.storage for op in solution.schedule.ops if isinstance(op, Store)}
+    chosen = _can_be_offloaded(solution, copied)
+    storages = tuple(dict.fromkeys(chosen.values()))
     if not chosen:
         raise ExportError(
             "the solution's schedule copies nothing to the host that autograd saves; give solve() "
             "a host_budget, or export with to_torch_checkpoint()"
         )
-    eager = solution.unplanned  # with what eager mode holds longer
-    schedule = _schedule_with_hooks(eager, frozenset(chosen))
+    schedule = _schedule_with_hooks(eager, frozenset(storages))
     simulation = simulate(eager, schedule, places=solution.request.places)
     exported = ExportedCopies(
-        storages=chosen,
-        schedule=schedule,
+        storages=storages,
+        schedule=replace(schedule, graph_id=solution.unplanned.graph_id),
         peak_bytes=simulation.peak_bytes,
         time_s=simulation.time_s,
         host_bytes=simulation.host_peak_bytes,
         planned_time_s=solution.simulation.time_s,
         baseline_time_s=solution.baseline.time_s,
         budget_bytes=solution.request.available_bytes,
-        lost=tuple(_limitations(solution, len(set(copied)) - len(chosen), simulation.stall_s)),
+        lost=tuple(_limitations(solution, len(copied) - len(chosen), simulation.stall_s)),
         _model=model,
     )
     if not exported.fits and on_excess == "error":
@@ -117,15 +120,28 @@ def to_saved_tensors_hooks(
             f"the step takes {exported.peak_bytes}: hooks of saved tensors recompute nothing. "
             'apply(model, solution) keeps to the budget; or give on_excess="least"'
         )
-    model.forward = ForwardWithHooks(model, _calls_to_offload(graph, chosen))
+    model.forward = ForwardWithHooks(model, _calls_to_offload(graph, frozenset(chosen)))
     return exported
 
 
-def _can_be_offloaded(graph: Graph, name: str) -> bool:
-    """Whether a storage is made in the model's forward pass, by an operator that eager mode calls
-    too; only then can a hook recognise it."""
-    node = graph.producer.get(name)
-    if node is None or node.phase != "forward" or not can_be_kept(graph, node):
+def _can_be_offloaded(solution: Solution, names: Set[str]) -> dict[str, str]:
+    """Those of the named tensors that hooks can keep on the host -> their storages in eager mode,
+    which writes some results over other tensors."""
+    graph, eager = solution.plain, solution.unplanned
+    stays = {eager.root(tensor.name) for tensor in eager.resident}
+    stays |= {eager.root(name) for name in eager.outputs}
+    return {
+        name: eager.root(name)
+        for node in graph.forward_nodes
+        for name in node.outputs
+        if name in names and eager.root(name) not in stays and _is_recognised(graph, node, name)
+    }
+
+
+def _is_recognised(graph: Graph, node: Node, name: str) -> bool:
+    """Whether a hook recognises this result of the model's forward pass: only if eager mode calls
+    an operator that returns it."""
+    if not can_be_kept(graph, node):
         return False
     # the eager batch norm does not return the new running statistics, unlike the traced one
     operator = operator_named(eager_calls(graph, node)[-1])
@@ -140,45 +156,45 @@ def _result_index(node: Node, name: str) -> int:
 def _schedule_with_hooks(graph: Graph, storages: frozenset[str]) -> Schedule:
     """The step as eager mode runs it with the hooks.
 
-    Each of these storages leaves the device after the last forward operator that reads it. It comes
-    back for each backward operator that reads it, and leaves again after that operator.
+    Each of these storages leaves the device after the last forward operator that reads it, once no
+    variable of `forward` holds it. It comes back for each backward function that reads it, before
+    the function's first operator, and leaves again after the function's last one that reads it.
     """
     plain = baseline(graph)
-    reads: dict[str, list[int]] = defaultdict(list)  # storage -> positions of ops that use it
-    backward_positions: set[int] = set()  # positions of backward operators
-    for at, op in enumerate(plain.ops):
-        if isinstance(op, Compute):
-            node = graph.node_by_name[op.node]
-            for root in {graph.root(name) for name in (*graph.needs[node.name], *node.outputs)}:
-                if root in storages:
-                    reads[root].append(at)
-            if node.phase not in ("forward", "outside"):
-                backward_positions.add(at)
+    position = {op.node: at for at, op in enumerate(plain.ops) if isinstance(op, Compute)}
+    # storage -> position of its last use in the forward pass
+    forward: defaultdict[str, int] = defaultdict(int)
+    # storage -> position of a backward function -> the last one at which the function reads it
+    backward: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    function_of = EagerStep.of(graph).function_of
+    for name, at in position.items():
+        node = graph.node_by_name[name]
+        for root in {graph.root(each) for each in (*graph.needs[name], *node.outputs)} & storages:
+            if node.phase in ("forward", "outside"):
+                forward[root] = at
+            else:
+                backward[root][position[function_of.get(name, (name,))[0]]] = at
+    for until, held in held_by_variables(graph).items():
+        for root in {graph.root(name) for name in held} & storages:
+            forward[root] = max(forward[root], position[until])
     before: dict[int, list[Op]] = defaultdict(list)
     after: dict[int, list[Op]] = defaultdict(list)
-    for root, positions in reads.items():
+    for root, functions in backward.items():  # what no backward function reads is freed as usual
         tensors = [n for n in (root, *graph.views.get(root, ())) if n in graph.producer]
-        backward = [at for at in positions if at in backward_positions]
-        forward = [at for at in positions if at not in backward_positions]
-        if not backward:
-            continue  # no backward operator reads it: freed as without hooks
-        after[forward[-1]] += [Store(root), *map(Free, tensors)]
-        for at in backward:
-            before[at].append(Fetch(root))
-            after[at] += [*map(Free, tensors)]
-        after[backward[-1]].append(Drop(root))
-    offloaded = {
-        root for root, positions in reads.items() if backward_positions.intersection(positions)
-    }
+        after[forward[root]] += [Store(root), *map(Free, tensors)]
+        for first, last in functions.items():
+            before[first].append(Fetch(root))
+            after[last] += [*map(Free, tensors)]
+        after[max(functions.values())].append(Drop(root))
     ops: list[Op] = []
     for at, op in enumerate(plain.ops):
-        is_freed_by_hooks = isinstance(op, Free) and graph.root(op.tensor) in offloaded
+        is_freed_by_hooks = isinstance(op, Free) and graph.root(op.tensor) in backward
         ops += [*before[at], *([] if is_freed_by_hooks else [op]), *after[at]]
     return Schedule(ops=tuple(ops), graph_id=graph.graph_id)
 
 
-def _calls_to_offload(graph: Graph, storages: tuple[str, ...]) -> CallsOnHost:
-    """The operator calls of eager mode that make these storages."""
+def _calls_to_offload(graph: Graph, chosen: frozenset[str]) -> CallsOnHost:
+    """The operator calls of eager mode that return these tensors."""
     dead = dead_calls(graph, [node.name for node in graph.forward_nodes])
     seen = Counter(dead.get("", ()))
     results: defaultdict[str, dict[int, frozenset[int]]] = defaultdict(dict)
@@ -186,7 +202,7 @@ def _calls_to_offload(graph: Graph, storages: tuple[str, ...]) -> CallsOnHost:
         *before, last = eager_calls(graph, node) or (node.name,)
         for name in before:
             seen[name] += 1
-        made = [name for name in node.outputs if name in storages]
+        made = [name for name in node.outputs if name in chosen]
         if made:
             results[last][seen[last]] = frozenset(_result_index(node, name) for name in made)
         seen[last] += 1

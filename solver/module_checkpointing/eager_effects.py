@@ -8,10 +8,11 @@ does not have are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graphs.graph import Graph
+from graphs.graph import Graph, is_under
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,35 @@ def _last_writes(graph: Graph, in_place: frozenset[str]) -> dict[str, int]:
         written.update(dict.fromkeys(storages, last))
     roots = ((tensor.name, graph.root(tensor.name)) for tensor in graph.tensors)
     return {name: written[root] for name, root in roots if root in written}
+
+
+def held_by_variables(graph: Graph) -> Mapping[str, Sequence[str]]:
+    """Forward node -> tensors that variables of `forward` hold until it has run, after their last
+    reader of the forward pass (`GraphMeta.held_in_calls`; names there that the graph does not have
+    are left out).
+
+    If no rehearsal was possible, each result counts until the call of the innermost module that
+    contains its maker and its readers has returned: an upper bound.
+    """
+    if graph.meta.held_in_calls is not None:
+        return {
+            until: [name for name in names if name in graph.tensor_by_name]
+            for until, names in graph.meta.held_in_calls.items()
+            if until in graph.node_by_name
+        }
+    last_of: dict[str, str] = {}  # path of a module -> its last node
+    for node in graph.forward_nodes:
+        path = node.module
+        while path:
+            last_of[path] = node.name
+            path = path.rpartition(".")[0]
+        last_of[""] = node.name
+    held: defaultdict[str, list[str]] = defaultdict(list)
+    for node in graph.forward_nodes:
+        for name in node.outputs:
+            scope = node.module
+            for reader in graph.consumers[name]:
+                while reader.phase == "forward" and not is_under(reader.module, scope):
+                    scope = scope.rpartition(".")[0]
+            held[last_of[scope]].append(name)
+    return held

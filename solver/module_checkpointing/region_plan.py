@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from graphs.graph import RANDOM_STATE, Graph, Node, as_eager, is_under, with_dead_results
+from graphs.graph import (
+    Graph,
+    Node,
+    as_eager,
+    is_under,
+    with_dead_results,
+    without_random_states,
+)
 from graphs.hardware import is_collective
 from solver.module_checkpointing.eager_effects import EagerStep
 from solver.module_checkpointing.recomputation import Recomputation
@@ -61,13 +68,14 @@ def plan_regions(
     regions: Sequence[CheckpointRegion],
     *,
     in_loop: bool = False,
-    extra_bytes: ExtraBytes = lambda _region: 0,
+    extra_bytes: ExtraBytes | None = None,
 ) -> RegionPlan:
     """Build and simulate the step in which these disjoint regions are checkpointed.
 
     in_loop: the regions run in a loop over modules with a single variable (nn.Sequential). Then
         only a region's arguments are held while it runs, instead of what rule 6 says.
-    extra_bytes: bytes that the framework holds for a region and the graph does not show.
+    extra_bytes: bytes that the framework holds for a region and the graph does not show; they
+        replace the graph's own random states. None: none but the graph's random states.
 
     Raises RegionError if a region cannot be recomputed, or drops its output.
 
@@ -76,6 +84,10 @@ def plan_regions(
     if any(region.drops_output for region in regions):
         raise RegionError("stock checkpoints keep the output of a region; give it to `forecast`")
     graph_id, graph = graph.graph_id, with_dead_results(graph)
+    extra = [0]
+    if extra_bytes is not None:
+        graph = without_random_states(graph)
+        extra += [extra_bytes(region) for top in regions for region in top.flat()]
     n_recomputations: Mapping[str, int] = {}
     if regions:
         step = _Step(graph, RegionLayout(graph, regions), in_loop=in_loop)
@@ -85,10 +97,6 @@ def plan_regions(
     else:  # the step as PyTorch runs it without checkpoints
         eager = as_eager(graph)
         schedule = baseline(eager)
-    extra = [extra_bytes(region) for top in regions for region in top.flat()]
-    # one random state for each micro-batch in flight is in the graph already
-    state = graph.tensor_by_name.get(RANDOM_STATE)
-    other_micro_batch_bytes = max(0, sum(extra) - (0 if state is None else state.size_bytes))
     return RegionPlan(
         regions=tuple(regions),
         in_loop=in_loop,
@@ -97,9 +105,7 @@ def plan_regions(
         simulation=simulate(eager, schedule),
         # While a region is recomputed, the interrupted code's state is held as well: up to the
         # largest of them.
-        extra_bytes=sum(extra)
-        + max(extra, default=0)
-        + (graph.n_in_flight - 1) * other_micro_batch_bytes,
+        extra_bytes=graph.n_in_flight * sum(extra) + max(extra),
     )
 
 

@@ -71,13 +71,13 @@ class NoModulesFitError(ValueError):
 
 
 def by_module(
-    solution: Solution, tree: ModuleTree, *, may_save: MaySave, extra_bytes: ExtraBytes
+    solution: Solution, tree: ModuleTree, *, may_save: MaySave, extra_bytes: ExtraBytes | None
 ) -> RegionPlan:
     """Find the fastest plan by modules within the solution's budget.
 
     tree: the modules to choose from.
     may_save: which operators of a region the framework can save.
-    extra_bytes: bytes that the framework holds for a checkpointed call and the graph does not show.
+    extra_bytes: as in `plan_regions`.
 
     Raises NoModulesFitError if no plan is found that fits, and ValueError for a solution without a
     schedule.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +91,40 @@ def read_after_a_write(x: torch.Tensor, _mean: torch.Tensor) -> object:
 def test_what_is_read_after_a_write_is_known_without_tracing() -> None:
     _, graph = traced(read_after_a_write)
     assert N_BYTES in [result["size_bytes"] for result in graph.meta.dead_results.values()]
+
+
+class Clipped(torch.autograd.Function):
+    """Computes a mask that only the backward pass reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.abs() < 1)
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (mask,) = ctx.saved_tensors
+        return gradient * mask
+
+
+SAVED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a copy of what a product overwrites": lambda x, y: (x + 1).mul_(y),
+    "a mask": lambda x, y: Clipped.apply(x) + y,
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_what_autograd_alone_saves_is_not_dead(name: str) -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(256, 256), nn.Linear(256, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return SAVED[name](self.one(x), self.other(x)).sin().mean()
+
+    model, batch = Products(), torch.randn(256, 256)
+    graph = trace(model, batch)
+    assert not graph.meta.dead_calls
+    assert not graph.meta.dead_results
+    assert solve(graph, budget="1GB").baseline.peak_bytes == measure(model, batch).peak_bytes

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphs.capture import CPU_RANDOM_STATE_BYTES
 from graphs.costs.models import Measured
 from graphs.graph import Graph
 from graphs.trace import trace
@@ -221,3 +222,16 @@ def test_any_choice_of_regions_takes_at_most_the_simulated_peak(name: str, seed:
     simulated = put(model, graph, regions_by_chance(graph, model, random.Random(seed)))
     assert measured_bytes(model) - SCALARS_BYTES <= simulated.peak_bytes
     assert_bitwise_identical(plain, model, rows())
+
+
+def test_exports_do_not_count_the_random_states_of_the_plan() -> None:
+    """A plan may keep one for each dropout, a checkpoint keeps one for each call."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(8)]
+    model, batch = nn.Sequential(*layers), torch.randn(32, WIDTH)
+    loss = {"loss": lambda output, _batch: output.square().mean()}
+    plain = solve(model, batch, budget="1GB", rewrites="none", **loss)
+    exported = to_torch_checkpoint(model, plain)
+    measured_bytes = measure(model, batch, n_steps=1, **loss).peak_bytes
+    assert exported.peak_bytes == measured_bytes
+    assert plain.baseline.peak_bytes == measured_bytes + 8 * CPU_RANDOM_STATE_BYTES

@@ -17,12 +17,11 @@ def test_each_rank_has_the_same_bits_and_holds_what_was_predicted(case: str) -> 
     for each in found:
         assert each["same"], each
         assert each["measured_bytes"] <= each["predicted_bytes"]
-        # With sequence parallelism and checkpoints 5.2 % less, of which 4.3 % are random states in
-        # so small a step: 45 KB that an applied plan keeps and an export does not, and 61 KB of
-        # the checkpoints' own, which are not all there at the peak.
-        assert each["measured_bytes"] >= 0.94 * each["predicted_bytes"]
+        # With checkpoints 0.6 % less: three random states that are not there at the peak.
+        assert each["measured_bytes"] >= 0.99 * each["predicted_bytes"]
     planned = [each for each in found if each["modules"]]
     assert {each["rank"] for each in planned} == {0, 1, 2, 3}
-    assert all(each["modules"] == ["blocks.0", "blocks.1", "blocks.2"] for each in planned)
+    blocks = ["blocks.0", "blocks.1", "blocks.2"][: 3 if case == "colwise" else 2]
+    assert all(each["modules"] == blocks for each in planned)
     plain_bytes = min(each["measured_bytes"] for each in found if not each["modules"])
     assert all(each["measured_bytes"] < 0.9 * plain_bytes for each in planned)
