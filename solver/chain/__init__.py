@@ -2,7 +2,7 @@
 
 from solver.chain.binomial import Action, n_extra_steps, reversal
 from solver.chain.blocks import Blocks, checkpoints, computing_blocks, split_into_blocks
-from solver.chain.from_graph import constant_bytes, to_chain
+from solver.chain.from_graph import constant_bytes, room_bytes, to_chain
 from solver.chain.levels import (
     Level,
     cost_of,

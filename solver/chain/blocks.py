@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -103,8 +103,16 @@ class Storage:
     is_output: bool
 
 
-def split_into_blocks(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
+def split_into_blocks(
+    graph: Graph,
+    *,
+    max_blocks: int | None = None,
+    room_bytes: Mapping[str, int] | None = None,
+) -> Blocks:
     """Partition the graph into a chain of at most `max_blocks` blocks (default: no limit).
+
+    Blocks save equal shares of what all save, or, with room_bytes, equal shares of the room: bytes
+    by forward node, 1 or more, that are left for saved tensors while their backward segment runs.
 
     Cost: O(n log n) in the size of the graph. A graph without a bottleneck is one block.
     Raises ValueError if max_blocks is less than 1.
@@ -126,7 +134,8 @@ def split_into_blocks(graph: Graph, *, max_blocks: int | None = None) -> Blocks:
     widths, humps = _widths(storages, companions, len(names))
     cuts = _bottlenecks(widths, humps)
     if max_blocks is not None and len(cuts) >= max_blocks:
-        cuts = _fewer_cuts(storages, cuts, widths, max_blocks)
+        rooms = [1] * len(names) if room_bytes is None else [room_bytes[name] for name in names]
+        cuts = _fewer_cuts(storages, cuts, widths, rooms, max_blocks)
     bounds = [0, *cuts, len(names)] if names else [0]
     read_outside = {
         graph.root(name) for n in graph.later_nodes if n.phase == "outside" for name in n.inputs
@@ -266,18 +275,22 @@ def _highest_hump_to_narrower(
 
 
 def _fewer_cuts(
-    storages: Sequence[Storage], cuts: Sequence[int], widths: Sequence[int], max_blocks: int
+    storages: Sequence[Storage],
+    cuts: Sequence[int],
+    widths: Sequence[int],
+    rooms: Sequence[int],
+    max_blocks: int,
 ) -> list[int]:
     """Fewer cuts: the narrowest near each multiple of an equal share of what the blocks would save.
 
-    What a block would save is its bytes that later nodes read. If nothing is saved, shares are
-    equal in the number of nodes.
+    What a block would save is its bytes that later nodes read, each divided by the room (`rooms`,
+    by position). If nothing is saved, shares are equal in the number of nodes.
     """
-    saved = [0] * len(widths)
+    saved = [0.0] * len(widths)
     for storage in storages:
         if storage.read_later and not storage.is_output:
-            saved[storage.born] += storage.size_bytes
-    saved_before = list(accumulate(saved if any(saved) else [1] * len(widths), initial=0))
+            saved[storage.born] += storage.size_bytes / rooms[storage.born]
+    saved_before = list(accumulate(saved if any(saved) else [1.0] * len(widths), initial=0.0))
     chosen: dict[int, tuple[int, float, int]] = {}
     for position in cuts:
         share = saved_before[position] * max_blocks / saved_before[-1]

@@ -16,6 +16,9 @@ from graphs.graph import Graph
 from solver.chain.blocks import Blocks, Storage, forward_storages
 from solver.chain.problem import Chain
 
+LEAST_ROOM = 0.02
+"""Where nearly all of the budget is taken, a block is not made smaller than for this share."""
+
 
 def to_chain(graph: Graph, blocks: Blocks) -> Chain:
     """Seconds and bytes of each block, in the conventions of `Chain`.
@@ -45,6 +48,26 @@ def constant_bytes(graph: Graph, blocks: Blocks) -> int:
     return graph.resident_bytes + sum(
         s.size_bytes for s in forward_storages(graph) if s.is_output or s.name in blocks.companions
     )
+
+
+def room_bytes(graph: Graph, blocks: Blocks, *, budget_bytes: int) -> dict[str, int]:
+    """By forward node: bytes of the budget left for the forward pass's tensors, at the worst point
+    of its block's backward segment, and at least LEAST_ROOM of the largest.
+
+    It shrinks during the backward pass as gradients of parameters accumulate.
+    """
+    later_bytes = _later_live_bytes(graph)
+    left = budget_bytes - constant_bytes(graph, blocks)
+    rooms = [
+        left - max((later_bytes[name] for name in segment), default=0)
+        for segment in blocks.backward[: blocks.n_blocks]
+    ]
+    least = max(1, math.ceil(LEAST_ROOM * max(rooms, default=1)))
+    return {
+        name: max(least, room)
+        for names, room in zip(blocks.forward, rooms, strict=True)
+        for name in names
+    }
 
 
 class _Model:

@@ -12,7 +12,13 @@ it charges a recomputed block for ops at its end that do not run. Therefore a se
 the input of every block, and the schedule of `sqrt` is simulated as well; so it is never worse than
 that or `every_block`.
 
-Cost: some dozen chain problems of at most DP_MAX_BLOCKS blocks.
+Where gradients of parameters accumulate, the backward pass begins with room for many checkpoints
+and ends with room for few. In a deep chain near its minimum budget no equal blocks fit. Then blocks
+are sized by the room that their backward segments leave, and there are more of them: 1000 residual
+blocks at their minimum budget lose 42.5 % instead of 249.6 by `revolve`.
+
+Cost: some dozen chain problems of at most DP_MAX_BLOCKS blocks; if nothing fits, eight of at most
+FINE_MAX_BLOCKS, a second or two each.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from solver.chain import (
     Chain,
     chain_to_schedule,
     constant_bytes,
+    room_bytes,
     solve_chain,
     split_into_blocks,
     to_chain,
@@ -36,6 +43,7 @@ from solver.methods.sqrt import sqrt
 from solver.schedule import baseline
 
 DP_MAX_BLOCKS = 64
+FINE_MAX_BLOCKS = 200
 N_BISECTIONS = 8
 N_SLOTS = 500
 """Approximate number of slots of a chain problem."""
@@ -75,7 +83,23 @@ def dp(
             raise_budget = partial(_raise_budget, search, blocks, to_chain(graph, blocks))
             most_bytes = raise_budget(0, 2 * guess_bytes, keep_inputs=False)
             raise_budget(most_bytes // 2, most_bytes, keep_inputs=True)
+        if search.best is None:
+            _with_blocks_by_room(search)
     return search.proposal()
+
+
+def _with_blocks_by_room(search: BestSoFar) -> None:
+    """If the graph has more than DP_MAX_BLOCKS blocks: try more of them, sized by the room."""
+    graph, budget_bytes = search.graph, search.budget_bytes
+    fine = split_into_blocks(graph)
+    if fine.n_blocks <= DP_MAX_BLOCKS:
+        return
+    room = room_bytes(graph, fine, budget_bytes=budget_bytes)
+    blocks = split_into_blocks(graph, max_blocks=FINE_MAX_BLOCKS, room_bytes=room)
+    left_bytes = budget_bytes - constant_bytes(graph, blocks)
+    if left_bytes > 0:
+        chain = to_chain(graph, blocks)
+        _raise_budget(search, blocks, chain, 0, 2 * left_bytes, keep_inputs=False)
 
 
 def _raise_budget(
