@@ -204,9 +204,10 @@ def settings_of(
     )
 
 
-_AROUND = {"forward", "_is_torch_compile", "_compiled_call_impl"}
+_AROUND = {"forward", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"}
 """Attributes of the model itself that a plan does not depend on: its `forward` is the plan, and
-torch.compile and `model.compile()`, which set the others, wrap the call."""
+torch.compile, `model.compile()` and Lightning's version of torch.compile, which set the others,
+wrap the call."""
 
 
 class _Any:
