@@ -59,6 +59,15 @@ def test_at_most_so_many_blocks() -> None:
         split_into_blocks(graph, max_blocks=0)
 
 
+def test_blocks_are_smaller_where_there_is_less_room() -> None:
+    graph = uniform_chain(40)
+    room = {node.name: 10 + i for i, node in enumerate(graph.forward_nodes)}
+    blocks = split_into_blocks(graph, max_blocks=10, room_bytes=room)
+    assert is_a_partition(graph, blocks)
+    assert blocks.n_blocks == 10
+    assert 2 * sum(sizes(blocks)[:5]) < sum(sizes(blocks)[5:])
+
+
 def test_the_narrowest_cut_of_a_stretch_is_taken() -> None:
     tape = Tape()
     x = tape.input("x", 1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from graphs.synthetic import nets
 from solver.chain.blocks import Blocks, split_into_blocks
-from solver.chain.from_graph import constant_bytes, to_chain
+from solver.chain.from_graph import LEAST_ROOM, constant_bytes, room_bytes, to_chain
 from tests.support.small_graphs import make, op, random_step, uniform_chain
 
 
@@ -71,3 +74,13 @@ def test_numbers_add_up(seed: int) -> None:
     assert len(chain.backward_workspace_bytes) == n + 1
     pairs = zip(chain.saved_bytes, chain.input_bytes, strict=True)
     assert all(saved >= handed_on for saved, handed_on in pairs)
+
+
+def test_gradients_of_parameters_take_the_room_of_earlier_blocks() -> None:
+    graph = nets.residual(n_blocks=20)
+    blocks = split_into_blocks(graph)
+    room = room_bytes(graph, blocks, budget_bytes=graph.resident_bytes + 20 * 2**20)
+    each = [room[f"{i}.conv1"] for i in range(1, 20)]
+    assert {later - earlier for earlier, later in pairwise(each)} == {2 * 65536}
+    none_left = room_bytes(graph, blocks, budget_bytes=graph.resident_bytes + 5 * 2**20)
+    assert min(none_left.values()) >= max(1, LEAST_ROOM * max(none_left.values()))
