@@ -15,7 +15,7 @@ that or `every_block`.
 Where gradients of parameters accumulate, the backward pass begins with room for many checkpoints
 and ends with room for few. In a deep chain near its minimum budget no equal blocks fit. Then blocks
 are sized by the room that their backward segments leave, and there are more of them: 1000 residual
-blocks at their minimum budget lose 42.5 % instead of 249.6 by `revolve`.
+blocks at their minimum budget lose 42.2 % instead of 249.6 by `revolve`.
 
 Cost: some dozen chain problems of at most DP_MAX_BLOCKS blocks; if nothing fits, eight of at most
 FINE_MAX_BLOCKS, a second or two each.
