@@ -257,27 +257,8 @@ def check_budget_of(budget_of: str, *, kind: str | None) -> None:
         )
 
 
-def opaque_parts_error(graph: Graph, *, option: str) -> str:
-    """The error message for copies to the host in a step with parts that are planned as one piece;
-    "" if the step has none.
-
-    option: the one to leave out.
-    """
-    names = [str(part["module"]) for part in graph.meta.opaque_parts]
-    if not names:
-        return ""
-    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"copies to the host: not planned for a step in which a part is planned as one piece "
-        f"({which}), because what it saves cannot be copied to the host; leave out {option}, or "
-        "make these parts traceable (the plan without a host says for each why it is not)"
-    )
-
-
 def check_step_allows(graph: Graph, *, with_host: bool, budget_of: str) -> None:
     """Raise BudgetError for a host, or a budget of reserved memory, that this step cannot have."""
-    if with_host and (words := opaque_parts_error(graph, option="--host (host_budget=)")):
-        raise BudgetError(words)
     if with_host and sharding_of(graph.meta.environment) is not None:
         raise BudgetError(
             "copies to the host: not planned with FSDP2, which runs exported plans, and an "

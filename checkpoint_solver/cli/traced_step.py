@@ -18,7 +18,7 @@ from graphs.graph import Graph
 from graphs.pipeline import PipelineError
 from graphs.rewrites import Variants
 from graphs.zero import Zero, ZeroError
-from solver.device_and_costs import Target, opaque_parts_error
+from solver.device_and_costs import Target
 from solver.reporting import step_notes
 from solver.sizes_deadlines_progress import format_size
 
@@ -136,8 +136,6 @@ def trace_step(
             why=f"{file.source}: {error.why}{batch_text}",
             sizes=sizes,
         ) from error
-    if arguments.host is not None and (words := opaque_parts_error(step.plain, option="--host")):
-        raise UsageError(words)
     plain, *planned = (with_optimizer(g, optimizer_costs) for g in (step.plain, *step.planned))
     step = Variants(plain, tuple(planned))
     notes[:0] = traced_for.notes

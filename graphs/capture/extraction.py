@@ -120,6 +120,7 @@ class _Extraction:
         self._names: dict[int, str] = {}  # address of a storage -> tensor name
         self._alive: list[Any] = []  # keeps the storages, so that addresses stay unique
         self._constants: set[str] = set()
+        self._not_copyable: set[str] = set()
         self._n_random = 0
         self._part_writes = part_writes(captured)
 
@@ -144,7 +145,8 @@ class _Extraction:
         self._separate_gradients()
         self._mark_outputs()
         self.layout.tensors.extend(
-            Tensor(name, self.sizes[name], self.kinds[name]) for name in self.sizes
+            Tensor(name, n_bytes, self.kinds[name], copyable=name not in self._not_copyable)
+            for name, n_bytes in self.sizes.items()
         )
         return self.layout
 
@@ -221,6 +223,10 @@ class _Extraction:
             self.layout.sums.append(node.name)
         elif number is not None:
             self.layout.functions.setdefault(number, []).append(node.name)
+        if isinstance(node.target, OpaqueForward):
+            # Its autograd graph holds what it has saved, and the parameters.
+            parameters = (name for name in inputs if self.kinds[name] == "parameter")
+            self._not_copyable.update((allocated[-1], *parameters))
         self.layout.nodes.append(
             Node(
                 name=node.name,

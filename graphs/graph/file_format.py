@@ -28,12 +28,19 @@ def to_json(graph: Lookups) -> dict[str, Any]:
         **{name: value for name, (value, default) in optional.items() if value != default},
         "outputs": list(graph.outputs),
         # Tensor and Node have the fields of the format, in its order
-        "tensors": [dict(vars(tensor)) for tensor in graph.tensors],
+        "tensors": [_tensor_to_json(tensor) for tensor in graph.tensors],
         "nodes": [
             {**vars(node), "inputs": list(node.inputs), "outputs": list(node.outputs)}
             for node in graph.nodes
         ],
     }
+
+
+def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
+    fields = dict(vars(tensor))
+    if tensor.copyable:  # the default is not written
+        del fields["copyable"]
+    return fields
 
 
 def read_fields(value: object, *, source: str) -> dict[str, Any]:
@@ -58,6 +65,7 @@ def read_fields(value: object, *, source: str) -> dict[str, Any]:
             size_bytes=item.integer("size_bytes"),
             kind=item.choice("kind", KINDS),  # type: ignore[arg-type]
             alias_of=item.string("alias_of", default=None),
+            copyable=item.boolean("copyable", default=True),
         )
         for item in record.records("tensors")
     )

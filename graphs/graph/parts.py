@@ -34,12 +34,14 @@ class Tensor:
     size_bytes: bytes of its storage. An alias shares its root's storage and adds no bytes.
     kind: shown in reports; the simulator does not use it.
     alias_of: the tensor (itself not an alias) whose storage it shares; None: it has its own.
+    copyable: whether its storage may be copied to host memory or disk. An alias has no say.
     """
 
     name: str
     size_bytes: int
     kind: Kind = "activation"
     alias_of: str | None = None
+    copyable: bool = True
 
 
 @dataclass(frozen=True)

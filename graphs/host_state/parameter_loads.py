@@ -34,8 +34,8 @@ def loadable_parameters(graph: Graph) -> tuple[str, ...]:
     """The parameters that can be on the host, in the order in which the step first reads them.
 
     Parameters are left out that are smaller than LEAST_BYTES, are not contiguous, share a storage
-    or are part of a larger one, are read by a loss outside of the model, are returned by the model,
-    or are read by no node except the optimizer's.
+    or are part of a larger one, cannot be copied, are read by a loss outside of the model, are
+    returned by the model, or are read by no node except the optimizer's.
     """
     layout = graph.meta.parameter_layout.values()
     parts = {each.get("tensor") for each in layout if each.get("fills_storage") is False}
@@ -49,6 +49,7 @@ def loadable_parameters(graph: Graph) -> tuple[str, ...]:
         if tensor.name in parameters
         and tensor.kind == "parameter"
         and tensor.alias_of is None
+        and tensor.copyable
         and tensor.name not in excluded
         and tensor.size_bytes >= LEAST_BYTES
     ]

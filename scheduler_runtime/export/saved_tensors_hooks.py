@@ -77,7 +77,8 @@ def to_saved_tensors_hooks(
         budget: "error" raises ExportError, "least" exports anyway (see `ExportedCopies.fits`).
 
     Raises ExportError if the solution has no schedule or copies nothing that autograd saves, if the
-    model is not the planned one or has a plan already, and if the step does not fit.
+    model is not the planned one, has a plan already or has parts that are planned as one piece, and
+    if the step does not fit.
     """
     if on_excess not in ("error", "least"):
         raise ValueError(f"on_excess is {on_excess!r}; 'error' or 'least'")
@@ -91,6 +92,12 @@ def to_saved_tensors_hooks(
         raise ExportError(
             "the plan rewrites the step, and the plain step is not known; plan the model, not a "
             "file"
+        )
+    if parts := graph.meta.opaque_parts:
+        raise ExportError(
+            f"a part of the model is planned as one piece ({parts[0]['module']}), and hooks of "
+            "saved tensors cannot tell what is saved inside it from what the plan copies; use "
+            "apply(model, solution)"
         )
     copied = {op.storage for op in solution.schedule.ops if isinstance(op, Store)}
     chosen = _can_be_offloaded(solution, copied)

@@ -56,7 +56,6 @@ from scheduler_runtime.surroundings import (
     no_checkpoints,
     refuse_checkpointing,
 )
-from solver.device_and_costs import opaque_parts_error
 from solver.schedule import Request, Solution
 from solver.sizes_deadlines_progress import counted, now_s, tell, telling
 from solver.solving import disk_directory
@@ -220,11 +219,7 @@ class PlanningPart(CalledPart):
                 else dict(self._expected_gradients.layouts),
                 known=known_program(self._programs, self.kind(call), self._model, call),
             )
-            step = self.rehearsed(step, call)
-        words = opaque_parts_error(step.graph, option="host_budget=")
-        if request.places is not None and words:
-            raise FitError(words)
-        return step
+            return self.rehearsed(step, call)
 
     def _build_program(
         self,

@@ -11,7 +11,7 @@ is fetched the next time that it is there), b (seconds that the compute stream l
                 x[v] + h[v] + r[maker(v)] >= r[n]    for each unit v that n reads
                 sum of bytes[u] * x[u] <= budget - resident - what p makes and its workspace
                 sum of bytes[u] * h[u] <= bytes of the host (and of the disk)
-                h[u] = 0 where u holds an output of the graph, which is never stored
+                h[u] = 0 where u is never stored: outputs of the graph, and what is not copyable
                 x[u] = 1 where p reads u; r[n] = 0 where n is not recomputable, or never fits
 
 and the rows of the two directions of the link (`solver.bound.link_rows`).
@@ -111,7 +111,7 @@ class CopyMilp(CutMilp):
     def _add_fetch_columns(self, p: int, keep: Mapping[int, int]) -> None:
         folded = self.folded
         for u in keep if self._places.host is not None else ():
-            if folded.unit_bytes[u] and p not in folded.uses[u] and not folded.is_output(u):
+            if folded.unit_bytes[u] and p not in folded.uses[u] and folded.may_be_stored(u):
                 self.fetch[u] = self.program.variable()
 
     def _add_bytes(self, p: int, keep: Mapping[int, int]) -> None:

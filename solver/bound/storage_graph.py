@@ -153,6 +153,10 @@ class StorageGraph:
         """Whether unit u holds an output of the graph."""
         return self.n_nodes in self.uses[u][-1:]
 
+    def may_be_stored(self, u: int) -> bool:
+        """Whether the rules of a schedule allow that unit u is copied to the host."""
+        return self.graph.tensor_by_name[self.unit_names[u]].copyable and not self.is_output(u)
+
     @cached_property
     def unit_of(self) -> dict[str, int]:
         """By name of a tensor that a node makes, its unit; views of resident tensors have none."""

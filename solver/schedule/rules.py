@@ -15,7 +15,8 @@
 7. A copy needs its storage at its source and not at its target: `Store` on the device and not on
    the host, `Fetch` the reverse, `Spill` on the host and not on the disk, `Load` the reverse.
    `Drop` needs it on the host, `Delete` on the disk. Resident storages are not copied, nor are
-   those of outputs of the graph: whoever receives an output holds its memory.
+   those of outputs of the graph: whoever receives an output holds its memory. Nor are those that
+   the graph says cannot be copied (`Tensor.copyable`).
 8. `Fetch` brings back every tensor on the storage that has been made so far, except what has been
    overwritten. They are live again, and each is freed by itself.
 9. A node may overwrite a storage only if neither the host nor the disk has a copy of it. So a copy
@@ -215,6 +216,8 @@ class Device:
                     "which leaves the step (an output of the model, or a gradient): its memory is "
                     "the caller's"
                 )
+            if not tensor.copyable:
+                raise CopyError("which cannot be copied (copyable is false)")
             if isinstance(op, Drop | Delete):
                 self.streams.drop_copy(op, tensor.size_bytes)
             else:

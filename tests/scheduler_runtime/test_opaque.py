@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from graphs.trace import trace
-from scheduler_runtime import FitError, apply, fit
+from scheduler_runtime import apply, fit
 from scheduler_runtime.measuring import measure
 from solver.schedule import Solution, simulate
-from solver.sizes_deadlines_progress import BudgetError
 from solver.solving import solve
 from tests.support.bitwise import assert_equal
 from tests.support.opaque_models import (
@@ -162,17 +161,6 @@ def test_a_call_that_keeps_more_than_planned_is_planned_anew(
     apply(most, solution)
     assert_equal(train(plain, batch, n_steps=1), train(most, batch, n_steps=1))
     assert "'parts.0', which is planned as one piece, saves or reads other" in caplog.text
-
-
-@pytest.mark.slow
-def test_host_memory_is_refused() -> None:
-    model, batch = network("NumPy", n_blocks=1)
-    words = r"planned as one piece \(parts.0\), because what it saves cannot be copied to the host"
-    with pytest.raises(BudgetError, match=rf"{words}; leave out --host \(host_budget=\)"):
-        solve(model, batch, budget="1GB", host_budget="1GB", host_link="50GB/s")
-    fit(model, budget="1GB", optimizer=[], host_budget="1GB")
-    with pytest.raises(FitError, match=rf"{words}; leave out host_budget="):
-        model(batch)
 
 
 @pytest.mark.slow

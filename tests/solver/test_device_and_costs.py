@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from graphs.hardware import DEVICES
-from graphs.synthetic.nets import chain
-from solver.device_and_costs import DeviceError, card_called, check_step_allows, find_hardware
+from solver.device_and_costs import DeviceError, card_called, find_hardware
 from solver.reporting import describe_costs
-from solver.sizes_deadlines_progress import BudgetError
 
 
 @pytest.mark.parametrize(
@@ -50,14 +46,3 @@ def test_costs_are_told_in_words():
     )
     assert describe_costs("by hand") == "by hand"
     assert describe_costs(None) == ""
-
-
-def test_parts_planned_as_one_piece_have_no_copies_to_the_host() -> None:
-    """Also in a step that is read from a graph file."""
-    graph = chain(n_blocks=2)
-    parts = [{"module": f"layers.{i}.moe", "why": "a branch"} for i in range(5)]
-    graph = dataclasses.replace(graph, meta=graph.meta.with_environment(opaque=parts))
-    check_step_allows(graph, with_host=False, budget_of="allocated")
-    words = r"\(layers.0.moe, layers.1.moe, layers.2.moe and 2 more\).*leave out --host"
-    with pytest.raises(BudgetError, match=words):
-        check_step_allows(graph, with_host=True, budget_of="allocated")

@@ -205,7 +205,8 @@ class _Step:
         # number of nodes that have run -> seconds of those that have not
         self.left_s = list(accumulate((n.time_s for n in reversed(graph.nodes)), initial=0.0))[::-1]
         self.goal = self._mask(graph.outputs)
-        self.leaving = {self.number[root[t]] for t in graph.outputs if root[t] in self.number}
+        never_stored = {root[t] for t in graph.outputs} | {t.name for t in made if not t.copyable}
+        self.never_stored = {u for name, u in self.number.items() if name in never_stored}
 
     def _mask(self, names: tuple[str, ...]) -> int:
         mask = 0
@@ -260,7 +261,7 @@ class _Step:
     ) -> Iterator[tuple[tuple[str, str], State, Clocks, int]]:
         for u, name in enumerate(self.roots):
             on_device, on_host = state.live & self.members[u], state.host >> u & 1
-            if on_device and not on_host and u not in self.leaving:
+            if on_device and not on_host and u not in self.never_stored:
                 start_s = max(clocks.compute, clocks.out, clocks.ready[u], clocks.free)
                 end_s = start_s + self.host.latency_s + self.size[u] * self.host.out_s_per_byte
                 times = clocks._replace(

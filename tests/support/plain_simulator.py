@@ -120,6 +120,8 @@ def simulate_plainly(
                 raise BrokenRuleError("7: resident")
             if type(op).__name__ == "Store" and op.storage in {root[t] for t in graph.outputs}:
                 raise BrokenRuleError("7: an output")
+            if not next(t.copyable for t in graph.tensors if t.name == op.storage):
+                raise BrokenRuleError("7: not copyable")
             on_device = {(root[t], "device") for t in here}
             steps.append(_move(op, on_device | away, size[op.storage], places))
             away -= steps[-1].gives_up

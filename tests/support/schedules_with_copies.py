@@ -44,7 +44,7 @@ class Gap:
 
 def unused_gaps(graph: Graph, schedule: Schedule) -> Iterator[Gap]:
     """The gaps of all storages that may be copied, in the order of their ends."""
-    stays = output_storages(graph)
+    stays = never_stored(graph)
     live: set[str] = set()
     made: set[str] = set()
     gone: set[str] = set()
@@ -97,9 +97,10 @@ def copy_away(graph: Graph, schedule: Schedule, chosen: Iterable[Gap]) -> Schedu
     return with_ops_before(schedule, inserted)
 
 
-def output_storages(graph: Graph) -> frozenset[str]:
-    """The storages of the step's outputs."""
-    return frozenset(map(graph.root, graph.outputs))
+def never_stored(graph: Graph) -> frozenset[str]:
+    """The storages of the step's outputs, and those that cannot be copied."""
+    outputs = map(graph.root, graph.outputs)
+    return frozenset(outputs).union(t.name for t in graph.tensors if not t.copyable)
 
 
 def random_copies(graph: Graph, schedule: Schedule, rng: random.Random) -> Schedule:

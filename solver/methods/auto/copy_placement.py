@@ -70,9 +70,9 @@ class Gap:
 def never_copied(folded: StorageGraph) -> frozenset[int]:
     """Units that must not be copied.
 
-    They are units that a node overwrites, as the old value must not come back; outputs of the
-    graph, which the rules keep from being stored; and units that the caller makes and holds, which
-    are the gradients of outputs, from a loss outside.
+    They are units that a node overwrites, as the old value must not come back; those that the rules
+    keep from being stored; and units that the caller makes and holds, which are the gradients of
+    outputs, from a loss outside.
     """
     graph = folded.graph
     stay = {graph.root(node.overwrites) for node in graph.nodes if node.overwrites is not None}
@@ -80,7 +80,7 @@ def never_copied(folded: StorageGraph) -> frozenset[int]:
     made = {name for name, node in graph.producer.items() if node.phase in of_module}
     stay |= {graph.root(name) for name in graph.producer} - made
     names = enumerate(folded.unit_names)
-    return frozenset(u for u, name in names if name in stay or folded.is_output(u))
+    return frozenset(u for u, name in names if name in stay or not folded.may_be_stored(u))
 
 
 def find_gaps(folded: StorageGraph, order: Sequence[str]) -> list[Gap]:

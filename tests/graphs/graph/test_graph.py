@@ -32,7 +32,7 @@ def step() -> Graph:
             Tensor("w.view", 16, "parameter", alias_of="w"),
             Tensor("moment", 32, "optimizer_state"),
             Tensor("h", 4),
-            Tensor("stats", 0),
+            Tensor("stats", 0, copyable=False),
             Tensor("h.view", 4, alias_of="h"),
             Tensor("loss", 4, "output"),
             Tensor("grad.w", 16, "gradient"),
@@ -134,6 +134,9 @@ def test_round_trip(step: Graph, tmp_path: Path) -> None:
     again = Graph.load(tmp_path / "graph.json")
     assert again == step
     assert again.meta == step.meta
+    written = {tensor["name"]: tensor for tensor in step.to_json()["tensors"]}
+    assert written["stats"]["copyable"] is False
+    assert "copyable" not in written["h"]
     assert again.graph_id == step.graph_id
     assert list(tmp_path.iterdir()) == [tmp_path / "graph.json"]
 

@@ -266,6 +266,12 @@ def test_what_a_view_among_the_outputs_lies_on_is_not_copied(views: Graph) -> No
     assert "which leaves the step" in refused(out, "f v store:a g w q").reason
 
 
+def test_what_is_not_copyable_is_not_copied(step: Graph) -> None:
+    tensors = tuple(replace(t, copyable=t.name != "a") for t in step.tensors)
+    fixed = replace(step, tensors=tensors)
+    assert "store names 'a', which cannot be copied" in refused(fixed, "f store:a g h q").reason
+
+
 def test_copies_need_places(step: Graph) -> None:
     error = refused(step, "f store:a g h q", None)
     assert "no host is given" in error.reason

@@ -30,7 +30,7 @@ from solver.schedule import (
 from solver.sizes_deadlines_progress import Deadline, OutOfTimeError
 from tests.support.brute_force_copies import HostLink, TooManyStatesError, fastest
 from tests.support.budgets import baseline_peak_bytes, budget_above_resident
-from tests.support.schedules_with_copies import output_storages
+from tests.support.schedules_with_copies import never_stored
 from tests.support.small_graphs import make, op
 from tests.support.synthetic_graphs import chain, random_dag, residual, some_graph
 
@@ -60,7 +60,7 @@ def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: in
         assert (simulation.peak_bytes <= budget_bytes) == (not placed.over_bytes)
         assert simulation.host_peak_bytes <= places.host.capacity_bytes
         stored = {op.storage for op in placed.schedule.ops if isinstance(op, Store)}
-        assert stored.isdisjoint(output_storages(graph))
+        assert stored.isdisjoint(never_stored(graph))
         n_placed += placed.schedule.has_copies
         n_fit += not placed.over_bytes
     assert n_placed > 60
