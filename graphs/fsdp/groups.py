@@ -6,7 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphs.fsdp.spec import ELEMENT_BYTES, ShardingError, shard_rows
+from graphs.fsdp.spec import (
+    ELEMENT_BYTES,
+    ShardingError,
+    accumulates_in_reduce_dtype,
+    shard_rows,
+)
 from graphs.graph import Graph, Node, is_under
 
 ROOT = ""
@@ -23,6 +28,8 @@ class ShardedParameter:
         three dtypes: the one it is stored in, the one it is gathered in (gradients are computed in
         it, too), and the one gradients are reduced in.
     gradient: the tensor that holds its whole gradient; None: it has none.
+    is_gradient_cast: whether that tensor is in the dtype it is reduced in, or in the one it is
+        computed in.
     is_even: whether its number of rows is a multiple of the number of ranks.
     n_sums: tensor-parallel ranks over which its gradient still has to be summed (1: none).
     is_cast: whether its shard is cast before it is gathered.
@@ -37,6 +44,12 @@ class ShardedParameter:
     is_even: bool
     n_sums: int = 1
     is_cast: bool = False
+    is_gradient_cast: bool = False
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of one rank's shard, including padding, in the dtype of its whole gradient."""
+        return self.reduced_bytes if self.is_gradient_cast else self.gathered_bytes
 
 
 @dataclass(frozen=True)
@@ -93,13 +106,15 @@ def read_parameters(
 ) -> list[ShardedParameter]:
     """The parameters of a traced step and their shards.
 
-    reduce_dtype: the dtype that gradients are reduced in; None: the one that they are computed in.
+    reduce_dtype: the dtype that gradients are reduced in; None: that of the shards, or before torch
+        2.15 the one that they are computed in.
 
     Raises ShardingError for scalars, and for a graph without `parameter_layout`.
     """
     layout = graph.meta.parameter_layout
     if not layout:
         raise ShardingError("the graph has no parameter_layout in its meta; trace the model again")
+    is_stored_dtype = accumulates_in_reduce_dtype(graph.meta.environment)
     found = []
     for path, entry in layout.items():
         shape = tuple(entry["shape"])
@@ -110,7 +125,8 @@ def read_parameters(
         n_elements = shard_rows(shape[0], n_ranks) * math.prod(shape[1:])
         computed_bytes = entry["element_bytes"]
         stored_bytes = entry.get("stored_element_bytes", computed_bytes)
-        reduced_bytes = ELEMENT_BYTES[reduce_dtype] if reduce_dtype else computed_bytes
+        own_bytes = stored_bytes if is_stored_dtype else computed_bytes
+        reduced_bytes = ELEMENT_BYTES[reduce_dtype] if reduce_dtype else own_bytes
         found.append(
             ShardedParameter(
                 path=path,

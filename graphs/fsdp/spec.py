@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphs.graph import Graph
 from graphs.hardware import link_named
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -24,8 +26,8 @@ class MixedPrecision:
     param_dtype: dtype of the gathered parameters, and so of the computation; None: that of the
         shards.
     reduce_dtype: dtype in which gradients are reduced, or accumulated while they are not reduced;
-        None: the dtype in which they are computed. Afterwards they are cast to the dtype of the
-        shards.
+        None: the dtype of the shards, and before torch 2.15 the one in which they are computed.
+        Afterwards they are cast to the dtype of the shards.
     output_dtype: the dtype that the outputs of each group are cast to; None: they are not cast.
     cast_forward_inputs: whether the inputs of each group are cast to param_dtype.
 
@@ -59,7 +61,7 @@ class MixedPrecision:
 
         policy: a MixedPrecisionPolicy of PyTorch, a MixedPrecision, or a dict of its fields.
 
-        Raises ShardingError for anything else.
+        Raises ShardingError for anything else, and for a policy that chooses dtypes per parameter.
         """
         names = [each.name for each in dataclasses.fields(cls)]
         if isinstance(policy, Mapping) and policy.keys() <= set(names):
@@ -68,6 +70,11 @@ class MixedPrecision:
             raise ShardingError(
                 f"mp_policy is {policy!r:.80}; expected a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy"
+            )
+        if getattr(policy, "param_dtype_override_fn", None) is not None:  # from torch 2.15 on
+            raise ShardingError(
+                "param_dtype_override_fn in mp_policy: dtypes that differ between the parameters "
+                "of a group are not planned; leave it out"
             )
         return cls(**{name: getattr(policy, name) for name in names})
 
@@ -132,6 +139,29 @@ class Sharding:
             raise ShardingError(f"groups is {self.groups!r}; expected a sequence of module paths")
         if self.groups is not None:
             object.__setattr__(self, "groups", tuple(self.groups))
+
+
+def accumulates_in_reduce_dtype(environment: Mapping[str, Any]) -> bool:
+    """Whether the step's FSDP2 is that of torch 2.15 or newer (unknown: it is not).
+
+    There, a parameter's gradient is cast to the dtype it is reduced in, or added to a sum in that
+    dtype, as soon as autograd has computed it. If no dtype is given, it is reduced in that of its
+    shard. Stages of a pipeline reduce their last group first.
+    """
+    release = re.match(r"(\d+)\.(\d+)", str(environment.get("torch", "")))
+    return release is not None and (int(release[1]), int(release[2])) >= (2, 15)
+
+
+def check_unsharded(graph: Graph) -> None:
+    """Raise ShardingError for a step with an optimizer, and for a step that is sharded already."""
+    if any(node.phase == "optimizer" for node in graph.nodes):
+        raise ShardingError(
+            "the graph includes an optimizer step: shard first, then add the optimizer"
+        )
+    if sharding_of(graph.meta.environment) is not None:
+        raise ShardingError(
+            f"the graph is sharded already: {sharding_words(graph.meta.environment)}"
+        )
 
 
 def shard_rows(n_rows: int, n_ranks: int) -> int:

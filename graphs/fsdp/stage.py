@@ -12,7 +12,8 @@ more. Only reshard_after_forward=False is planned:
 - *In between*, whole parameters and the sums of whole gradients are resident.
 - *After the last backward pass*, a group's whole parameters are freed; its sums are copied into one
   buffer, freed, and reduce-scattered. This counts for what it takes beyond the bytes that the
-  groups before have freed. Its nodes have phase optimizer, since they run once per optimizer step.
+  groups before have freed. The root is the first group, with torch 2.15 the last. Its nodes have
+  phase optimizer, since they run once per optimizer step.
 
 A rank waits for the all-gathers only in the first micro-batch; each micro-batch counts its share of
 that time.
@@ -24,8 +25,8 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from graphs.fsdp.groups import ROOT, Group
-from graphs.fsdp.spec import Sharding, ShardingError
-from graphs.fsdp.transform import GLOO_SCALARS_BYTES, Transform, check_unsharded
+from graphs.fsdp.spec import Sharding, ShardingError, check_unsharded
+from graphs.fsdp.transform import GLOO_SCALARS_BYTES, Transform
 from graphs.graph import Graph, Tensor
 from graphs.hardware import all_gather_s, all_reduce_s, reduce_scatter_s
 from graphs.pipeline import Pipeline
@@ -134,7 +135,7 @@ class _StageTransform(Transform):
         for group in self._groups:
             self._add_cast_gradients(group)
         self._not_live_bytes = 0
-        for group in self._groups:
+        for group in reversed(self._groups) if self._casts_in_autograd else self._groups:
             self._reduce_after_last_backward(group)
 
     def _add_cast_gradients(self, group: Group) -> None:

@@ -3,7 +3,8 @@
 FSDP2 splits each parameter along its first dimension into equal shards, one per rank, and gathers
 the parameters of a group (those of a module) while they are needed. `sharded` adds that to a traced
 step: parameters become shards, and nodes are inserted that gather, free and reduce, in the order of
-the hooks of torch 2.13 (`torch/distributed/fsdp/_fully_shard`) with their default settings:
+the hooks of torch 2.13 (`torch/distributed/fsdp/_fully_shard`) with their default settings, and
+where they differ (`accumulates_in_reduce_dtype`) in that of torch 2.15:
 
 - *Forward.* Before a group's first operator its shards are all-gathered into one buffer, and copied
   from there into whole parameters, which are freed after its last operator. The buffer is freed
@@ -49,9 +50,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphs.fsdp.cast_gradients import with_cast_gradients
 from graphs.fsdp.communication import with_waits
 from graphs.fsdp.groups import ROOT, Group, GroupFinder, ShardedParameter, read_parameters
-from graphs.fsdp.spec import Sharding, ShardingError, sharding_of, sharding_words
+from graphs.fsdp.spec import (
+    Sharding,
+    ShardingError,
+    accumulates_in_reduce_dtype,
+    check_unsharded,
+)
 from graphs.graph import Graph, Node, Phase, Tensor
 from graphs.hardware import Link, all_reduce_s, link_named
 
@@ -76,18 +83,6 @@ def sharded(graph: Graph, sharding: Sharding, *, on_cpu: bool = False) -> Graph:
     transform = Transform(graph, sharding, on_cpu)
     step, link = transform.run(), transform.link
     return step if link is None else with_waits(step, sharding, link)
-
-
-def check_unsharded(graph: Graph) -> None:
-    """Raise ShardingError for a step with an optimizer, and for a step that is sharded already."""
-    if any(node.phase == "optimizer" for node in graph.nodes):
-        raise ShardingError(
-            "the graph includes an optimizer step: shard first, then add the optimizer"
-        )
-    if sharding_of(graph.meta.environment) is not None:
-        raise ShardingError(
-            f"the graph is sharded already: {sharding_words(graph.meta.environment)}"
-        )
 
 
 @dataclass
@@ -133,10 +128,13 @@ class Transform:
 
     def run(self) -> Graph:
         """The sharded step."""
-        graph = self.graph
         policy = self.sharding.mp_policy
         reduce_dtype = None if policy is None else policy.reduce_dtype
-        parameters = read_parameters(graph, self.sharding.n_ranks, reduce_dtype=reduce_dtype)
+        parameters = read_parameters(self.graph, self.sharding.n_ranks, reduce_dtype=reduce_dtype)
+        self._casts_in_autograd = accumulates_in_reduce_dtype(self.graph.meta.environment)
+        if self._casts_in_autograd and not self.sharding.accumulates_whole:
+            self.graph, parameters = with_cast_gradients(self.graph, parameters)
+        graph = self.graph
         self._groups = GroupFinder(graph, parameters, self.sharding.groups or ()).groups()
         self._accumulated = {t.name for t in graph.resident if t.kind == "gradient"}
         if self.sharding.accumulates_whole and not self._accumulated:
@@ -218,8 +216,8 @@ class Transform:
                 self._add_to_sum(parameter)
 
     def _make_sums(self) -> None:
-        """Create the sums of whole gradients. Autograd itself adds gradients to their sums if both
-        have the same dtype."""
+        """Create the sums of whole gradients. Before torch 2.15, autograd itself adds gradients to
+        their sums only if both have the same dtype."""
         for parameter in (p for group in self._groups for p in group.trained):
             assert parameter.gradient is not None
             whole_bytes = self.graph.tensor_by_name[parameter.gradient].size_bytes
@@ -228,18 +226,21 @@ class Transform:
             # once it is reduced, the shard of the gradient takes its place
             size_bytes = max(sum_bytes, parameter.stored_bytes)
             self.tensors.append(Tensor(name, size_bytes, "gradient"))
-            if sum_bytes == whole_bytes:
+            if sum_bytes == whole_bytes or self._casts_in_autograd:
                 self._added_when_read[parameter.gradient] = parameter
 
     def _add_to_sum(self, parameter: ShardedParameter) -> None:
         """Put a node that adds the whole gradient to its sum."""
         assert parameter.gradient is not None
         sum_of = self._sums[parameter.path]
-        # on the CPU, a gradient of another dtype is converted in a copy first
+        # on the CPU, a gradient of another dtype is converted in a copy first; autograd makes one
+        # on every device for a sum that is smaller
         is_cast = parameter.reduced_bytes != parameter.gathered_bytes
         copy_bytes = self.sharding.n_ranks * parameter.reduced_bytes if is_cast else 0
+        is_smaller = self._casts_in_autograd and parameter.reduced_bytes < parameter.gathered_bytes
+        by_device = (0, copy_bytes) if is_smaller else (copy_bytes, 0)
         read = (parameter.gradient, sum_of)
-        self._add_node("add gradient", parameter.path, "backward", read, (), copy_bytes)
+        self._add_node("add gradient", parameter.path, "backward", read, (), *by_device)
         self._added.add(parameter.path)
 
     def _gradients_to_reduce(self, trained: Sequence[ShardedParameter]) -> tuple[str, ...]:
@@ -273,7 +274,7 @@ class Transform:
         n_ranks, size_bytes = self.sharding.n_ranks, group.reduced_bytes
         flat = self._add_tensor("to be reduced", group, "backward", n_ranks * size_bytes, "buffer")
         gradients = self._gradients_to_reduce(group.trained)
-        padded_bytes = sum(p.gathered_bytes * n_ranks for p in group.trained if not p.is_even)
+        padded_bytes = sum(p.made_bytes * n_ranks for p in group.trained if not p.is_even)
         self._add_node("copy in", group.path, "backward", gradients, (flat,), padded_bytes)
         self._last_reduced = (flat,)
         name = reduced = _gradient_name(group)

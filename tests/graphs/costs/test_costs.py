@@ -100,6 +100,7 @@ def test_every_attention_that_trains_is_known() -> None:
         if name.startswith("aten::_scaled_dot_product") or "_attention_forward" in name
     }
     inference = {"_flash_attention_forward_no_dropout_inplace"}
+    inference |= {"_cudnn_attention_forward_no_dropout_inplace"} & names  # from torch 2.15 on
     traced_through = {"_scaled_dot_product_attention_math"}  # what it consists of is seen instead
     below_autograd = {"_cudnn_attention_forward"}
     unknown = {n for n in names if getattr(aten, n) not in {*FLOPS, *flop_registry}}

@@ -17,6 +17,7 @@ from graphs.fsdp.transform import sharded
 from graphs.graph import Graph
 from graphs.model_calls import TraceError
 from graphs.trace import trace
+from graphs.training_step import with_accumulation
 from solver import solve
 from tests.graphs.fsdp.test_fsdp import N, held, layers
 
@@ -62,6 +63,67 @@ def test_mixed_precision_step_by_step():
     # with replicas what was reduced stays to the end, beside the gradients that it was cast to
     last = now["fsdp: cast gradients, backward (l0)"]
     assert last == root // 2 + 24 + x + of_l0 + of_l0 // 2 + 16
+
+
+def with_release(graph: Graph, release: str) -> Graph:
+    return replace(graph, meta=graph.meta.with_environment(torch=release))
+
+
+@pytest.mark.parametrize(("release", "element_bytes"), [("2.14.1", 4), ("2.15.0", 8)])
+def test_gradients_are_reduced_as_stored_from_torch_2_15_on(release, element_bytes):
+    """l0 computes in 4 bytes an element and is stored in 8; no dtype is given to reduce in."""
+    layout = with_release(in_half(layers(4, 6)), release)
+    for policy in (None, MixedPrecision("float32")):
+        graph = sharded(layout, Sharding(n_ranks=N, groups=["l0"], mp_policy=policy))
+        reduced = graph.tensor_by_name["fsdp: to be reduced, backward (l0)"]
+        assert reduced.size_bytes == 4 * element_bytes
+        assert graph.tensor_by_name["fsdp: shards of gradients (l0)"].size_bytes == 4 * 8 // N
+
+
+@pytest.mark.parametrize("release", ["2.15.0", "3.0"])
+def test_gradients_reduced_in_less_are_cast_when_they_are_there(release):
+    policy = MixedPrecision(None, "bfloat16")
+    sharding = Sharding(n_ranks=N, groups=["l0"], mp_policy=policy)
+    before = sharded(with_release(layers(5, 6), "2.14.1"), sharding, on_cpu=True)
+    graph = sharded(with_release(layers(5, 6), release), sharding, on_cpu=True)
+    added = {n.name: n for n in graph.nodes if n.name not in before.node_by_name}
+    assert list(added) == [
+        f"fsdp: cast gradient, backward ({path}.weight)" for path in ("l1", "l0")
+    ]
+    copied = [g.node_by_name["fsdp: copy in, backward (l0)"] for g in (before, graph)]
+    assert [node.workspace_bytes for node in copied] == [6 * 4, 6 * 2]  # rows are padded to six
+    assert copied[1].inputs[0] == added["fsdp: cast gradient, backward (l0.weight)"].outputs[0]
+    less = {"b0": 6 * 2, "fsdp: copy in, backward ()": (5 + 6) * 2}  # gradients of l1, and of l0
+    less["fsdp: copy in, backward (l0)"] = (5 + 6) * 2  # a gradient and its padded copy
+    now, then = held(graph), held(before)
+    assert {name: then[name] - now[name] for name in less} == less
+
+
+@pytest.mark.parametrize(("reduce_dtype", "workspace_bytes"), [("float64", 0), ("bfloat16", 8)])
+def test_autograd_adds_to_sums_of_another_dtype_from_torch_2_15_on(reduce_dtype, workspace_bytes):
+    """So each gradient is added when it is there, and not at the end of its group."""
+    policy = MixedPrecision("float32", reduce_dtype)
+    whole = Sharding(n_ranks=N, groups=["l0"], mp_policy=policy, accumulates_whole=True)
+    graph = with_accumulation(in_half(layers(4, 6)), {"g0": "w0", "g1": "w1"})
+    before, now = (sharded(with_release(graph, r), whole) for r in ("2.14.1", "2.15.0"))
+    names = [node.name for node in now.nodes]
+    of_root = "fsdp: add gradient, backward (l1.weight)"
+    assert names[names.index("b1") + 1] == of_root
+    names = [node.name for node in before.nodes]
+    assert names.index(of_root) > names.index("b0")
+    added = now.node_by_name["fsdp: add gradient, backward (l0.weight)"]
+    assert added.workspace_bytes == workspace_bytes  # a smaller sum: the gradient is cast before
+    assert sum(t.size_bytes for t in now.resident if t.kind == "gradient") == sum(
+        t.size_bytes for t in before.resident if t.kind == "gradient"
+    )
+
+
+def test_dtypes_of_single_parameters_are_refused():
+    class Policy(MixedPrecision):
+        param_dtype_override_fn = staticmethod(lambda parameter: None)
+
+    with pytest.raises(ShardingError, match="param_dtype_override_fn in mp_policy: dtypes"):
+        Sharding(2, mp_policy=Policy("bfloat16"))
 
 
 @pytest.mark.parametrize(

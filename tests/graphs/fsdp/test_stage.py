@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from graphs.fsdp import MixedPrecision, Sharding, sharded_stage
@@ -67,3 +69,11 @@ def test_sums_are_in_the_dtype_that_is_reduced(reduce_dtype: str, element_bytes:
     graph = stage(in_half(layers(4, 6)), mp_policy=policy)
     sums = [tensor.size_bytes for tensor in graph.resident if tensor.kind == "gradient"]
     assert sum(sums) == 10 * element_bytes
+
+
+def test_torch_2_15_reduces_the_last_group_first() -> None:
+    for release, order in (("2.14.1", ["l0", "l1"]), ("2.15.0", ["l1", "l0"])):
+        graph = layers(4, 6)
+        meta = graph.meta.with_environment(torch=release)
+        names = [node.name for node in stage(replace(graph, meta=meta)).nodes]
+        assert names[-2:] == [f"fsdp: reduce scatter, optimizer ({path})" for path in order]
