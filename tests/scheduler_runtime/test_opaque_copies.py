@@ -14,17 +14,21 @@ from torch import Tensor, nn
 from checkpoint_solver.export import ExportError, to_saved_tensors_hooks
 from graphs.host_state import parameter_loads
 from scheduler_runtime import apply, fit
+from scheduler_runtime.execute.copies import Pool
 from scheduler_runtime.planned import Plan
 from solver.schedule import Solution, Spill, Store
 from solver.solving import solve
 from tests.scheduler_runtime.test_opaque import ADAMW, peak_bytes, train
 from tests.support.bitwise import assert_equal
 from tests.support.opaque_models import PARTS, network
+from tests.support.pools import made_pools
+
+__all__ = ["made_pools"]
 
 HOST: dict[str, Any] = {"host_budget": "1GB", "host_link": "2GB/s", "optimizer_state": "device"}
 
 
-def planned(model: nn.Module, batch: Tensor, *, share: float = 0.3, **options: Any) -> Solution:
+def planned(model: nn.Module, batch: Tensor, *, share: float = 0.5, **options: Any) -> Solution:
     """The plan with this share of the activations."""
     options = {"optimizer": ADAMW, **HOST, **options}
     free = solve(model, batch, budget="1GB", **options)
@@ -79,12 +83,13 @@ def test_a_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fit() -> None:
+def test_fit(made_pools: list[Pool]) -> None:
     plain, batch = network("experts")
     model = copy.deepcopy(plain)
-    budget = planned(plain, batch).request.budget_bytes
+    budget = planned(plain, batch, optimizer=None).request.budget_bytes
     fit(model, budget=budget, optimizer=[], host_budget="1GB", host_link="2GB/s")
     assert_equal(train(plain, batch), train(model, batch))
+    assert made_pools[0].host.numel()
 
 
 @pytest.mark.slow
@@ -94,8 +99,7 @@ def test_parameters_of_other_modules_may_be_on_the_host(monkeypatch: pytest.Monk
     model = copy.deepcopy(plain)
     options = {**HOST, "optimizer_state": "host", "parameters": "host"}
     solution = solve(model, batch, budget="1GB", optimizer=ADAMW, **options)
-    name_of = {tensor: name for name, tensor in solution.graph.meta.parameters.items()}
-    on_host = {name_of[tensor] for tensor in Plan.of(solution).host_parameters}
+    on_host = Plan.of(solution).host_parameters
     assert "mlps.0.0.weight" in on_host
     assert not any(name.startswith("parts.") for name in on_host)
     optimizers = [ADAMW(each.parameters(), lr=1e-2) for each in (plain, model)]
@@ -111,6 +115,6 @@ def test_parameters_of_other_modules_may_be_on_the_host(monkeypatch: pytest.Monk
 
 def test_hooks_of_saved_tensors_are_refused() -> None:
     model, batch = network("NumPy", n_blocks=1)
-    solution = planned(model, batch, share=0.5)
+    solution = solve(model, batch, budget="1GB", **HOST)
     with pytest.raises(ExportError, match=r"planned as one piece \(parts.0\)"):
         to_saved_tensors_hooks(model, solution)
