@@ -33,6 +33,8 @@ from graphs.capture.refuse import (
     generators_of,
     global_hooks,
     has_paired_hooks,
+    made_generator_error,
+    no_generators_made,
     overlapping,
     refuse_plans,
     refuse_replaced_forwards,

@@ -19,7 +19,7 @@ from graphs.costs.convolution_shapes import (
     Convolution,
     has_avx512,
     n_threads,
-    up_to_blocks,
+    up_to_multiple,
 )
 from graphs.costs.layouts import copied_bytes, suggested_format
 
@@ -149,7 +149,7 @@ def _weight_gradient_workspace(conv: Convolution) -> int:
     if groups == 1 and not is_blocked:
         return matrix_product_bytes
     if groups == 1 and weight.shape[1] < BLOCK:
-        block_bytes = weight.shape[1] * up_to_blocks(weight.shape[0]) * conv.kernel_bytes
+        block_bytes = weight.shape[1] * up_to_multiple(weight.shape[0], BLOCK) * conv.kernel_bytes
     else:
         block_bytes = _blocked_bytes(conv)
     block_bytes += weight.nbytes + (_STRIDED_1X1_BYTES if conv.is_1x1 else 0)
@@ -171,13 +171,13 @@ def _image_bytes(conv: Convolution) -> int:
 
 def _blocked_bytes(conv: Convolution) -> int:
     """Bytes of the weight with each group's channels, in and out, padded to blocks of 16."""
-    n_in, n_out = map(up_to_blocks, conv.group_channels)
+    n_in, n_out = (up_to_multiple(n, BLOCK) for n in conv.group_channels)
     return conv.groups * n_in * n_out * conv.kernel_bytes
 
 
 def _depthwise_block_bytes(conv: Convolution) -> int:
     """Bytes of a depthwise weight in blocks of 16 groups each."""
-    return up_to_blocks(conv.weight.shape[0]) * conv.kernel_bytes
+    return up_to_multiple(conv.weight.shape[0], BLOCK) * conv.kernel_bytes
 
 
 def _padded_channels(n_channels: int) -> int:

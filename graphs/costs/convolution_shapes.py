@@ -8,6 +8,7 @@ AVX-512.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from graphs.costs.operators import OpCall, aten
 
 BLOCK = 16
-"""Channels per block of oneDNN's layouts with AVX-512 (8 with AVX2, which takes no more)."""
+"""Channels per block of oneDNN's layouts with AVX-512."""
 
 UNREORDERED_CHANNELS = (1, 3)
 """Numbers of input channels (grayscale, RGB) with which oneDNN reads images without reordering."""
@@ -30,9 +31,14 @@ _IMAGES_FOR_ONEDNN = 16
 """The smallest batch for which one thread runs 1 x 1 convolutions in oneDNN."""
 
 
+def block() -> int:
+    """Channels per block of oneDNN's layouts on this machine."""
+    return BLOCK if has_avx512() else BLOCK // 2
+
+
 def up_to_blocks(n_channels: int) -> int:
     """The number of channels rounded up to whole blocks."""
-    return up_to_multiple(n_channels, BLOCK)
+    return up_to_multiple(n_channels, block())
 
 
 def up_to_multiple(n: int, of: int) -> int:
@@ -80,6 +86,11 @@ class Convolution:
             x, weight, _, stride, padding, dilation, transposed, _, groups = call.args
             (out,), mask = call.outputs(), ()
         return cls(x, weight, out, stride, padding, dilation, transposed, groups, mask)
+
+    def mirrored(self) -> Convolution:
+        """For a transposed convolution: the ordinary one whose input gradient it computes. It reads
+        what this one writes, with the same weight, so that their passes change places."""
+        return dataclasses.replace(self, x=self.out, out=self.x, transposed=False)
 
     @property
     def kernel(self) -> torch.Size:
@@ -168,16 +179,16 @@ class Convolution:
         It is computed as matrix products instead if the kernel is wide; if it has gaps and, with
         them, is larger than the image, or has a stride, or reads few channels; if it is
         three-dimensional and larger than the image; or if the padding is more than half of the
-        kernel. Without AVX-512 it is computed so only in one or two dimensions, without gaps, on
-        images of at least as many rows as the kernel (measured with AVX2: kernels of 3 and 5,
-        dilations to 3, images of 2 to 16 pixels).
+        kernel. Without AVX-512 it is computed so only without gaps, on images of at least as many
+        rows as the kernel, and on volumes that are not padded in depth (measured with AVX2: kernels
+        of 2 to 5, dilations to 3, images of 2 to 16 pixels).
         """
         kernel, sizes = self.kernel, self.x.shape[2:]
         if kernel[-1] > widest_unrolled():
             return False
         is_grouped = self.groups > 1
         has_few_channels = (
-            not self.fills_blocks(BLOCK) if is_grouped else self.weight.shape[1] < BLOCK
+            not self.fills_blocks(block()) if is_grouped else self.weight.shape[1] < block()
         )
         if has_few_channels and any(k > size for k, size in zip(kernel, sizes, strict=True)):
             return False
@@ -187,17 +198,23 @@ class Convolution:
         spans = [step * (k - 1) + 1 for k, step in zip(kernel, self.dilation, strict=True)]
         rows = slice(len(spans) - 1)  # all dimensions but the columns
         is_tall = any(span > size for span, size in zip(spans[rows], sizes[rows], strict=True))
-        is_hard = self.has_gaps or (len(spans) == 3 and not self.is_1x1)
-        if (is_tall and is_hard) if has_avx512() else (is_tall or is_hard):
+        is_volume = len(spans) == 3 and not self.is_1x1
+        if has_avx512():
+            is_product = is_tall and (self.has_gaps or is_volume)
+        else:
+            is_product = is_tall or self.has_gaps or self.is_volume_without_avx512()
+        if is_product:
             return False
         pairs = zip(self.padding[rows], spans[rows], strict=True)
         return all(pad <= span // 2 for pad, span in pairs)
 
     def is_volume_without_avx512(self) -> bool:
         """Whether oneDNN has only matrix products for the gradient of this weight, because it is
-        three-dimensional and the machine has no AVX-512. Kernels of one voxel are computed in
-        blocks of channels all the same (measured with AVX2, 1 to 64 channels)."""
-        return len(self.kernel) == 3 and not self.is_1x1 and not has_avx512()
+        three-dimensional and the machine has no AVX-512. Kernels of one voxel, and those without
+        gaps on volumes that are not padded in depth, are computed in blocks of channels all the
+        same (measured with AVX2, 1 to 64 channels)."""
+        is_volume = len(self.kernel) == 3 and not self.is_1x1
+        return is_volume and not has_avx512() and (self.has_gaps or self.padding[0] > 0)
 
     def is_without_onednn(self) -> bool:
         """Whether PyTorch computes this convolution as a matrix product of patches, without oneDNN.

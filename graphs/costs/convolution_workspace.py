@@ -19,6 +19,7 @@ from graphs.costs.convolution_shapes import (
     BLOCK,
     UNREORDERED_CHANNELS,
     Convolution,
+    block,
     has_avx512,
     n_threads,
     up_to_blocks,
@@ -33,6 +34,12 @@ from graphs.costs.strided_workspace import (
     is_strided_with_gaps,
     peak_by_phases,
 )
+
+_MOST_PADDING = 3
+"""Without AVX-512, outputs whose columns are padded by more than this are matrix products."""
+_MOST_PATCHES_BYTES = 2**19
+"""Of these matrix products, about the most bytes of patches that a thread has at once (measured
+with 512 KiB of cache per core, to which oneDNN fits them)."""
 
 
 def contiguous_copy_bytes(*tensors: torch.Tensor) -> int:
@@ -51,16 +58,24 @@ def convolution(call: OpCall) -> int:
         return _forward_by_group(conv)
     if is_in_channels_last(conv):
         return channels_last_convolution(conv)
-    return contiguous_copy_bytes(conv.x) + _output_workspace(conv)
+    copies_bytes = contiguous_copy_bytes(conv.x)
+    if _is_mirrored(conv):
+        if conv.is_without_onednn():
+            return copies_bytes + conv.mirrored().patches_bytes
+        return copies_bytes + _input_gradient_peak(conv.mirrored()) - conv.out.nbytes + 128
+    if not conv.transposed and conv.is_product_of_images():
+        is_dense = conv.groups == 1
+        return copies_bytes + (
+            0 if is_dense else max(conv.out.nbytes, conv.x.nbytes // conv.groups)
+        )
+    if not conv.transposed and conv.is_without_onednn():
+        return copies_bytes + conv.patches_bytes
+    return copies_bytes + _output_workspace(conv)
 
 
 def _output_workspace(conv: Convolution) -> int:
-    """Workspace of computing the output from a contiguous input."""
-    weight, out, groups = conv.weight, conv.out, conv.groups
-    if not conv.transposed and conv.is_product_of_images():
-        return 0 if groups == 1 else max(out.nbytes, conv.x.nbytes // groups)
-    if not conv.transposed and conv.is_without_onednn():
-        return conv.patches_bytes
+    """Workspace of oneDNN for computing the output from a contiguous input."""
+    weight, out = conv.weight, conv.out
     if not conv.transposed and _is_matrix_product(conv):
         # oneDNN computes some groups of up to three channels directly, with a reordered weight
         n_in, n_out = conv.group_channels
@@ -74,7 +89,10 @@ def _output_workspace(conv: Convolution) -> int:
     subsampled = 0
     if conv.is_1x1 and conv.is_strided:
         subsampled = _blocked_bytes(conv.x, 1) // math.prod(conv.stride)
-    return max(blocked_bytes + subsampled - out.nbytes, _blocked_bytes(out, 1))
+    workspace = max(blocked_bytes + subsampled - out.nbytes, _blocked_bytes(out, 1))
+    if has_avx512() or conv.padding[-1] <= _MOST_PADDING:
+        return workspace
+    return max(workspace, min(_thread_patches_bytes(conv), n_threads() * _MOST_PATCHES_BYTES))
 
 
 def convolution_backward(call: OpCall) -> int:
@@ -90,19 +108,32 @@ def convolution_backward(call: OpCall) -> int:
     if conv.groups == 1 and not conv.transposed and conv.is_product_of_images():
         return copies_bytes
     wants_x, wants_weight, wants_bias = conv.mask
-    if not conv.transposed and conv.is_without_onednn():
+    is_mirrored = _is_mirrored(conv)
+    if conv.is_without_onednn() and (is_mirrored or not conv.transposed):
+        patches_bytes = (conv.mirrored() if is_mirrored else conv).patches_bytes
         # dilated kernels compute the bias's gradient, and then PyTorch computes it again
         bias_bytes = int(wants_bias) * gradient.shape[1] * gradient.element_size()
-        return copies_bytes + conv.patches_bytes + bias_bytes
+        return copies_bytes + patches_bytes + bias_bytes
     x_bytes = conv.x.nbytes if wants_x else 0
     weight_bytes = conv.weight.nbytes if wants_weight else 0
     peaks = [0]
-    if wants_x:
+    if wants_x and is_mirrored:
+        peaks.append(x_bytes + _output_workspace(conv.mirrored()))
+    elif wants_x:
         peaks.append(_input_gradient_peak(conv))
     if wants_weight:
-        peaks.append(x_bytes + _weight_gradient_peak(conv))
-    bias_bytes = int(wants_bias) * 3 * up_to_blocks(gradient.shape[1]) * gradient.element_size()
+        computed = conv.mirrored() if is_mirrored else conv
+        peaks.append(x_bytes + _weight_gradient_peak(computed))
+    bias_bytes = (
+        int(wants_bias) * 3 * up_to_multiple(gradient.shape[1], BLOCK) * gradient.element_size()
+    )
     return copies_bytes + max(0, max(peaks) - x_bytes - weight_bytes) + bias_bytes
+
+
+def _is_mirrored(conv: Convolution) -> bool:
+    """Whether a transposed convolution takes what the mirrored one takes, and 128 bytes more in the
+    forward pass: without AVX-512 (measured with AVX2). With it, oneDNN has other kernels."""
+    return conv.transposed and conv.is_float32 and not has_avx512()
 
 
 def _forward_by_group(conv: Convolution) -> int:
@@ -176,7 +207,7 @@ def _weight_gradient_peak(conv: Convolution) -> int:
         matrix_product_bytes += (x.nbytes + gradient.nbytes) // groups
     # with few channels oneDNN may choose either way, which the shape does not tell
     is_unrolled = conv.kernel[-1] <= widest_unrolled() and not conv.is_volume_without_avx512()
-    is_either = groups == 1 and x.shape[1] < BLOCK and is_unrolled
+    is_either = groups == 1 and x.shape[1] < block() and is_unrolled
     if not (is_direct or is_either or conv.transposed) and conv.is_float32:
         return matrix_product_bytes
     sums_bytes = _thread_sums_bytes(weight) if groups == 1 else _group_sums_bytes(conv)
@@ -240,9 +271,9 @@ def _thread_sums_bytes(weight: torch.Tensor) -> int:
     """Bytes of the threads' own sums of the weight's gradient. With fewer blocks of channels than
     threads, the threads divide the images among them, and each needs a sum of its own. An upper
     bound: measured with 2 and 4 threads."""
-    n_blocks = math.prod(up_to_blocks(size) // BLOCK for size in weight.shape[:2])
+    n_blocks = math.prod(-(-size // BLOCK) for size in weight.shape[:2])
     n_sums = -(-n_threads() // max(1, n_blocks // 2)) - 1
-    bias_bytes = 2 * up_to_blocks(weight.shape[0]) * weight.element_size()
+    bias_bytes = 2 * up_to_multiple(weight.shape[0], BLOCK) * weight.element_size()
     return n_sums * (_blocked_bytes(weight, 0) + bias_bytes) + 24704 if n_sums else 0
 
 
@@ -274,4 +305,4 @@ def _reordered_weight_bytes(conv: Convolution) -> int:
 def _is_read_in_place(conv: Convolution) -> bool:
     """Whether an input has so few channels that they are not padded to a block. (Those with a
     number of channels in UNREORDERED_CHANNELS are not even reordered.)"""
-    return conv.x.shape[1] < BLOCK and conv.groups == 1 and not conv.is_1x1
+    return conv.x.shape[1] < block() and conv.groups == 1 and not conv.is_1x1

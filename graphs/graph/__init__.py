@@ -7,7 +7,7 @@ from graphs.graph.eager_memory import (
     with_saved,
     without_random_states,
 )
-from graphs.graph.meta import GraphMeta
+from graphs.graph.meta import FROZEN, GraphMeta
 from graphs.graph.parts import DROP, RANDOM_STATE, GraphError, Kind, Node, Phase, Tensor
 from graphs.graph.step_graph import Graph, is_under
 from graphs.graph.users_line import warn as warn

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+FROZEN = ", frozen"
+"""The suffix of the form of a parameter that requires no gradient."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +134,14 @@ class GraphMeta:
     def notes(self) -> tuple[str, ...]:
         """Sentences on how the step differs from what the model does by itself."""
         values_read_note = _values_read_note(self.environment)
+        without_gradient = _without_gradient_note(self)
         texts = (
             (self.environment.get("train", True) is False, _IN_EVALUATION),
             (self.own_checkpoints, _HAS_CHECKPOINTS),
             (self.no_cache, _NO_CACHE),
             (self.refused_rewrites, _REFUSED_REWRITES),
             (values_read_note, values_read_note),
+            (without_gradient, without_gradient),
         )
         found = tuple(text for applies, text in texts if applies)
         return (*found, *_opaque_notes(self.opaque_parts))
@@ -175,7 +181,7 @@ def _opaque_notes(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         how = (
             "saved or recomputed as a whole"
             if recomputable
-            else "saved, since hooks may have any effect"
+            else "saved, since it has hooks, or gave other results when it ran again"
         )
         verb, it = ("are each", "each") if len(modules) > 1 else ("is", "it")
         yield (
@@ -223,6 +229,40 @@ def _values_read_note(environment: Mapping[str, Any]) -> str:
         "operators chosen for this batch; the first call that chooses others gets a plan of its "
         "own, within the same budget. It may need more memory, and its step fails if nothing fits: "
         "to see its minimum budget, also solve with such a batch."
+    )
+
+
+_FEW_PARAMETERS = 0.01
+"""Share of the parameters' bytes below which no note says that some get no gradient."""
+
+
+def _without_gradient_note(meta: GraphMeta) -> str:
+    """The note that optimizer state is counted for parameters that get no gradient in this step.
+    Empty if there are none or few, or no such state."""
+    optimizer = meta.environment.get("optimizer")
+    if not isinstance(optimizer, dict) or not optimizer.get("state_bytes"):
+        return ""
+    try:
+        size_bytes = {
+            name: math.prod(map(int, entry["shape"])) * int(entry["element_bytes"])
+            for name, entry in meta.parameter_layout.items()
+        }
+    except (KeyError, TypeError, ValueError):
+        return ""
+    names = [
+        name
+        for name, entry in meta.parameter_layout.items()
+        if entry.get("gradient") is None and not meta.parameter_forms.get(name, "").endswith(FROZEN)
+    ]
+    share = sum(size_bytes[name] for name in names) / (sum(size_bytes.values()) or 1)
+    if share < _FEW_PARAMETERS:
+        return ""
+    largest = max(names, key=size_bytes.__getitem__)
+    return (
+        f"{100 * share:.0f} % of the parameters ({len(names)}, the largest is {largest!r}) get no "
+        "gradient in this step, but optimizer state is counted for them, since another step may "
+        "train them. If none does, set requires_grad=False on them: the plan then needs no room "
+        "for it."
     )
 
 

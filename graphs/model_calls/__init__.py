@@ -14,7 +14,6 @@ from graphs.model_calls.call import (
     signature_of,
 )
 from graphs.model_calls.forms import (
-    FROZEN,
     buffer_forms,
     bytes_by_dtype,
     environment_of,

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphs.graph import FROZEN
 from graphs.model_calls.call import Call, device_of
 from graphs.model_calls.names import plain_arguments, tensor_names
 from graphs.model_calls.tensors import is_distributed, local_part
-
-FROZEN = ", frozen"
-"""The suffix of the form of a parameter that requires no gradient."""
 
 
 def parameter_forms(model: nn.Module) -> dict[str, str]:

@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from graphs.capture import SideEffectError, attributes_unchanged, has_paired_hooks
+from graphs.capture import (
+    SideEffectError,
+    attributes_unchanged,
+    has_paired_hooks,
+    no_generators_made,
+)
 from graphs.model_calls import TraceError, nested
 from scheduler_runtime.execute import remove_torch_checkpoint
 from scheduler_runtime.measuring import (
@@ -94,7 +99,7 @@ class ObservedStep(TrainingStep):
         copies = {id(t): t.detach().to("cpu", copy=True) for t in state.values()}
         before = {name: copies[id(tensor)] for name, tensor in state.items()}
         with state_restored(self.model):
-            with hooks_keep_nothing(self.model):
+            with hooks_keep_nothing(self.model), no_generators_made(self.model):
                 self.forward()
             self.release()
             changed = {

@@ -12,7 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from graphs.capture import generators_of, restore_state, state_of_generator, states_restored
+from graphs.capture import (
+    generators_of,
+    made_generator_error,
+    restore_state,
+    state_of_generator,
+    states_restored,
+)
 
 
 class OtherGenerators:
@@ -23,22 +29,45 @@ class OtherGenerators:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = (each for module in modules for each in generators_of(module).values())
-        self._generators = list({id(each): each for each in found}.values())
+        self._modules = list(modules)
+        self._generators = self._found()
         self._drawn_from: list[tuple[Any, Any]] = []  # each with its state before the forward pass
+
+    def _found(self) -> dict[tuple[int, str], Any]:
+        """The generators that exist now, by the module and the place that hold them."""
+        return {
+            (i, name): each
+            for i, module in enumerate(self._modules)
+            for name, each in generators_of(module).items()
+        }
 
     @contextlib.contextmanager
     def watched(self, context: Any) -> Iterator[None]:
         """A context for the forward pass, inside of another one."""
-        before = [(each, state_of_generator(each)) for each in self._generators]
+        before = [(each, state_of_generator(each)) for each in _distinct(self._generators.values())]
         with context:
             yield
         self._drawn_from = [(g, state) for g, state in before if state_of_generator(g) != state]
 
     @contextlib.contextmanager
     def as_in_forward(self) -> Iterator[None]:
-        """A context for a recomputation. It leaves the generators in their present states."""
-        with states_restored(each for each, _ in self._drawn_from):
+        """A context for a recomputation. It leaves the generators in their present states.
+
+        Raises TraceError if it draws from a generator that the forward pass has made: its state at
+        that time is not known. One that is made anew in each call is another object by then.
+        """
+        made = [(p, g) for p, g in self._found().items() if p not in self._generators]
+        with states_restored([each for each, _ in self._drawn_from] + [each for _, each in made]):
+            before = [state_of_generator(each) for _, each in made]
             for each, state in self._drawn_from:
                 restore_state(each, state)
-            yield
+            try:
+                yield
+            finally:
+                for ((_, name), each), state in zip(made, before, strict=True):
+                    if state_of_generator(each) != state:
+                        raise made_generator_error(name)
+
+
+def _distinct(generators: Iterable[Any]) -> Iterable[Any]:
+    return {id(each): each for each in generators}.values()

@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from graphs.graph import Graph, Node
+from graphs.graph import FROZEN, Graph, Node
 from graphs.model_calls import (
-    FROZEN,
     Call,
     buffer_forms,
     device_of,

@@ -112,7 +112,8 @@ class OpaqueCall:
     outside_bytes: bytes of saved tensors that exist without the call (constants); not in
         saved_bytes.
     forward, backward: operators, time and workspace of each pass.
-    recomputable: whether it may be recomputed; not with hooks, which may have any effect.
+    recomputable: whether it may be recomputed; not with hooks, which may have any effect, nor if
+        it gave other results when it ran again (it draws from a generator that nothing holds).
     draws: whether it draws numbers from torch's default generators.
     """
 

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from graphs.capture.refuse import (
     HOOKS,
     SideEffectError,
     attributes_unchanged,
+    no_generators_made,
     no_unseen_changes,
     objects_unchanged,
 )
@@ -119,7 +120,8 @@ class _Watch:
                     overwritten = self._overwritten(island, tensors, random)
                     island = dataclasses.replace(island, overwritten=overwritten)
                 # A first call may fill attributes, which is no reason to refuse the module.
-                Bench(island, tensors, random).forward()
+                with no_generators_made(self._self_module):
+                    Bench(island, tensors, random).forward()
                 # A function may change objects of the model that it is given.
                 where = self.model if is_function(self.path) else self._self_module
                 with (
@@ -190,8 +192,10 @@ class _Watch:
                 result = island.forward(tensors)
             draws_others = before != random.other_states()
             draws_torchs = not all(map(torch.equal, torch_states, random.torch_states()))
-        with random.states_restored():
-            self._check_supported(result, tensors, again=lambda: island.forward(tensors))
+        again = Bench(island, tensors, random).forward()
+        self._check_supported(result, tensors, again)
+        is_repeatable = all(map(_have_same_bits, result.outs, again.outs))
+        del again
         written = self._write_changed_buffers(island, result, tensors)
         # All parameters and unchanged buffers, and the inputs and outputs that backward reads.
         state = {*range(island.n_inputs, len(tensors))}
@@ -241,7 +245,8 @@ class _Watch:
             outside_bytes=max(0, result.packed_bytes - measured[0].saved_bytes),
             forward=ObservedRun(tuple(forward.calls), forward_s, largest.forward_bytes),
             backward=ObservedRun(tuple(backward.calls), backward_s, largest.backward_bytes),
-            recomputable=not any(
+            recomputable=is_repeatable
+            and not any(
                 getattr(module, hooks) for module in self.module.modules() for hooks in HOOKS
             ),
             draws=draws_torchs,
@@ -292,12 +297,11 @@ class _Watch:
         self,
         result: CallResult,
         tensors: Sequence[torch.Tensor],
-        *,
-        again: Callable[[], CallResult],
+        again: CallResult,
     ) -> None:
         """Raise NotOpaqueError if the call's outputs or saved tensors cannot be handled.
 
-        again: runs the same call once more.
+        again: the result of another run of the same call.
         """
         if any(item is not HOLE and item is not None for item in result.rest):
             raise self._error("it returns something other than tensors and None")
@@ -311,7 +315,7 @@ class _Watch:
             raise self._error("a tensor that it returns shares memory with another, or an input")
         n_uses, others = _parameter_uses(result)
         # a leaf that the call itself makes (a loss that begins as a zero) is another one each time
-        if others and any(a is b for a in others for b in _parameter_uses(again())[1]):
+        if others and any(a is b for a in others for b in _parameter_uses(again)[1]):
             raise self._error("a tensor that requires a gradient is not one of its parameters")
         if torch.is_autocast_enabled(self._device.type) and n_uses > 1:
             raise self._error("autocast casts a weight once that is used several times")
@@ -350,6 +354,14 @@ class _Watch:
 
 def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and tensor.device == device
+
+
+def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also of values that are not equal to themselves (NaN)."""
+    if one.shape != other.shape:
+        return False
+    bits, other_bits = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(bits, other_bits)
 
 
 def _parameter_uses(result: CallResult) -> tuple[int, list[torch.Tensor]]:

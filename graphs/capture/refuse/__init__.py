@@ -4,6 +4,8 @@ from graphs.capture.refuse.aliasing import overlapping, refuse_overlapping, shar
 from graphs.capture.refuse.constants import HeldTensor, ReadTensors, refuse_writing_real_tensors
 from graphs.capture.refuse.generators import (
     generators_of,
+    made_generator_error,
+    no_generators_made,
     own_generator_error,
     refuse_own_generator,
     restore_state,

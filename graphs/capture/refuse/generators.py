@@ -48,7 +48,8 @@ def refuse_own_generator(operator: object, args: Iterable[Any], kwargs: Mapping[
 def generators_of(model: nn.Module) -> dict[str, Any]:
     """Find the generators that the model may use, except torch's default ones.
 
-    Returns them by their names for messages, such as "the random.Random in 'mask.rng'".
+    Returns them by their names for messages, such as "the random.Random in 'mask.rng'", with a
+    number behind it for all but one of those in the same place.
     """
     found: dict[int, tuple[str, Any]] = {}
     found[id(_PYTHON_GENERATOR)] = ("Python's random", _PYTHON_GENERATOR)
@@ -67,7 +68,43 @@ def generators_of(model: nn.Module) -> dict[str, Any]:
                     kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
                     where = f"{path}.{name}" if path else name
                     found.setdefault(id(each), (f"the {kind} in {where!r}", each))
-    return dict(found.values())
+    named: dict[str, Any] = {}
+    for name, each in found.values():
+        n_before = sum(other.partition(" (number ")[0] == name for other in named)
+        named[f"{name} (number {n_before + 1})" if n_before else name] = each
+    return named
+
+
+@contextlib.contextmanager
+def no_generators_made(model: nn.Module) -> Iterator[None]:
+    """A context for a forward pass: raise TraceError if it makes a generator and keeps it.
+
+    Nothing would know the state from which the first call has drawn. The attributes that hold such
+    generators are as before then, so planning has not advanced them.
+    """
+    before = generators_of(model).keys()
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    yield
+    made = {n: each for n, each in generators_of(model).items() if n not in before}
+    if not made:
+        return
+    ids, kinds = {*map(id, made.values())}, _generator_classes()
+    for now, former in attributes:
+        for name in [*now]:
+            if not ids.isdisjoint(map(id, _generators_inside(now[name], kinds))):
+                if name in former:
+                    now[name] = former[name]
+                else:
+                    del now[name]
+    raise made_generator_error(next(iter(made)))
+
+
+def made_generator_error(name: str) -> TraceError:
+    """The error for a generator, by its name for messages, that the first call of forward makes."""
+    return TraceError(
+        f"forward makes {name} and keeps it, so a recomputation would draw other numbers than the "
+        "call that made it; make it in __init__, or call the model once before planning"
+    )
 
 
 def _generator_classes() -> set[type]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.same_bits import keeping_nothing
 from graphs.capture.refuse import generators_of
-from graphs.trace import trace
+from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit
 from tests.support.bitwise import assert_equal
 
@@ -114,6 +114,14 @@ def test_a_generator_behind_calls_is_found(kind: type[Scaling]) -> None:
     assert NUMPYS in generators_of(nn.Sequential(kind())).values()
 
 
+def test_all_generators_in_a_list_are_found() -> None:
+    model = nn.Linear(2, 2)
+    model.generators = [random.Random(0), random.Random(1), np.random.default_rng(0)]
+    found = generators_of(model)
+    assert {*map(id, model.generators)} <= {*map(id, found.values())}
+    assert "the random.Random in 'generators' (number 2)" in found
+
+
 def test_of_a_module_without_draws_only_the_global_ones_are_found() -> None:
     found = generators_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout())).values()
     assert all(each is not NUMPYS for each in found)
@@ -195,3 +203,49 @@ def test_torchs_default_generator_in_an_attribute_is_none_of_them() -> None:
     model = nn.Linear(2, 2)
     model.generator = torch.default_generator
     assert all(each is not torch.default_generator for each in generators_of(model).values())
+
+
+class MakesItsGenerator(nn.Module):
+    """Makes the generator that it draws from in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.linear = None, nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.own is None:
+            self.own = torch.Generator().manual_seed(3)
+        return self.linear(x + torch.rand(x.shape, generator=self.own))
+
+
+def test_a_piece_whose_first_call_makes_a_generator_is_refused() -> None:
+    """It is planned after a call, as the error advises."""
+    model = nn.Sequential(nn.Linear(8, 32), MakesItsGenerator(), nn.Linear(32, 8))
+    batch, loss = torch.randn(64, 8), lambda out, _: out.square().sum()
+    with pytest.raises(TraceError) as caught:
+        trace(model, batch, loss=loss)
+    assert any("makes the torch.Generator in" in note for note in caught.value.__notes__)
+    assert model[1].own is None
+    model(batch)
+    assert trace(model, batch, loss=loss).meta.opaque_parts
+
+
+class DrawsAnew(nn.Module):
+    """Draws from a generator of each call."""
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__()
+        self.seed, self.linear = seed, nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = np.random.default_rng(self.seed).random() if x.sum().item() < 1e9 else 1.0
+        return self.linear(x) * scale
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_piece_that_gives_other_results_when_run_again_is_not_recomputed(
+    seed: int | None,
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 32), DrawsAnew(seed), nn.Linear(32, 8))
+    graph = trace(model, torch.randn(64, 8), loss=lambda out, _: out.square().sum())
+    assert graph.meta.opaque_parts[0]["recomputable"] == (seed is not None)

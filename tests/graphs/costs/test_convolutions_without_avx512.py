@@ -72,3 +72,53 @@ def test_in_16_bits_the_patches_of_the_whole_batch_exist(
         args = (gradient, x, weight, [32], *options, mask)
         measured, estimated = _measured_and_estimated(aten.convolution_backward.default, args)
         assert measured <= estimated <= 1.02 * measured + 512, mask
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(("kernel", "stride"), [(4, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("n_in", "n_out"), [(64, 1), (16, 8), (5, 24)])
+def test_transposed_convolutions_take_what_the_mirrored_ones_take(
+    n_in: int, n_out: int, kernel: int, stride: int, dims: int
+) -> None:
+    """As in decoders: of ConvTasNet (one channel), of U-Nets."""
+    x, weight = torch.randn(4, n_in, *[6] * dims), torch.randn(n_in, n_out, *[kernel] * dims)
+    options = ([stride] * dims, [0] * dims, [1] * dims, True, [0] * dims, 1)
+    target: Any = aten.convolution.default
+    gradient = target(x, weight, None, *options)
+    measured, estimated = _measured_and_estimated(target, (x, weight, None, *options))
+    assert measured <= estimated <= 1.02 * measured + 1024
+    for mask in ([True, True, True], [False, True, False], [True, False, False]):
+        args = (gradient, x, weight, [n_out], *options, mask)
+        measured, estimated = _measured_and_estimated(aten.convolution_backward.default, args)
+        assert measured <= estimated <= 1.02 * measured + 2048, mask
+
+
+def test_a_small_transposed_convolution_of_one_image_takes_its_patches() -> None:
+    x, weight = torch.randn(1, 8, 12, 12), torch.randn(8, 16, 3, 3)
+    options = ([2, 2], [1, 1], [1, 1], True, [0, 0], 1)
+    target: Any = aten.convolution.default
+    measured, estimated = _measured_and_estimated(target, (x, weight, None, *options))
+    assert measured == estimated == 16 * 9 * 144 * 4
+    args = (target(x, weight, None, *options), x, weight, [16], *options, [True, True, False])
+    measured, estimated = _measured_and_estimated(aten.convolution_backward.default, args)
+    assert measured == estimated == 16 * 9 * 144 * 4
+
+
+@pytest.mark.parametrize(("kernel", "padding"), [(9, 4), (7, 4), (11, 5), (7, 3)])
+def test_columns_padded_by_more_than_three_are_matrix_products(kernel: int, padding: int) -> None:
+    x, weight = torch.randn(2, 16, 20, 20), torch.randn(16, 16, kernel, kernel)
+    options = ([1, 1], [padding] * 2, [1, 1], False, [0, 0], 1)
+    measured, estimated = _measured_and_estimated(
+        aten.convolution.default, (x, weight, None, *options)
+    )
+    assert measured <= estimated <= 1.5 * measured
+
+
+@pytest.mark.parametrize("padding", [(0, 0, 0), (0, 1, 1), (1, 0, 0)])
+def test_a_volume_without_padding_in_depth_is_computed_in_blocks(padding: tuple[int, ...]) -> None:
+    x, weight = torch.randn(2, 8, 8, 8, 8), torch.randn(16, 8, 3, 3, 3)
+    options = ([1] * 3, list(padding), [1] * 3, False, [0] * 3, 1)
+    gradient = aten.convolution.default(x, weight, None, *options)
+    args = (gradient, x, weight, [16], *options, [False, True, False])
+    measured, estimated = _measured_and_estimated(aten.convolution_backward.default, args)
+    assert measured <= estimated <= 1.02 * measured

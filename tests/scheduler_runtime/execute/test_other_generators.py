@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from checkpoint_solver.export import to_torch_checkpoint
+from graphs.model_calls import TraceError
 from scheduler_runtime import apply
-from scheduler_runtime.by_submodule.planning import plan_chain
+from scheduler_runtime.by_submodule.planning import FallbackError, plan_chain
 from scheduler_runtime.execute import CheckpointedForward
 from solver.solving import solve
+from tests.support.bitwise import assert_equal
 
 WIDTH = 32
 
@@ -153,3 +155,70 @@ def test_an_exported_part_that_could_not_be_traced_draws_the_same_numbers(draw: 
     exported = to_torch_checkpoint(model, solution, on_excess="least")
     assert exported.modules
     assert gradients_and_states(model, batch) == expected
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "of_python": lambda: random.Random(0),
+    "of_numpy": lambda: np.random.default_rng(0),
+    "of_torch": lambda: torch.Generator().manual_seed(0),
+}
+
+
+class MakesItsGenerator(Block):
+    """Makes the generator that it draws from: in its first call, or in each."""
+
+    def __init__(self, name: str, *, in_each_call: bool = False) -> None:
+        super().__init__(globals()[f"from_own_{name}"])
+        self.name, self.in_each_call = name, in_each_call
+        delattr(self, name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_each_call or not hasattr(self, self.name):
+            setattr(self, self.name, MAKERS[self.name]())
+        return super().forward(x)
+
+
+def gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(batch).sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_generator_that_the_first_call_makes_is_not_replayed(name: str) -> None:
+    torch.manual_seed(0)
+    block, batch = MakesItsGenerator(name), torch.randn(64, WIDTH)
+    block.forward = CheckpointedForward(block)
+    with pytest.raises(TraceError, match=rf"forward makes the \w+\.\w+ in '{name}' and keeps it"):
+        gradients(block, batch)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_generator_that_each_call_makes_draws_the_same_numbers(name: str) -> None:
+    torch.manual_seed(0)
+    block, batch = MakesItsGenerator(name, in_each_call=True), torch.randn(64, WIDTH)
+    model = copy.deepcopy(block)
+    model.forward = CheckpointedForward(model)
+    for _ in range(2):
+        assert_equal(gradients(block, batch), gradients(model, batch))
+
+
+@pytest.mark.slow(sample=1)
+@pytest.mark.parametrize("name", MAKERS)
+def test_plan_chain_refuses_a_model_whose_first_call_makes_a_generator(name: str) -> None:
+    """It takes one that was called before, as the error advises."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(MakesItsGenerator(name) for _ in range(4))), torch.randn(64, 32)
+    options: dict[str, Any] = {"loss": lambda output, _batch: output.sum()}
+    with pytest.raises(FallbackError, match=r"call the model once before planning"):
+        plan_chain(model, batch, budget="1GB", **options)
+    assert not any(hasattr(block, name) for block in model)
+    model(batch)
+    plain_bytes = plan_chain(model, batch, budget="1GB", **options).baseline.peak_bytes
+    solution = plan_chain(model, batch, budget=int(0.8 * plain_bytes), **options)
+    plain = copy.deepcopy(model)
+    if name == "of_torch":  # a copy shares the generator
+        for block in plain:
+            block.of_torch = torch.Generator().set_state(block.of_torch.get_state())
+    apply(model, solution)
+    assert_equal(gradients(plain, batch), gradients(model, batch))
