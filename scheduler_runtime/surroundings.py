@@ -2,7 +2,9 @@
 
 DistributedDataParallel copies gradients into buckets, each of which is sent as one message. The
 buckets exist as long as the wrapper, and take as many bytes as the gradients. With
-`gradient_as_bucket_view=True`, the gradients are views of the buckets, and exist as long.
+`gradient_as_bucket_view=True`, the gradients are views of the buckets, and exist as long, unless
+they are made in `no_sync()` after they were set to None: those are tensors of their own, which are
+copied into the buckets by the next backward pass outside of it.
 
 A model that uses activation checkpointing would recompute twice under a plan, so it is refused.
 Calls of `torch.utils.checkpoint` are found while the module is traced. The switches of libraries
@@ -129,11 +131,13 @@ class Buckets:
     """The gradient buckets of DistributedDataParallel.
 
     size_bytes: of all buckets of a replica.
-    are_gradients: whether the gradients are views of them.
+    are_gradients: whether the gradients of the step are views of them.
+    are_for_views: whether they may be (`gradient_as_bucket_view=True`).
     """
 
     size_bytes: int
     are_gradients: bool
+    are_for_views: bool
 
     @property
     def separate_bytes(self) -> int:
@@ -158,8 +162,16 @@ def buckets_of(model: nn.Module) -> Buckets | None:
         return None
     ignored = set(running.parameters_to_ignore)
     named = running.module.named_parameters()
-    sent = (p for name, p in named if p.requires_grad and name not in ignored)
-    return Buckets(sum(p.nbytes for p in sent), bool(running.gradient_as_bucket_view))
+    sent = [p for name, p in named if p.requires_grad and name not in ignored]
+    are_for_views = bool(running.gradient_as_bucket_view)
+    existing = [p.grad for p in sent if p.grad is not None] if are_for_views else []
+    # without gradients, this backward pass makes views if it sends them
+    are_views = (
+        all(g._is_view() for g in existing)
+        if existing
+        else bool(running.require_backward_grad_sync)
+    )
+    return Buckets(sum(p.nbytes for p in sent), are_for_views and are_views, are_for_views)
 
 
 def why_not_planned(model: nn.Module) -> str | None:

@@ -344,7 +344,7 @@ class _Extraction:
             layout.nodes += copies_of_inputs
 
     def _mark_outputs(self) -> None:
-        """Mark the graph's outputs, and add a tensor for random states that recomputation needs."""
+        """Mark the graph's outputs, and add a tensor for the random states that a plan keeps."""
         layout = self.layout
         maker_index = {name: i for i, node in enumerate(layout.nodes) for name in node.outputs}
         for index, value in enumerate(self.captured.outputs):
@@ -358,8 +358,9 @@ class _Extraction:
                 layout.nodes[maker_index[tensor]] = dataclasses.replace(node, recomputable=False)
         layout.outputs.extend(n for n in layout.gradients.values() if n not in layout.outputs)
         device = next((_device_of(node) for node in layout.calls.values()), "cpu")
-        if self._n_random and device == "cpu":
-            self.sizes[RANDOM_STATE] = CPU_RANDOM_STATE_BYTES * self._n_random
+        n_states = self._n_random + self.captured.has_checks  # one to restore if a check fails
+        if n_states and device == "cpu":
+            self.sizes[RANDOM_STATE] = CPU_RANDOM_STATE_BYTES * n_states
             self.kinds[RANDOM_STATE] = "buffer"
 
 

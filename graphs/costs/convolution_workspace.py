@@ -58,7 +58,7 @@ def convolution(call: OpCall) -> int:
         return _forward_by_group(conv)
     if is_in_channels_last(conv):
         return channels_last_convolution(conv)
-    copies_bytes = contiguous_copy_bytes(conv.x)
+    copies_bytes = contiguous_copy_bytes(conv.x, conv.weight)
     if _is_mirrored(conv):
         if conv.is_without_onednn():
             return copies_bytes + conv.mirrored().patches_bytes
@@ -104,7 +104,7 @@ def convolution_backward(call: OpCall) -> int:
     if is_in_channels_last(conv):
         return channels_last_convolution_backward(conv)
     gradient = conv.out
-    copies_bytes = contiguous_copy_bytes(gradient, conv.x)
+    copies_bytes = contiguous_copy_bytes(gradient, conv.x, conv.weight)
     if conv.groups == 1 and not conv.transposed and conv.is_product_of_images():
         return copies_bytes
     wants_x, wants_weight, wants_bias = conv.mask

@@ -1,12 +1,13 @@
 """Run one forward and backward pass without side effects, to measure its peak memory.
 
 Gradients come from `torch.autograd.grad`: nothing is added to `.grad`, and no gradient accumulation
-hooks fire. Buffers, random state and attributes of modules are restored afterwards.
+hooks fire. Parameters, buffers, random state and attributes of modules are restored afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +74,32 @@ class Rehearsal:
         device = device_of(self.model)
         given = (self.args, self.kwargs, self.loss_reads)
         resident = resident_tensors(self.model, given, self.optimizers)
-        with attributes_unchanged(self.model), buffers_and_random_state_restored(self.model):
+        with (
+            attributes_unchanged(self.model),
+            parameters_restored(self.model),
+            buffers_and_random_state_restored(self.model),
+        ):
             self.run(forward)
             free_unreferenced(device)
             peak_bytes = absolute_peak_bytes(lambda: self.run(forward), device, resident)
         return peak_bytes + self.outside_bytes
+
+
+@contextlib.contextmanager
+def parameters_restored(model: nn.Module) -> Iterator[None]:
+    """After this context, parameters are as before, such as those of a momentum encoder, which the
+    forward pass changes. Copies of all parameters are kept on the host: which ones it changes is
+    known only afterwards."""
+    before = [(p, _state_of(p), p.detach().to("cpu", copy=True)) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, state, values in before:
+                if _state_of(parameter) != state:
+                    parameter.copy_(values)
+
+
+def _state_of(parameter: nn.Parameter) -> tuple[int, int]:
+    """What a write in place, or an assignment to `.data`, changes."""
+    return parameter._version, parameter.data_ptr()

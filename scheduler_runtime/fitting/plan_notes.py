@@ -29,8 +29,12 @@ def notes_on(
         if is_first:
             warn(f"fit: {notes[-1]}")
     if buckets is not None and buckets.separate_bytes:
+        how = (
+            "zero_grad(set_to_none=False) keeps the gradients in them, also in no_sync()"
+            if buckets.are_for_views
+            else "with gradient_as_bucket_view=True the gradients would live in them"
+        )
         notes.append(
-            f"DistributedDataParallel's buckets take {format_both(buckets.size_bytes)}; with "
-            "gradient_as_bucket_view=True the gradients would live in them"
+            f"DistributedDataParallel's buckets take {format_both(buckets.size_bytes)}; {how}"
         )
     return tuple(notes)

@@ -48,6 +48,7 @@ def train(
     budget_bytes: int | None,
     of_fit: Mapping[str, Any] | None = None,
     failing: Mapping[int, int] | None = None,
+    set_to_none: bool = True,
     **options: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Train three steps of two micro-batches. Returns the losses with the last gradients,
@@ -56,6 +57,7 @@ def train(
     budget_bytes: for `fit` (None: without a plan).
     of_fit: further options of `fit`.
     failing: step -> index of the operator in its second micro-batch that runs out of memory.
+    set_to_none: of `zero_grad`.
     options: of DistributedDataParallel.
     """
     torch.manual_seed(0)
@@ -68,7 +70,7 @@ def train(
     results: list[Any] = []
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + rank)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         with parallel.no_sync():
             F.cross_entropy(parallel(torch.randn(64, 16, generator=generator)), TARGETS).backward()
         inputs = torch.randn(64, 16, generator=generator)
@@ -121,6 +123,7 @@ def main() -> None:
     for name, options in (
         ("copies", {}),
         ("views", {"gradient_as_bucket_view": True}),
+        ("kept views", {"gradient_as_bucket_view": True, "set_to_none": False}),
         ("unused", {"find_unused_parameters": True}),
     ):
         plain, _ = train(rank, budget_bytes=None, **options)

@@ -14,7 +14,9 @@ from torch.distributions import Distribution, Independent, Normal, StudentT, kl_
 
 from scheduler_runtime import apply, fit
 from scheduler_runtime.execute.cuda_graph import CudaGraphError, check_program
+from scheduler_runtime.measuring import measure
 from solver import solve
+from solver.schedule import Simulation
 from tests.support.bitwise import assert_equal
 
 
@@ -135,6 +137,27 @@ def test_the_error_of_eager_mode_comes_in_the_step_that_has_the_value(
     assert said[0] == said[1]
     assert_equal(*([b.nan_to_num() for b in model.buffers()] for model in (plain, fitted)))
     assert_equal(*([t.nan_to_num() for t in trained(m, batch)] for m in (plain, fitted)))
+
+
+class Likelihood(nn.Module):
+    """Draws no random numbers, so that only the check keeps a random state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -Normal(self.layer(x), 1.0, validate_args=True).log_prob(x).mean()
+
+
+def test_the_random_state_that_a_failed_check_needs_is_counted() -> None:
+    batch = torch.randn(32, 16)
+    model = Likelihood()
+    solution = solve(model, batch, budget="1MB", rewrites="none")
+    assert isinstance(solution.simulation, Simulation)
+    apply(model, solution)
+    measured_bytes = measure(model, batch, n_steps=1).peak_bytes
+    assert abs(measured_bytes - solution.simulation.peak_bytes) < 100
 
 
 @pytest.mark.slow

@@ -20,11 +20,15 @@ def _image(n: int, c: int, height: int, width: int, layout: str) -> torch.Tensor
     return torch.randn(n, height, width, 2 * c)[..., c:].permute(0, 3, 1, 2)  # split channels
 
 
-def _assert_estimated(call: OpCall, *, over: float, extra_bytes: int) -> None:
-    """Never too low; with AVX-512, which the figures are made for, not much too high."""
+def _measured_and_estimated(call: OpCall) -> tuple[int, int]:
     with torch.no_grad():
         peak_bytes = cpu_peak_bytes(lambda: call.target(*call.args)).peak_bytes
-    measured, estimated = peak_bytes - call.made_bytes(), cpu_workspace_bytes(call)
+    return peak_bytes - call.made_bytes(), cpu_workspace_bytes(call)
+
+
+def _assert_estimated(call: OpCall, *, over: float, extra_bytes: int) -> None:
+    """Never too low; with AVX-512, which the figures are made for, not much too high."""
+    measured, estimated = _measured_and_estimated(call)
     assert estimated >= measured, (call.args[-8:], estimated, measured)
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
         assert estimated <= over * measured + extra_bytes, (call.args[-8:], estimated, measured)
@@ -331,3 +335,29 @@ def test_single_volumes_are_computed_from_their_patches(
     """Volumes far larger than images that are: what counts is one slice of the width."""
     x, weight = torch.randn(1, n_in, side, side, side), torch.randn(8, n_in, 3, 3, 3)
     _assert_both_passes(x, weight, stride=stride, dilation=dilation)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize("size", [(12,), (12, 12)])
+def test_a_weight_that_is_not_contiguous_is_copied(
+    size: tuple[int, ...], kernel: int, stride: int, groups: int
+) -> None:
+    """As in the gradient of a gradient (a penalty on it), whose weights are transposed."""
+    n = len(size)
+    options = ([stride] * n, [kernel // 2] * n, [1] * n, False, [0] * n, groups)
+    x, contiguous = torch.randn(4, 16, *size), torch.randn(32, 16 // groups, *[kernel] * n)
+    transposed = contiguous.transpose(0, 1).contiguous().transpose(0, 1)
+    forward: Any = aten.convolution.default
+    backward: Any = aten.convolution_backward.default
+    gradient = forward(x, contiguous, None, *options)
+    for mask in ([True, True, False], [True, False, False], [False, True, False], None):
+        found = []
+        for weight in (contiguous, transposed):
+            target, args = forward, (x, weight, None, *options)
+            if mask is not None:
+                target, args = backward, (gradient, *args, mask)
+            found.append(_measured_and_estimated(OpCall(target, args, {}, target(*args))))
+        (measured, estimated), (measured_copied, estimated_copied) = found
+        assert measured_copied - measured == contiguous.nbytes
+        assert estimated_copied - estimated == contiguous.nbytes

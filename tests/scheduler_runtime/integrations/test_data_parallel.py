@@ -48,7 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(out) for out in outs]
 
 
-@pytest.mark.parametrize("buckets", ["copies", "views", "unused", "host", "disk"])
+@pytest.mark.parametrize("buckets", ["copies", "views", "kept views", "unused", "host", "disk"])
 def test_each_process_has_the_same_bits_as_without_a_plan(
     found: list[dict[str, Any]], buckets: str
 ) -> None:
@@ -83,12 +83,20 @@ def test_copies_of_the_gradients_in_buckets_are_counted(found: list[dict[str, An
     fresh, accumulating = found[0]["copies"]["plans"]
     assert (fresh["gradients"], accumulating["gradients"]) == ("fresh", "accumulate")
     assert accumulating["resident_bytes"] == fresh["resident_bytes"] + gradients_bytes
-    (view,) = found[0]["views"]["plans"]  # the buckets are the gradients: there from the start
-    assert view["gradients"] == "accumulate"
-    assert view["resident_bytes"] == fresh["resident_bytes"]
+    # in no_sync, after zero_grad(), the gradients are not in the buckets
+    assert [plan["resident_bytes"] for plan in found[0]["views"]["plans"]] == [
+        fresh["resident_bytes"],
+        accumulating["resident_bytes"],
+    ]
+    kept = found[0]["kept views"]["plans"][-1]  # the buckets are the gradients
+    assert kept["gradients"] == "accumulate"
+    assert kept["resident_bytes"] == fresh["resident_bytes"]
     assert state_bytes > 3 * gradients_bytes  # two moments, and the buckets
     assert any("gradient_as_bucket_view=True" in note for note in fresh["notes"])
-    assert not any("gradient_as_bucket_view" in note for note in view["notes"])
+    for name, is_told in (("views", True), ("kept views", False)):
+        notes = found[0][name]["plans"][-1]["notes"]
+        assert not any("gradient_as_bucket_view" in note for note in notes)
+        assert is_told is any("zero_grad(set_to_none=False)" in note for note in notes)
 
 
 def test_a_module_that_copies_itself_is_refused() -> None:
