@@ -4,7 +4,7 @@ In this layout oneDNN reads the images in place and reorders only the weight int
 channels. What it allocates was measured with torch 2.13 and AVX-512: dense and grouped convolutions
 of 1 to 320 channels, 1 to 40 per group, kernels of 1 to 7, strides to 4, dilations to 4, images of
 1 to 28 pixels a side, 1 and 2 threads. `tests/graphs/costs/test_convolution_layouts.py` repeats a
-part of this. The returned values are bytes.
+part of this, and was the measure for machines without AVX-512. The returned values are bytes.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def _output_workspace(conv: Convolution) -> int:
         return conv.out.nbytes
     if conv.is_depthwise:
         return _depthwise_block_bytes(conv) + 256  # the 256: dilated kernels, on small images
-    if is_grouped and n_in % 4 == 0 and n_in < BLOCK and n_out in (4, 8):
-        return conv.weight.nbytes  # a block has as many channels as a group, so no padding
     if _is_matrix_product(conv):
         return 0
-    if is_grouped and n_in <= BLOCK:
+    if is_grouped and has_avx512() and n_in < BLOCK and n_in % 4 == 0 and n_out in (4, 8):
+        return conv.weight.nbytes  # a block has as many channels as a group, so no padding
+    if is_grouped and has_avx512() and n_in <= BLOCK:
         return _blocked_bytes(conv)
     return n_in * _padded_channels(n_out) * conv.groups * conv.kernel_bytes + _scratch_bytes()
 
@@ -99,7 +99,7 @@ def _input_gradient_workspace(conv: Convolution) -> int:
         return _blocked_bytes(conv) if conv.has_gaps else _depthwise_block_bytes(conv)
     if _is_matrix_product(conv):
         return 0
-    if conv.groups > 1 and n_out <= BLOCK:
+    if conv.groups > 1 and has_avx512() and n_out <= BLOCK:
         return _blocked_bytes(conv)
     scratch = max(_strided_scratch_bytes(conv), _scratch_bytes() + 128)
     return _padded_channels(n_in) * n_out * conv.groups * conv.kernel_bytes + scratch
@@ -182,7 +182,12 @@ def _depthwise_block_bytes(conv: Convolution) -> int:
 
 def _padded_channels(n_channels: int) -> int:
     """The number of channels padded to blocks of 64 or 32, whichever pad least. Some kernels use
-    blocks of 48, which take no more."""
+    blocks of 48, which take no more.
+
+    Without AVX-512, more than 24 channels are in blocks of 8, 16 or 24, whichever suit the image
+    (measured with AVX2): an upper bound."""
+    if not has_avx512():
+        return up_to_multiple(n_channels, 8 if n_channels <= 24 else 24)
     if n_channels <= BLOCK:
         return BLOCK
     return min(-(-n_channels // width) * width for width in (64, 32))
