@@ -33,7 +33,7 @@ from graphs.model_calls import Call, TraceError, argument_order, as_call, check_
 from graphs.passes import Passes, PassesError, with_passes
 from graphs.pipeline import Pipeline, with_pipeline
 from graphs.rewrites import STOCK, StockVariants, Variants, allowed_variants, variants_of
-from graphs.trace.mixed_precision import in_precision_of, with_stored_dtypes
+from graphs.trace.mixed_precision import copy_with_values, in_precision_of, with_stored_dtypes
 from graphs.trace.module_step import CapturedStep, loss_index, rehearsed, trace_module
 from graphs.trace.traced_device import traced_device
 from graphs.trace.zero_rank import engine_figures
@@ -293,20 +293,25 @@ def _trace_for_device(
             gradient_outputs = outside.gradient_outputs()
         else:
             gradient_outputs = (loss_output,)
+    traced = functools.partial(
+        trace_module,
+        call=call,
+        device=target,
+        choose=choose_outputs if loss is None else lambda _output: gradient_outputs,
+        gradients=given.gradients,
+        costs=costs,
+        gradient_layouts=outside.gradient_layouts() if outside else {},
+    )
     checkpoints_itself = threading.Event()
     with at_each_checkpoint(checkpoints_itself.set):
-        step = trace_module(
-            model,
-            call,
-            device=target,
-            choose=choose_outputs if loss is None else lambda _output: gradient_outputs,
-            gradients=given.gradients,
-            costs=costs,
-            gradient_layouts=outside.gradient_layouts() if outside else {},
-        )
-    if step.captured.opaque and fsdp is not None:
-        part = step.captured.opaque[0]
-        raise TraceError(f"{part.path!r} cannot be planned for sharded steps: {part.why}")
+        try:
+            step = traced(model)
+        except TraceError:
+            with_values = copy_with_values(sharding, whole_model)
+            if with_values is None:
+                raise
+            model = with_values
+            step = traced(model)
     step = rehearsed(model, call, step, device=target)
     loss_layout = outside.extract_layout(cost=NodeCosts(costs)) if outside else None
     optimizer_cost = zero_figures = None

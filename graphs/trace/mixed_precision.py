@@ -18,25 +18,29 @@ from torch import nn
 from torch.distributed.utils import _apply_to_tensors
 from torch.fx.traceback import annotate
 
-from graphs.fsdp import MixedPrecision
+from graphs.fsdp import MixedPrecision, Sharding
 from graphs.graph import Graph, is_under
 from graphs.model_calls import TraceError, bytes_by_dtype, is_distributed, local_part
 
 
-def in_precision_of(policy: MixedPrecision, model: nn.Module, groups: Iterable[str]) -> nn.Module:
+def in_precision_of(
+    policy: MixedPrecision, model: nn.Module, groups: Iterable[str], *, with_values: bool = False
+) -> nn.Module:
     """A copy of the model, for tracing, that computes in the dtypes of the policy.
 
     Its parameters are on the meta device, and it shares the model's buffers. The modules that
     `fully_shard` is called on get subclasses of the same name, whose `forward` casts.
 
     groups: paths of the modules that `fully_shard` is called on, before the model itself.
+    with_values: copy the values of the parameters too, so that the copy can run.
 
     Raises TraceError if the model cannot be copied, or a module has an instance attribute
     `forward`.
     """
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     dtype = _dtype(policy.param_dtype)
-    memo |= {id(parameter): _without_values(parameter, dtype) for parameter in model.parameters()}
+    copy_of = _with_values if with_values else _without_values
+    memo |= {id(parameter): copy_of(parameter, dtype) for parameter in model.parameters()}
     copied = _copy_of(model, memo)
     paths, names = ("", *groups), [name for name, _ in model.named_parameters()]
     # the groups that own parameters: each belongs to the innermost group around it
@@ -45,6 +49,17 @@ def in_precision_of(policy: MixedPrecision, model: nn.Module, groups: Iterable[s
         module = copied.get_submodule(path)
         module.__class__ = _casting_class(type(module), policy, enclosing=path.rpartition(".")[0])
     return copied
+
+
+def copy_with_values(sharding: Sharding | None, model: nn.Module) -> nn.Module | None:
+    """`in_precision_of` with the parameters' values: a part that cannot be traced is run.
+
+    None if the model computes in its own dtypes, or its parameters are distributed.
+    """
+    policy = None if sharding is None else sharding.mp_policy
+    if policy is None or sharding is None or any(map(is_distributed, model.parameters())):
+        return None
+    return in_precision_of(policy, model, sharding.groups or (), with_values=True)
 
 
 def _copy_of(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -93,6 +108,13 @@ def _without_values(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Pa
         meta = spec.tensor_meta._replace(dtype=part.dtype)
         whole = type(distributed)(part, replace(spec, tensor_meta=meta), requires_grad=False)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _with_values(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    """A copy of this parameter, in `dtype` if both are floating point."""
+    is_cast = dtype is not None and parameter.is_floating_point()
+    values = parameter.detach().to(dtype if is_cast else parameter.dtype, copy=True)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def _casting_class(

@@ -32,6 +32,7 @@ from solver.schedule import Request
 from solver.schedule.solution import Solution, simulate_unplanned
 from solver.solving import answer
 from tests.support.bitwise import are_equal
+from tests.support.opaque_models import Experts
 
 SIZES = {"batch_size": 4, "seq_length": 64, "n_tokens": 512}
 
@@ -90,6 +91,25 @@ def towers() -> nn.Module:
     return Towers()
 
 
+class Rows(nn.Module):
+    """Experts on the rows of all sequences: a part that cannot be traced."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = Experts(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x.flatten(0, -2)).view(x.shape)
+
+
+def experts() -> nn.Module:
+    """Each block has a part that is planned as one piece."""
+    model = _gpt2(n_layers=3, width=64)
+    for block in model.blocks:
+        block.mlp_norm = nn.Sequential(block.mlp_norm, Rows(64))
+    return model
+
+
 def _gpt2(*, n_tokens: int = 512, **sizes: int) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"n_heads": 4, **sizes}
@@ -116,6 +136,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
     "summed wide": (wide, (0.7,)),
     "mixed summed": (tied, (0.6,)),
     "mixed summed wide": (wide, (0.7,)),
+    "experts": (experts, (0.85,)),
+    "mixed experts": (experts, (0.85,)),
 }
 SUMMED = ("summed", "summed wide", "mixed summed", "mixed summed wide")
 """Cases with three micro-batches, of which only the last reduces gradients."""
@@ -131,6 +153,7 @@ MIXED = {
     "hybrid mixed": MixedPrecision("bfloat16", "float32"),
     "mixed summed": MixedPrecision("bfloat16", "float32"),
     "mixed summed wide": MixedPrecision("bfloat16", "float32"),
+    "mixed experts": MixedPrecision("bfloat16", "float32"),
 }
 QUICK = ("tied", "frozen", "adapters", "wide", "kept")
 """Cases to run if none are given: those that are planned quickly."""

@@ -370,6 +370,7 @@ def test_the_command(tmp_path, capsys):
     ("n_ranks", "cases"),
     [
         (2, ["tied", "mixed wide"]),
+        (2, ["experts", "mixed experts"]),
         pytest.param(2, ["kept", "logits"], marks=pytest.mark.exhaustive),
         pytest.param(4, ["hybrid"], marks=pytest.mark.exhaustive),
         pytest.param(2, ["frozen", "adapters", "wide"], marks=pytest.mark.exhaustive),
