@@ -24,6 +24,7 @@ __all__ = [
     "recurrent",
     "residual",
     "some_graph",
+    "some_not_copyable",
     "transformer",
     "u_shape",
 ]
@@ -156,8 +157,8 @@ def dense(*, n_layers: int = 24, growth_bytes: int = 4 << 20) -> Graph:
 
 def random_dag(*, seed: int, n_forward: int, n_later: int) -> Graph:
     """A small irregular graph: skips, nodes with several outputs or none, views, zero sizes and
-    times, ops that cannot be recomputed, storages that cannot be copied, workspace, graph outputs
-    from the forward pass. Sizes and times are whole numbers.
+    times, ops that cannot be recomputed, workspace, graph outputs from the forward pass. Sizes and
+    times are whole numbers.
     """
     rng = random.Random(seed)
     tensors = [Tensor(f"p{i}", rng.randint(0, 3), "parameter") for i in range(rng.randint(1, 2))]
@@ -189,9 +190,14 @@ def random_dag(*, seed: int, n_forward: int, n_later: int) -> Graph:
     outputs = [name for name in made_names if rng.random() < 0.15]
     if made_names and made_names[-1] not in outputs:
         outputs.append(made_names[-1])
-    stays = random.Random(f"not copyable {seed}")
-    tensors = [replace(tensor, copyable=stays.random() < 0.9) for tensor in tensors]
     return Graph(nodes=tuple(nodes), tensors=tuple(tensors), outputs=tuple(outputs))
+
+
+def some_not_copyable(graph: Graph, *, seed: int) -> Graph:
+    """The graph, with about a tenth of its storages not copyable."""
+    rng = random.Random(f"not copyable {seed}")
+    tensors = tuple(replace(tensor, copyable=rng.random() < 0.9) for tensor in graph.tensors)
+    return replace(graph, tensors=tensors)
 
 
 def some_graph(seed: int) -> Graph:

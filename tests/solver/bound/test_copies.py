@@ -31,7 +31,7 @@ from tests.support.budgets import baseline_peak_bytes
 from tests.support.overwriting import overwriting_dag
 from tests.support.schedules_with_copies import random_copies, random_places
 from tests.support.small_graphs import make, op
-from tests.support.synthetic_graphs import random_dag
+from tests.support.synthetic_graphs import random_dag, some_not_copyable
 
 CELLS_EACH = 10
 MOST_UNITS, MOST_NODES, MOST_LABELS = 6, 7, 6_000
@@ -39,7 +39,8 @@ MOST_UNITS, MOST_NODES, MOST_LABELS = 6, 7, 6_000
 
 def small_dag(seed: int) -> Graph:
     rng = random.Random(seed)
-    return random_dag(seed=seed, n_forward=rng.randint(2, 4), n_later=rng.randint(1, 3))
+    graph = random_dag(seed=seed, n_forward=rng.randint(2, 4), n_later=rng.randint(1, 3))
+    return some_not_copyable(graph, seed=seed)
 
 
 KINDS: dict[str, tuple[Callable[[int], Graph], int]] = {
@@ -186,7 +187,8 @@ def schedules(n: int, *, first_seed: int) -> Iterator[tuple[Graph, Schedule, Pla
 
 
 def larger_dag(seed: int) -> Graph:
-    return random_dag(seed=seed, n_forward=seed % 8 + 2, n_later=seed % 7 + 1)
+    graph = random_dag(seed=seed, n_forward=seed % 8 + 2, n_later=seed % 7 + 1)
+    return some_not_copyable(graph, seed=seed)
 
 
 def as_large_as(places: Places, used: Simulation) -> Places:

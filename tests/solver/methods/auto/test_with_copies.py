@@ -32,7 +32,13 @@ from tests.support.brute_force_copies import HostLink, TooManyStatesError, faste
 from tests.support.budgets import baseline_peak_bytes, budget_above_resident
 from tests.support.schedules_with_copies import never_stored
 from tests.support.small_graphs import make, op
-from tests.support.synthetic_graphs import chain, random_dag, residual, some_graph
+from tests.support.synthetic_graphs import (
+    chain,
+    random_dag,
+    residual,
+    some_graph,
+    some_not_copyable,
+)
 
 
 def host(bytes_per_s: float, capacity_bytes: int = 10**18, latency_s: float = 0.0) -> Places:
@@ -43,7 +49,8 @@ def host(bytes_per_s: float, capacity_bytes: int = 10**18, latency_s: float = 0.
 def test_what_is_placed_is_legal_and_as_fast_and_as_large_as_said(first_seed: int) -> None:
     n_placed = n_fit = 0
     for seed in range(first_seed, first_seed + 200):
-        graph, rng = some_graph(seed), random.Random(f"placed {seed}")
+        graph = some_not_copyable(some_graph(seed), seed=seed)
+        rng = random.Random(f"placed {seed}")
         order = keep(graph, [n for n in graph.producer if rng.random() < 0.6]).order
         folded = StorageGraph.of(graph)
         gaps = [gap for gap in find_gaps(folded, order) if rng.random() < 0.7]
@@ -116,6 +123,7 @@ def found(graph: Graph, proposal: Proposal, places: Places) -> float:
 def test_bound_truth_and_schedule_are_in_order(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 5):
         graph = random_dag(seed=seed, n_forward=seed % 3 + 2, n_later=seed % 2 + 2)
+        graph = some_not_copyable(graph, seed=seed)
         folded = StorageGraph.of(graph, may_offload=True)
         rate = sum(folded.unit_bytes) / (graph.baseline_time_s or 1.0) or 1.0
         budget_bytes = (int(folded.least_bytes.max()) + baseline_peak_bytes(graph)) // 2
