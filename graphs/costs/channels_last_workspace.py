@@ -4,7 +4,8 @@ In this layout oneDNN reads the images in place and reorders only the weight int
 channels. What it allocates was measured with torch 2.13 and AVX-512: dense and grouped convolutions
 of 1 to 320 channels, 1 to 40 per group, kernels of 1 to 7, strides to 4, dilations to 4, images of
 1 to 28 pixels a side, 1 and 2 threads. `tests/graphs/costs/test_convolution_layouts.py` repeats a
-part of this, and was the measure for machines without AVX-512. The returned values are bytes.
+part of this; without AVX-512 (AVX2), its cases are all that was measured. The returned values are
+bytes.
 """
 
 from __future__ import annotations

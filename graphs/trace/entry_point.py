@@ -306,7 +306,7 @@ def _trace_for_device(
     with at_each_checkpoint(checkpoints_itself.set):
         try:
             step = traced(model)
-        except TraceError:
+        except TraceError:  # a part that cannot be traced is run, which takes values
             with_values = copy_with_values(sharding, whole_model)
             if with_values is None:
                 raise
