@@ -47,4 +47,4 @@ from graphs.capture.rehearsal import Rehearsed
 from graphs.capture.shell import leaves_of
 from graphs.capture.tensor_parallel import MeshError, has_parallel_style
 from graphs.capture.threads import one_at_a_time
-from graphs.capture.traced_calls import VIEW_OF_SCATTER, is_backward, is_random
+from graphs.capture.traced_calls import VIEW_OF_SCATTER, is_backward, is_random, may_be_random

@@ -36,14 +36,19 @@ _CUDA_ATTENTION = (
 )
 
 
-def is_random(node: torch.fx.Node) -> bool:
-    """Whether the call draws from a random generator.
+def may_be_random(operator: Any) -> bool:
+    """Whether some calls of the operator draw random numbers.
 
-    Fused attention on CUDA without dropout does not, although the operator is tagged so.
+    Fused attention on the CPU has the tag, but refuses dropout.
     """
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         return False
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether the call draws random numbers. Fused attention on CUDA does not without dropout."""
     if node.target not in _CUDA_ATTENTION:
-        return True
+        return may_be_random(node.target)
     arguments = named_arguments(node.target, node.args, node.kwargs)
     return bool(arguments.get("dropout_p", 0.0) != 0.0)

@@ -46,7 +46,6 @@ from scheduler_runtime.execute.torch_checkpoint import (
     operator_named,
     remove_torch_checkpoint,
 )
-from scheduler_runtime.execute.unread_results import is_random
 from scheduler_runtime.execute.without_dispatch_modes import (
     WatchingMode,
     no_watching_modes,

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from graphs.capture import may_be_random
 from graphs.model_calls import is_distributed_class
 from scheduler_runtime.execute.copies import TensorSpec
 from scheduler_runtime.execute.random_state import get_state, set_state
@@ -231,7 +232,7 @@ class _RecordingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if _is_not_counted(func):
             return func(*args, **kwargs)
-        state = get_state(_device_of((args, kwargs))) if is_random(func) else None
+        state = get_state(_device_of((args, kwargs))) if may_be_random(func) else None
         results = func(*args, **kwargs)
         kept: tuple[_KeptResult, ...] = ()
         which = self._keep(func)
@@ -318,14 +319,6 @@ def _value_of(tensor: Unread) -> torch.Tensor:
 def _is_in_place(func: Any) -> bool:
     name: str = func._schema.name
     return bool(func._schema.is_mutable) and name.endswith("_") and not name.endswith("__")
-
-
-def is_random(func: Any) -> bool:
-    """Whether the operator draws random numbers. Fused attention on the CPU has the tag, but does
-    not: it refuses dropout."""
-    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return False
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _device_of(values: Any) -> torch.device:

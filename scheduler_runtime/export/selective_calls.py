@@ -10,11 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from graphs.capture import CPU_RANDOM_STATE_BYTES
+from graphs.capture import CPU_RANDOM_STATE_BYTES, may_be_random
 from graphs.graph import Graph, Node, is_under
 from graphs.hardware import is_collective
 from graphs.zero import zero_words
-from scheduler_runtime.execute import SavedCalls, functional_name, is_random, operator_named
+from scheduler_runtime.execute import SavedCalls, functional_name, operator_named
 from solver.module_checkpointing import (
     CheckpointRegion,
     EagerStep,
@@ -146,7 +146,7 @@ def extra_bytes(graph: Graph) -> Callable[[CheckpointRegion], int]:
 
     def of_region(region: CheckpointRegion) -> int:
         operators = (operator_named(graph.node_by_name[name].op) for name in region.nodes)
-        n_states = sum(map(is_random, operators)) if region.saved else 0
+        n_states = sum(map(may_be_random, operators)) if region.saved else 0
         return CPU_RANDOM_STATE_BYTES * (1 + n_states)
 
     return of_region

@@ -101,6 +101,22 @@ def test_batch_norm_writes_its_buffers_once() -> None:
     assert kind_bytes(graph, "buffer") == 2 * 16 * 4 + 8 + 5056  # and the dropout's random state
 
 
+def test_fused_attention_on_the_cpu_keeps_no_random_state() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.Linear(8, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.heads(x).chunk(3, dim=-1)
+            return nn.functional.scaled_dot_product_attention(query, key, value).sum()
+
+    graph = trace(Attention(), (torch.randn(2, 1, 16, 8),))
+    (attention,) = (n for n in graph.nodes if n.op.endswith("attention_for_cpu.default"))
+    assert attention.recomputable
+    assert not kind_bytes(graph, "buffer")
+
+
 def test_what_the_model_returns_is_held_to_the_end() -> None:
     model = NormAndDropout()
     graph = trace(model, model.batch())
