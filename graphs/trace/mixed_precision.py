@@ -97,10 +97,15 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return found
 
 
+def _held_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a group holds the parameter in: `dtype`, if both are floating point."""
+    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+
+
 def _without_values(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    """A parameter like this one on the meta device, in `dtype` if both are floating point."""
-    is_cast = dtype is not None and parameter.is_floating_point()
-    part = torch.empty_like(local_part(parameter), dtype=dtype if is_cast else None, device="meta")
+    """A parameter like this one on the meta device, in the dtype that the group holds."""
+    held = _held_dtype(parameter, dtype)
+    part = torch.empty_like(local_part(parameter), dtype=held, device="meta")
     whole = part
     if is_distributed(parameter):
         distributed: Any = parameter
@@ -111,9 +116,8 @@ def _without_values(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Pa
 
 
 def _with_values(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    """A copy of this parameter, in `dtype` if both are floating point."""
-    is_cast = dtype is not None and parameter.is_floating_point()
-    values = parameter.detach().to(dtype if is_cast else parameter.dtype, copy=True)
+    """A copy of this parameter, in the dtype that the group holds."""
+    values = parameter.detach().to(_held_dtype(parameter, dtype), copy=True)
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
