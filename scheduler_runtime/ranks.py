@@ -114,9 +114,11 @@ def _disagreement(reports: Sequence[_Report]) -> str:
         for name in {**first.agreed, **report.agreed}:
             here, there = first.agreed.get(name), report.agreed.get(name)
             if here != there:
+                limit = " (a search that its time limit ends can find another one on each rank)"
                 return (
-                    f"the plans of ranks 0 and {rank} differ in {name}: {here} and {there}; give "
-                    "all ranks the same options, or plan on one and send the others the answer"
+                    f"the plans of ranks 0 and {rank} differ in {name}: {here} and {there}"
+                    f"{limit if name == 'schedule' else ''}; give all ranks the same options, or "
+                    "plan on one and send the others the answer"
                 )
     stages = [report.stage for report in reports]
     if first.stage is None:

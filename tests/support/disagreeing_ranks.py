@@ -31,12 +31,12 @@ def stage(place: Pipeline, module: nn.Module | None = None, *, budget: str = "1M
     return solve(module, x, loss=lambda y, _: y.sum(), budget=budget, pipeline=place)
 
 
-def replicated(n_ranks: int | None, *, rows: int = ROWS) -> Solution:
+def replicated(n_ranks: int | None, *, rows: int = ROWS, budget: str = "1MB") -> Solution:
     return solve(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU()),
         torch.empty(rows, WIDTH, device="meta"),
         loss=lambda y, _: y.sum(),
-        budget="1MB",
+        budget=budget,
         fsdp=n_ranks,
     )
 
@@ -61,6 +61,7 @@ def work(rank: int) -> None:
         "no parameters": lambda: stage(Pipeline(rank, 2, 4), nn.GELU() if rank else None),
         "nothing fits": lambda: stage(Pipeline(rank, 2, 4), budget="10B" if rank else "1MB"),
         "shapes": lambda: replicated(2, rows=ROWS + rank),
+        "schedules": lambda: replicated(2, budget="4.4kB" if rank else "1MB"),
     }
     answers = {}
     for name, plan in cases.items():

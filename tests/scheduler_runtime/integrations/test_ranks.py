@@ -19,6 +19,7 @@ EXPECTED = {
     ),
     "nothing fits": ("RanksDisagreeError: rank 1 has no plan: nothing fits",) * 2,
     "shapes": (f"{DIFFER} step",) * 2,
+    "schedules": (f"{DIFFER} schedule",) * 2,
     "sharded shapes": (f"{DIFFER} step",) * 2,
     "exports": (f"{DIFFER} exported plan",) * 2,
     "not sharded": (
@@ -35,6 +36,7 @@ def test_each_rank_says_why_the_ranks_cannot_go_on() -> None:
     for name, words in EXPECTED.items():
         for rank, expected in enumerate(words):
             assert found[rank][name].startswith(expected), (name, rank, found[rank][name])
+        assert all(("time limit" in found[rank][name]) == (name == "schedules") for rank in (0, 1))
 
 
 STEPS = {
