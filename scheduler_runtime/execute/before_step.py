@@ -1,8 +1,10 @@
-"""The state before a step, to undo it: buffers, generators, and which gradients existed."""
+"""The state before a step, to undo it or run it again: buffers, generators, and which gradients
+existed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import fx
@@ -20,16 +22,27 @@ class StateBeforeStep:
     random: the generators that it draws from.
     on_host: whether to keep the copies in host memory, for a plan that counts no device memory for
         them.
+    copies: whether to copy what is written. If not, only the generators can be restored, and the
+        results of the forward pass must not depend on what it writes.
     """
 
     def __init__(
-        self, written: Sequence[torch.Tensor], random: Sequence[RandomSources], *, on_host: bool
+        self,
+        written: Sequence[torch.Tensor],
+        random: Sequence[RandomSources],
+        *,
+        on_host: bool,
+        copies: bool = True,
     ) -> None:
-        self._values = [(each, _copy_of(each, on_host=on_host)) for each in written]
+        self._written = list(written)
+        self.has_copies = copies
+        copied = self._written if copies else []
+        self._values = [(each, _copy_of(each, on_host=on_host)) for each in copied]
         self._random = tuple(random)
         self._states = [each.states() for each in self._random]
         self._versions = self._versions_now()
         self._has_forward_ended = False
+        self._is_only_writer = True
         self._leaves_without_gradient: Mapping[fx.Node, torch.Tensor] = {}
         self._cannot_undo_all = False
 
@@ -40,7 +53,28 @@ class StateBeforeStep:
 
     def snapshot(self) -> StateBeforeStep:
         """A new copy of the same tensors and generators, as they are now."""
-        return StateBeforeStep([each for each, _ in self._values], self._random, on_host=False)
+        return StateBeforeStep(self._written, self._random, on_host=False)
+
+    @contextmanager
+    def put_back(self, *, runs_forward: bool) -> Iterator[None]:
+        """In this context, buffers and generators are as before the forward pass; afterwards they
+        are as they are now.
+
+        runs_forward: whether the forward pass runs inside. If nothing else has written the buffers,
+            it writes the same values again, and they need not be restored.
+        """
+        present = self.snapshot()
+        self._is_only_writer &= self.is_last_writer
+        self.restore()
+        is_same = False
+        try:
+            yield
+            is_same = runs_forward and self._is_only_writer and self.has_copies
+        finally:
+            if not is_same:
+                present.restore_tensors()
+            self.forward_ended()
+            present.restore_random()
 
     def forward_ended(self) -> None:
         """Note that the forward pass has ended, and the versions of what it has written."""

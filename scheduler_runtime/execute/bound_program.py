@@ -20,7 +20,7 @@ from graphs.capture import (
 from graphs.model_calls import Call, nested
 from graphs.trace import CapturedStep
 from graphs.training_step import accumulation
-from scheduler_runtime.execute.autograd import Run, run_step
+from scheduler_runtime.execute.autograd import run_step
 from scheduler_runtime.execute.before_step import StateBeforeStep
 from scheduler_runtime.execute.program import Program
 from scheduler_runtime.execute.restart_step import (
@@ -32,6 +32,7 @@ from scheduler_runtime.execute.restart_step import (
     drop_frames,
     step_device,
 )
+from scheduler_runtime.execute.run import Run
 from scheduler_runtime.execute.spill_file import DiskError
 
 
@@ -82,6 +83,8 @@ class BoundProgram:
         calls = step.layout.calls
         backward = (calls[n.name] for n in step.graph.later_nodes if n.name in calls)
         self._draws_backward = any(map(is_random, backward))
+        forward = (calls[n.name] for n in step.graph.forward_nodes if n.name in calls)
+        self._draws_forward = any(map(is_random, forward))
         self._accumulates = accumulation(step.graph.meta.gradients).to_parameters
         targets = [each.target for each in calls.values()]
         self._opaque = [each.call.random for each in targets if isinstance(each, OpaqueForward)]
@@ -204,11 +207,13 @@ class BoundProgram:
         """The state before the step, if it may have to be restored (None: it never is)."""
         spills = self.program.spills
         restores_all = spills or self._others is not None
-        if not (restores_all or self.has_checks):
+        restores_random = restores_all or self.has_checks or self._draws_forward
+        if not (restores_random or self._written):
             return None
-        written = [tensors[node] for node in self._written] if restores_all else []
-        random = [RandomSources(step_device(tensors.values()), ()), *self._opaque]
-        return StateBeforeStep(written, random, on_host=spills)
+        written = [tensors[node] for node in self._written]
+        sources = [RandomSources(step_device(tensors.values()), ()), *self._opaque]
+        random = sources if restores_random else []
+        return StateBeforeStep(written, random, on_host=spills, copies=restores_all)
 
     def rerun(
         self, tensors: Mapping[Place, torch.Tensor], output_gradients: Mapping[int, torch.Tensor]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs.capture import OpaqueForward
 from graphs.rewrites import rewrites_program
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute.copies import Pools
@@ -53,6 +54,9 @@ class Program:
     plan_id: identifies the traced step and the schedule; equal on all ranks of a distributed
         module.
     recomputes: whether the backward pass runs operators of the forward pass, or the reverse.
+    written: placeholders of the buffers that the forward pass writes.
+    unrepeatable: why the forward pass gives other results after it has written these buffers ("":
+        it gives the same ones).
     copies: the value that is the step's `Copies` (None: the schedule has no copies).
     copy_layout: where the copies are in the host memory and the file.
     pools: provides the host memory and the file.
@@ -73,6 +77,8 @@ class Program:
     gradient_specs: Mapping[fx.Node, Any]
     plan_id: str
     recomputes: bool
+    written: tuple[fx.Node, ...]
+    unrepeatable: str
     copies: Value | None = None
     copy_layout: CopyLayout | None = None
     pools: Pools | None = None
@@ -114,6 +120,19 @@ def build_program(
             'apply(model, plan, disk_directory="/scratch")'
         )
     return _cut_into_pieces(StraightLine(step, schedule, before_loss, layout), pools)
+
+
+def _unrepeatable(line: StraightLine) -> str:
+    """Why the forward pass cannot run again without copies of what it has written; "": it can."""
+    targets = {call.target for call in line.layout.calls.values()}
+    if any(isinstance(target, OpaqueForward) for target in targets):
+        return "a part of it is planned as one piece, which may change what it reads"
+    # its results do not depend on buffers that its operators write in place
+    independent = {b for each in line.in_place.values() for b in each.buffers.values()}
+    captured = line.step.captured
+    read = (n for n in captured.mutations if n not in independent)
+    titles = (captured.sources[n].title for n in read)
+    return next((f"it may read {title}, which it has changed" for title in titles), "")
 
 
 def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
@@ -176,6 +195,8 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
             repr((line.schedule.graph_id, line.schedule.ops)).encode()
         ).hexdigest()[:16],
         recomputes=bool(line.recomputed) or rewrites_program(line.step.graph.meta.rewrites),
+        written=tuple(captured.mutations),
+        unrepeatable=_unrepeatable(line),
         copies=copies,
         copy_layout=line.copy_layout,
         pools=pools,

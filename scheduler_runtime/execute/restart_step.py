@@ -15,8 +15,7 @@ once, where the gradients leave the first program.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -198,7 +197,6 @@ class RestartableStep:
         self.leaves = tuple(node for node, each in tensors.items() if each.requires_grad)
         self._versions = [(t, t._version) for node, t in tensors.items() if node not in written]
         self._before = before
-        self._is_only_writer = True
         self._device = step_device(tensors.values())
         self._draws_backward, self._accumulates = draws_backward, accumulates
         self._output_gradients: dict[int, torch.Tensor] = {}
@@ -254,10 +252,8 @@ class RestartableStep:
                 "fit(model, loss_outputs=lambda output: ...)"
             )
         self._hold_gradients(output_gradients)
-        with self._state_before_forward(runs_it=False), torch.enable_grad(), self._autocast:
-            copies = (
-                self._before.values
-            )  # `_state_before_forward` holds as many of the present values
+        with self._before.put_back(runs_forward=False), torch.enable_grad(), self._autocast:
+            copies = self._before.values  # `put_back` holds as many of the present values
             held_tensors = [*self._output_gradients.values(), *copies, *copies]
             held_bytes = sum(each.untyped_storage().nbytes() for each in held_tensors)
             held_bytes += _random_bytes(self._device)
@@ -296,10 +292,11 @@ class RestartableStep:
                 failed = error
             self.restart_after_backward_error(failed)
 
-    def end(self) -> None:
-        """End the step, and free what is held to run it again."""
+    def end_backward(self) -> None:
+        """End a backward pass, and free what is held to run the step again in it."""
         self._drop_restarted()
         self._output_gradients = {}
+        self._delivered_places.clear()
 
     def _run_until_gradients(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, torch.Tensor | None]:
         assert self._restarted is not None
@@ -328,7 +325,7 @@ class RestartableStep:
                 with self._autocast:  # plans record the autocast state
                     self._program = self._others.find_instead_of(self._program, shortage)
             try:
-                with self._state_before_forward(runs_it=True):
+                with self._before.put_back(runs_forward=True):
                     tensors = {self._places[node]: each for node, each in self._tensors.items()}
                     self._restarted = self._program.rerun(tensors, self._output_gradients)
                 return
@@ -336,27 +333,6 @@ class RestartableStep:
                 if not self.survives(error):
                     raise
                 failed = error
-
-    @contextmanager
-    def _state_before_forward(self, *, runs_it: bool) -> Iterator[None]:
-        """In this context, buffers and generators are as before the forward pass; afterwards they
-        are as they are now.
-
-        runs_it: whether the forward pass runs inside. If nothing else has written the buffers, it
-            writes the same values again, and they need not be restored.
-        """
-        present = self._before.snapshot()
-        self._is_only_writer &= self._before.is_last_writer
-        self._before.restore()
-        is_same = False
-        try:
-            yield
-            is_same = runs_it and self._is_only_writer
-        finally:
-            if not is_same:
-                present.restore_tensors()
-            self._before.forward_ended()
-            present.restore_random()
 
     def _hold_gradients(self, output_gradients: Sequence[torch.Tensor | None]) -> None:
         pairs = zip(self._positions, output_gradients, strict=True)

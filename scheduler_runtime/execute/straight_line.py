@@ -56,8 +56,8 @@ class StraightLine:
         # storage -> traced nodes with a live value
         self._live_on_storage: dict[str, list[fx.Node]] = {}
         self._states: dict[str, Value] = {}  # random operator -> its generator's state
-        self._in_place = buffers_in_place(step)
-        self._in_place_results = {new for each in self._in_place.values() for new in each.buffers}
+        self.in_place = buffers_in_place(step)
+        self._in_place_results = {new for each in self.in_place.values() for new in each.buffers}
         self.recomputed: set[Value] = set()
         self.piece_ends: list[int] = []  # number of line nodes at the end of each piece
         self.piece_gradients: list[list[tuple[fx.Node, Value]]] = []  # gradients of each piece
@@ -200,7 +200,7 @@ class StraightLine:
             new = self._call_random(node, is_recomputation=is_recomputation)
         elif (overwrite := self.layout.overwriting.get(name)) is not None:
             new = self._call_overwriting(node, overwrite)
-        elif not is_recomputation and (writing := self._in_place.get(name)) is not None:
+        elif not is_recomputation and (writing := self.in_place.get(name)) is not None:
             new = self.graph.call_function(writing.target, fx.map_arg(node.args, self.value))
             for value, buffer in writing.buffers.items():
                 self._define(value, self.value(buffer))

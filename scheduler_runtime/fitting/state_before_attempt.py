@@ -59,7 +59,7 @@ class StateBeforeAttempt:
             raise error
         self._steps[-1].tighten_next_step(error)
         for each in reversed(self._steps):
-            each.end()
+            each.end_backward()
             each.restore_buffers()
         for parameter, _, gradient, _ in self._read_before:
             if gradient is None:

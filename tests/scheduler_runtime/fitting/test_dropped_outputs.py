@@ -14,7 +14,7 @@ from graphs.costs import cpu_peak_bytes
 from graphs.trace import trace
 from graphs.training_step import with_dropped_outputs
 from scheduler_runtime import fit
-from scheduler_runtime.execute.autograd import Run
+from scheduler_runtime.execute.run import Run
 from scheduler_runtime.fitting import plans_of
 from scheduler_runtime.fitting.held_outputs import watch_outputs
 
