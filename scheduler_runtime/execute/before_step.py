@@ -53,7 +53,8 @@ class StateBeforeStep:
 
     def snapshot(self) -> StateBeforeStep:
         """A new copy of the same tensors and generators, as they are now."""
-        return StateBeforeStep(self._written, self._random, on_host=False)
+        # a plan that counts no copies has no room for these either
+        return StateBeforeStep(self._written, self._random, on_host=not self.has_copies)
 
     @contextmanager
     def put_back(self, *, runs_forward: bool) -> Iterator[None]:

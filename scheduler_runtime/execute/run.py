@@ -156,8 +156,11 @@ class Run:
             return
         if self.restartable is not None:
             self.restartable.begin_backward(gradients)
-        if is_another and not self._is_forward_run_again():
-            return
+        if is_another:
+            with self._undone_after_disk_error():
+                self._run_forward_again()
+            if self._is_restarted:
+                return
         for value, gradient in zip(tangents, gradients, strict=True):
             if value is None:
                 if gradient is not None:
@@ -205,25 +208,21 @@ class Run:
         if self.restartable is not None:
             self.restartable.end_backward()
 
-    def _is_forward_run_again(self) -> bool:
+    def _run_forward_again(self) -> None:
         """Run the forward piece again for another backward pass, from the same inputs and state.
 
-        Returns False if memory ran out, and another program runs the step now."""
+        If that fails and another program can run the step, that one runs it."""
         before = self._before
         self._settings.refuse_others()
         try:
-            with (
-                self._undone_after_disk_error(),
-                nullcontext() if before is None else before.put_back(runs_forward=True),
-            ):
+            with nullcontext() if before is None else before.put_back(runs_forward=True):
                 self.forward()
-            return True
+            return
         except Exception as error:
             if not self._survives(error):
                 raise
             failed = error
         self._restart_after(failed)
-        return False
 
     def backward(
         self, position: int, leaves: tuple[fx.Node, ...]
