@@ -36,6 +36,7 @@ from graphs.capture.refuse import (
     made_generator_error,
     no_generators_made,
     overlapping,
+    refuse_gradient_dtypes,
     refuse_plans,
     refuse_replaced_forwards,
     restore_state,

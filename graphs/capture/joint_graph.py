@@ -45,6 +45,7 @@ from graphs.capture.opaque import Planned, StandIn, bind, refuse_dominant_part, 
 from graphs.capture.refuse import (
     around_module_calls,
     attributes_unchanged,
+    refuse_gradient_dtypes,
     refuse_parametrization_cache,
 )
 from graphs.capture.rehearsal import (
@@ -122,6 +123,7 @@ def capture(
         refuse_read_state(model, left, captured.buffer_inputs)
         return replace(captured, filled=filled, left=left)
 
+    refuse_gradient_dtypes(model, call.tensors)
     with call_checkpoints_directly():  # also when the model is run to observe opaque parts
         captured, opaque = with_opaque_parts(model, call, device, trace, planned=planned)
     refuse_dominant_part(captured.graph, opaque)
@@ -159,6 +161,7 @@ def describe_step(
 
     gradient_outputs: indices of the outputs that get a gradient.
     """
+    refuse_gradient_dtypes(model, call.tensors)
     shell = Shell(model, call, choose=lambda _output: gradient_outputs, device=device)
     with trace_context(model, ()), attributes_unchanged(model):
         return describe(shell, call)

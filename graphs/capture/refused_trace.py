@@ -14,7 +14,12 @@ from torch._subclasses.fake_tensor import (
 )
 
 from graphs.capture.as_eager import ReadsRandomNumbers
-from graphs.capture.refuse import PairedHooksError, SideEffectError
+from graphs.capture.refuse import (
+    CALL_ORIGINAL,
+    COMPILED,
+    PairedHooksError,
+    SideEffectError,
+)
 from graphs.model_calls import TraceError, title_of
 
 _READS_VALUES = (
@@ -27,10 +32,6 @@ _READS_RANDOM_NUMBERS = (
     "plan is for one fixed sequence. Compute with the tensor itself; to decide by chance, compare "
     "before .item(), as in `if torch.rand([]) < p`; or draw outside of forward and pass the number "
     "with the batch"
-)
-_COMPILED = (
-    ", whose operators cannot be recorded; call the function as it was before (`f`, not "
-    "`torch.compile(f)`), or call it in a submodule, which is planned as one piece"
 )
 _NESTED = ", which cannot be recorded; pad to one length and pass a mask instead"
 _KEPT_OUTSIDE = (
@@ -67,7 +68,7 @@ def _failure_and_advice(error: Exception) -> tuple[str, str]:
     if any(path.is_relative_to(_TORCH / "nested") for path in paths):
         return "forward computes with a nested tensor (torch.nested)", _NESTED
     if paths and paths[-1] == _TORCH / "_dynamo" / "eval_frame.py":
-        return "forward calls a function compiled by torch.compile", _COMPILED
+        return COMPILED, CALL_ORIGINAL
     if any(text in str(error) for text in _OF_KEPT_TENSORS):
         return "forward reads a tensor that an earlier call has kept", _KEPT_OUTSIDE
     lines = [line for line in str(error).strip().splitlines() if line.strip()]

@@ -28,6 +28,8 @@ from graphs.model_calls.tensors import (
     dense_storage_key,
     distributed_as,
     fills_its_storage,
+    gradient_bytes,
+    gradient_dtype,
     is_distributed,
     is_distributed_class,
     local_part,

@@ -73,6 +73,19 @@ def autograd_functions(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
             stack += [before for before, _ in function.next_functions]
 
 
+def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype of the gradients that autograd gives a leaf, by its `grad_dtype`; None: any.
+
+    Before torch 2.15, only leaves have that attribute.
+    """
+    return tensor.grad_dtype if tensor.is_leaf else tensor.dtype
+
+
+def gradient_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of the gradient of a parameter."""
+    return parameter.numel() * (gradient_dtype(parameter) or parameter.dtype).itemsize
+
+
 def is_distributed(tensor: object) -> bool:
     """Whether the object is a DTensor."""
     return is_distributed_class(type(tensor))

@@ -23,6 +23,7 @@ from graphs.capture import (
     at_each_checkpoint,
     for_absent_card,
     one_at_a_time,
+    refuse_gradient_dtypes,
     refuse_replaced_forwards,
 )
 from graphs.costs import CostModel, NodeCosts, default_costs, finish_measuring
@@ -235,6 +236,7 @@ def _check_and_trace(
     args, kwargs = as_call(batch, given.inputs)
     check_call(model, args, kwargs)
     call = Call.of(args, kwargs, order=argument_order(model.forward))
+    refuse_gradient_dtypes(model, call.tensors)  # FSDP2's mixed precision traces a copy
     if pipeline is not None:
         check_stage(model, call, pipeline, has_loss=given.loss is not None)
         in_turn = pipeline.schedule == "gpipe" and fsdp is None and gradients == FRESH

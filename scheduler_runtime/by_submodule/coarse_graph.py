@@ -8,7 +8,7 @@ from torch import nn
 
 from graphs.capture import CPU_RANDOM_STATE_BYTES
 from graphs.graph import Graph, GraphMeta, Node, Tensor
-from graphs.model_calls import Call, environment_of
+from graphs.model_calls import Call, environment_of, gradient_bytes
 from scheduler_runtime.by_submodule.eager_step import ObservedStep
 from scheduler_runtime.by_submodule.observe import Observed
 from scheduler_runtime.execute import runs_in_a_loop
@@ -99,7 +99,7 @@ def coarse_graph(step: ObservedStep, observed: Observed, *, unseen_bytes: int) -
         if parameter.requires_grad:
             inside = [k for k, p in enumerate(parts) if p.path and name.startswith(f"{p.path}.")]
             # gradients of parameters in no submodule count from the start of backward
-            gradients[inside[0] if inside else -1] += parameter.nbytes
+            gradients[inside[0] if inside else -1] += gradient_bytes(parameter)
     forward, backward = [], []
     for k, part in enumerate(parts):
         where = "submodule" if part.path else "outside"

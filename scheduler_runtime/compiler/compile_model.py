@@ -23,7 +23,7 @@ from torch import nn
 from graphs import hardware
 from graphs.costs import Roofline
 from graphs.graph import warn
-from graphs.model_calls import Call, as_call, device_of
+from graphs.model_calls import Call, as_call, device_of, gradient_bytes
 from graphs.training_step import GivenOptimizer, optimizer_costs, read_optimizer
 from scheduler_runtime.applying import remove
 from scheduler_runtime.compiler.fused_costs import FusedCosts
@@ -245,7 +245,7 @@ class CompiledForward(PlannedForward):
         where = gradients[0].device if gradients else torch.device("cpu")
         given = (args, kwargs, loss_reads)
         optimizer_peak_bytes = bytes_of(resident_tensors(model, given, optimizers), where)
-        optimizer_peak_bytes += sum(p.nbytes for p in gradients)
+        optimizer_peak_bytes += sum(map(gradient_bytes, gradients))
         optimizer_peak_bytes += new_state_bytes + optimizer_workspace_bytes
         if optimizer is not None and optimizer_peak_bytes > target.available_bytes:
             raise BudgetError(

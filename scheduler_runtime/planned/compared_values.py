@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphs.model_calls import PLAIN_TYPES
+from graphs.model_calls import PLAIN_TYPES, gradient_dtype
 
 MAX_ENTRIES = 1000
 """Maximum number of entries of a container that are compared; of a longer one, only the length is.
@@ -47,10 +47,12 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
 def form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, strides, dtype, device, whether it requires a gradient, and a class of the user."""
+    """Shape, strides, dtype, device, the dtype of its gradient (False: it gets none), and a class
+    of the user."""
     strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
     kind = None if type(tensor) in _TENSORS else type(tensor)
-    return tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad, kind
+    gradient = tensor.requires_grad and gradient_dtype(tensor)
+    return tensor.shape, strides, tensor.dtype, tensor.device, gradient, kind
 
 
 def argument(value: Any) -> Any:

@@ -12,6 +12,7 @@ from graphs.capture.refuse.generators import (
     states_restored,
 )
 from graphs.capture.refuse.generators import state_of as state_of_generator
+from graphs.capture.refuse.gradient_dtypes import refuse_gradient_dtypes
 from graphs.capture.refuse.hooks import (
     HOOKS,
     HookError,
@@ -42,4 +43,9 @@ from graphs.capture.refuse.side_effects import (
     refuse_replaced_buffers,
 )
 from graphs.capture.refuse.tensors_in_attributes import MODULE_ATTRIBUTES
-from graphs.capture.refuse.unseen_changes import no_unseen_changes, no_untraced_calls
+from graphs.capture.refuse.unseen_changes import (
+    CALL_ORIGINAL,
+    COMPILED,
+    no_unseen_changes,
+    no_untraced_calls,
+)

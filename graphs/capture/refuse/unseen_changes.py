@@ -65,6 +65,11 @@ _ONE_SET = (
     "(torch.func.functional_call with detached parameters), or do this in a submodule, which is "
     "planned as one piece"
 )
+COMPILED = "forward calls a function compiled by torch.compile"
+CALL_ORIGINAL = (
+    ", whose operators cannot be recorded; call the function as it was before (`f`, not "
+    "`torch.compile(f)`), or call it in a submodule, which is planned as one piece"
+)
 _SUBCLASS = "forward makes a tensor of the class {name} (as_subclass)"
 _NOT_RECORDED = (
     ", whose operators cannot be recorded; use plain tensors, or do this in a submodule, which is "
@@ -204,7 +209,8 @@ def _saved_hooks_message(pack: Callable[..., Any], _unpack: Any) -> str | None:
 def no_untraced_calls(model: nn.Module) -> Iterator[None]:
     """While inside, raise SideEffectError at calls of this thread that cannot be traced.
 
-    These are switching `requires_grad` of a parameter of the model, and `as_subclass`.
+    These are switching `requires_grad` of a parameter of the model, `as_subclass`, and, from torch
+    2.15 on, functions compiled by torch.compile.
     """
 
     def refuse_switch(tensor: torch.Tensor, requires_grad: bool = True) -> None:
@@ -218,7 +224,35 @@ def no_untraced_calls(model: nn.Module) -> Iterator[None]:
         "requires_grad": property(flag.__get__, _refusing_wrapper(refuse_switch, flag.__set__)),
         "as_subclass": _refusing_wrapper(_refuse_subclass, torch.Tensor.as_subclass),
     }
-    with mock.patch.multiple(torch.Tensor, **calls):
+    with mock.patch.multiple(torch.Tensor, **calls), _no_compiled_functions():
+        yield
+
+
+@contextlib.contextmanager
+def _no_compiled_functions() -> Iterator[None]:
+    """While inside, raise SideEffectError where a compiled function would be traced as if it were
+    not compiled.
+
+    Its kernels may round differently than the operators in that trace. torch 2.15 does so; before,
+    `torch.compile` itself raised an error (`graphs.capture.refused_trace`).
+    """
+    from torch._dynamo import config, eval_frame
+    from torch._higher_order_ops.utils import _in_hop_compile
+
+    name = "_is_eager_on_nested_compile"
+    runs_uncompiled = getattr(eval_frame, name, None)
+    if runs_uncompiled is None:
+        yield
+        return
+
+    def refuse() -> bool:
+        runs = bool(runs_uncompiled())
+        # operators such as flex_attention compile what they call in order to be recorded
+        if runs and not config.force_compile_during_fx_trace and not _in_hop_compile():
+            raise SideEffectError(COMPILED + CALL_ORIGINAL, short=COMPILED)
+        return runs
+
+    with mock.patch.object(eval_frame, name, in_this_thread(refuse, runs_uncompiled)):
         yield
 
 

@@ -6,9 +6,23 @@ input, the last one has the loss.
 
 from __future__ import annotations
 
-import pytest
+import math
 
+import pytest
+import torch
+
+from tests.support.pipeline_ranks import N_MICROBATCHES, SHAPES
 from tests.support.ranks import ranks_of
+
+
+def counted_but_not_held(schedule: str, shape: str, *, n_in_flight: int) -> int:
+    """Bytes that torch 2.15 no longer holds in a stage that sends outputs: an output, once it has
+    been sent (of the micro-batches in flight, and under 1F1B one more), and buffers for gradients
+    of outputs that have not arrived. Plans count them."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
+        return 0
+    n_outputs = n_in_flight + (1 if schedule == "1f1b" else 0)
+    return 4 * math.prod(SHAPES[shape].size) * (n_outputs + N_MICROBATCHES - 1)
 
 
 @pytest.mark.slow(keep=2)
@@ -21,6 +35,11 @@ def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(case: str) ->
     in_flight = {"1f1b": (2, 1), "gpipe": (4, 4), "interleaved": (5, 3)}[schedule]
     assert (first["n_in_flight"], last["n_in_flight"]) == in_flight
     for each in (first, last):
+        unheld_bytes = 0
+        if each is first and schedule != "interleaved":
+            unheld_bytes = counted_but_not_held(
+                schedule, *(shape or [""]), n_in_flight=first["n_in_flight"]
+            )
         assert each["same"], each
         assert each["n_recomputed"] > 0, each
         assert each["warnings"] == [], each
@@ -29,5 +48,7 @@ def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(case: str) ->
         assert each["plain_measured_bytes"] <= each["plain_predicted_bytes"], each
         # of stages that differ, the prediction takes the buffers of the one that has most
         least = 0.85 if schedule == "interleaved" else 0.985
-        assert each["measured_bytes"] >= least * each["predicted_bytes"], each
-        assert each["plain_measured_bytes"] >= least * each["plain_predicted_bytes"], each
+        held_bytes = each["predicted_bytes"] - unheld_bytes
+        assert each["measured_bytes"] >= least * held_bytes, each
+        held_bytes = each["plain_predicted_bytes"] - unheld_bytes
+        assert each["plain_measured_bytes"] >= least * held_bytes, each
