@@ -11,6 +11,7 @@ layouts; for exact bytes, measure. For CUDA, see `graphs.costs.cuda_workspace`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,18 +80,25 @@ def _matrix_product(call: OpCall) -> int:
 
 def _attention(call: OpCall) -> int:
     """Per thread, a tile of scores, the maxima and sums of its rows, and a tile of the output, all
-    in float32."""
+    in float32; in 16 bits also the scores in 16."""
     query, key = call.inputs()[:2]
     rows, columns = _tile(query, key)
-    return torch.get_num_threads() * 4 * (rows * columns + 2 * rows + rows * query.shape[-1])
+    tiles_bytes = 4 * (rows * columns + 2 * rows + rows * query.shape[-1])
+    return torch.get_num_threads() * (tiles_bytes + _scores_in_16_bits(query, key))
 
 
 def _attention_backward(call: OpCall) -> int:
-    """Per thread, a tile of scores and one of their gradient, in float32; a copy of the output's
-    gradient."""
+    """Per thread, a tile of scores and one of their gradient, and the sums of its rows, in float32;
+    in 16 bits also both tiles in 16. A copy of the output's gradient."""
     _, query, key = call.inputs()[:3]
     rows, columns = _tile(query, key)
-    return torch.get_num_threads() * 4 * 2 * rows * columns + query.nbytes
+    tiles_bytes = 4 * (2 * rows * columns + rows) + 2 * _scores_in_16_bits(query, key)
+    return torch.get_num_threads() * tiles_bytes + query.nbytes
+
+
+def _scores_in_16_bits(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Bytes of a tile of scores in the dtype of the query; 0 if it has 32 bits."""
+    return math.prod(_tile(query, key)) * 2 if query.element_size() < 4 else 0
 
 
 def _tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:

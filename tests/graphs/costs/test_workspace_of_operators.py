@@ -308,6 +308,27 @@ def test_means_and_sums_in_16_bits_are_computed_in_32(dtype: torch.dtype) -> Non
         assert measured <= estimated <= measured + 12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(256, 256), (20, 20), (300, 700), (1000, 600)])
+def test_attention_takes_tiles(n_queries: int, n_keys: int, dtype: torch.dtype) -> None:
+    """In 16 bits, also tiles in 16: half as much again as in 32."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        query = torch.randn(1, 2, n_queries, 8).to(dtype)
+        key = torch.randn(1, 2, n_keys, 8).to(dtype)
+        forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        out, sums = forward(query, key, key)
+        for measured, estimated in (
+            _measured_and_estimated(forward, query, key, key),
+            _measured_and_estimated(backward, out, query, key, key, out, sums, 0.0, False),
+        ):
+            assert measured == estimated
+    finally:
+        torch.set_num_threads(before)
+
+
 class OverTokens(nn.Module):
     """A convolution along the tokens, whose input is transposed, as in Mamba: the step's peak."""
 
