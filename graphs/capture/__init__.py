@@ -12,6 +12,7 @@ from graphs.capture.extraction import (
     Overwrite,
     extract,
 )
+from graphs.capture.gradient_copies import GradientCopy
 from graphs.capture.joint_graph import (
     capture,
     fake_output,

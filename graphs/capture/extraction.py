@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.capture.buffer_writes import Write, part_writes
 from graphs.capture.captured_step import Capture
+from graphs.capture.gradient_copies import GradientCopy, copy_for, copy_node, is_kept
 from graphs.capture.opaque import OpaqueForward
 from graphs.capture.traced_calls import (
     VIEW_OF_SCATTER,
@@ -60,7 +61,7 @@ class Layout:
     updates: name of a node that writes a buffer -> what it writes.
     dtypes: tensor -> dtype of the value that allocated it, such as "float32".
     gradients: placeholder of a leaf -> the tensor that holds its gradient; all different.
-    copies: name of a clone node -> fx node of the gradient that it copies.
+    copies: name of a clone node -> the gradient that it copies.
     in_place: forward nodes whose operator overwrites its first argument in eager mode.
     module_calls: path of a module -> numbers of its calls in which forward nodes run.
     held_within_call: number of an eager operator's call that is traced as several operators (a
@@ -79,7 +80,7 @@ class Layout:
     dtypes: dict[str, str] = field(default_factory=dict)
     updates: dict[str, Write] = field(default_factory=dict)
     gradients: dict[torch.fx.Node, str] = field(default_factory=dict)
-    copies: dict[str, torch.fx.Node] = field(default_factory=dict)
+    copies: dict[str, GradientCopy] = field(default_factory=dict)
     in_place: list[str] = field(default_factory=list)
     module_calls: dict[str, set[int]] = field(default_factory=dict)
     held_within_call: dict[int, list[str]] = field(default_factory=dict)
@@ -316,26 +317,30 @@ class _Extraction:
     def _separate_gradients(self) -> None:
         """Give each leaf's gradient a storage of its own, as autograd does.
 
-        A gradient that is expanded, shared, or part of a larger storage is copied by a new node.
+        A gradient that is expanded, shared, or part of a larger storage is copied by a new node,
+        and so is one that does not have its parameter's strides.
         """
         layout = self.layout
         makers = {name: node.name for node in layout.nodes for name in node.outputs}
+        # what eager mode copies, it copies once the function that made it has returned
+        last_of = {name: names[-1] for names in layout.functions.values() for name in names}
         copies: dict[str, list[Node]] = {}
         for placeholder, gradient in self.captured.gradients.items():
             storage, n_bytes = layout.storage[gradient], int(gradient.meta["val"].nbytes)
             is_taken = storage in layout.gradients.values()
             # No copy if a node makes it, no other leaf has it, and it fills its storage.
-            if storage in makers and not is_taken and self.sizes[storage] == n_bytes:
+            is_whole = storage in makers and not is_taken and self.sizes[storage] == n_bytes
+            if is_whole and is_kept(self.captured, placeholder):
                 layout.gradients[placeholder] = storage
                 self.kinds[storage] = "gradient"
                 continue
             name = f"gradient_{placeholder.name}"
             layout.gradients[placeholder] = name
-            layout.copies[name] = gradient
+            layout.copies[name] = copy_for(self.captured, placeholder)
             self.sizes[name], self.kinds[name] = n_bytes, "gradient"
-            op = "aten.clone.default"
-            copy = Node(name, op, (storage,), (name,), 0.0, phase="backward", recomputable=False)
-            copies.setdefault(makers.get(storage, ""), []).append(copy)
+            maker = makers.get(storage, "")
+            after = last_of.get(maker, maker) if is_whole else maker
+            copies.setdefault(after, []).append(copy_node(name, storage, gradient.meta["val"]))
         if copies:
             copies_of_inputs = copies.pop("", [])
             layout.nodes = [

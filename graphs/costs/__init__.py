@@ -4,6 +4,7 @@ cached on disk)."""
 from graphs.costs.cache import CostCache, circumstances
 from graphs.costs.collectives import is_collective
 from graphs.costs.device_memory import CudaPeaks, free_bytes
+from graphs.costs.layouts import transposed_block_bytes
 from graphs.costs.loops import RowLoop
 from graphs.costs.memory_events import (
     begin_part,

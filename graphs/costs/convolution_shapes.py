@@ -149,8 +149,10 @@ class Convolution:
     @property
     def batch_patches_bytes(self) -> int:
         """Bytes of the patches of all images of a group; 0 if the images are the patches."""
-        is_plain = self.is_1x1 and not (self.is_strided or any(self.padding))
-        return 0 if is_plain else self.x.shape[0] * self.patches_bytes
+        return 0 if self.images_are_patches() else self.x.shape[0] * self.patches_bytes
+
+    def images_are_patches(self) -> bool:
+        return self.is_1x1 and not (self.is_strided or any(self.padding))
 
     def fills_blocks(self, n_channels: int) -> bool:
         """Whether the channels of each group, in and out, fill blocks of `n_channels`."""
@@ -237,6 +239,21 @@ class Convolution:
         is_ordinary = self.x.dim() <= 4 and not (self.has_gaps or self.transposed)
         is_half = self.x.dtype in (torch.bfloat16, torch.float16)
         return is_half and is_ordinary and not has_avx512()
+
+    def is_volume_of_thin_kernels(self) -> bool:
+        """Whether a convolution of volumes whose kernel has one row and one column (those over time
+        of R(2+1)D) runs without oneDNN, as matrix products of the patches of the whole batch.
+
+        It does on one thread for small batches, as `is_product_of_images`.
+        """
+        return (
+            self.is_float32
+            and self.x.dim() == 5
+            and math.prod(self.kernel[-2:]) == 1
+            and not (self.is_strided or self.has_gaps or self.transposed)
+            and self.x.shape[0] < _IMAGES_FOR_ONEDNN
+            and n_threads() == 1
+        )
 
     def is_product_of_images(self) -> bool:
         """Whether a 1 x 1 convolution runs as a matrix product of each image, without oneDNN.

@@ -59,6 +59,8 @@ def convolution(call: OpCall) -> int:
     if is_in_channels_last(conv):
         return channels_last_convolution(conv)
     copies_bytes = contiguous_copy_bytes(conv.x, conv.weight)
+    if conv.is_volume_of_thin_kernels():
+        return copies_bytes + _batch_patches_bytes(conv)
     if _is_mirrored(conv):
         if conv.is_without_onednn():
             return copies_bytes + conv.mirrored().patches_bytes
@@ -105,6 +107,8 @@ def convolution_backward(call: OpCall) -> int:
         return channels_last_convolution_backward(conv)
     gradient = conv.out
     copies_bytes = contiguous_copy_bytes(gradient, conv.x, conv.weight)
+    if conv.is_volume_of_thin_kernels():
+        return copies_bytes + (_batch_patches_bytes(conv) or int(conv.mask[0]) * conv.x.nbytes)
     if conv.groups == 1 and not conv.transposed and conv.is_product_of_images():
         return copies_bytes
     wants_x, wants_weight, wants_bias = conv.mask
@@ -134,6 +138,12 @@ def _is_mirrored(conv: Convolution) -> bool:
     """Whether a transposed convolution takes what the mirrored one takes, and 128 bytes more in the
     forward pass: without AVX-512 (measured with AVX2). With it, oneDNN has other kernels."""
     return conv.transposed and conv.is_float32 and not has_avx512()
+
+
+def _batch_patches_bytes(conv: Convolution) -> int:
+    """Bytes of the patches of all images and groups; 0 if the images themselves are multiplied."""
+    is_plain = conv.groups == 1 and conv.images_are_patches()
+    return 0 if is_plain else conv.x.shape[0] * conv.groups * conv.patches_bytes
 
 
 def _forward_by_group(conv: Convolution) -> int:

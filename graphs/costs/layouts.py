@@ -46,12 +46,32 @@ def copied_bytes(
 ) -> int:
     """Bytes of the copies of the tensors that are not contiguous in the layout `into`."""
     to_copy = [x for x in tensors if x is not None and not x.is_contiguous(memory_format=into)]
-    return sum((x.numel() + _transposed_block_elements(x)) * x.element_size() for x in to_copy)
+    return sum(x.nbytes + transposed_block_bytes(x) for x in to_copy)
 
 
-def _transposed_block_elements(x: torch.Tensor) -> int:
-    is_transposed = x.dim() == 2 and x.stride() == (1, x.shape[0])
-    return TRANSPOSED_BLOCK if is_transposed and x.numel() >= TRANSPOSED_BLOCK else 0
+def transposed_block_bytes(x: torch.Tensor) -> int:
+    """Bytes of the buffer for copying `x` into a contiguous tensor of its dtype: 0 unless it is a
+    transposed matrix."""
+    is_transposed = x.dim() == 2 and x.stride() == (1, x.shape[0]) and not x.is_conj()
+    is_large = x.numel() >= TRANSPOSED_BLOCK
+    return TRANSPOSED_BLOCK * x.element_size() if is_transposed and is_large else 0
+
+
+def _copies_argument(position: int, *, into_part: bool = False) -> Callable[[OpCall], int]:
+    """An estimate for operators that copy the argument at this position into their result.
+
+    into_part: into a part of it along the dimension that is argument 2. Only along the first one is
+        the part contiguous.
+    """
+
+    def estimate(call: OpCall) -> int:
+        x, out = call.args[position], call.outputs()[0]
+        if not out.is_contiguous() or out.dtype != x.dtype:
+            return 0
+        dim = call.args[2] if into_part and len(call.args) > 2 else 0
+        return transposed_block_bytes(x) if dim % max(1, out.dim()) == 0 else 0
+
+    return estimate
 
 
 def reads_contiguous(*positions: int) -> Callable[[OpCall], int]:
@@ -144,6 +164,13 @@ def _upsample_backward(call: OpCall) -> int:
 
 
 COPIES: Mapping[Any, Callable[[OpCall], int]] = {
+    aten.clone: _copies_argument(0),
+    aten.copy: _copies_argument(1),
+    aten.copy_: _copies_argument(1),
+    aten.slice_backward: _copies_argument(0, into_part=True),
+    aten.select_backward: _copies_argument(0, into_part=True),
+    aten.slice_scatter: _copies_argument(1, into_part=True),
+    aten.select_scatter: _copies_argument(1, into_part=True),
     **dict.fromkeys(
         (
             *(aten._softmax, aten._log_softmax, aten.avg_pool3d, aten.fractional_max_pool2d),

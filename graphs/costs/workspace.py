@@ -11,6 +11,7 @@ layouts; for exact bytes, measure. For CUDA, see `graphs.costs.cuda_workspace`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,10 +22,15 @@ from graphs.costs.convolution_workspace import (
     convolution,
     convolution_backward,
 )
-from graphs.costs.layouts import COPIES, copied_bytes, suggested_format
+from graphs.costs.layouts import (
+    COPIES,
+    copied_bytes,
+    suggested_format,
+    transposed_block_bytes,
+)
 from graphs.costs.matrix_workspace import MATRICES
 from graphs.costs.operators import OpCall, aten, expanded_shape
-from graphs.costs.promotion import promotion_bytes
+from graphs.costs.promotion import mean_bytes, number_bytes, promotion_bytes
 
 
 def cpu_workspace_bytes(call: OpCall) -> int:
@@ -56,9 +62,11 @@ def _float32_copy_bytes(x: torch.Tensor) -> int:
 
 def _matrix_product(call: OpCall) -> int:
     """A copy of each factor that is neither row-major nor column-major, such as an expanded
-    gradient; of a batch, one matrix at a time (native/LinearAlgebra.cpp, addmm_impl_cpu_)."""
+    gradient; of a batch, one matrix at a time (native/LinearAlgebra.cpp, addmm_impl_cpu_). What is
+    added to the product is copied into the result before that."""
     copied_bytes = 0
-    for x in [each for each in call.args if isinstance(each, torch.Tensor)][-2:]:
+    *added, first, second = (each for each in call.args if isinstance(each, torch.Tensor))
+    for x in (first, second):
         (n_rows, n_columns), (row_stride, column_stride) = x.shape[-2:], x.stride()[-2:]
         by_columns = row_stride == 1 and column_stride >= max(1, n_rows)
         by_rows = column_stride == 1 and row_stride >= max(1, n_columns)
@@ -67,23 +75,30 @@ def _matrix_product(call: OpCall) -> int:
             copied_bytes += x.nbytes
         elif not (by_columns or by_rows) or (x.is_conj() and row_stride != 1):
             copied_bytes += n_rows * n_columns * x.element_size()
-    return copied_bytes
+    return max(copied_bytes, *map(transposed_block_bytes, added), 0)
 
 
 def _attention(call: OpCall) -> int:
     """Per thread, a tile of scores, the maxima and sums of its rows, and a tile of the output, all
-    in float32."""
+    in float32; in 16 bits also the scores in 16."""
     query, key = call.inputs()[:2]
     rows, columns = _tile(query, key)
-    return torch.get_num_threads() * 4 * (rows * columns + 2 * rows + rows * query.shape[-1])
+    tiles_bytes = 4 * (rows * columns + 2 * rows + rows * query.shape[-1])
+    return torch.get_num_threads() * (tiles_bytes + _scores_in_16_bits(query, key))
 
 
 def _attention_backward(call: OpCall) -> int:
-    """Per thread, a tile of scores and one of their gradient, in float32; a copy of the output's
-    gradient."""
+    """Per thread, a tile of scores and one of their gradient, and the sums of its rows, in float32;
+    in 16 bits also both tiles in 16. A copy of the output's gradient."""
     _, query, key = call.inputs()[:3]
     rows, columns = _tile(query, key)
-    return torch.get_num_threads() * 4 * 2 * rows * columns + query.nbytes
+    tiles_bytes = 4 * (2 * rows * columns + rows) + 2 * _scores_in_16_bits(query, key)
+    return torch.get_num_threads() * tiles_bytes + query.nbytes
+
+
+def _scores_in_16_bits(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Bytes of a tile of scores in the dtype of the query; 0 if it has 32 bits."""
+    return math.prod(_tile(query, key)) * 2 if query.element_size() < 4 else 0
 
 
 def _tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
@@ -93,13 +108,52 @@ def _tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
     return min(rows, n_queries), min(512, n_keys)
 
 
-_NOT_REDUCED = 0
+_NOT_REDUCED, _MEAN = 0, 1
 
 
 def _unreduced_loss_bytes(call: OpCall) -> int:
     """The loss of every element before they are summed (ATen/native/Loss.cpp)."""
-    x, target, reduction = call.args[:3] if len(call.args) > 2 else (*call.args, 1)
-    return 0 if reduction == _NOT_REDUCED else max(x.nbytes, target.nbytes)
+    x, target, reduction = call.args[:3] if len(call.args) > 2 else (*call.args, _MEAN)
+    if reduction == _NOT_REDUCED:
+        return 0
+    terms: torch.Tensor = max(x, target, key=torch.Tensor.numel)
+    return terms.nbytes + (mean_bytes(terms, call.outputs()[0]) if reduction == _MEAN else 0)
+
+
+def _mean_of_terms(position: int) -> Callable[[OpCall], int]:
+    """For losses whose result is in the storage of all terms; the reduction is at this position."""
+
+    def estimate(call: OpCall) -> int:
+        reduction = call.args[position] if len(call.args) > position else _MEAN
+        return mean_bytes(call.args[0], call.outputs()[0]) if reduction == _MEAN else 0
+
+    return estimate
+
+
+def _loss_of_logits_bytes(call: OpCall) -> int:
+    """The log-sigmoids, and the loss of every element, which without reduction is the output."""
+    x: torch.Tensor = call.args[0]
+    reduction = call.args[4] if len(call.args) > 4 else _MEAN
+    if reduction == _NOT_REDUCED:
+        return x.nbytes
+    return 2 * x.nbytes + (mean_bytes(x, call.outputs()[0]) if reduction == _MEAN else 0)
+
+
+def _scatter_reduce(call: OpCall) -> int:
+    """What is scattered into, in 32 bits if it has 16. For means also the number of elements at
+    each position, scattered likewise, the ones that are summed up to it, and where it is zero."""
+    x, source, reduction = call.args[0], call.args[3], call.args[4]
+    if reduction != "mean":
+        return _float32_copy_bytes(x)
+    zeros_bytes = x.numel() + number_bytes(x)
+    return int(x.nbytes + source.nbytes + max(_float32_copy_bytes(x), zeros_bytes))
+
+
+def _index_add(call: OpCall) -> int:
+    """In 16 bits, the rows are added one by one in 32 bits; along other dimensions, all at once."""
+    x, dim = call.args[:2]
+    n_parts = x.shape[0] if x.dim() and dim % x.dim() == 0 else 1
+    return _float32_copy_bytes(x) // max(1, n_parts)
 
 
 _INDEX_BYTES = 8
@@ -228,10 +282,9 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten.mse_loss: _unreduced_loss_bytes,
     aten.smooth_l1_loss: _unreduced_loss_bytes,
     aten.huber_loss: _unreduced_loss_bytes,
-    # the log-sigmoids, and the loss of every element, which without reduction is the output
-    aten.binary_cross_entropy_with_logits: lambda call: (
-        call.args[0].nbytes * (1 if call.args[4:5] == (_NOT_REDUCED,) else 2)
-    ),
+    aten.binary_cross_entropy: _mean_of_terms(3),
+    aten.soft_margin_loss: _mean_of_terms(2),
+    aten.binary_cross_entropy_with_logits: _loss_of_logits_bytes,
     # two intermediate results of the gradient's size
     aten.soft_margin_loss_backward: lambda call: 2 * call.args[1].nbytes,
     # the exponentials of the differences to the maxima
@@ -253,12 +306,9 @@ _ESTIMATES: Mapping[Any, Callable[[OpCall], int]] = {
     aten._ctc_loss_backward: lambda call: call.args[6].nbytes,
     # the gradient's elements that the mask selects, at most all of them
     aten.masked_scatter_backward: lambda call: call.args[0].nbytes,
-    # for means, the number of elements at each position, and the ones that are summed up to it
-    aten.scatter_reduce: lambda call: (
-        call.args[0].nbytes + call.args[3].nbytes + call.args[3].numel()
-        if call.args[4] == "mean"
-        else 0
-    ),
+    aten.scatter_add: lambda call: _float32_copy_bytes(call.args[0]),
+    aten.scatter_reduce: _scatter_reduce,
+    aten.index_add: _index_add,
     aten.convolution_backward: convolution_backward,
     # a 16-bit input that is neither contiguous nor channels-last is computed in 32 bits first
     **dict.fromkeys(

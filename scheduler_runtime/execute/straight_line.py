@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.capture import OpaqueForward, Overwrite, Write, is_random
+from graphs.capture import GradientCopy, OpaqueForward, Overwrite, Write, is_random
 from graphs.costs import is_collective
 from graphs.host_state import LOAD
 from graphs.trace import CapturedStep
@@ -107,11 +107,7 @@ class StraightLine:
             if op.node in layout.updates:
                 self._write(layout.updates[op.node])
             elif op.node in layout.copies:
-                self._cloned_gradients[op.node] = self.graph.call_function(
-                    torch.ops.aten.clone.default,
-                    (self.value(layout.copies[op.node]),),
-                    {"memory_format": torch.contiguous_format},
-                )
+                self._cloned_gradients[op.node] = self._cloned(layout.copies[op.node])
             elif node.op == LOAD:
                 self._load(node.outputs[0])
             elif op.node in layout.calls:
@@ -127,6 +123,18 @@ class StraightLine:
             self._end_forward()
         self._finish_gradients(due.get(len(self.schedule.ops), []))
         self._end_piece()
+
+    def _cloned(self, copy: GradientCopy) -> fx.Node:
+        """The copy of a gradient. Autograd keeps it as it is if it has the parameter's strides."""
+        gradient, aten = self.value(copy.gradient), torch.ops.aten
+        if copy.strides is None:
+            return self.graph.call_function(
+                aten.clone.default, (gradient,), {"memory_format": torch.contiguous_format}
+            )
+        shape = [*copy.gradient.meta["val"].shape]
+        arguments = (gradient, shape, [*copy.strides])
+        empty = self.graph.call_function(aten.new_empty_strided.default, arguments)
+        return self.graph.call_function(aten.copy_.default, (empty, gradient))
 
     def _free(self, tensor: str) -> None:
         if self.copy_calls is not None:
@@ -322,7 +330,7 @@ def gradients_due(
         if producer is not None:
             # A gradient that is cloned for other leaves leaves after the last clone: while the
             # program holds it, autograd would copy it as well.
-            copies = [n for n, of in layout.copies.items() if layout.storage[of] == storage]
+            copies = [n for n, c in layout.copies.items() if layout.storage[c.gradient] == storage]
             last = max((producer.name, *copies), key=position.__getitem__)
             read = last_read.get(layout.storage[leaf], backward)
             index = max(last_run[last], read, backward)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from graphs.trace import TraceError, trace
 from scheduler_runtime import apply, fit
+from scheduler_runtime.measuring import measure
 from solver import solve
 from tests.support.bitwise import assert_bitwise_identical
 
@@ -52,6 +53,14 @@ def test_the_least_budget_has_the_bits_of_plain_training() -> None:
     fit(fitted, budget="1MB", optimizer=[])
     assert_bitwise_identical(copy.deepcopy(plain), applied, batch)
     assert_bitwise_identical(plain, fitted, batch)
+
+
+def test_measured_peaks_do_not_count_the_weights_that_are_replaced() -> None:
+    """The profiler sees the new weights; the old ones, from before it started, are freed."""
+    model, batch = made()
+    predicted = solve(model, batch, budget="1GB", optimizer=torch.optim.SGD).baseline.peak_bytes
+    measured = measure(model, batch, optimizer=torch.optim.SGD, n_steps=1).peak_bytes
+    assert abs(measured - predicted) < 500
 
 
 @pytest.mark.slow(sample=2)

@@ -361,3 +361,24 @@ def test_a_weight_that_is_not_contiguous_is_copied(
         (measured, estimated), (measured_copied, estimated_copied) = found
         assert measured_copied - measured == contiguous.nbytes
         assert estimated_copied - estimated == contiguous.nbytes
+
+
+@pytest.mark.parametrize("n_images", [1, 2, 15])
+@pytest.mark.parametrize(("groups", "n_out"), [(1, 4), (1, 16), (2, 8)])
+@pytest.mark.parametrize(("kernel", "padding"), [((1, 1, 1), 0), ((3, 1, 1), 1), ((3, 1, 1), 0)])
+def test_thin_kernels_of_volumes_on_one_thread(
+    kernel: tuple[int, ...], padding: int, groups: int, n_out: int, n_images: int
+) -> None:
+    """Over time, as in R(2+1)D, and heads of 3D U-Nets: the patches of the batch, or nothing."""
+    x, weight = torch.randn(n_images, 8, 6, 5, 4), torch.randn(n_out, 8 // groups, *kernel)
+    options = ([1] * 3, [padding, 0, 0], [1] * 3, False, [0] * 3, groups)
+    target: Any = aten.convolution.default
+    out = target(x, weight, None, *options)
+    calls = [OpCall(target, (x, weight, None, *options), {}, out)]
+    target = aten.convolution_backward.default
+    for mask in ([True, True, True], [False, True, False], [True, False, False]):
+        args = (out, x, weight, [n_out], *options, mask)
+        calls.append(OpCall(target, args, {}, target(*args)))
+    for call in calls:
+        measured, estimated = _measured_and_estimated(call)
+        assert measured <= estimated <= measured + 1024

@@ -204,16 +204,129 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_workspace_is_what_is_measured(name: str) -> None:
-    target, args, kwargs = CASES[name]
+def _measured_and_estimated(target: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
     run: Callable[[], Any] = lambda: target(*args, **kwargs)  # noqa: E731
     call = OpCall(target, args, kwargs, run())
     with torch.no_grad():
         measured = cpu_peak_bytes(run).peak_bytes - call.made_bytes()
+    return measured, cpu_workspace_bytes(call)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_workspace_is_what_is_measured(name: str) -> None:
+    target, args, kwargs = CASES[name]
+    measured, estimated = _measured_and_estimated(target, *args, **kwargs)
+    call = OpCall(target, args, kwargs, target(*args, **kwargs))
     read = {item.untyped_storage()._cdata: item for item in call.inputs()}
     handled = call.made_bytes() + sum(item.untyped_storage().nbytes() for item in read.values())
-    assert abs(cpu_workspace_bytes(call) - measured) <= WITHIN * handled
+    assert abs(estimated - measured) <= WITHIN * handled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
+@pytest.mark.parametrize("shape", [(100, 80), (59, 60)])
+def test_transposed_matrices_are_copied_through_a_block(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """As `weight.t().contiguous()` is. The block has 3600 elements: small matrices need none."""
+    source = torch.randn(shape).to(dtype)
+    turned, like = source.t(), torch.zeros_like(source.t(), memory_format=torch.contiguous_format)
+    n_rows, n_columns = turned.shape
+    factors = like[:, :5].contiguous(), like[:5].contiguous()
+    block_bytes = 3600 * source.element_size() if turned.numel() >= 3600 else 0
+    contiguous = {"memory_format": torch.contiguous_format}
+    for found in (
+        _measured_and_estimated(aten.clone.default, turned, **contiguous),
+        _measured_and_estimated(aten.copy.default, like, turned),
+        _measured_and_estimated(aten.copy_.default, like, turned),
+        _measured_and_estimated(aten.addmm.default, turned, *factors),
+        _measured_and_estimated(
+            aten.slice_scatter.default, torch.cat([like] * 2), turned, 0, 0, n_rows
+        ),
+        _measured_and_estimated(
+            aten.slice_backward.default, turned, [2 * n_rows, n_columns], 0, 0, n_rows, 1
+        ),
+        _measured_and_estimated(aten.select_scatter.default, torch.stack([like] * 2), turned, 0, 1),
+        _measured_and_estimated(aten.select_backward.default, turned, [2, n_rows, n_columns], 0, 1),
+    ):
+        assert found == (block_bytes, block_bytes)
+    for found in (
+        _measured_and_estimated(aten.clone.default, turned),
+        _measured_and_estimated(aten.clone.default, source, **contiguous),
+        _measured_and_estimated(aten.clone.default, turned[1:], **contiguous),
+        _measured_and_estimated(aten.copy.default, like.to(torch.complex128), turned),
+        _measured_and_estimated(
+            aten.slice_scatter.default, torch.cat([like] * 2, 1), turned, 1, 0, n_columns
+        ),
+    ):
+        assert found == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_numbers_become_tensors(dtype: torch.dtype) -> None:
+    """Of a few bytes, which the measured peak would exceed the predicted one by."""
+    x = torch.arange(1, 50).to(dtype)
+    for found in (
+        *(_measured_and_estimated(each.Tensor, x, 3) for each in (aten.add, aten.mul, aten.div)),
+        *(_measured_and_estimated(each.Scalar, x, 3) for each in (aten.gt, aten.rsub, aten.fmod)),
+        _measured_and_estimated(aten.add_.Tensor, x.clone(), 3),
+        _measured_and_estimated(aten.pow.Scalar, 2, x),
+        _measured_and_estimated(aten.mean.default, x if x.is_floating_point() else x.float()),
+        _measured_and_estimated(aten.mul.Tensor, x, torch.ones((), dtype=torch.float64)),
+    ):
+        measured, estimated = found
+        assert measured <= estimated <= measured + 12
+    for found in (
+        _measured_and_estimated(aten.pow.Tensor_Scalar, x, 3),
+        _measured_and_estimated(aten.clamp.default, x, 3),
+        _measured_and_estimated(aten.masked_fill.Scalar, x, x > 3, 3),
+        _measured_and_estimated(aten.add.Tensor, x, x, alpha=3),
+    ):
+        assert found == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_means_and_sums_in_16_bits_are_computed_in_32(dtype: torch.dtype) -> None:
+    """A mean takes twice its input, also that of a loss; so does what is scattered into."""
+    terms, shares = (torch.rand(64, 50).to(dtype) for _ in range(2))
+    at, few = torch.randint(64, (64, 50)), torch.rand(64, 10).to(dtype)
+    losses = (aten.mse_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss)
+    for measured, estimated in (
+        _measured_and_estimated(aten.mean.default, terms),
+        *(_measured_and_estimated(aten.mean.dim, terms, [dim]) for dim in (0, 1)),
+        *(_measured_and_estimated(each.default, terms, shares) for each in losses),
+        _measured_and_estimated(aten.mse_loss.default, terms, shares, 2),
+        _measured_and_estimated(aten.binary_cross_entropy_with_logits.default, terms, shares),
+        _measured_and_estimated(aten.scatter_add.default, terms, 0, at, shares),
+        *(
+            _measured_and_estimated(aten.scatter_reduce.two, terms, 0, at[:n], shares[:n], how)
+            for n in (10, 64)
+            for how in ("sum", "amax", "mean")
+        ),
+        _measured_and_estimated(aten.index_add.default, terms, 0, at[0, :10], shares[:10]),
+        _measured_and_estimated(aten.index_add.default, terms, 1, at[0, :10] % 50, few),
+    ):
+        assert measured <= estimated <= measured + 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(256, 256), (20, 20), (300, 700), (1000, 600)])
+def test_attention_takes_tiles(n_queries: int, n_keys: int, dtype: torch.dtype) -> None:
+    """In 16 bits, also tiles in 16: half as much again as in 32."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        query = torch.randn(1, 2, n_queries, 8).to(dtype)
+        key = torch.randn(1, 2, n_keys, 8).to(dtype)
+        forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        out, sums = forward(query, key, key)
+        for measured, estimated in (
+            _measured_and_estimated(forward, query, key, key),
+            _measured_and_estimated(backward, out, query, key, key, out, sums, 0.0, False),
+        ):
+            assert measured == estimated
+    finally:
+        torch.set_num_threads(before)
 
 
 class OverTokens(nn.Module):
