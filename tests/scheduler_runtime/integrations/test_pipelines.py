@@ -9,20 +9,10 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from tests.support.pipeline_ranks import N_MICROBATCHES, SHAPES
+from tests.support.pipelining import n_unheld
 from tests.support.ranks import ranks_of
-
-
-def counted_but_not_held(schedule: str, shape: str, *, n_in_flight: int) -> int:
-    """Bytes that torch 2.15 no longer holds in a stage that sends outputs: an output, once it has
-    been sent (of the micro-batches in flight, and under 1F1B one more), and buffers for gradients
-    of outputs that have not arrived. Plans count them."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
-        return 0
-    n_outputs = n_in_flight + (1 if schedule == "1f1b" else 0)
-    return 4 * math.prod(SHAPES[shape].size) * (n_outputs + N_MICROBATCHES - 1)
 
 
 @pytest.mark.slow(keep=2)
@@ -37,9 +27,8 @@ def test_each_stage_has_the_same_bits_and_holds_what_was_predicted(case: str) ->
     for each in (first, last):
         unheld_bytes = 0
         if each is first and schedule != "interleaved":
-            unheld_bytes = counted_but_not_held(
-                schedule, *(shape or [""]), n_in_flight=first["n_in_flight"]
-            )
+            tensor_bytes = 4 * math.prod(SHAPES["".join(shape)].size)
+            unheld_bytes = tensor_bytes * n_unheld(schedule, in_flight[0], N_MICROBATCHES)
         assert each["same"], each
         assert each["n_recomputed"] > 0, each
         assert each["warnings"] == [], each
