@@ -43,6 +43,7 @@ class StateBeforeStep:
         self._versions = self._versions_now()
         self._has_forward_ended = False
         self._is_only_writer = True
+        self._has_delivered = False
         self._leaves_without_gradient: Mapping[fx.Node, torch.Tensor] = {}
         self._cannot_undo_all = False
 
@@ -51,10 +52,10 @@ class StateBeforeStep:
         """Copies of the tensors."""
         return [copy for _, copy in self._values]
 
-    def snapshot(self) -> StateBeforeStep:
-        """A new copy of the same tensors and generators, as they are now."""
-        # a plan that counts no copies has no room for these either
-        return StateBeforeStep(self._written, self._random, on_host=not self.has_copies)
+    @property
+    def has_random(self) -> bool:
+        """Whether the generators can be restored."""
+        return bool(self._random)
 
     @contextmanager
     def put_back(self, *, runs_forward: bool) -> Iterator[None]:
@@ -64,7 +65,8 @@ class StateBeforeStep:
         runs_forward: whether the forward pass runs inside. If nothing else has written the buffers,
             it writes the same values again, and they need not be restored.
         """
-        present = self.snapshot()
+        # plans count device memory for these copies only where no forward pass runs
+        present = StateBeforeStep(self._written, self._random, on_host=runs_forward)
         self._is_only_writer &= self.is_last_writer
         self.restore()
         is_same = False
@@ -85,6 +87,7 @@ class StateBeforeStep:
         """Note which leaves have no gradient yet.
 
         leaves: parameters and inputs of the step whose gradients are accumulated in `.grad`."""
+        self._cannot_undo_all |= self._has_delivered  # by an earlier backward pass
         self._leaves_without_gradient = {
             node: each for node, each in leaves.items() if each.grad is None
         }
@@ -96,7 +99,9 @@ class StateBeforeStep:
 
     def note_delivered(self, nodes: Iterable[fx.Node]) -> None:
         """Note that the gradients of these nodes have left the step."""
-        self._cannot_undo_all |= self.cannot_undo(nodes)
+        delivered = list(nodes)
+        self._has_delivered |= bool(delivered)
+        self._cannot_undo_all |= self.cannot_undo(delivered)
 
     @property
     def is_last_writer(self) -> bool:
@@ -127,7 +132,7 @@ class StateBeforeStep:
                 "to None before the next step"
             )
         state = "as before that pass"
-        if self.is_last_writer:
+        if self._is_only_writer and self.is_last_writer:
             self.restore()
         else:
             state = "not as before that pass: another one has written buffers since"

@@ -83,8 +83,6 @@ class BoundProgram:
         calls = step.layout.calls
         backward = (calls[n.name] for n in step.graph.later_nodes if n.name in calls)
         self._draws_backward = any(map(is_random, backward))
-        forward = (calls[n.name] for n in step.graph.forward_nodes if n.name in calls)
-        self._draws_forward = any(map(is_random, forward))
         self._accumulates = accumulation(step.graph.meta.gradients).to_parameters
         targets = [each.target for each in calls.values()]
         self._opaque = [each.call.random for each in targets if isinstance(each, OpaqueForward)]
@@ -173,6 +171,7 @@ class BoundProgram:
                     written=self._written,
                     positions=self._positions,
                     draws_backward=self._draws_backward,
+                    runs_once=self.program.runs_once,
                     accumulates=self._accumulates,
                 )
             outputs = run_step(self.program, tensors, restartable=restartable, before=before)
@@ -205,15 +204,16 @@ class BoundProgram:
 
     def _state_before(self, tensors: Mapping[fx.Node, torch.Tensor]) -> StateBeforeStep | None:
         """The state before the step, if it may have to be restored (None: it never is)."""
-        spills = self.program.spills
-        restores_all = spills or self._others is not None
-        restores_random = restores_all or self.has_checks or self._draws_forward
-        if not (restores_random or self._written):
+        program, device = self.program, step_device(tensors.values())
+        restores_all = program.spills or self._others is not None
+        # for another backward pass; a recorded step has one, and its generator cannot be read
+        may_repeat = not (program.runs_once or program.unrepeatable or _is_recorded(device))
+        restores_random = restores_all or self.has_checks or (may_repeat and program.draws)
+        if not (restores_random or (may_repeat and self._written)):
             return None
         written = [tensors[node] for node in self._written]
-        sources = [RandomSources(step_device(tensors.values()), ()), *self._opaque]
-        random = sources if restores_random else []
-        return StateBeforeStep(written, random, on_host=spills, copies=restores_all)
+        random = [RandomSources(device, ()), *self._opaque] if restores_random else []
+        return StateBeforeStep(written, random, on_host=program.spills, copies=restores_all)
 
     def rerun(
         self, tensors: Mapping[Place, torch.Tensor], output_gradients: Mapping[int, torch.Tensor]
@@ -273,6 +273,11 @@ class RestartedRun:
     def close(self) -> None:
         """Free what is saved for backward."""
         self._run.close()
+
+
+def _is_recorded(device: torch.device) -> bool:
+    """Whether a CUDA graph records what runs now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _undo_and_raise(error: Exception, before: StateBeforeStep | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.capture import OpaqueForward
+from graphs.capture import OpaqueForward, is_random
 from graphs.rewrites import rewrites_program
 from graphs.trace import CapturedStep
 from scheduler_runtime.execute.copies import Pools
@@ -55,8 +55,10 @@ class Program:
         module.
     recomputes: whether the backward pass runs operators of the forward pass, or the reverse.
     written: placeholders of the buffers that the forward pass writes.
-    unrepeatable: why the forward pass gives other results after it has written these buffers ("":
-        it gives the same ones).
+    draws: whether the forward pass draws random numbers.
+    unrepeatable: why the forward pass may give other results after it has written these buffers
+        ("": it gives the same ones).
+    runs_once: why the forward pass must not run again at all ("": it may).
     copies: the value that is the step's `Copies` (None: the schedule has no copies).
     copy_layout: where the copies are in the host memory and the file.
     pools: provides the host memory and the file.
@@ -78,7 +80,9 @@ class Program:
     plan_id: str
     recomputes: bool
     written: tuple[fx.Node, ...]
+    draws: bool
     unrepeatable: str
+    runs_once: str
     copies: Value | None = None
     copy_layout: CopyLayout | None = None
     pools: Pools | None = None
@@ -122,10 +126,21 @@ def build_program(
     return _cut_into_pieces(StraightLine(step, schedule, before_loss, layout), pools)
 
 
+def _runs_once(line: StraightLine) -> str:
+    """Why the forward pass must not run again; "": it may."""
+    if all(part.recomputable for part in _opaque_parts(line)):
+        return ""
+    return "a part of it is planned as one piece, which has hooks or draws other numbers each time"
+
+
+def _opaque_parts(line: StraightLine) -> list[OpaqueForward]:
+    targets = (call.target for call in line.layout.calls.values())
+    return [target for target in targets if isinstance(target, OpaqueForward)]
+
+
 def _unrepeatable(line: StraightLine) -> str:
     """Why the forward pass cannot run again without copies of what it has written; "": it can."""
-    targets = {call.target for call in line.layout.calls.values()}
-    if any(isinstance(target, OpaqueForward) for target in targets):
+    if _opaque_parts(line):
         return "a part of it is planned as one piece, which may change what it reads"
     # its results do not depend on buffers that its operators write in place
     independent = {b for each in line.in_place.values() for b in each.buffers.values()}
@@ -165,6 +180,8 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
     later = {node for body in bodies[1:] for node in body}
     only_recomputed = {v for v in changed if later.intersection(v.users) <= line.recomputed}
     backward = tuple(p for p in pieces[1:] if p.results or p.gradients)
+    calls = line.layout.calls
+    forward = [calls[n.name] for n in line.step.graph.forward_nodes if n.name in calls]
     read_backward = {value for piece in backward for value in piece.inputs}
     return Program(
         forward=pieces[0],
@@ -196,7 +213,9 @@ def _cut_into_pieces(line: StraightLine, pools: Pools | None) -> Program:
         ).hexdigest()[:16],
         recomputes=bool(line.recomputed) or rewrites_program(line.step.graph.meta.rewrites),
         written=tuple(captured.mutations),
+        draws=any(is_random(call) for call in forward),
         unrepeatable=_unrepeatable(line),
+        runs_once=_runs_once(line),
         copies=copies,
         copy_layout=line.copy_layout,
         pools=pools,

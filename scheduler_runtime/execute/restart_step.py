@@ -174,6 +174,7 @@ class RestartableStep:
     written: the placeholders of these tensors.
     positions: positions of the flat outputs that the program computes.
     draws_backward: whether the backward pass draws random numbers.
+    runs_once: why the forward pass must not run again ("": it may).
     accumulates: whether each gradient is added to an existing one, and then freed.
     """
 
@@ -189,9 +190,12 @@ class RestartableStep:
         written: Sequence[fx.Node],
         positions: Sequence[int],
         draws_backward: bool,
+        runs_once: str,
         accumulates: bool,
     ) -> None:
-        self._others, self._call, self._program = others, call, first_program
+        self._others, self._call = others, call
+        self._first_program = self._program = first_program
+        self._runs_once = runs_once
         self._positions = positions
         self._tensors, self._places = tensors, places
         self.leaves = tuple(node for node, each in tensors.items() if each.requires_grad)
@@ -244,12 +248,14 @@ class RestartableStep:
 
     def restart_for_gradients(self, output_gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the forward pass again, with a program for the gradients that have arrived."""
+        why = self._runs_once
         if not self.can_restart:
+            why = "a parameter or the batch has changed since its forward pass"
+        if why:
             raise RuntimeError(
                 "an output of the model gets a gradient that was not planned for, and the step "
-                "cannot run again, because a parameter or the batch has changed since its forward "
-                "pass: call backward first, or say which outputs the loss is computed from: "
-                "fit(model, loss_outputs=lambda output: ...)"
+                f"cannot run again, because {why}: call backward first, or say which outputs the "
+                "loss is computed from: fit(model, loss_outputs=lambda output: ...)"
             )
         self._hold_gradients(output_gradients)
         with self._before.put_back(runs_forward=False), torch.enable_grad(), self._autocast:
@@ -273,6 +279,9 @@ class RestartableStep:
                 "changed since its forward pass (an optimizer inside of the backward pass)."
             )
             raise error
+        if self._runs_once:
+            error.add_note(f"The step cannot run again with another plan: {self._runs_once}.")
+            raise error
         if self._draws_backward:
             error.add_note(
                 "The step cannot run again with another plan: its backward pass draws random "
@@ -295,6 +304,7 @@ class RestartableStep:
     def end_backward(self) -> None:
         """End a backward pass, and free what is held to run the step again in it."""
         self._drop_restarted()
+        self._program = self._first_program
         self._output_gradients = {}
         self._delivered_places.clear()
 

@@ -65,6 +65,7 @@ class Run:
         self.state: dict[fx.Node, Any] = {}
         self._device = step_device(tensors.values())
         self._copies: Copies | None = None
+        self._finalizer: Any = None  # closes the copies
         self.token = torch.empty(0, device=self._device, requires_grad=True)
         self.token_gradient = torch.empty(0, device=self._device)
         self._has_backward_begun = False
@@ -82,7 +83,10 @@ class Run:
             self._copies = program.pools.open(program.copy_layout, self._device)
             state[program.copies] = self._copies
             # also a step whose backward pass never runs returns its host memory
-            weakref.finalize(self, self._copies.close).atexit = False
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, self._copies.close)
+            self._finalizer.atexit = False
         # the program contains autocast's casts, and autograd only sees the chain
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             self._run(program.forward)
@@ -126,7 +130,6 @@ class Run:
         is_another = self._has_backward_begun
         if is_another:
             self._prepare_another()
-        self._is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if torch.is_autocast_enabled(self._device.type):
             raise RuntimeError(
                 "backward runs under autocast, where eager mode computes other gradients than the "
@@ -146,6 +149,7 @@ class Run:
         if self.program.recomputes or (self.restartable is not None and are_unplanned):
             self._settings.refuse_others()
         self._has_backward_begun = True
+        self._is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if self._before is not None:
             self._before.backward_begins(self._leaves)
         if self.restartable is not None and are_unplanned:
@@ -196,17 +200,25 @@ class Run:
                 f"{self.program.titles[changed]} was changed in place before another backward pass "
                 "through a planned step, which runs the forward pass again: call backward first"
             )
-        has_copies = self._before is not None and self._before.has_copies
-        if self.program.unrepeatable and not has_copies:
+        if why := self._why_not_again():
             raise RuntimeError(
                 "backward ran a second time through a planned step, whose forward pass cannot run "
-                f"again: {self.program.unrepeatable}. Sum the losses and call backward once, or "
-                "use the plain model (checkpoint_solver.remove(model))"
+                f"again: {why}. Sum the losses and call backward once, or use the plain model "
+                "(checkpoint_solver.remove(model))"
             )
         self._release()
         self._is_restarted = False
         if self.restartable is not None:
             self.restartable.end_backward()
+
+    def _why_not_again(self) -> str:
+        """Why the forward pass cannot run again; "": it can."""
+        program, before = self.program, self._before
+        if program.runs_once or (before is not None and before.has_copies):
+            return program.runs_once
+        if program.draws and (before is None or not before.has_random):
+            return program.unrepeatable or "its random numbers were not kept (a recorded step)"
+        return program.unrepeatable
 
     def _run_forward_again(self) -> None:
         """Run the forward piece again for another backward pass, from the same inputs and state.
@@ -331,6 +343,7 @@ class Run:
             self.restartable.end_backward()
         self.restartable = self._before = None
         self._leaves, self._inputs = {}, {}
+        self._is_graph_kept = False
 
     @contextmanager
     def _undone_after_disk_error(self) -> Iterator[None]:

@@ -14,14 +14,16 @@ import functools
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphs.capture.threads import in_this_thread
 from graphs.model_calls import TraceError
 
 _PYTHON_GENERATOR: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
@@ -150,6 +152,23 @@ def states_restored(generators: Iterable[Any]) -> Iterator[None]:
     finally:
         for each, state in before:
             restore_state(each, state)
+
+
+@contextlib.contextmanager
+def system_numbers_noted(note: Callable[[], object]) -> Iterator[None]:
+    """While inside, call `note` when this thread takes random numbers from the operating system.
+
+    That seeds generators which are made without a seed (`np.random.default_rng()`), and gives the
+    numbers of `random.SystemRandom` and `secrets`. Not noted: `random.Random()`, `os.urandom`.
+    """
+    read = random._urandom  # type: ignore[attr-defined]
+
+    def noted(n_bytes: int) -> bytes:
+        note()
+        return bytes(read(n_bytes))
+
+    with mock.patch.object(random, "_urandom", in_this_thread(noted, read)):
+        yield
 
 
 def _bit_generator_of(generator: Any) -> Any:

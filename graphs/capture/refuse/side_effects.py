@@ -24,7 +24,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from graphs.capture.refuse.generators import generators_of, restore_state, state_of
+from graphs.capture.refuse.generators import (
+    generators_of,
+    restore_state,
+    state_of,
+    system_numbers_noted,
+)
 from graphs.capture.refuse.registered import Registered
 from graphs.capture.refuse.tensors_in_attributes import MODULE_ATTRIBUTES, tensors_restored
 from graphs.capture.refuse.traced_hooks import capturing_hooks_removed, computed_weights
@@ -316,6 +321,9 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
         earlier, now = now, {name: state_of(each) for name, each in generators.items()}
         found.extend(DrawError(name, running[-1]) for name in now if now[name] != earlier[name])
 
+    def note_system() -> None:
+        found.append(DrawError("a generator that the operating system has seeded", running[-1]))
+
     def begin(module: nn.Module) -> None:
         note()
         running.append(module)
@@ -331,7 +339,7 @@ def random_states_untouched(model: nn.Module) -> Iterator[None]:
                 for name in ("manual_seed", "seed", "set_rng_state"):  # fork_rng ends with the last
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, refuse_seeding))
-            with around_module_calls(begin, end):
+            with around_module_calls(begin, end), system_numbers_noted(note_system):
                 yield
                 note()
     finally:

@@ -209,8 +209,8 @@ def _saved_hooks_message(pack: Callable[..., Any], _unpack: Any) -> str | None:
 def no_untraced_calls(model: nn.Module) -> Iterator[None]:
     """While inside, raise SideEffectError at calls of this thread that cannot be traced.
 
-    These are switching `requires_grad` of a parameter of the model, `as_subclass`, and, from torch
-    2.15 on, functions compiled by torch.compile.
+    These are switching `requires_grad` of a parameter of the model, `as_subclass`, and, with
+    recent releases of torch, functions compiled by torch.compile.
     """
 
     def refuse_switch(tensor: torch.Tensor, requires_grad: bool = True) -> None:

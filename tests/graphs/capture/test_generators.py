@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -249,3 +250,36 @@ def test_a_piece_that_gives_other_results_when_run_again_is_not_recomputed(
     model = nn.Sequential(nn.Linear(8, 32), DrawsAnew(seed), nn.Linear(32, 8))
     graph = trace(model, torch.randn(64, 8), loss=lambda out, _: out.square().sum())
     assert graph.meta.opaque_parts[0]["recomputable"] == (seed is not None)
+
+
+class Unseeded(nn.Module):
+    """Makes a generator without a seed in each call, and multiplies by a number from it."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw, self.linear = draw, nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.draw()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: np.random.default_rng().random(),
+        lambda: np.random.RandomState().rand(),
+        lambda: random.SystemRandom().random(),
+        lambda: secrets.randbelow(5) / 5,
+    ],
+    ids=["default_rng", "RandomState", "SystemRandom", "secrets"],
+)
+def test_numbers_from_the_operating_system_do_not_become_constants(
+    draw: Callable[[], float],
+) -> None:
+    loss = {"loss": lambda out, _: out.square().sum()}
+    with pytest.raises(TraceError, match=r"that the operating system has seeded, in Unseeded; a"):
+        trace(Unseeded(draw), torch.randn(64, 32), **loss)
+    model = nn.Sequential(nn.Linear(8, 32), Unseeded(draw), nn.Linear(32, 8))
+    graph = trace(model, torch.randn(64, 8), **loss)
+    (part,) = graph.meta.opaque_parts
+    assert not part["recomputable"]

@@ -114,17 +114,6 @@ def test_a_backward_pass_under_autocast_is_refused() -> None:
             loss.backward()
 
 
-@pytest.mark.slow
-def test_a_second_backward_pass_is_refused_and_says_what_to_do() -> None:
-    model, batch = planned(TiedLanguageModel)
-    loss = model(batch)
-    loss.backward(retain_graph=True)
-    with pytest.raises(
-        RuntimeError, match=r"a second time .* Sum the losses and call backward once, or"
-    ):
-        loss.backward()
-
-
 class Scaled(torch.nn.Module):
     """A layer, a buffer and a batch with names."""
 
