@@ -363,10 +363,9 @@ class _Extraction:
                 layout.nodes[maker_index[tensor]] = dataclasses.replace(node, recomputable=False)
         layout.outputs.extend(n for n in layout.gradients.values() if n not in layout.outputs)
         device = next((_device_of(node) for node in layout.calls.values()), "cpu")
-        # one more is kept from before the step, to restore it or run it again
-        may_restore = bool(self._n_random) or self.captured.has_checks
-        if may_restore and device == "cpu":
-            self.sizes[RANDOM_STATE] = CPU_RANDOM_STATE_BYTES * (self._n_random + 1)
+        n_states = self._n_random + self.captured.has_checks  # one to restore if a check fails
+        if n_states and device == "cpu":
+            self.sizes[RANDOM_STATE] = CPU_RANDOM_STATE_BYTES * n_states
             self.kinds[RANDOM_STATE] = "buffer"
 
 

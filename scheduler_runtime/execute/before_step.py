@@ -3,8 +3,10 @@ existed."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,7 +41,9 @@ class StateBeforeStep:
         copied = self._written if copies else []
         self._values = [(each, _copy_of(each, on_host=on_host)) for each in copied]
         self._random = tuple(random)
-        self._states = [each.states() for each in self._random]
+        # a plan that counts no copies counts no state either: it is kept as bytes, not as a tensor
+        states = [each.states() for each in self._random]
+        self._states: list[Any] = states if copies else [pickle.dumps(each) for each in states]
         self._versions = self._versions_now()
         self._has_forward_ended = False
         self._is_only_writer = True
@@ -115,7 +119,7 @@ class StateBeforeStep:
 
     def restore_random(self) -> None:
         for each, states in zip(self._random, self._states, strict=True):
-            each.set_states(states)
+            each.set_states(states if self.has_copies else pickle.loads(states))
 
     def restore(self) -> None:
         self.restore_tensors()
