@@ -26,6 +26,8 @@ class StateBeforeStep:
         them.
     copies: whether to copy what is written. If not, only the generators can be restored, and the
         results of the forward pass must not depend on what it writes.
+    counts_states: whether the plan counts memory for the generators' states. If not, they are kept
+        as bytes, not as tensors.
     """
 
     def __init__(
@@ -35,15 +37,16 @@ class StateBeforeStep:
         *,
         on_host: bool,
         copies: bool = True,
+        counts_states: bool = True,
     ) -> None:
         self._written = list(written)
         self.has_copies = copies
         copied = self._written if copies else []
         self._values = [(each, _copy_of(each, on_host=on_host)) for each in copied]
         self._random = tuple(random)
-        # a plan that counts no copies counts no state either: it is kept as bytes, not as a tensor
         states = [each.states() for each in self._random]
-        self._states: list[Any] = states if copies else [pickle.dumps(each) for each in states]
+        self._counts_states = counts_states
+        self._states: list[Any] = states if counts_states else [*map(pickle.dumps, states)]
         self._versions = self._versions_now()
         self._has_forward_ended = False
         self._is_only_writer = True
@@ -119,7 +122,7 @@ class StateBeforeStep:
 
     def restore_random(self) -> None:
         for each, states in zip(self._random, self._states, strict=True):
-            each.set_states(states if self.has_copies else pickle.loads(states))
+            each.set_states(states if self._counts_states else pickle.loads(states))
 
     def restore(self) -> None:
         self.restore_tensors()

@@ -213,7 +213,13 @@ class BoundProgram:
             return None
         written = [tensors[node] for node in self._written]
         random = [RandomSources(device, ()), *self._opaque] if restores_random else []
-        return StateBeforeStep(written, random, on_host=program.spills, copies=restores_all)
+        return StateBeforeStep(
+            written,
+            random,
+            on_host=program.spills,
+            copies=restores_all,
+            counts_states=restores_all or self.has_checks,
+        )
 
     def rerun(
         self, tensors: Mapping[Place, torch.Tensor], output_gradients: Mapping[int, torch.Tensor]
