@@ -190,7 +190,7 @@ class Run:
             raise RuntimeError(
                 "backward ran a second time through a planned step, whose saved tensors are freed. "
                 "Sum the losses and call backward once, or give retain_graph=True to all calls but "
-                "the last: each of the others then runs the forward pass again"
+                "the last: each but the first then runs the forward pass again"
             )
         changed = next(
             (v for v, at in self._input_versions.items() if self._inputs[v]._version != at), None
@@ -216,8 +216,9 @@ class Run:
         program, before = self.program, self._before
         if program.runs_once or (before is not None and before.has_copies):
             return program.runs_once
-        if program.draws and (before is None or not before.has_random):
-            return program.unrepeatable or "its random numbers were not kept (a recorded step)"
+        is_kept = before is not None and (before.has_random or not program.draws)
+        if (program.draws or program.written) and not is_kept:
+            return program.unrepeatable or "the state before it was not kept (a recorded step)"
         return program.unrepeatable
 
     def _run_forward_again(self) -> None:
