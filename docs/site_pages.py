@@ -25,8 +25,8 @@ NAVIGATION = (
     (
         "How to",
         (
-            "report options model_files graph_files running_a_plan hugging_face emit export "
-            "compile passes pipeline tensor_parallel gpu"
+            "report options model_files graph_files running_a_plan derivatives hugging_face emit "
+            "export compile passes pipeline tensor_parallel gpu"
         ),
     ),
     (

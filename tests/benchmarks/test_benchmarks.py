@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import (
+    derivatives,
     harness,
     offload,
     peers,
@@ -21,6 +23,7 @@ from benchmarks.zoo.graphs import capture_step
 from graphs.synthetic.nets import residual
 from scheduler_runtime import apply
 from solver import solve
+from tests.support.paths import ROOT
 
 
 class Tower(nn.Module):
@@ -190,3 +193,15 @@ def test_figures_that_could_not_be_written_are_not_measured(
             given.parse_args(["--out", str(path)])
         assert why in capsys.readouterr().err
     assert given.parse_args(["--out", str(tmp_path / "a.json")]).out == tmp_path / "a.json"
+
+
+def test_the_page_on_derivatives_has_the_measured_figures_and_no_plan_has_a_fault() -> None:
+    report = json.loads((ROOT / "benchmarks/results/derivatives.json").read_text())
+    assert derivatives.markdown(report) in (ROOT / "docs/derivatives.md").read_text()
+    rows = [row for rows in report["models"].values() for row in rows]
+    assert not any(map(derivatives._faults, rows))
+    above = {**rows[2], "measured_peak_bytes": rows[2]["predicted_peak_bytes"] + 1}
+    assert derivatives._faults({**above, "is_identical": False}) == [
+        "other bits",
+        "above the prediction",
+    ]

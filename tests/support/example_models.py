@@ -50,6 +50,11 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"n_tokens": 200, "width": 64},
         {"batch_size": 16, "seq_length": 20, "n_tokens": 200},
     ),
+    "force_field": (
+        {"width": 32, "n_layers": 3, "n_distances": 16},
+        {"batch_size": 4, "n_atoms": 20},
+    ),
+    "gradient_penalty": ({"width": 8, "n_stages": 3}, {"batch_size": 4, "image_size": 32}),
 }
 
 
