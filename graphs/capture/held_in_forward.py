@@ -53,6 +53,8 @@ class DeadCall:
 class EagerForward:
     """The calls of a forward pass in eager mode, next to the nodes of its trace.
 
+    node_at: index of a call -> the node that stands for it.
+
     eager: the calls of the forward pass, which has returned; its outputs may still be alive.
     returned: numbers of the storages that the forward pass returns.
     saved: numbers of those that autograd saves for the backward pass.
@@ -78,11 +80,13 @@ class EagerForward:
                 n_look_ahead=_CALLS_AHEAD,
             )
         )
-        node_at = {call.index: node.name for node, call in self._pairs}
+        self.node_at = {call.index: node.name for node, call in self._pairs}
         # for each call: the last matched node that has run when it ends
         self._last_run: list[str] = []
         for index in range(len(eager.calls)):
-            self._last_run.append(node_at.get(index, self._last_run[-1] if self._last_run else ""))
+            self._last_run.append(
+                self.node_at.get(index, self._last_run[-1] if self._last_run else "")
+            )
 
     @property
     def is_known(self) -> bool:

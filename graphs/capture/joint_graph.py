@@ -40,6 +40,7 @@ from graphs.capture.eager_calls import EagerCalls
 from graphs.capture.extraction import Layout
 from graphs.capture.filled_once import attributes_filled
 from graphs.capture.held_in_forward import EagerForward, held_with_dead
+from graphs.capture.leaves_in_forward import DeadBackward, WholeStep, dead_backward, makes_leaves
 from graphs.capture.left_behind import LeftBehind, refuse_read_state
 from graphs.capture.opaque import Planned, StandIn, bind, refuse_dominant_part, with_opaque_parts
 from graphs.capture.refuse import (
@@ -51,6 +52,7 @@ from graphs.capture.refuse import (
 from graphs.capture.rehearsal import (
     Rehearsed,
     compare_backward,
+    matched_functions,
     saved_by_functions,
     saved_tensors,
 )
@@ -183,24 +185,18 @@ def rehearse(
         return Rehearsed()
     try:
         with _in_eager_mode(model, call, captured, device=device) as shell:
+            leaves = [leaf for leaf in (*shell.parameters(), *shell.batch) if leaf.requires_grad]
             with _running_module(model) as running, EagerCalls(running) as forward:
                 returned = shell(*shell.batch)
             returned_storages = forward.numbers_of(returned)
             outputs = [item for item in returned if item.requires_grad]
             del returned
-            gradients = [torch.ones_like(item) for item in outputs]
-            tangents = [captured.tangents[index].meta["val"] for index in sorted(captured.tangents)]
-            # The strides of the gradients decide which operators the backward pass runs.
-            if [each.shape for each in tangents] == [item.shape for item in outputs]:
-                gradients = [strided_like(each).fill_(1.0) for each in tangents]
             saved = saved_by_functions(outputs)
             saved_storages = forward.numbers_of(saved_tensors(outputs))
-            with (
-                torch._C._DisableAutocast(),
-                torch.autograd.set_multithreading_enabled(False),  # so that EagerCalls sees it
-                EagerCalls() as backward,
-            ):
-                torch.autograd.backward(outputs, gradients)
+            has_more = makes_leaves(outputs, leaves)
+            gradients = _gradients_of(outputs, captured)
+            with _backward_seen(), EagerCalls() as backward:
+                torch.autograd.backward(outputs, gradients, inputs=leaves if has_more else None)
     except TraceError:
         return Rehearsed()
     found = compare_backward(layout, backward, saved)
@@ -209,15 +205,60 @@ def rehearse(
     if not eager.is_known:
         return replace(found, dead_calls=eager.dead_calls())
     dead = eager.dead()
+    saved_unread = {**found.saved, **held_with_dead(eager.held(), dead)}
+    if not has_more:
+        more = DeadBackward()
+    else:
+        nodes = (pair for _, pairs in matched_functions(layout, backward) for pair in pairs)
+        live = _whole_step(model, call, captured, device=device, to_all=False)
+        full = _whole_step(model, call, captured, device=device, to_all=True)
+        backward_nodes = {live.n_forward + each.index: name for name, each in nodes}
+        more = dead_backward(layout, live, full, node_at={**eager.node_at, **backward_nodes})
+        for until, names in more.held.items():
+            saved_unread[until] = (*saved_unread.get(until, ()), *names)
     return replace(
         found,
-        saved={**found.saved, **held_with_dead(eager.held(), dead)},
+        saved=saved_unread,
         in_calls=_held_by_checkpointed_calls(
             model, call, captured, layout, device=device, saved=saved_storages
         ),
         dead=dead,
         dead_calls=eager.dead_calls(),
+        dead_gradients=more.gradients,
     )
+
+
+@contextlib.contextmanager
+def _backward_seen() -> Iterator[None]:
+    """While inside, a backward pass runs as after the `autocast` block, and EagerCalls sees it."""
+    with torch._C._DisableAutocast(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def _gradients_of(outputs: Sequence[torch.Tensor], captured: Capture) -> list[torch.Tensor]:
+    """Gradients of ones, with the strides that decide which operators the backward pass runs."""
+    tangents = [captured.tangents[index].meta["val"] for index in sorted(captured.tangents)]
+    if [each.shape for each in tangents] == [item.shape for item in outputs]:
+        return [strided_like(each).fill_(1.0) for each in tangents]
+    return [torch.ones_like(item) for item in outputs]
+
+
+def _whole_step(
+    model: nn.Module, call: Call, captured: Capture, *, device: torch.device | None, to_all: bool
+) -> WholeStep:
+    """The calls of the step. to_all: whether its backward pass goes to all leaves, also to those
+    that forward makes."""
+    with _in_eager_mode(model, call, captured, device=device) as shell, EagerCalls() as eager:
+        leaves = [leaf for leaf in (*shell.parameters(), *shell.batch) if leaf.requires_grad]
+        outputs = [item for item in shell(*shell.batch) if item.requires_grad]
+        gradients = _gradients_of(outputs, captured)
+        n_forward = len(eager.calls)
+        function = outputs[0].grad_fn
+        first_number = 0 if function is None else function._sequence_nr()
+        del function
+        with _backward_seen():
+            torch.autograd.backward(outputs, gradients, inputs=None if to_all else leaves)
+    return WholeStep(eager, n_forward, first_number)
 
 
 def _held_by_checkpointed_calls(

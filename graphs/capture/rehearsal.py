@@ -26,6 +26,7 @@ import torch
 from graphs.capture.eager_calls import EagerCall, EagerCalls, matching_pairs, operator_name
 from graphs.capture.extraction import Layout
 from graphs.capture.held_in_forward import DeadCall, DeadResult
+from graphs.capture.leaves_in_forward import DeadGradient
 from graphs.model_calls import autograd_functions, named_arguments
 
 _SCATTERS = frozenset(
@@ -51,6 +52,7 @@ class Rehearsed:
         saves nothing; None: not known.
     dead: results of dead code, which the trace leaves out; `saved` and `in_calls` name them, too.
     dead_calls: operator calls of dead code.
+    dead_gradients: what the backward pass makes for leaves of `forward`; `saved` names them, too.
     unfilled_caches: paths of the modules of transformers whose config asks for a cache
         (`caching_configs`), if the step fills none.
     """
@@ -61,6 +63,7 @@ class Rehearsed:
     in_calls: Mapping[str, tuple[str, ...]] | None = None
     dead: tuple[DeadResult, ...] = ()
     dead_calls: tuple[DeadCall, ...] = ()
+    dead_gradients: tuple[DeadGradient, ...] = ()
     unfilled_caches: tuple[str, ...] = ()
 
 
@@ -123,22 +126,12 @@ def compare_backward(
     in_place: list[str] = []
     dropped: dict[str, str] = {}
     outputs = {node.name: node.outputs for node in layout.nodes}
-    op = {node.name: operator_name(node.op) for node in layout.nodes}
-    in_functions = (call for call in eager.calls if call.function is not None)
-    functions = [list(group) for _, group in groupby(in_functions, lambda call: call.function)]
     number_of: dict[int, int] = {}  # sequence number in eager mode -> in the trace
-    for (number, traced), calls in matching_pairs(
-        [*layout.functions.items()],
-        functions,
-        lambda one, other: _matching_calls(one[1], other, op) is not None,
-        n_look_ahead=_FUNCTIONS_AHEAD,
-    ):
-        function = _matching_calls(traced, calls, op)
-        assert function is not None  # they match
-        assert calls[0].function is not None
-        number_of[calls[0].function] = number
-        members = _without_scatters(traced, op, len(function))
-        in_place += [name for name in traced if name not in members]
+    for number, pairs in matched_functions(layout, eager):
+        members, function = [name for name, _ in pairs], [call for _, call in pairs]
+        assert function[0].function is not None
+        number_of[function[0].function] = number
+        in_place += [name for name in layout.functions[number] if name not in members]
         for name, call in zip(members, function, strict=True):
             if call.overwrites:
                 in_place.append(name)
@@ -153,6 +146,26 @@ def compare_backward(
     return Rehearsed(
         tuple(dict.fromkeys(in_place)), dropped, _saved_but_unread(layout, number_of, saved)
     )
+
+
+def matched_functions(
+    layout: Layout, eager: EagerCalls
+) -> Iterator[tuple[int, Sequence[tuple[str, EagerCall]]]]:
+    """The traced backward functions that ran in eager mode: for each its sequence number in the
+    trace, and its nodes, except scatters, with their calls."""
+    op = {node.name: operator_name(node.op) for node in layout.nodes}
+    in_functions = (call for call in eager.calls if call.function is not None)
+    functions = [list(group) for _, group in groupby(in_functions, lambda call: call.function)]
+    for (number, traced), calls in matching_pairs(
+        [*layout.functions.items()],
+        functions,
+        lambda one, other: _matching_calls(one[1], other, op) is not None,
+        n_look_ahead=_FUNCTIONS_AHEAD,
+    ):
+        function = _matching_calls(traced, calls, op)
+        assert function is not None  # they match
+        members = _without_scatters(traced, op, len(function))
+        yield number, list(zip(members, function, strict=True))
 
 
 def _matching_calls(

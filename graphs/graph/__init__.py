@@ -2,6 +2,7 @@
 
 from graphs.graph.eager_memory import (
     as_eager,
+    with_dead_code,
     with_dead_results,
     with_function_lifetimes,
     with_saved,

@@ -15,6 +15,7 @@ sums        If a tensor gets several gradients, the engine adds each to the sum 
             nothing else refers to the sum (torch/csrc/autograd/input_buffer.cpp).
 in place    Some operators overwrite their first argument.
 dead code   Operators whose results nobody reads run too, and variables of `forward` may hold these.
+            In the backward pass, these compute the gradients of leaves that `forward` makes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def as_eager(graph: Graph) -> Graph:
 
     Cost: linear in the size of the graph.
     """
-    graph = with_dead_results(graph)
+    graph = with_dead_code(graph)
     nodes = with_function_lifetimes(
         with_saved(graph.nodes, graph.meta.saved_unread),
         graph.meta.backward_functions,
@@ -64,6 +65,12 @@ _RANDOM_STATES = (RANDOM_STATE, "random_states")
 or micro-batches in flight (`graphs.passes`, `graphs.pipeline`)."""
 
 
+def with_dead_code(graph: Graph) -> Graph:
+    """The graph with the results of dead code, of the forward and of the backward pass; the graph
+    itself if there are none, or if it has them already."""
+    return _with_dead_gradients(with_dead_results(graph))
+
+
 def with_dead_results(graph: Graph) -> Graph:
     """The graph with the results of dead code, each as another output of the forward node before
     it; the graph itself if there are none, or if it has them already."""
@@ -84,6 +91,28 @@ def with_dead_results(graph: Graph) -> Graph:
             *graph.tensors,
             *(Tensor(name, sizes[name], "activation") for names in made.values() for name in names),
         ),
+    )
+
+
+def _with_dead_gradients(graph: Graph) -> Graph:
+    """The graph with the operators that compute gradients of leaves of `forward`, as nodes of no
+    time; the graph itself if there are none."""
+    backward = {node.name for node in graph.nodes if node.phase == "backward"}
+    runs_after: dict[str, list[Node]] = {}
+    tensors: list[Tensor] = []
+    for name, made in graph.meta.dead_gradients.items():
+        if made.get("after") in backward and name not in graph.tensor_by_name:
+            node = Node(name, str(made.get("operator")), (), (name,), 0.0, phase="backward")
+            runs_after.setdefault(made["after"], []).append(replace(node, recomputable=False))
+            tensors.append(Tensor(name, int(made["size_bytes"]), "gradient"))
+    if not tensors:
+        return graph
+    return replace(
+        graph,
+        nodes=tuple(
+            each for node in graph.nodes for each in (node, *runs_after.get(node.name, ()))
+        ),
+        tensors=(*graph.tensors, *tensors),
     )
 
 

@@ -51,6 +51,10 @@ class GraphMeta:
     dead_calls: operator calls of dead code in eager mode, in order: for each the full name of the
         `operator`, the path of the `module` that makes the call, and the forward node `after` which
         it is made ("": before all of them).
+    dead_gradients: tensors that eager mode makes for gradients that nobody reads, of leaves that
+        forward makes (`x.detach().requires_grad_()`), in order: name -> the `operator`, the
+        backward node `after` which it runs, and `size_bytes`. `saved_unread` names them, too, as
+        tensors and as nodes.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
     dtypes: dtype -> the storages of that dtype, except those that exist before the step.
     parameter_forms, buffer_forms, input_forms: dtype and shape as text, compared by `apply`.
@@ -86,6 +90,7 @@ class GraphMeta:
     held_in_calls: Mapping[str, Sequence[str]] | None = None
     dead_results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     dead_calls: Sequence[Mapping[str, str]] = ()
+    dead_gradients: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     parameter_forms: Mapping[str, str] = field(default_factory=dict)

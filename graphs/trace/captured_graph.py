@@ -53,6 +53,14 @@ def as_rehearsed(graph: Graph, rehearsed: Rehearsed) -> Graph:
             each.name: {"after": each.after, "size_bytes": each.size_bytes}
             for each in rehearsed.dead
         },
+        dead_gradients={
+            each.name: {
+                "operator": each.operator,
+                "after": each.after,
+                "size_bytes": each.size_bytes,
+            }
+            for each in rehearsed.dead_gradients
+        },
         no_cache=graph.meta.no_cache and not rehearsed.unfilled_caches,
         unfilled_caches=list(rehearsed.unfilled_caches),
         dead_calls=[

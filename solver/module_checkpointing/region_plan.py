@@ -13,7 +13,7 @@ from graphs.graph import (
     Node,
     as_eager,
     is_under,
-    with_dead_results,
+    with_dead_code,
     without_random_states,
 )
 from graphs.hardware import is_collective
@@ -83,7 +83,7 @@ def plan_regions(
     """
     if any(region.drops_output for region in regions):
         raise RegionError("stock checkpoints keep the output of a region; give it to `forecast`")
-    graph_id, graph = graph.graph_id, with_dead_results(graph)
+    graph_id, graph = graph.graph_id, with_dead_code(graph)
     extra = [0]
     if extra_bytes is not None:
         graph = without_random_states(graph)
