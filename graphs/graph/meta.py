@@ -51,6 +51,8 @@ class GraphMeta:
     dead_calls: operator calls of dead code in eager mode, in order: for each the full name of the
         `operator`, the path of the `module` that makes the call, and the forward node `after` which
         it is made ("": before all of them).
+    differentiated_modules: paths of modules that take part in gradients that forward takes itself,
+        or that run inside transforms of torch.func; "" is the model.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
     dtypes: dtype -> the storages of that dtype, except those that exist before the step.
     parameter_forms, buffer_forms, input_forms: dtype and shape as text, compared by `apply`.
@@ -86,6 +88,7 @@ class GraphMeta:
     held_in_calls: Mapping[str, Sequence[str]] | None = None
     dead_results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     dead_calls: Sequence[Mapping[str, str]] = ()
+    differentiated_modules: Sequence[str] = ()
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     parameter_forms: Mapping[str, str] = field(default_factory=dict)
