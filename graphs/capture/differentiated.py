@@ -31,7 +31,7 @@ def recording_differentiated(model: nn.Module) -> Iterator[dict[str, None]]:
     paths = {module: name for name, module in model.named_modules()}
     begun: dict[str, None] = {"": None}
     found: dict[str, None] = {}
-    run_engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    run_engine = torch.autograd._engine_run_backward
 
     def before(module: nn.Module) -> None:
         if module in paths:

@@ -75,7 +75,7 @@ def test_hooks_of_saved_tensors_are_refused(way):
     free = solve(model, Mixed.batch(), budget="1GB")
     budget_bytes = int(0.8 * free.simulation.peak_bytes)
     solution = solve(model, Mixed.batch(), budget=budget_bytes, host_budget="1GB")
-    with pytest.raises(ExportError, match="forward takes gradients itself .* use apply"):
+    with pytest.raises(ExportError, match=r"forward takes gradients itself .* use apply"):
         to_saved_tensors_hooks(model, solution, on_excess="least")
 
 
