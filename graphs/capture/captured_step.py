@@ -72,6 +72,8 @@ class Capture:
     opaque: modules that cannot be traced; each call is one forward and one backward node.
     gradient_specs: placeholder of a distributed parameter -> how DTensor places its gradient.
     reads: what the module read, in order; some of it is the same in every call.
+    differentiated: paths of modules that take part in gradients that forward takes itself
+        (`graphs.capture.differentiated`).
     """
 
     graph: torch.fx.Graph
@@ -91,6 +93,7 @@ class Capture:
     opaque: tuple[OpaquePart, ...] = ()
     gradient_specs: Mapping[torch.fx.Node, Any] = field(default_factory=dict)
     reads: tuple[Recipe, ...] = ()
+    differentiated: tuple[str, ...] = ()
 
     @property
     def buffer_inputs(self) -> dict[str, torch.fx.Node]:
@@ -190,6 +193,7 @@ def read_joint(joint: Any, shell: Shell) -> Capture:
             if source.kind == "parameter" and source.name in shell.gradient_specs
         },
         reads=tuple(shell.mode.reads),
+        differentiated=shell.differentiated,
     )
     _refuse_unplannable(captured, shell)
     return captured

@@ -28,6 +28,7 @@ from graphs.capture.as_eager import (
     record_checks,
 )
 from graphs.capture.called_losses import annotate_loss_calls
+from graphs.capture.differentiated import recording_differentiated
 from graphs.capture.left_behind import LeftBehind
 from graphs.capture.opaque import StandIn
 from graphs.capture.refuse import (
@@ -114,6 +115,7 @@ class Shell(_WithoutHooks):
     gradient_specs: parameter -> how DTensor places its gradient, once it has been computed.
     left: takes what forward leaves in attributes, as further outputs (None: this is refused).
     as_read: as in `KnowingMode`.
+    differentiated: as in `Capture`, in the last call.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Shell(_WithoutHooks):
         super().__init__()
         self._gradient_layouts = {} if gradient_layouts is None else gradient_layouts
         self.left = left
+        self.differentiated: tuple[str, ...] = ()
         refuse_distributed(model, call.tensors)
         self.stand_ins = tuple(stand_ins)
         self._unregistered = (model, call, choose)  # in a tuple: not registered as a submodule
@@ -209,8 +212,10 @@ class Shell(_WithoutHooks):
         state = {f"inner.{name}": fakes[tensor] for name, tensor in named_state(model)}
         args, kwargs = call.arguments(tensors)
         forward = _Forward(model, self.left)
-        with record_checks(self.checks):
-            return torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)
+        with record_checks(self.checks), recording_differentiated(model) as found:
+            output = torch.func.functional_call(forward, state, args, kwargs, tie_weights=False)
+        self.differentiated = tuple(found)
+        return output
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
         """Call the module and return what is traced: the output's tensors, then the checks.

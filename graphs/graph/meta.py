@@ -55,6 +55,8 @@ class GraphMeta:
         forward makes (`x.detach().requires_grad_()`), in order: name -> the `operator`, the
         backward node `after` which it runs, and `size_bytes`. `saved_unread` names them, too, as
         tensors and as nodes.
+    differentiated_modules: paths of modules that take part in gradients that forward takes itself,
+        or that run inside transforms of torch.func; "" is the model.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
     dtypes: dtype -> the storages of that dtype, except those that exist before the step.
     parameter_forms, buffer_forms, input_forms: dtype and shape as text, compared by `apply`.
@@ -91,6 +93,7 @@ class GraphMeta:
     dead_results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     dead_calls: Sequence[Mapping[str, str]] = ()
     dead_gradients: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    differentiated_modules: Sequence[str] = ()
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     parameter_forms: Mapping[str, str] = field(default_factory=dict)

@@ -146,6 +146,7 @@ def captured_graph(
             parameter_forms=parameter_forms(model),
             buffer_forms=buffer_forms(model),
             input_forms=input_forms(call.tensors),
+            differentiated_modules=list(captured.differentiated),
             costs=cost.description,
             no_cache=bool(caching_configs(model)),
             environment=environment,

@@ -130,6 +130,14 @@ def plan_chain(
             ]
         except TraceError as error:
             raise FallbackError(str(error)) from error
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise FallbackError(
+                f"{type(model).__name__} calls transforms of torch.func (grad, vjp) in its "
+                "forward, under which PyTorch's checkpoints do not run: plan it with solve and "
+                "apply, or take these gradients with torch.autograd.grad(..., create_graph=True)"
+            ) from error
         optimizer_figures = None
         if optimizer is not None:
             costs = Roofline(named("cpu"))

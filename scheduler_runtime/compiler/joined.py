@@ -85,10 +85,12 @@ def join(
         schema = getattr(call.target, "_schema", None)  # none: a higher-order operator
         return schema is not None and not schema.is_mutable and not is_random(call)
 
+    # Autograd copies gradients only after the compiled backward pass has returned all of them.
+    in_order = sorted(layout.nodes, key=lambda node: node.name in layout.copies)
     graph = Graph(
         nodes=tuple(
             dataclasses.replace(node, recomputable=node.recomputable and may_recompute(node.name))
-            for node in layout.nodes
+            for node in in_order
         ),
         # nothing random is recomputed, so no random state is kept
         tensors=tuple(tensor for tensor in layout.tensors if tensor.name != RANDOM_STATE),

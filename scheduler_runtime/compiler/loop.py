@@ -141,6 +141,7 @@ class CompileLoop:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise GraphBreakError(
                 f"torch.compile cannot make one graph of {self._title}: {' '.join(lines[:6])}"
+                f"{_advice(str(error))}"
             ) from error
         except torch._dynamo.exc.BackendCompilerFailed as error:
             inner = getattr(error, "inner_exception", None)
@@ -220,6 +221,17 @@ def _compile(forward: Callable[..., Any], backend: Callable[..., Any]) -> Callab
         step.__code__.replace(), step.__globals__, "step", None, step.__closure__
     )
     return torch.compile(fresh_code, backend=backend, fullgraph=True, dynamic=False)
+
+
+def _advice(words: str) -> str:
+    """What to do about a graph break with this message, if torch's own hints do not lead far."""
+    if "torch.autograd.grad" not in words and "requires_grad_()" not in words:
+        return ""
+    return (
+        " -- If forward takes gradients (forces, a gradient penalty), take them with "
+        "torch.func.grad or torch.func.vjp, which become part of the graph; or use solve and "
+        "apply, or fit, which plan torch.autograd.grad in forward as it is"
+    )
 
 
 def format_peak(n_bytes: int | None) -> str:

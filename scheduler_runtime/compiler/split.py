@@ -98,13 +98,15 @@ class _Writer:
             self._define(node, self.graph.node_copy(node))
         phases = {node.name: node.phase for node in joined.graph.nodes}
         started: set[str] = set()
+        returning = False  # the backward pass is over, so what it returns stays
         for op in schedule.ops:
             if isinstance(op, Free):
-                for old in self._on_storage.get(op.tensor, ()):
+                for old in () if returning else self._on_storage.get(op.tensor, ()):
                     self._live.pop(old, None)
                 continue
             assert isinstance(op, Compute)
             node = joined.layout.calls.get(op.node)
+            returning = returning or op.node in joined.layout.copies
             if node is None:
                 continue  # a buffer update or a gradient's copy, for which there are other nodes
             if phases[op.node] == "backward" and not self._n_forward:

@@ -70,6 +70,19 @@ def check_exportable(model: nn.Module, solution: Solution, *, call: str) -> None
         )
 
 
+def differentiated_words(graph: Graph) -> str:
+    """A sentence on the modules that are left alone since forward differentiates them; "": none."""
+    paths = [path for path in graph.meta.differentiated_modules if path]
+    if not graph.meta.differentiated_modules:
+        return ""
+    called = f", after {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}" if paths else ""
+    return (
+        "forward takes gradients itself (torch.autograd.grad, torch.func)"
+        f"{called}: PyTorch's checkpoints and hooks of saved tensors would run at other times "
+        "there than planned, or fail"
+    )
+
+
 def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
     """The modules that may be checkpointed, of those that the step calls.
 
@@ -77,14 +90,15 @@ def module_tree(model: nn.Module, graph: Graph) -> ModuleTree:
     any, its children. In place of modules that the step never calls (lists in a list), there are
     the submodules that it calls.
 
-    Three kinds of modules are left out. One with a parallel style of its own can only be recomputed
+    Four kinds of modules are left out. One with a parallel style of its own can only be recomputed
     by a module around it, since the style's collectives run outside of its forward. One that calls
     a loss in row chunks must run once, since a recomputation would call PyTorch's own loss function
     instead. One that leaves tensors in attributes must run once, since a recomputation would begin
-    with what the first run has left.
+    with what the first run has left. And checkpoints in modules that forward differentiates itself
+    do not run as planned (`graphs.capture.differentiated`).
     """
     run_once = [str(call["module"]) for call in graph.meta.called_losses]
-    run_once += graph.meta.leaving_modules
+    run_once += [*graph.meta.leaving_modules, *graph.meta.differentiated_modules]
     refused = {
         path
         for path, module in model.named_modules()

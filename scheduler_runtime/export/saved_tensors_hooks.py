@@ -22,7 +22,7 @@ from torch import nn
 
 from graphs.graph import Graph, Node, without_random_states
 from scheduler_runtime.execute import CallsOnHost, ForwardWithHooks, operator_named
-from scheduler_runtime.export.exportable import ExportError, check_exportable
+from scheduler_runtime.export.exportable import ExportError, check_exportable, differentiated_words
 from scheduler_runtime.export.selective_calls import can_be_kept, dead_calls, eager_calls
 from scheduler_runtime.export.stock_checkpoints import ExportedStep
 from scheduler_runtime.planned import check_order
@@ -99,6 +99,8 @@ def to_saved_tensors_hooks(
             "saved tensors cannot tell what is saved inside it from what the plan copies; use "
             "apply(model, solution)"
         )
+    if words := differentiated_words(graph):
+        raise ExportError(f"{words}; use apply(model, solution), which copies as planned")
     copied = {op.storage for op in solution.schedule.ops if isinstance(op, Store)}
     chosen = _can_be_offloaded(solution, copied)
     storages = tuple(dict.fromkeys(chosen.values()))

@@ -29,7 +29,12 @@ from scheduler_runtime.execute import (
     names_inside,
     remove_torch_checkpoint,
 )
-from scheduler_runtime.export.exportable import ExportError, check_exportable, module_tree
+from scheduler_runtime.export.exportable import (
+    ExportError,
+    check_exportable,
+    differentiated_words,
+    module_tree,
+)
 from scheduler_runtime.export.selective_calls import extra_bytes, may_save, saved_calls
 from scheduler_runtime.planned import Ranks, RanksDisagreeError, check_order
 from solver.module_checkpointing import (
@@ -283,10 +288,12 @@ def _nothing_fits(model: nn.Module, solution: Solution, least: RegionPlan) -> Ex
     if words := _sharded_words(solution):
         finer = f"These figures are {words}. Solve"
     reserve_bytes = solution.request.reserve_bytes
+    also = f", and {words}" if (words := differentiated_words(solution.graph)) else ""
     return ExportError(
         f"{format_both(solution.request.available_bytes)} are available, and checkpointing modules "
         f"of {type(model).__name__} takes at least {format_both(least_bytes)}: PyTorch recomputes "
-        f"modules as a whole, and does not recompute operators called outside of them. {finer} "
+        f"modules as a whole, and does not recompute operators called outside of them{also}. "
+        f"{finer} "
         f"with a budget of {format_size_up(least_bytes + reserve_bytes)}, or give "
         'on_excess="least"'
     )
@@ -355,6 +362,8 @@ def _limitations(solution: Solution, plan: RegionPlan, *, is_own: bool) -> Itera
             f"{'is' if one else 'are'} in no checkpointed module and {'stays' if one else 'stay'} "
             f"saved ({', '.join(outside[:3])}{', ...' if len(outside) > 3 else ''})"
         )
+    if words := differentiated_words(solution.graph):
+        yield f"left alone, since {words}"
     if plan.refused:
         path, reason = next(iter(plan.refused.items()))
         modules = counted(len(plan.refused), "module")

@@ -325,3 +325,16 @@ def test_hooks_of_both_passes_that_keep_nothing_are_planned() -> None:
     model[0].register_forward_hook(lambda *_: None)
     model[0].register_full_backward_hook(lambda *_: None)
     assert plan_chain(model, x, budget="1GB", loss=lambda made, _: made.square().sum()).schedule
+
+
+def test_transforms_of_torch_func_are_refused_with_what_to_do():
+    class Slope(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, x):
+            return torch.func.grad(lambda point: self.layers(point).sum())(x).square().mean()
+
+    with pytest.raises(FallbackError, match=r"torch\.func .* solve and apply"):
+        plan_chain(Slope(), torch.randn(16, 8), budget="1GB")
