@@ -27,6 +27,9 @@ _LARGEST_WITHOUT_ONEDNN = 20480
 """The largest product of the first four sizes of an input, up to which PyTorch does not use oneDNN
 (`use_mkldnn` of ATen/native/Convolution.cpp)."""
 
+_LARGEST_CONVOLVED = 27
+"""Pixels up to which oneDNN convolves images that the kernel covers."""
+
 _IMAGES_FOR_ONEDNN = 16
 """The smallest batch for which one thread runs 1 x 1 convolutions in oneDNN."""
 
@@ -230,6 +233,22 @@ class Convolution:
             and self.x.shape[0] == 1
             and math.prod(self.x.shape[:4]) <= _LARGEST_WITHOUT_ONEDNN
             and (self.x.dim() < 4 or min(self.kernel[-2:]) <= 3)
+        )
+
+    def is_inner_product(self) -> bool:
+        """Whether oneDNN computes this convolution as an inner product of images and weight.
+
+        It does with AVX-512 if the kernel covers several whole images, of more than 27 pixels each,
+        as in gradients of a weight's gradient (measured; the limit is that of `ip_convolution`).
+        """
+        return (
+            has_avx512()
+            and self.is_float32
+            and self.groups == 1
+            and self.kernel == self.x.shape[2:]
+            and math.prod(self.kernel) > _LARGEST_CONVOLVED
+            and self.x.shape[0] > 1
+            and not (self.transposed or self.has_gaps or any(self.padding))
         )
 
     def is_computed_by_group(self) -> bool:

@@ -162,3 +162,32 @@ def test_workspace_is_the_cpus_only() -> None:
     forward, _ = attention_calls()
     assert Roofline(named("cpu")).cost(forward).workspace_bytes > 0
     assert Roofline(named("h100")).cost(forward).workspace_bytes == 0
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize(
+    ("n_images", "n_in", "n_out", "sizes"),
+    [
+        (8, 16, 16, (16, 16)),
+        (16, 3, 1, (32, 32)),
+        (2, 1, 100, (28, 28)),
+        (8, 4, 16, (28,)),
+        (8, 64, 2, (4, 4, 4)),
+        (8, 4, 16, (27,)),  # small enough to be convolved
+        (64, 512, 16, (4, 4)),
+    ],
+)
+def test_workspace_of_kernels_that_cover_whole_images(
+    n_images: int, n_in: int, n_out: int, sizes: tuple[int, ...], n_threads: int
+) -> None:
+    """As in gradients of a weight's gradient."""
+    x, weight = torch.randn(n_images, n_in, *sizes), torch.randn(n_out, n_in, *sizes)
+    n = len(sizes)
+    args = (x, weight, None, [1] * n, [0] * n, [1] * n, False, [0] * n, 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        call = OpCall(aten.convolution.default, args, {}, aten.convolution.default(*args))
+        assert_estimated(call, share=0.5 if sizes == (27,) else 0.0)
+    finally:
+        torch.set_num_threads(before)
