@@ -36,6 +36,7 @@ from torch.fx.traceback import annotate
 from graphs.capture.as_eager import caching_configs, eager_kernels, refuse_caches
 from graphs.capture.captured_step import Capture, read_joint
 from graphs.capture.checkpoints import call_checkpoints_directly
+from graphs.capture.dispatch_keys import dispatch_keys_kept
 from graphs.capture.eager_calls import EagerCalls
 from graphs.capture.extraction import Layout
 from graphs.capture.filled_once import attributes_filled
@@ -102,7 +103,7 @@ def capture(
             # PyTorch's cache of fake results ignores storage offsets: if it were not cleared, sizes
             # would depend on what this process has traced before.
             FakeTensorMode.cache_clear()
-            with contextlib.ExitStack() as stack:
+            with dispatch_keys_kept(), contextlib.ExitStack() as stack:
                 if has_distributed(model):
                     forget_placements()
                     stack.enter_context(meshes_on(device))

@@ -7,13 +7,12 @@ step, with the original functions.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import torch
+from graphs.capture.dispatch_keys import dispatch_keys_kept
 
 TRACING = threading.RLock()
 _P = ParamSpec("_P")
@@ -21,30 +20,15 @@ _R = TypeVar("_R")
 
 
 def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function so that it holds `TRACING` while it runs. It leaves the thread's dispatch
-    keys as they were.
-
-    Guards of PyTorch's own Python code exclude keys (those of autograd) until the guard is freed.
-    If a transform fails in a trace (`torch.func.linearize`), the error's traceback holds the guard,
-    and whatever ran in the meantime would run without these keys.
-    """
+    """Decorate a function so that it holds `TRACING` while it runs, and leaves the thread's
+    dispatch keys as they are."""
 
     @functools.wraps(function)
     def locked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with TRACING, _dispatch_keys_kept():
+        with TRACING, dispatch_keys_kept():
             return function(*args, **kwargs)
 
     return locked
-
-
-def _dispatch_keys_kept() -> contextlib.AbstractContextManager[Any]:
-    """A context after which the thread's dispatch keys are those of now."""
-    included = torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    guard: contextlib.AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(
-        included, excluded
-    )
-    return guard
 
 
 def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Any:

@@ -26,10 +26,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphs.capture.as_eager.drawn_values import DrawnValue, Draws, Replay, key_of
 from graphs.capture.as_eager.fake_kernels import correct_fake_result, cpu_kernel_result
+from graphs.capture.as_eager.partly_written import (
+    UNINITIALISED,
+    PartlyWritten,
+    after_call,
+    outside_of_tracing,
+)
 from graphs.capture.refuse import ReadTensors, refuse_mixed_dtypes, refuse_writing_real_tensors
 from graphs.costs import OpCall
 from graphs.model_calls import is_distributed_class, storage_key, strided_like
@@ -165,7 +170,8 @@ class KnowingMode(FakeTensorMode):
         written = call.mutated()
         refuse_writing_real_tensors(written)
         refuse_mixed_dtypes(func, args, kwargs)
-        recipe = self._recipe(func, args, kwargs)
+        held = self._recipe(func, args, kwargs)
+        recipe = held if isinstance(held, Recipe) else None
         is_read = call.reads_values()
         if is_read and recipe is None:
             as_read = self._as_read[len(self.reads) :][:1]
@@ -196,8 +202,8 @@ class KnowingMode(FakeTensorMode):
                 self._written.add(storage._cdata)
                 finalizer = weakref.finalize(storage, self._written.discard, storage._cdata)
                 finalizer.atexit = False
-        if recipe is not None and not func._schema.is_mutable:
-            _with_recipe(result, recipe)
+        if held is not None and not func._schema.is_mutable:
+            _with_recipe(result, held)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_random_call(func, args, kwargs, result)
         return result
@@ -210,29 +216,36 @@ class KnowingMode(FakeTensorMode):
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
         """The recipe of the tensor's value; None if the value is unknown."""
+        held = self._held(tensor)
+        return None if isinstance(held, PartlyWritten) else held
+
+    def _held(self, tensor: torch.Tensor) -> Value | PartlyWritten | None:
         if not isinstance(tensor, FakeTensor):
             return _constant_recipe(tensor) if type(tensor) is torch.Tensor else None
         if self._written and storage_key(tensor) in self._written:
             return None
-        value: Value | None = tensor.__dict__.get(_ATTRIBUTE)
-        return value
+        held: Value | PartlyWritten | None = tensor.__dict__.get(_ATTRIBUTE)
+        return held
 
     def _recipe(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> Recipe | None:
+    ) -> Recipe | PartlyWritten | None:
         """The recipe of the call's result; None if an argument is unknown or the call is random."""
-        if torch.Tag.nondeterministic_seeded in func.tags or func in _UNINITIALISED:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             return None
         values = (*args, *kwargs.values())
-        if any(isinstance(item, FakeTensor) and self.value_of(item) is None for item in values):
+        if any(isinstance(item, FakeTensor) and self._held(item) is None for item in values):
             return None  # decides most calls without flattening their arguments
         flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         inputs: list[Value] = []
+        partly: PartlyWritten | None = None
         for position, item in enumerate(flat):
             if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Generator):
                 return None
             if isinstance(item, torch.Tensor):
-                value = self.value_of(item)
+                value = self._held(item)
+                if isinstance(value, PartlyWritten):
+                    partly, value = value, value.recipe if position == 0 else None
                 if value is None:
                     return None
                 flat[position] = value
@@ -241,7 +254,7 @@ class KnowingMode(FakeTensorMode):
         keys = [value.key if isinstance(value, Recipe) else value for value in flat]
         has_key = not any(isinstance(value, Leaf) or value.key is None for value in inputs)
         key = key_of(func, keys, spec) if has_key else None
-        return Recipe(
+        recipe = Recipe(
             func,
             tuple(flat),
             spec,
@@ -251,6 +264,9 @@ class KnowingMode(FakeTensorMode):
             any(isinstance(value, Recipe) and value.reads_constants for value in inputs),
             key,
         )
+        if func in UNINITIALISED:
+            return PartlyWritten(recipe)
+        return recipe if partly is None else after_call(func, args, partly, recipe)
 
     def _note_random_call(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object], result: object
@@ -275,14 +291,6 @@ class KnowingMode(FakeTensorMode):
 
 
 _ATTRIBUTE = "_known_value"
-_UNINITIALISED = (
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-)
-"""Operators that return uninitialised memory."""
 
 
 def is_unknown(tensor: object) -> bool:
@@ -306,13 +314,7 @@ def evaluate(recipe: Recipe, leaves: Mapping[Leaf, torch.Tensor]) -> Any:
     fallback = None if torch.cuda.is_available() else torch.device("cpu")
     devices = (leaves[leaf].device for leaf in recipe.leaves if leaf.kind != "random")
     device = next(devices, fallback)
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-    with (  # eager mode, although a trace may be running
-        _disable_current_modes(),
-        torch._C._ExcludeDispatchKeyGuard(keys),
-        torch.no_grad(),
-        torch._C._DisableAutocast(),
-    ):
+    with outside_of_tracing():
         # Values that depend on the state of one generator alone are kept for other programs.
         replay = Replay(torch.empty(0))
         if recipe.key is not None and len(recipe.leaves) == 1:
@@ -379,11 +381,11 @@ def _constant_recipe(tensor: torch.Tensor) -> Recipe:
 _NO_ARGUMENTS = pytree.tree_flatten(((), {}))[1]
 
 
-def _with_recipe(result: Any, recipe: Recipe) -> Any:
+def _with_recipe(result: Any, recipe: Recipe | PartlyWritten) -> Any:
     """Attach the recipe to each fake tensor of the result."""
     if isinstance(result, FakeTensor):
         result.__dict__[_ATTRIBUTE] = recipe
-    elif isinstance(result, list | tuple):
+    elif isinstance(result, list | tuple) and isinstance(recipe, Recipe):
         for index, item in enumerate(result):
             if isinstance(item, FakeTensor):
                 item.__dict__[_ATTRIBUTE] = recipe.output(index)

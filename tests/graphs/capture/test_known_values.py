@@ -66,6 +66,30 @@ def counted(module: nn.Module, hidden: torch.Tensor, _mask: torch.Tensor) -> tor
     return hidden.sin() if int(module.n_steps) % 2 else hidden.cos()
 
 
+def written_in_parts(_module: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As PyTorch Geometric does: the cumulative sum into a part of uninitialised memory."""
+    ends = mask.new_empty(len(mask) + 1, dtype=torch.int64)
+    ends.narrow(0, 0, 1).zero_()
+    torch.cumsum(mask, 0, out=ends.narrow(0, 1, len(mask)))
+    return hidden[ends[1:] > ends[0]][: int(ends[-1])].sin()
+
+
+def partly_written(_module: nn.Module, hidden: torch.Tensor, _mask: torch.Tensor) -> torch.Tensor:
+    ends = torch.empty(3)
+    ends[:1] = 0
+    ends[2] = 1
+    return hidden if ends.sum() > 0 else -hidden
+
+
+def written_from_unknown(
+    _module: nn.Module, hidden: torch.Tensor, _mask: torch.Tensor
+) -> torch.Tensor:
+    ends = torch.empty(3)
+    ends[:1] = 0
+    ends[1:] = hidden[0, :2].detach()
+    return hidden if ends.sum() > 0 else -hidden
+
+
 def batch_of(n_set: int, n_rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(n_set)
     return torch.randn(n_rows, WIDTH, generator=generator), torch.arange(n_rows) < n_set
@@ -73,7 +97,8 @@ def batch_of(n_set: int, n_rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.slow(sample=1)
 @pytest.mark.parametrize(
-    "middle", [all_or_some, those_that_count, as_long_as_needed, scaled, counted]
+    "middle",
+    [all_or_some, those_that_count, as_long_as_needed, scaled, counted, written_in_parts],
 )
 def test_every_call_takes_the_branch_of_eager_mode(middle: Any) -> None:
     torch.manual_seed(0)
@@ -177,6 +202,8 @@ def test_what_nobody_knew_when_planning_is_planned_when_it_comes() -> None:
         lambda module, hidden, _: hidden if torch.rand(()).item() > 0.5 else -hidden,
         lambda module, hidden, _: hidden if torch.empty(()) > 0.5 else -hidden,
         lambda module, hidden, _: hidden[hidden > 0],
+        partly_written,
+        written_from_unknown,
     ],
 )
 def test_what_the_step_computes_may_not_be_looked_at(look: Any) -> None:
