@@ -113,7 +113,8 @@ class OpaqueCall:
         saved_bytes.
     forward, backward: operators, time and workspace of each pass.
     recomputable: whether it may be recomputed; not with hooks, which may have any effect, nor if
-        it gave other results when it ran again (it draws from a generator that nothing holds).
+        it takes random numbers from the operating system, or gave other results when it ran again
+        (it draws from a generator that nothing holds).
     draws: whether it draws numbers from torch's default generators.
     """
 

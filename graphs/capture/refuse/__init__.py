@@ -10,6 +10,7 @@ from graphs.capture.refuse.generators import (
     refuse_own_generator,
     restore_state,
     states_restored,
+    system_numbers_noted,
 )
 from graphs.capture.refuse.generators import state_of as state_of_generator
 from graphs.capture.refuse.gradient_dtypes import refuse_gradient_dtypes
