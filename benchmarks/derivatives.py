@@ -76,7 +76,7 @@ def _rows(name: str, arguments: Any) -> Iterator[Row]:
             "overhead": found and found.overhead,
             "gap": found and found.gap,
             "measured_overhead": statistics.median(ratios) - 1,
-            "is_identical": all(map(torch.equal, expected, _results(each, batch))),
+            "is_identical": _are_identical(expected, _results(each, batch)),
         }
 
 
@@ -96,12 +96,17 @@ def _results(model: nn.Module, batch: Any) -> list[torch.Tensor]:
     return [loss.detach(), *gradients]
 
 
+def _are_identical(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
+    return len(expected) == len(found) and all(map(torch.equal, expected, found))
+
+
 def _faults(row: Row) -> list[str]:
-    """What is wrong with a plan."""
-    if row["way"] in (PLAIN, LAYERS):
+    """What is wrong with a plan, or with what is predicted for the step without one."""
+    if row["way"] == LAYERS:
         return []
     found = [] if row["is_identical"] else ["other bits"]
-    if row["measured_peak_bytes"] > row["predicted_peak_bytes"]:
+    more = 1.0005 if row["way"] == PLAIN else 1  # scalars
+    if row["measured_peak_bytes"] > more * row["predicted_peak_bytes"]:
         found.append("above the prediction")
     return found
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from graphs.capture.refuse import around_module_calls
+from graphs.capture.threads import in_this_thread
 
 
 @contextlib.contextmanager
@@ -45,7 +46,9 @@ def recording_differentiated(model: nn.Module) -> Iterator[dict[str, None]]:
 
     with (
         around_module_calls(before),
-        mock.patch.object(torch.autograd, "_engine_run_backward", run_backward),
+        mock.patch.object(
+            torch.autograd, "_engine_run_backward", in_this_thread(run_backward, run_engine)
+        ),
     ):
         yield found
 

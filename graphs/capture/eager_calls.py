@@ -27,6 +27,7 @@ class EagerCall:
     module: path of the module that is running.
     index: position among all calls.
     storages: numbers of the storages that it allocates; if none, of the one that it writes.
+    places: the position of each of these storages among the call's results.
     overwrites: whether it writes into an argument and allocates nothing.
     function: sequence number of the autograd function that makes the call (None: forward pass).
     is_random: whether it draws random numbers.
@@ -37,6 +38,7 @@ class EagerCall:
     module: str
     index: int
     storages: tuple[int, ...]
+    places: tuple[int, ...]
     overwrites: bool
     function: int | None
     is_random: bool
@@ -74,6 +76,13 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         input_storages = {storage_key(item) for item in call.inputs()}
         outputs = {storage_key(item): item for item in call.outputs()}
+        # an operator leaves out gradients that are not asked for (None)
+        results = value if isinstance(value, list | tuple) else (value,)
+        place_of = {
+            storage_key(item): place
+            for place, item in enumerate(results)
+            if isinstance(item, torch.Tensor)
+        }
         # An operator in place makes nothing: its call stands for the storage that it writes.
         allocated = [
             item.untyped_storage()
@@ -83,6 +92,7 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for read in self.numbers_of(call.inputs()):
             self.read.setdefault(read, []).append(len(self.calls))
         storages = allocated or [next(iter(outputs.values())).untyped_storage()]
+        places = tuple(place_of.get(storage._cdata, 0) for storage in storages)
         numbers = tuple(map(self._number_of, storages))
         written = call.mutated()
         for item in written:
@@ -96,6 +106,7 @@ class EagerCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 module=self._running(),
                 index=len(self.calls),
                 storages=numbers,
+                places=places,
                 overwrites=bool(written) and not allocated,
                 function=None if node is None else node._sequence_nr(),
                 is_random=torch.Tag.nondeterministic_seeded in func.tags,

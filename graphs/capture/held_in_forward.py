@@ -53,11 +53,10 @@ class DeadCall:
 class EagerForward:
     """The calls of a forward pass in eager mode, next to the nodes of its trace.
 
-    node_at: index of a call -> the node that stands for it.
-
     eager: the calls of the forward pass, which has returned; its outputs may still be alive.
     returned: numbers of the storages that the forward pass returns.
     saved: numbers of those that autograd saves for the backward pass.
+    node_at: index of a call -> the node that stands for it.
     """
 
     def __init__(

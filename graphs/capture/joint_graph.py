@@ -52,7 +52,9 @@ from graphs.capture.refuse import (
 )
 from graphs.capture.rehearsal import (
     Rehearsed,
+    backward_seen,
     compare_backward,
+    gradients_of,
     matched_functions,
     saved_by_functions,
     saved_tensors,
@@ -63,7 +65,7 @@ from graphs.capture.shell import Shell
 from graphs.capture.tensor_parallel import forget_placements, has_distributed, meshes_on
 from graphs.capture.threads import one_at_a_time
 from graphs.capture.traced_calls import is_backward
-from graphs.model_calls import Call, LayoutForShapes, TraceError, strided_like
+from graphs.model_calls import Call, LayoutForShapes, TraceError
 
 _R = TypeVar("_R")
 
@@ -194,10 +196,10 @@ def rehearse(
             del returned
             saved = saved_by_functions(outputs)
             saved_storages = forward.numbers_of(saved_tensors(outputs))
-            has_more = makes_leaves(outputs, leaves)
-            gradients = _gradients_of(outputs, captured)
-            with _backward_seen(), EagerCalls() as backward:
-                torch.autograd.backward(outputs, gradients, inputs=leaves if has_more else None)
+            has_own_leaves = bool(leaves) and makes_leaves(outputs, leaves)
+            gradients, asked = gradients_of(outputs, captured), leaves if has_own_leaves else None
+            with backward_seen(), EagerCalls() as backward:
+                torch.autograd.backward(outputs, gradients, inputs=asked)
     except TraceError:
         return Rehearsed()
     found = compare_backward(layout, backward, saved)
@@ -207,16 +209,16 @@ def rehearse(
         return replace(found, dead_calls=eager.dead_calls())
     dead = eager.dead()
     saved_unread = {**found.saved, **held_with_dead(eager.held(), dead)}
-    if not has_more:
-        more = DeadBackward()
-    else:
+    for_leaves = DeadBackward()
+    if has_own_leaves:
         nodes = (pair for _, pairs in matched_functions(layout, backward) for pair in pairs)
-        live = _whole_step(model, call, captured, device=device, to_all=False)
-        full = _whole_step(model, call, captured, device=device, to_all=True)
-        backward_nodes = {live.n_forward + each.index: name for name, each in nodes}
-        more = dead_backward(layout, live, full, node_at={**eager.node_at, **backward_nodes})
-        for until, names in more.held.items():
-            saved_unread[until] = (*saved_unread.get(until, ()), *names)
+        with contextlib.suppress(TraceError):
+            short = _whole_step(model, call, captured, device=device, to_all=False)
+            full = _whole_step(model, call, captured, device=device, to_all=True)
+            node_at = {short.n_forward + each.index: name for name, each in nodes}
+            for_leaves = dead_backward(layout, short, full, node_at={**eager.node_at, **node_at})
+    for until, names in for_leaves.held.items():
+        saved_unread[until] = (*saved_unread.get(until, ()), *names)
     return replace(
         found,
         saved=saved_unread,
@@ -225,23 +227,8 @@ def rehearse(
         ),
         dead=dead,
         dead_calls=eager.dead_calls(),
-        dead_gradients=more.gradients,
+        dead_gradients=for_leaves.gradients,
     )
-
-
-@contextlib.contextmanager
-def _backward_seen() -> Iterator[None]:
-    """While inside, a backward pass runs as after the `autocast` block, and EagerCalls sees it."""
-    with torch._C._DisableAutocast(), torch.autograd.set_multithreading_enabled(False):
-        yield
-
-
-def _gradients_of(outputs: Sequence[torch.Tensor], captured: Capture) -> list[torch.Tensor]:
-    """Gradients of ones, with the strides that decide which operators the backward pass runs."""
-    tangents = [captured.tangents[index].meta["val"] for index in sorted(captured.tangents)]
-    if [each.shape for each in tangents] == [item.shape for item in outputs]:
-        return [strided_like(each).fill_(1.0) for each in tangents]
-    return [torch.ones_like(item) for item in outputs]
 
 
 def _whole_step(
@@ -252,12 +239,12 @@ def _whole_step(
     with _in_eager_mode(model, call, captured, device=device) as shell, EagerCalls() as eager:
         leaves = [leaf for leaf in (*shell.parameters(), *shell.batch) if leaf.requires_grad]
         outputs = [item for item in shell(*shell.batch) if item.requires_grad]
-        gradients = _gradients_of(outputs, captured)
+        gradients = gradients_of(outputs, captured)
         n_forward = len(eager.calls)
         function = outputs[0].grad_fn
         first_number = 0 if function is None else function._sequence_nr()
         del function
-        with _backward_seen():
+        with backward_seen():
             torch.autograd.backward(outputs, gradients, inputs=None if to_all else leaves)
     return WholeStep(eager, n_forward, first_number)
 

@@ -27,11 +27,12 @@ class DeadGradient:
     """A tensor that the backward pass makes for the gradient of such a leaf.
 
     name: unique among the tensors and nodes of the step.
+    operator: what makes it (None: `after` does, as a further result).
     after: the backward node after which it is made.
     """
 
     name: str
-    operator: str
+    operator: str | None
     after: str
     size_bytes: int
 
@@ -91,7 +92,7 @@ class WholeStep:
 
 
 def dead_backward(
-    layout: Layout, live: WholeStep, full: WholeStep, *, node_at: Mapping[int, str]
+    layout: Layout, short: WholeStep, full: WholeStep, *, node_at: Mapping[int, str]
 ) -> DeadBackward:
     """Compare a step whose backward pass goes to the step's leaves alone with one to all leaves.
 
@@ -99,15 +100,15 @@ def dead_backward(
 
     node_at: index of a call in the first step -> the node that stands for it.
     """
-    live_at = _live_calls(live, full)
+    shared_at = _shared_calls(short, full)
     last_run = ""
     position = {node.name: at for at, node in enumerate(layout.nodes)}
     backward_nodes: dict[int, str] = {}
     for at, name in sorted(node_at.items()):
         # The trace may have some in another order: these count as the last one before them.
-        if at >= live.n_forward and position[name] > position.get(last_run, -1):
+        if at >= short.n_forward and position[name] > position.get(last_run, -1):
             last_run = backward_nodes[at] = name
-    if len(live_at) < len(live.eager.calls) or not backward_nodes:
+    if len(shared_at) < len(short.eager.calls) or not backward_nodes:
         return DeadBackward()
     eager = full.eager
     first_node = backward_nodes[min(backward_nodes)]
@@ -115,59 +116,74 @@ def dead_backward(
     after = first_node
     node_in_full: dict[int, str] = {}
     for call in full.backward_calls:
-        if call.index in live_at:
-            if live_at[call.index] in backward_nodes:
-                after = node_in_full[call.index] = backward_nodes[live_at[call.index]]
-        elif not call.overwrites:
-            for storage in call.storages:
-                if eager.size_bytes[storage]:
-                    name = f"dead_backward_{len(gradients)}"
-                    size_bytes = eager.size_bytes[storage]
-                    gradients[storage] = DeadGradient(name, call.operator, after, size_bytes)
+        is_shared = call.index in shared_at
+        known_places: tuple[int, ...] = ()
+        if is_shared:
+            known_places = short.eager.calls[shared_at[call.index]].places
+            if shared_at[call.index] in backward_nodes:
+                after = node_in_full[call.index] = backward_nodes[shared_at[call.index]]
+        for place, storage in zip(call.places, call.storages, strict=True):
+            size_bytes = 0 if call.overwrites else eager.size_bytes[storage]
+            if size_bytes and place not in known_places:
+                name = f"dead_backward_{len(gradients)}"
+                operator = None if is_shared else call.operator
+                gradients[storage] = DeadGradient(name, operator, after, size_bytes)
+                if not is_shared:
                     node_in_full[call.index] = name
-    until, until_if_live = full.held_until(node_in_full), live.held_until(backward_nodes)
+    until, until_in_short = full.held_until(node_in_full), short.held_until(backward_nodes)
     held: defaultdict[str, list[str]] = defaultdict(list)
     for storage, gradient in gradients.items():
-        if until[storage] != gradient.name:
+        if until[storage] not in (gradient.name, gradient.after):
             held[until[storage]].append(gradient.name)
     # the tensors of the trace that live longer because of these
     outputs = {node.name: node.outputs for node in layout.nodes}
-    for at, live_index in live_at.items():
-        names = outputs[node_at[live_index]] if live_index in node_at else ()
-        storages = zip(eager.calls[at].storages, live.eager.calls[live_index].storages, strict=True)
-        for name, (storage, if_live) in zip(names, storages, strict=False):
+    for at, short_index in shared_at.items():
+        names = outputs[node_at[short_index]] if short_index in node_at else ()
+        at_place = dict(zip(eager.calls[at].places, eager.calls[at].storages, strict=True))
+        call = short.eager.calls[short_index]
+        for name, place, in_short in zip(names, call.places, call.storages, strict=False):
+            storage = at_place[place]
             is_overwritten = any(index > at for index in eager.written.get(storage, ()))
             last = until.get(storage)
-            if last is None or last == until_if_live.get(if_live) or is_overwritten:
+            if last is None or last == until_in_short.get(in_short) or is_overwritten:
                 continue
-            if position.get(last, len(position)) > position[node_at[live_index]]:
+            if position.get(last, len(position)) > position[node_at[short_index]]:
                 held[last].append(name)
     return DeadBackward(
         tuple(gradients.values()), {last: tuple(names) for last, names in held.items()}
     )
 
 
-def _live_calls(live: WholeStep, full: WholeStep) -> dict[int, int]:
-    """Index of a call in `full` -> index of the call in `live` that it repeats."""
-    offset = full.first_number - live.first_number
-    read, read_in_full = live.read_by_call(), full.read_by_call()
+def _shared_calls(short: WholeStep, full: WholeStep) -> dict[int, int]:
+    """Index of a call in `full` -> index of the call in `short` that it repeats."""
+    offset = full.first_number - short.first_number
+    read, read_in_full = short.read_by_call(), full.read_by_call()
     calls_of: defaultdict[int, list[EagerCall]] = defaultdict(list)
     for call in full.backward_calls:
         calls_of[_number(call, 0)].append(call)
-    live_at: dict[int, int] = {}
-    same: dict[int, int] = {}  # number of a storage in `live` -> in `full`
-    for call in live.eager.calls:
-        is_forward = call.index < live.n_forward
-        others = full.eager.calls[call.index :] if is_forward else calls_of[_number(call, offset)]
+    shared_at: dict[int, int] = {}
+    same: dict[int, int] = {}  # number of a storage in `short` -> in `full`
+    for call in short.eager.calls:
+        is_forward = call.index < short.n_forward
+        if is_forward:
+            others = full.eager.calls[call.index : call.index + 1]
+        else:
+            others = calls_of[_number(call, offset)]
         reads = {same[each] for each in read.get(call.index, ()) if each in same}
-        for position, other in enumerate(others[:1] if is_forward else others):
-            if other.operator == call.operator and reads == read_in_full.get(other.index, set()):
-                live_at[other.index] = call.index
-                same |= zip(call.storages, other.storages, strict=False)
+        for position, other in enumerate(others):
+            at_place = dict(zip(other.places, other.storages, strict=True))
+            if (
+                other.operator == call.operator
+                and reads == read_in_full.get(other.index, set())
+                and at_place.keys() >= {*call.places}
+            ):
+                shared_at[other.index] = call.index
+                pairs = zip(call.places, call.storages, strict=True)
+                same |= {storage: at_place[place] for place, storage in pairs}
                 if not is_forward:
                     del others[: position + 1]
                 break
-    return live_at
+    return shared_at
 
 
 def _number(call: EagerCall, offset: int) -> int:

@@ -16,6 +16,7 @@ What the forward pass holds is in `graphs.capture.held_in_forward`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
@@ -23,11 +24,12 @@ from typing import Any
 
 import torch
 
+from graphs.capture.captured_step import Capture
 from graphs.capture.eager_calls import EagerCall, EagerCalls, matching_pairs, operator_name
 from graphs.capture.extraction import Layout
 from graphs.capture.held_in_forward import DeadCall, DeadResult
 from graphs.capture.leaves_in_forward import DeadGradient
-from graphs.model_calls import autograd_functions, named_arguments
+from graphs.model_calls import autograd_functions, named_arguments, strided_like
 
 _SCATTERS = frozenset(
     f"aten.{name}_scatter" for name in ("slice", "select", "diagonal", "as_strided")
@@ -80,6 +82,21 @@ class _SavedTensors:
     function: str
     names: tuple[str, ...]
     conjugated: frozenset[str] = frozenset()
+
+
+@contextlib.contextmanager
+def backward_seen() -> Iterator[None]:
+    """While inside, a backward pass runs as after the `autocast` block, and EagerCalls sees it."""
+    with torch._C._DisableAutocast(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def gradients_of(outputs: Sequence[torch.Tensor], captured: Capture) -> list[torch.Tensor]:
+    """Gradients of ones, with the strides that decide which operators the backward pass runs."""
+    tangents = [captured.tangents[index].meta["val"] for index in sorted(captured.tangents)]
+    if [each.shape for each in tangents] == [item.shape for item in outputs]:
+        return [strided_like(each).fill_(1.0) for each in tangents]
+    return [torch.ones_like(item) for item in outputs]
 
 
 def saved_by_functions(outputs: Iterable[torch.Tensor]) -> dict[int, _SavedTensors]:

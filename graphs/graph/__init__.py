@@ -3,7 +3,6 @@
 from graphs.graph.eager_memory import (
     as_eager,
     with_dead_code,
-    with_dead_results,
     with_function_lifetimes,
     with_saved,
     without_random_states,

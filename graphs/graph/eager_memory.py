@@ -15,7 +15,7 @@ sums        If a tensor gets several gradients, the engine adds each to the sum 
             nothing else refers to the sum (torch/csrc/autograd/input_buffer.cpp).
 in place    Some operators overwrite their first argument.
 dead code   Operators whose results nobody reads run too, and variables of `forward` may hold these.
-            In the backward pass, these compute the gradients of leaves that `forward` makes.
+            In the backward pass, some compute gradients of leaves that `forward` makes.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ or micro-batches in flight (`graphs.passes`, `graphs.pipeline`)."""
 def with_dead_code(graph: Graph) -> Graph:
     """The graph with the results of dead code, of the forward and of the backward pass; the graph
     itself if there are none, or if it has them already."""
-    return _with_dead_gradients(with_dead_results(graph))
+    return _with_dead_gradients(_with_dead_results(graph))
 
 
-def with_dead_results(graph: Graph) -> Graph:
+def _with_dead_results(graph: Graph) -> Graph:
     """The graph with the results of dead code, each as another output of the forward node before
     it; the graph itself if there are none, or if it has them already."""
     made: dict[str, list[str]] = {}  # forward node -> results of dead code
@@ -95,23 +95,25 @@ def with_dead_results(graph: Graph) -> Graph:
 
 
 def _with_dead_gradients(graph: Graph) -> Graph:
-    """The graph with the operators that compute gradients of leaves of `forward`, as nodes of no
-    time; the graph itself if there are none."""
-    backward = {node.name for node in graph.nodes if node.phase == "backward"}
-    runs_after: dict[str, list[Node]] = {}
+    """The graph with the gradients of leaves of `forward`: as further results of its nodes, or of
+    nodes of no time; the graph itself if there are none."""
+    nodes = {node.name: [node] for node in graph.nodes}  # with those that run after it
     tensors: list[Tensor] = []
     for name, made in graph.meta.dead_gradients.items():
-        if made.get("after") in backward and name not in graph.tensor_by_name:
-            node = Node(name, str(made.get("operator")), (), (name,), 0.0, phase="backward")
-            runs_after.setdefault(made["after"], []).append(replace(node, recomputable=False))
-            tensors.append(Tensor(name, int(made["size_bytes"]), "gradient"))
+        around = nodes.get(str(made.get("after")), [])
+        if not around or around[0].phase != "backward" or name in graph.tensor_by_name:
+            continue
+        tensors.append(Tensor(name, int(made["size_bytes"]), "gradient"))
+        if made.get("operator") is None:
+            around[0] = replace(around[0], outputs=(*around[0].outputs, name))
+        else:
+            node = Node(name, str(made["operator"]), (), (name,), 0.0, phase="backward")
+            around.append(replace(node, recomputable=False))
     if not tensors:
         return graph
     return replace(
         graph,
-        nodes=tuple(
-            each for node in graph.nodes for each in (node, *runs_after.get(node.name, ()))
-        ),
+        nodes=tuple(each for node in graph.nodes for each in nodes[node.name]),
         tensors=(*graph.tensors, *tensors),
     )
 
@@ -162,6 +164,7 @@ _OUT_ARGUMENTS = {"aten.rrelu_with_noise_functional.default": ((1, 1),)}
 def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:
     """Tensor -> the tensor whose storage it is on in eager mode."""
     in_place, sums = set(graph.meta.eager_overwrites), set(graph.meta.gradient_sums)
+    dead = graph.meta.dead_results.keys() | graph.meta.dead_gradients.keys()
     root = {tensor.name: graph.root(tensor.name) for tensor in graph.tensors}
     last_read = {name: at for at, node in enumerate(nodes) for name in node.inputs}
     kept_storages = {root[name] for name in graph.outputs}
@@ -173,7 +176,7 @@ def _roots(graph: Graph, nodes: Sequence[Node]) -> dict[str, str]:
             out, target = node.outputs[result], node.inputs[argument]
             root[out] = root[target]
             read_until[root[target]] = max(read_until[root[target]], last_read.get(out, at))
-        outputs = [name for name in node.outputs if name not in graph.meta.dead_results]
+        outputs = [name for name in node.outputs if name not in dead]
         if len(outputs) != 1 or not node.inputs:
             continue
         (out,), old = outputs, root[node.inputs[0]]

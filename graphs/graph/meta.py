@@ -52,9 +52,9 @@ class GraphMeta:
         `operator`, the path of the `module` that makes the call, and the forward node `after` which
         it is made ("": before all of them).
     dead_gradients: tensors that eager mode makes for gradients that nobody reads, of leaves that
-        forward makes (`x.detach().requires_grad_()`), in order: name -> the `operator`, the
-        backward node `after` which it runs, and `size_bytes`. `saved_unread` names them, too, as
-        tensors and as nodes.
+        forward makes (`x.detach().requires_grad_()`), in order: name -> the `operator`
+        (None: it is a further result of `after`), the backward node `after` which it runs, and
+        `size_bytes`. `saved_unread` names them, too, as tensors and as nodes.
     differentiated_modules: paths of modules that take part in gradients that forward takes itself,
         or that run inside transforms of torch.func; "" is the model.
     parameter_bytes: dtype -> bytes of all parameters of that dtype.
@@ -189,7 +189,8 @@ def _opaque_notes(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         how = (
             "saved or recomputed as a whole"
             if recomputable
-            else "saved, since it has hooks, or gave other results when it ran again"
+            else "saved, since it has hooks, takes random numbers from the operating system, or "
+            "gave other results when it ran again"
         )
         verb, it = ("are each", "each") if len(modules) > 1 else ("is", "it")
         yield (

@@ -136,7 +136,7 @@ def plan_chain(
             raise FallbackError(
                 f"{type(model).__name__} calls transforms of torch.func (grad, vjp) in its "
                 "forward, under which PyTorch's checkpoints do not run: plan it with solve and "
-                "apply, or take these gradients with torch.autograd.grad(..., create_graph=True)"
+                "apply"
             ) from error
         optimizer_figures = None
         if optimizer is not None:

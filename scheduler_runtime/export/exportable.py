@@ -71,15 +71,15 @@ def check_exportable(model: nn.Module, solution: Solution, *, call: str) -> None
 
 
 def differentiated_words(graph: Graph) -> str:
-    """A sentence on the modules that are left alone since forward differentiates them; "": none."""
+    """Words on the modules that are left alone since forward differentiates them; "": none."""
     paths = [path for path in graph.meta.differentiated_modules if path]
     if not graph.meta.differentiated_modules:
         return ""
-    called = f", after {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}" if paths else ""
+    of = f" of {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}" if paths else ""
     return (
-        "forward takes gradients itself (torch.autograd.grad, torch.func)"
-        f"{called}: PyTorch's checkpoints and hooks of saved tensors would run at other times "
-        "there than planned, or fail"
+        f"forward itself takes gradients{of}, or calls them in a transform of torch.func: there, "
+        "PyTorch's checkpoints and hooks of saved tensors would run at other times than planned, "
+        "or fail"
     )
 
 

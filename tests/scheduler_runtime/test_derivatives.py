@@ -69,7 +69,7 @@ def test_fit_and_the_plain_step(name: str) -> None:
     model = fit(copy.deepcopy(plain), budget="1GB")
     free = solve(plain, batch, budget="1GB", reserve=0)
     measured_bytes = measure(copy.deepcopy(plain), batch, n_steps=1).peak_bytes
-    assert 0.999 * measured_bytes <= free.baseline.peak_bytes <= 1.01 * measured_bytes
+    assert 0.9995 * measured_bytes <= free.baseline.peak_bytes <= 1.01 * measured_bytes
     assert_equal(trained(copy.deepcopy(plain), batch), trained(model, batch))
 
 

@@ -26,6 +26,7 @@ UNINITIALISED = (
     aten.empty_like.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
+    aten.empty_permuted.default,
 )
 """Operators that return uninitialised memory."""
 _SCATTERS = (
@@ -65,16 +66,21 @@ def after_call(
         return recipe
     if func in _PARTS:
         return PartlyWritten(recipe)
-    if func not in _SCATTERS or args[0].numel() > _MOST_ELEMENTS:
+    if func not in _SCATTERS or not _can_be_followed(args[0]):
         return None
     with outside_of_tracing():
         written = first.written
         if written is None:
-            layout = args[0].shape, args[0].stride()  # the strides tell what as_strided writes
-            written = torch.empty_strided(*layout, dtype=torch.bool).fill_(False)
+            written = torch.zeros(args[0].shape, dtype=torch.bool)
         written = func(written, torch.ones(args[1].shape, dtype=torch.bool), *args[2:])
         is_whole = bool(written.all())
     return recipe if is_whole else PartlyWritten(recipe, written)
+
+
+def _can_be_followed(tensor: torch.Tensor) -> bool:
+    """Whether its elements are all of its memory, in order: as_strided can reach others."""
+    is_whole = tensor.is_contiguous() and not tensor.storage_offset()
+    return is_whole and tensor.numel() <= _MOST_ELEMENTS
 
 
 @contextlib.contextmanager

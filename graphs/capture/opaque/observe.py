@@ -189,15 +189,15 @@ class _Watch:
         """Run and measure a call; returns what is known about it, and its outputs."""
         with random.states_restored():
             before, torch_states = random.other_states(), random.torch_states()
-            systems: list[None] = []  # each draw from the operating system
-            noted = system_numbers_noted(lambda: systems.append(None))
+            system_draws: list[None] = []
+            noted = system_numbers_noted(lambda: system_draws.append(None))
             with OperatorCalls() as forward, ValueReads() as values, noted:
                 result = island.forward(tensors)
-            draws_others = bool(systems) or before != random.other_states()
+            draws_others = bool(system_draws) or before != random.other_states()
             draws_torchs = not all(map(torch.equal, torch_states, random.torch_states()))
         again = Bench(island, tensors, random).forward()
         self._check_supported(result, tensors, again)
-        is_repeatable = not systems and all(map(_have_same_bits, result.outs, again.outs))
+        is_repeatable = not system_draws and all(map(_have_same_bits, result.outs, again.outs))
         del again
         written = self._write_changed_buffers(island, result, tensors)
         # All parameters and unchanged buffers, and the inputs and outputs that backward reads.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.graph import Graph, with_dead_results
+from graphs.graph import Graph, with_dead_code
 from graphs.trace import trace
 from scheduler_runtime.measuring import measure
 from solver import solve
@@ -79,7 +79,7 @@ def test_what_dead_code_makes_is_known(name: str) -> None:
 def test_what_has_an_effect_or_allocates_nothing_is_not_dead(name: str) -> None:
     _, graph = traced(NOT_DEAD[name])
     assert not graph.meta.dead_results
-    assert with_dead_results(graph) is graph
+    assert with_dead_code(graph) is graph
 
 
 def read_after_a_write(x: torch.Tensor, _mean: torch.Tensor) -> object:

@@ -9,6 +9,7 @@ from torch import nn
 from scheduler_runtime import measure
 from scheduler_runtime.export import ExportError, to_saved_tensors_hooks, to_torch_checkpoint
 from solver import solve
+from tests.support.bitwise import assert_equal
 
 N_LAYERS = 6
 
@@ -63,8 +64,8 @@ def test_only_modules_outside_of_such_gradients_are_checkpointed(way):
     exported = to_torch_checkpoint(model, solution, on_excess="least")
     assert exported.modules
     assert all(module.path.startswith("others") for module in exported.modules)
-    assert "forward takes gradients itself" in str(exported)
-    assert all(map(torch.equal, plain, after_a_step(model)))
+    assert "forward itself takes gradients" in str(exported)
+    assert_equal(plain, after_a_step(model))
     model.zero_grad()
     assert measure(model, Mixed.batch()).peak_bytes <= exported.peak_bytes + 100
 
@@ -75,7 +76,7 @@ def test_hooks_of_saved_tensors_are_refused(way):
     free = solve(model, Mixed.batch(), budget="1GB")
     budget_bytes = int(0.8 * free.simulation.peak_bytes)
     solution = solve(model, Mixed.batch(), budget=budget_bytes, host_budget="1GB")
-    with pytest.raises(ExportError, match=r"forward takes gradients itself .* use apply"):
+    with pytest.raises(ExportError, match=r"forward itself takes gradients .* use apply"):
         to_saved_tensors_hooks(model, solution, on_excess="least")
 
 
@@ -85,5 +86,5 @@ def test_if_nothing_fits_the_error_says_why():
     free = solve(model, Mixed.batch(), budget="1GB", rewrites="none")
     budget_bytes = int(0.8 * free.simulation.peak_bytes)
     solution = solve(model, Mixed.batch(), budget=budget_bytes, rewrites="none")
-    with pytest.raises(ExportError, match="forward takes gradients itself"):
+    with pytest.raises(ExportError, match="forward itself takes gradients"):
         to_torch_checkpoint(model, solution)
