@@ -9,9 +9,11 @@ AVX-512.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,6 +56,14 @@ def n_threads() -> int:
 
 def has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@functools.cache
+def cache_bytes() -> int:
+    """Bytes of a core's own cache (L2), or a little more: about the most bytes of patches that a
+    thread has at once without AVX-512 (measured with 512 KiB and 1 MiB; oneDNN fits them to it)."""
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # not in older releases
+    return max(2**19, int(capabilities.get("l2_cache_size") or 0))
 
 
 def widest_unrolled() -> int:

@@ -20,6 +20,7 @@ from graphs.costs.convolution_shapes import (
     UNREORDERED_CHANNELS,
     Convolution,
     block,
+    cache_bytes,
     has_avx512,
     n_threads,
     up_to_blocks,
@@ -37,9 +38,6 @@ from graphs.costs.strided_workspace import (
 
 _MOST_PADDING = 3
 """Without AVX-512, outputs whose columns are padded by more than this are matrix products."""
-_MOST_PATCHES_BYTES = 2**19
-"""Of these matrix products, about the most bytes of patches that a thread has at once (measured
-with 512 KiB of cache per core, to which oneDNN fits them)."""
 
 
 def contiguous_copy_bytes(*tensors: torch.Tensor) -> int:
@@ -109,7 +107,7 @@ def _output_workspace(conv: Convolution) -> int:
     workspace = max(blocked_bytes + subsampled - out.nbytes, _blocked_bytes(out, 1))
     if has_avx512() or conv.padding[-1] <= _MOST_PADDING:
         return workspace
-    return max(workspace, min(_thread_patches_bytes(conv), n_threads() * _MOST_PATCHES_BYTES))
+    return max(workspace, min(_thread_patches_bytes(conv), n_threads() * cache_bytes()))
 
 
 def convolution_backward(call: OpCall) -> int:
