@@ -1,6 +1,6 @@
 """A force field (SchNet, Schuett et al. 2017): energies, and forces as their gradients.
 
-    solve --budget 2GB examples/force_field.py
+    solve --budget 500MB examples/force_field.py
 
 `forward` calls `torch.autograd.grad(..., create_graph=True)`, so the training step differentiates a
 gradient. All of it is planned: the energy, the forces and the backward pass through both.

@@ -1,6 +1,6 @@
 """A critic with a gradient penalty (WGAN-GP, Gulrajani et al. 2017), 32 images of 64 x 64.
 
-    solve --budget 400MB examples/gradient_penalty.py
+    solve --budget 200MB examples/gradient_penalty.py
 
 The penalty differentiates the critic with `create_graph=True`. Outside of a planned module that is
 an error. So the planned module is one around the critic, whose `forward` computes the penalty; the

@@ -153,7 +153,7 @@ def batch_with_values(file: ModelFile, device: str, notes: list[str]) -> Any:
     """
     from graphs.model_calls import nested  # here: it takes torch
 
-    meta_batch = build_on_meta(file.batch, "the batch", notes)
+    meta_batch = build_on_meta(file.batch, "the batch", [])  # no note: it is real anyway
     size_bytes = sum(t.numel() * t.element_size() for t in nested.tensors(meta_batch))
     if size_bytes > MOST_BATCH_BYTES:
         notes.append(

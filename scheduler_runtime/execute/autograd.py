@@ -46,9 +46,9 @@ class Outputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a planned step can be differentiated once, and create_graph=True asks for more: "
-                "call torch.autograd.grad in the forward of a module around this one, and plan "
-                "that module instead (docs/derivatives.md), or use the plain model "
+                "a planned step has no second derivative, which create_graph=True asks for: call "
+                "torch.autograd.grad in the forward of a module around this one, and plan that "
+                "module instead (docs/derivatives.md), or use the plain model "
                 "(checkpoint_solver.remove(model))"
             )
         ctx.run.start_backward(ctx.tangents, gradients)

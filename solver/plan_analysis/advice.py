@@ -320,7 +320,14 @@ def _theory(solution: Solution) -> Iterator[str]:
         f"√L, {counted(n_segments, 'segment')} (method sqrt fits their number to the budget "
         f"instead), {_cost_text(solution, segments)}; "
         f"{plan} {format_size(simulation.peak_bytes)} at {format_share(solution.overhead or 0.0)}."
+        + (_OF_THE_GRAPH if graph.meta.differentiated_modules else "")
     )
+
+
+_OF_THE_GRAPH = (
+    " These are blocks of the graph. As forward takes gradients itself, torch.utils.checkpoint "
+    "around modules saves less: it keeps what it recomputes for them."
+)
 
 
 def _cost_text(solution: Solution, blocks: Blocks) -> str:

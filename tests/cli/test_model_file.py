@@ -181,6 +181,14 @@ def test_a_model_that_reads_values_is_built_for_real(model_file, capsys):
     assert "The model was built in real memory" in capsys.readouterr().out
 
 
+def test_a_batch_that_cannot_be_on_the_meta_device_needs_no_note(model_file, capsys):
+    path = model_file(
+        ("return torch.randn(", "assert torch.ones(2).nonzero().numel(); return torch.randn(")
+    )
+    assert main([*PLAN, path]) == 0
+    assert "built in real memory" not in capsys.readouterr().out
+
+
 def test_a_card_that_is_not_here_is_a_forecast(model_file, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["--budget", "2%", "--device", "h100", model_file()]) == 0

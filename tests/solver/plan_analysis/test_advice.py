@@ -341,6 +341,14 @@ def test_theory_beside_what_was_found():
     assert "; this plan, op by op, 2." in tight["theory"]
 
 
+def test_theory_of_a_step_that_differentiates_a_gradient():
+    graph = Graph.load(GPT2)
+    meta = dataclasses.replace(graph.meta, differentiated_modules=[""])
+    solution = solve(dataclasses.replace(graph, meta=meta), budget="4GB", method="sqrt")
+    text = {a.kind: a.text for a in advise(solution)}["theory"]
+    assert "torch.utils.checkpoint around modules saves less" in text
+
+
 def test_no_theory_without_a_plan_or_blocks():
     assert "theory" not in advised(residual(n_blocks=6), method="none")
     one_block = make(
